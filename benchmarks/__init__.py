@@ -1,1 +1,3 @@
-"""What is measured. Each module runs as ``python -m benchmarks.<name>`` and writes to ``benchmarks/results``."""
+"""What is measured. Each module runs as ``python -m benchmarks.<name>`` and writes to
+``benchmarks/results``.
+"""

@@ -1,8 +1,10 @@
-"""Every algorithm on the glyph task: ``python -m benchmarks.algorithms [--seeds 0 1 2] [--seconds 45] [--only NAME ...]``.
+"""Every algorithm on the glyph task: ``python -m benchmarks.algorithms [--seeds 0 1 2] [--seconds
+45] [--only NAME ...]``.
 
-All start from the same base model with the same prompts and get the same CPU-seconds, in which rollouts, OCR and updates count
-and evaluations do not. The entries are in ``algorithms.yaml`` in the same folder; those that are meant to collapse run with the
-first seed only. A run whose result is there already is not repeated unless asked for by ``--again``; results go to
+All start from the same base model with the same prompts and get the same CPU-seconds, in which
+rollouts, OCR and updates count and evaluations do not. The entries are in ``algorithms.yaml`` in
+the same folder; those that are meant to collapse run with the first seed only. A run whose result
+is there already is not repeated unless asked for by ``--again``; results go to
 ``benchmarks/results/algorithms.json``, the table and the plot next to it.
 """
 
@@ -68,12 +70,21 @@ class OutOfTime(Exception):
 
 def main() -> None:
     entries = {
-        name: (kind, settings) for kind, group in yaml.safe_load(ENTRIES.read_text()).items() for name, settings in group.items()
+        name: (kind, settings)
+        for kind, group in yaml.safe_load(ENTRIES.read_text()).items()
+        for name, settings in group.items()
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=45.0, help="CPU-seconds of every run")
-    parser.add_argument("--only", nargs="+", choices=entries, metavar="NAME", default=list(entries), help=", ".join(entries))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=entries,
+        metavar="NAME",
+        default=list(entries),
+        help=", ".join(entries),
+    )
     parser.add_argument("--again", action="store_true", help="repeat runs whose results are there")
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
@@ -83,14 +94,27 @@ def main() -> None:
             if kind in ONE_SEED and seed != arguments.seeds[0]:
                 continue
             seconds = settings.get("cpu_seconds", arguments.seconds)
-            asked = {"name": name, "kind": kind, "seed": seed, "cpu_seconds": seconds, "settings": settings}
+            asked = {
+                "name": name,
+                "kind": kind,
+                "seed": seed,
+                "cpu_seconds": seconds,
+                "settings": settings,
+            }
             found = [run for run in results["runs"] if asked.items() <= run.items()]
             if found and not arguments.again:
                 continue
             done = asked | run(asked)
-            tqdm.write(f"{name} {seed}: {done['before']['ocr']:.2f} -> {done['after']['ocr']:.2f}, drift {done['drift']:.3f}")
+            tqdm.write(
+                f"{name} {seed}: {done['before']['ocr']:.2f} -> {done['after']['ocr']:.2f}, drift"
+                f" {done['drift']:.3f}"
+            )
             order = list(entries)
-            kept = [run for run in results["runs"] if run["name"] in order and (run["name"], run["seed"]) != (name, seed)]
+            kept = [
+                run
+                for run in results["runs"]
+                if run["name"] in order and (run["name"], run["seed"]) != (name, seed)
+            ]
             runs = sorted([*kept, done], key=lambda run: (order.index(run["name"]), run["seed"]))
             results = {"machine": machine(), "runs": runs}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
@@ -98,17 +122,22 @@ def main() -> None:
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """Train one entry with one seed; held-out scores over its CPU-seconds, guardrails and drift at the end."""
+    """Train one entry with one seed; held-out scores over its CPU-seconds, guardrails and drift at
+    the end.
+    """
     recipe = recipe_of(asked)
     base, policy_folder, table = prepared(recipe)
     prompts = read_prompts(table, "train")
     held_out = read_prompts(table, "held_out")
-    ctx, model = StageContext(recipe, 0, 0), open_model(recipe, base)
+    ctx = StageContext(recipe, 0, 0)
+    model = open_model(recipe, base)
     policy, metadata = open_policy(ctx, model, policy_folder, teachers_of(ctx))
-    updater, scorer = PolicyUpdater(policy, ctx.config, metadata), load_scorer(recipe.rewards, ())
+    updater = PolicyUpdater(policy, ctx.config, metadata)
+    scorer = load_scorer(recipe.rewards, ())
     curve: list[dict[str, float]] = []
     training: list[dict[str, float]] = []
-    start, spent_evaluating = time.process_time(), 0.0
+    start = time.process_time()
+    spent_evaluating = 0.0
 
     def log(metrics: dict[str, float], step: int) -> None:
         nonlocal spent_evaluating
@@ -116,7 +145,13 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         training.append({"cpu_seconds": spent, **metrics})
         if spent >= EVALUATE_EVERY * len(curve):
             before = time.process_time()
-            curve.append({"cpu_seconds": spent, "steps": step + 1, **score(recipe, model, policy, held_out, ())})
+            curve.append(
+                {
+                    "cpu_seconds": spent,
+                    "steps": step + 1,
+                    **score(recipe, model, policy, held_out, ()),
+                }
+            )
             spent_evaluating += time.process_time() - before
         if spent >= asked["cpu_seconds"]:
             raise OutOfTime
@@ -134,7 +169,9 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         except TrainingError as error:
             stopped = str(error)
     after = score(recipe, model, policy, held_out, GUARDRAILS)
-    first, last = (training[0], training[-1]) if training else ({}, {})  # its very first update may stop a run
+    first, last = (
+        (training[0], training[-1]) if training else ({}, {})
+    )  # its very first update may stop a run
     curve.append({"cpu_seconds": last.get("cpu_seconds", 0.0), "steps": len(training), **after})
     of_teacher = {}
     if "teacher" in policy.copies:
@@ -162,7 +199,8 @@ GUARDRAILS = ("tesseract", "similarity")
 
 
 def recipe_of(asked: dict[str, Any]) -> Recipe:
-    """The recipe of one run: the entry is its only stage, with steps or epochs enough for its seconds.
+    """The recipe of one run: the entry is its only stage, with steps or epochs enough for its
+    seconds.
 
     Not with many more: an online stage chooses the prompts of all its steps before the first.
     """
@@ -201,34 +239,54 @@ class Passed(MetricsRecorder):
         self.log(dict(values), step)
 
 
-def train(ctx: StageContext, model: Model, updater: PolicyUpdater, scorer: Scorer, prompts: list[Prompt], log: Log) -> None:
+def train(
+    ctx: StageContext,
+    model: Model,
+    updater: PolicyUpdater,
+    scorer: Scorer,
+    prompts: list[Prompt],
+    log: Log,
+) -> None:
     """The stage of an entry, all of it in this process."""
     if ctx.config.kind == "online":
         run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts, Passed(log))
         return
     with tempfile.TemporaryDirectory() as folder:
-        rollouts, scores, advantages = (Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages"))
+        rollouts, scores, advantages = (
+            Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages")
+        )
         generate_shard(ctx, model, updater.policy, 0, prompts, 0, rollouts)
         score_shard(ctx, scorer, prompts, rollouts, scores)
         write_advantages(ctx, [scores], advantages)
         train_epochs(ctx, model, updater, prompts, [rollouts], advantages, Passed(log))
 
 
-def score(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guardrails: tuple[str, ...]) -> dict[str, float]:
-    """Held-out means of the OCR and of the guardrails, and the velocity drift from the base model."""
+def score(
+    recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guardrails: tuple[str, ...]
+) -> dict[str, float]:
+    """Held-out means of the OCR and of the guardrails, and the velocity drift from the base
+    model."""
     scorer = load_scorer([reward("ocr")], [reward(guardrail) for guardrail in guardrails])
     with tempfile.TemporaryDirectory() as folder:
-        found = evaluate(recipe, model, policy, 0, scorer, prompts, recipe.name, Path(folder) / "samples.parquet")
+        found = evaluate(
+            recipe, model, policy, 0, scorer, prompts, recipe.name, Path(folder) / "samples.parquet"
+        )
     return {**found.held_out, "velocity_drift": found.velocity_drift}
 
 
 def warm_up(model: Model, scorer: Scorer, prompt: Prompt) -> None:
-    """Load what rewards load at their first image; the recogniser is trained then, once on a machine."""
-    scorer(model.decode(torch.zeros(2, *model.latent_shape)), [prompt] * 2)  # two: a reward may compare
+    """Load what rewards load at their first image; the recogniser is trained then, once on a
+    machine.
+    """
+    scorer(
+        model.decode(torch.zeros(2, *model.latent_shape)), [prompt] * 2
+    )  # two: a reward may compare
 
 
 def prepared(recipe: Recipe) -> tuple[Path, Path, Path]:
-    """(base model, untouched policy, prompt table); the base model is trained once and shared by all runs."""
+    """(base model, untouched policy, prompt table); the base model is trained once and shared by
+    all runs.
+    """
     base = WORK / "base"
     if not base.exists():
         train_base(GlyphTrainingConfig(), recipe.threads, base)
@@ -242,9 +300,17 @@ def prepared(recipe: Recipe) -> tuple[Path, Path, Path]:
     return base, policy, prompts
 
 
-def keep(ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata, asked: dict[str, Any]) -> None:
+def keep(
+    ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata, asked: dict[str, Any]
+) -> None:
     """Leave the trained policy where a later entry finds its teacher."""
-    record = StageRecord(label=asked["name"], algorithm=asked["name"], samples=0, optimizer_steps=updater.updates, seconds={})
+    record = StageRecord(
+        label=asked["name"],
+        algorithm=asked["name"],
+        samples=0,
+        optimizer_steps=updater.updates,
+        seconds={},
+    )
     folder = WORK / "policies" / f"{asked['name']}-{asked['seed']}"
     shutil.rmtree(folder, ignore_errors=True)
     save_policy(ctx, updater, metadata, record, folder)
@@ -257,8 +323,9 @@ def teachers_of(ctx: StageContext) -> dict[str, Path]:
     for copy, entry in ctx.teachers.items():
         if not folders[copy].exists():
             raise SystemExit(
-                f"{ctx.recipe.name} learns from the policy of {entry} with seed {seed}, and there is none in {folders[copy]}; "
-                f"make it: python -m benchmarks.algorithms --only {entry} --seeds {seed} --again"
+                f"{ctx.recipe.name} learns from the policy of {entry} with seed {seed}, and there"
+                f" is none in {folders[copy]}; make it: python -m benchmarks.algorithms --only"
+                f" {entry} --seeds {seed} --again"
             )
     return folders
 

@@ -1,4 +1,6 @@
-"""The table and the plot of ``benchmarks.algorithms``, from its results alone: ``python -m benchmarks.algorithms_report``."""
+"""The table and the plot of ``benchmarks.algorithms``, from its results alone: ``python -m
+benchmarks.algorithms_report``.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,24 @@ GOAL = 0.90
 TITLES = {
     "policy_gradient": "Policy gradients: steps of a fresh trajectory",
     "forward_process": "Forward process: final samples only",
-    "published": "Published settings, made for large models and thousands of GPU-hours: all defaults of the algorithm",
-    "reward_gradient": "Gradients of the reward `recognizer`, a network that reads the picture; `ocr` is not trained on",
+    "published": (
+        "Published settings, made for large models and thousands of GPU-hours: all defaults of the"
+        " algorithm"
+    ),
+    "reward_gradient": (
+        "Gradients of the reward `recognizer`, a network that reads the picture; `ocr` is not"
+        " trained on"
+    ),
     "distillation": "From a teacher: the policy of diffusion_nft with the same seed",
-    "students": "Students of two denoising steps, evaluated with two: from the policy of diffusion_nft_quick, same seed",
+    "students": (
+        "Students of two denoising steps, evaluated with two: from the policy of"
+        " diffusion_nft_quick, same seed"
+    ),
     "offline": "Offline: samples of the base model, generated and scored once",
     "longer": "The same, given longer: those that had not passed .90",
-    "collapse": "Meant to go wrong, and not all of it did: what the guardrails and the drift alarm are for",
+    "collapse": (
+        "Meant to go wrong, and not all of it did: what the guardrails and the drift alarm are for"
+    ),
 }
 COLOURS = {
     "policy_gradient": "#2f6fdf",
@@ -44,14 +57,19 @@ Runs = Sequence[dict[str, Any]]
 def write_report(results: Path = RESULTS) -> None:
     """Write the table and the plot beside the results."""
     found = json.loads(results.read_text())
-    groups = {kind: _by_name([run for run in found["runs"] if run["kind"] == kind]) for kind in TITLES}
+    groups = {
+        kind: _by_name([run for run in found["runs"] if run["kind"] == kind]) for kind in TITLES
+    }
     results.with_suffix(".md").write_text("\n".join(_page(found["machine"], groups)) + "\n")
     figure = _figure({kind: runs for kind, runs in groups.items() if runs})
     FigureCanvasAgg(figure).print_png(results.with_suffix(".png"), metadata={"Software": None})
 
 
 def _by_name(runs: Runs) -> dict[str, Runs]:
-    return {name: [run for run in runs if run["name"] == name] for name in dict.fromkeys(run["name"] for run in runs)}
+    return {
+        name: [run for run in runs if run["name"] == name]
+        for name in dict.fromkeys(run["name"] for run in runs)
+    }
 
 
 def _page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[str]:
@@ -60,40 +78,68 @@ def _page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[s
     lines = [
         "# Algorithms at equal time",
         "",
-        f"Written by `python -m benchmarks.algorithms` on {machine['cores']} cores of {machine['cpu']}, one thread. Every run "
-        f"starts from the same base model, which scores {before['ocr']:.2f} and spells {before['exact_match']:.2f} of 96 "
-        "held-out strings exactly, and gets the stated CPU-seconds, in which rollouts, OCR and updates count. "
-        "Means over the seeds, with the least and most in brackets; the standard error of one score is about .02. `ocr` is the "
-        "reward unless a table names another, `tesseract` and `similarity` are never trained on. "
-        "Entries: [algorithms.yaml](../algorithms.yaml). "
-        "Rows with ° were evaluated every 8 CPU-seconds instead of 4, and about 4 CPU-seconds of theirs went to choosing the "
-        "prompts of 100,000 steps.",
+        (
+            f"Written by `python -m benchmarks.algorithms` on {machine['cores']} cores of"
+            f" {machine['cpu']}, one thread. Every run starts from the same base model, which"
+            f" scores {before['ocr']:.2f} and spells {before['exact_match']:.2f} of 96 held-out"
+            " strings exactly, and gets the stated CPU-seconds, in which rollouts, OCR and updates"
+            " count. Means over the seeds, with the least and most in brackets; the standard error"
+            " of one score is about .02. `ocr` is the reward unless a table names another,"
+            " `tesseract` and `similarity` are never trained on. Entries:"
+            " [algorithms.yaml](../algorithms.yaml). Rows with ° were evaluated every 8"
+            " CPU-seconds instead of 4, and about 4 CPU-seconds of theirs went to choosing the"
+            " prompts of 100,000 steps."
+        ),
         "",
         "![Held-out OCR over CPU-seconds](algorithms.png)",
     ]
     for kind, names in groups.items():
         if names:
             given = sorted({f"{run['cpu_seconds']:.0f}" for each in names.values() for run in each})
-            lines += ["", f"**{TITLES[kind]}** ({' or '.join(given)} CPU-seconds)", "", *_table(names)]
+            lines += [
+                "",
+                f"**{TITLES[kind]}** ({' or '.join(given)} CPU-seconds)",
+                "",
+                *_table(names),
+            ]
     return lines
 
 
 def _table(names: dict[str, Runs]) -> list[str]:
-    head = ["entry", "ocr", "exact", "tesseract", "similarity", "velocity drift", f"CPU-s to {GOAL:.2f}", "steps", "alarm"]
+    head = [
+        "entry",
+        "ocr",
+        "exact",
+        "tesseract",
+        "similarity",
+        "velocity drift",
+        f"CPU-s to {GOAL:.2f}",
+        "steps",
+        "alarm",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, runs in names.items():
         scores = _scores([run["after"] for run in runs])
         steps = f"{fmean(run['steps'] for run in runs):.0f}"
         alarms = f"{sum(bool(run['alarms'] or run['stopped']) for run in runs)} of {len(runs)}"
         mark = "" if all("evaluate_every" in run for run in runs) else " °"
-        lines.append("| " + " | ".join([name + mark, *scores, _seconds_to_goal(runs), steps, alarms]) + " |")
+        lines.append(
+            "| " + " | ".join([name + mark, *scores, _seconds_to_goal(runs), steps, alarms]) + " |"
+        )
         if teachers := [run["teacher"] for run in runs if "teacher" in run]:
-            lines.append("| " + " | ".join([f"teacher of {name}, evaluated alike", *_scores(teachers), *"–––"]) + " |")
+            lines.append(
+                "| "
+                + " | ".join([f"teacher of {name}, evaluated alike", *_scores(teachers), *"–––"])
+                + " |"
+            )
     return lines
 
 
 def _scores(found: Sequence[dict[str, float]]) -> list[str]:
-    spreads = [_spread([scores.get(key) for scores in found]) for key in ("ocr", "exact_match", "tesseract", "similarity")]
+    spreads = [
+        _spread([scores.get(key) for scores in found])
+        for key in ("ocr", "exact_match", "tesseract", "similarity")
+    ]
     return [*spreads, f"{fmean(scores['velocity_drift'] for scores in found):.2f}"]
 
 
@@ -123,9 +169,13 @@ def seconds_to(curve: Sequence[dict[str, float]], goal: float) -> float | None:
 
 
 def _figure(groups: dict[str, dict[str, Runs]]) -> Figure:
-    """A panel for every entry, each group on rows of its own: held-out OCR over CPU-seconds, a line for every seed."""
+    """A panel for every entry, each group on rows of its own: held-out OCR over CPU-seconds, a line
+    for every seed.
+    """
     lines = [(kind, names) for kind, group in groups.items() for names in _rows(list(group))]
-    with matplotlib.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.rc_context(
+        {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    ):
         figure = Figure(figsize=(COLUMNS * 2.1, len(lines) * 1.75), layout="constrained", dpi=110)
         axes = figure.subplots(len(lines), COLUMNS, sharex="row", sharey=True, squeeze=False)
         for row, (kind, names) in zip(axes, lines, strict=True):
@@ -147,7 +197,10 @@ def _panel(panel: Axes, name: str, runs: Runs, colour: str) -> None:
     panel.axhline(GOAL, color="#9aa3af", linewidth=0.7, linestyle=":")
     for run in runs:
         panel.plot(
-            [point["cpu_seconds"] for point in run["curve"]], [point["ocr"] for point in run["curve"]], color=colour, lw=1.2
+            [point["cpu_seconds"] for point in run["curve"]],
+            [point["ocr"] for point in run["curve"]],
+            color=colour,
+            lw=1.2,
         )
     panel.set_ylim(0, 1)
     panel.tick_params(length=2)

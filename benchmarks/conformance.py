@@ -1,9 +1,10 @@
-"""Golden vectors for samplers, log-probs, losses, advantages, rollout correction and KL: ``python -m benchmarks.conformance``.
+"""Golden vectors for samplers, log-probs, losses, advantages, rollout correction and KL: ``python
+-m benchmarks.conformance``.
 
-The vectors (``conformance_vectors.json``, described in docs/conformance.md) are computed from the closed forms of
-``conformance_forms``. A library agrees with a case if every value that it returns does: the largest error, divided by the largest
-expected magnitude, is at most 1e-10 where it computed in float64 and 2e-5 in float32. The exit status is 1 if one differs without
-a known reason.
+The vectors (``conformance_vectors.json``, described in docs/conformance.md) are computed from the
+closed forms of ``conformance_forms``. A library agrees with a case if every value that it returns
+does: the largest error, divided by the largest expected magnitude, is at most 1e-10 where it
+computed in float64 and 2e-5 in float32. The exit status is 1 if one differs without a known reason.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HELP = f"""
 libraries:
   {"  ".join(INSTALLED):24}as installed here (the default)
   {"=CLONE  ".join([*CLONES, ""])}
-                          the folder of a clone: its files that define the functions are imported, and run
+                          a clone's folder: its files that define the functions are imported and run
   package.module:NAME     your own benchmarks.conformance_adapters.Library (docs/conformance.md)
 
 examples:
@@ -61,11 +62,26 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table; exit with the differences, if there are any."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.conformance", None, __doc__, HELP, formatter_class=raw)
-    parser.add_argument("--library", nargs="+", default=list(INSTALLED), help="what is run, see below")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="cases whose name matches, such as 'awm_loss/*'")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/conformance.md as well")
-    parser.add_argument("--write-vectors", action="store_true", help="compute conformance_vectors.json again, before")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.conformance", None, __doc__, HELP, formatter_class=raw
+    )
+    parser.add_argument(
+        "--library", nargs="+", default=list(INSTALLED), help="what is run, see below"
+    )
+    parser.add_argument(
+        "--only",
+        default="*",
+        metavar="PATTERN",
+        help="cases whose name matches, such as 'awm_loss/*'",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write benchmarks/results/conformance.md as well"
+    )
+    parser.add_argument(
+        "--write-vectors",
+        action="store_true",
+        help="compute conformance_vectors.json again, before",
+    )
     given = parser.parse_args(arguments)
     if given.write and given.only != "*":
         parser.error("--write writes the table of all cases; leave --only out")
@@ -74,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.only)]
     if not cases:
         raise SystemExit(f"no case is named {given.only!r}; the names are in {VECTORS}")
-    found = {library: [run(library, case) for case in cases] for library in map(load, given.library)}
+    found = {
+        library: [run(library, case) for case in cases] for library in map(load, given.library)
+    }
     written = table(cases, found)
     if given.write:
         RESULTS.write_text(written)
@@ -99,7 +117,10 @@ def load(name: str) -> Library:
     if name in INSTALLED:
         return INSTALLED[name]()
     if ":" not in name:
-        raise SystemExit(f"unknown library {name!r}; take {', '.join([*INSTALLED, *CLONES])} or package.module:NAME")
+        raise SystemExit(
+            f"unknown library {name!r}; take {', '.join([*INSTALLED, *CLONES])} or"
+            " package.module:NAME"
+        )
     try:
         own: Library = import_path(name)
     except RecipeError as error:
@@ -111,31 +132,44 @@ def run(library: Library, case: Mapping[str, Any]) -> Outcome:
     """One function on one case."""
     if case["function"] not in library.functions:
         return Outcome("not offered")
-    expected, given = case["expected"], case["inputs"] | case["settings"]
+    expected = case["expected"]
+    given = case["inputs"] | case["settings"]
     try:
-        found = library.functions[case["function"]](SimpleNamespace(function=case["function"], **given))
+        found = library.functions[case["function"]](
+            SimpleNamespace(function=case["function"], **given)
+        )
         values = {name: _array(value) for name, value in found.items()}
     except NotOffered as error:
         return Outcome("not offered", detail=str(error))
     except Exception as error:  # of code that others wrote: the cases after it still run
         return Outcome("differs", float("inf"), f"{type(error).__name__}: {error}")
     if not values or not values.keys() <= expected.keys():
-        return Outcome("differs", float("inf"), f"it returned {sorted(values)}; return some of {sorted(expected)}")
+        return Outcome(
+            "differs",
+            float("inf"),
+            f"it returned {sorted(values)}; return some of {sorted(expected)}",
+        )
     errors = {name: relative_error(value, expected[name]) for name, value in values.items()}
     limits = {name: TOLERANCE.get(value.dtype.name, 0.0) for name, value in values.items()}
     far = [name for name in values if not errors[name] <= limits[name]]
-    worst, left_out = max(errors.values()), tuple(name for name in expected if name not in values)
+    worst = max(errors.values())
+    left_out = tuple(name for name in expected if name not in values)
     reason = library.differences.get(case["name"], library.differences.get(case["function"], ""))
     if not far and not reason:
         return Outcome("agrees", worst, left_out=left_out)
     if far and reason:
         return Outcome("differs as known", worst, reason, left_out)
     if reason:
-        return Outcome("differs", worst, f"it agrees now; take this out of its known differences: {reason}")
+        return Outcome(
+            "differs", worst, f"it agrees now; take this out of its known differences: {reason}"
+        )
     shown = [f"\n  settings  {case['settings']}", f"  equation  {case['equation']}"]
     for name in far:
         shown += [f"  {name}: the error is {errors[name]:.1e}, the limit {limits[name]:.0e}"]
-        shown += [f"    expected  {_short(expected[name])}", f"    found     {_short(values[name])}"]
+        shown += [
+            f"    expected  {_short(expected[name])}",
+            f"    found     {_short(values[name])}",
+        ]
     return Outcome("differs", worst, "\n".join(shown))
 
 
@@ -143,7 +177,8 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     """The largest error over the largest expected magnitude; infinite for another shape."""
     if found.shape != expected.shape:
         return float("inf")
-    found, expected = found.astype(float), expected.astype(float)
+    found = found.astype(float)
+    expected = expected.astype(float)
     return float(np.abs(found - expected).max() / (np.abs(expected).max() or 1.0))
 
 
@@ -152,38 +187,66 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _short(values: np.ndarray) -> str:
-    return np.array2string(values.flatten(), precision=10, threshold=8, max_line_width=200) + f", shape {values.shape}"
+    return (
+        np.array2string(values.flatten(), precision=10, threshold=8, max_line_width=200)
+        + f", shape {values.shape}"
+    )
 
 
 def table(cases: Sequence[Mapping[str, Any]], found: Mapping[Library, Sequence[Outcome]]) -> str:
     """A row for each case, a column for each library, and the known differences."""
-    lines = [HEADER, f"| case | {' | '.join(f'{library.name} {library.version}' for library in found)} |"]
+    lines = [
+        HEADER,
+        f"| case | {' | '.join(f'{library.name} {library.version}' for library in found)} |",
+    ]
     lines.append(f"|{'---|' * (1 + len(found))}")
     for number, case in enumerate(cases):
         cells = [_cell(outcomes[number]) for outcomes in found.values()]
         lines.append(f"| `{case['name']}` | {' | '.join(cells)} |")
     totals = [[outcome.status for outcome in outcomes] for outcomes in found.values()]
-    counts = [f"{total.count('agrees')} of {len(total) - total.count('not offered')}" for total in totals]
+    counts = [
+        f"{total.count('agrees')} of {len(total) - total.count('not offered')}" for total in totals
+    ]
     lines += [f"| **agree, of those offered** | {' | '.join(counts)} |", ""]
     for library, outcomes in found.items():
         pairs = zip(cases, outcomes, strict=True)
-        left_out = sorted({f"{name} (`{case['function']}`)" for case, outcome in pairs for name in outcome.left_out})
-        lines += [f"- Not compared for {library.name}, which does not return it: {', '.join(left_out)}."] if left_out else []
-        lines += [f"- {library.name} differs from `{name}`: {why}." for name, why in library.differences.items()]
+        left_out = sorted(
+            {
+                f"{name} (`{case['function']}`)"
+                for case, outcome in pairs
+                for name in outcome.left_out
+            }
+        )
+        lines += (
+            [f"- Not compared for {library.name}, which does not return it: {', '.join(left_out)}."]
+            if left_out
+            else []
+        )
+        lines += [
+            f"- {library.name} differs from `{name}`: {why}."
+            for name, why in library.differences.items()
+        ]
     names = [library.name + "=CLONE" * (library.name in CLONES) for library in found]
-    return "\n".join([*lines, "", f"`python -m benchmarks.conformance --library {' '.join(names)}`", ""])
+    return "\n".join(
+        [*lines, "", f"`python -m benchmarks.conformance --library {' '.join(names)}`", ""]
+    )
 
 
 def _cell(outcome: Outcome) -> str:
     if outcome.status == "not offered":
         return "–"
-    return f"{outcome.error:.0e}" if outcome.status == "agrees" else f"**{outcome.status}**: {outcome.error:.0e}"
+    return (
+        f"{outcome.error:.0e}"
+        if outcome.status == "agrees"
+        else f"**{outcome.status}**: {outcome.error:.0e}"
+    )
 
 
 HEADER = """# Which library agrees with the closed forms
 
-Golden vectors of `python -m benchmarks.conformance` ([format](../../docs/conformance.md)): the largest error of any value, over
-the largest expected magnitude. Limits: 1e-10 where the library computes in float64, 2e-5 in float32. A dash: not offered.
+Golden vectors of `python -m benchmarks.conformance` ([format](../../docs/conformance.md)): the
+largest error of any value, over the largest expected magnitude. Limits: 1e-10 where the library
+computes in float64, 2e-5 in float32. A dash: not offered.
 """
 
 

@@ -1,7 +1,8 @@
 """Which function of a library is run against each closed form.
 
-A function takes a case, whose inputs (NumPy arrays) and settings are its attributes, and returns any of the expected values by
-name. It leaves out what the library does not offer, and raises ``NotOffered`` for settings that the library cannot take.
+A function takes a case, whose inputs (NumPy arrays) and settings are its attributes, and returns
+any of the expected values by name. It leaves out what the library does not offer, and raises
+``NotOffered`` for settings that the library cannot take.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Library:
     Attributes:
         version: release or commit, for the table.
         functions: by the closed form that each should equal.
-        differences: by the name of a case or of a closed form, why the library differs there, where that is known.
+        differences: by the name of a case or of a closed form, why the library differs there, where
+            that is known.
     """
 
     name: str
@@ -62,11 +64,31 @@ LOSSES = {config.model_fields["name"].default: algorithm for config, algorithm i
 
 
 def ebbflow() -> Library:
-    samplers = {f"{name}_step": lambda c, name=name: _step(name, c) for name in ("flow_sde", "dance_sde", "cps", "ode")}
-    losses = {f"{name}_loss": lambda c, algorithm=algorithm: _loss(algorithm, c) for name, algorithm in LOSSES.items()}
-    penalties = {f"reference_{kind}": lambda c, kind=kind: _penalty(kind, c) for kind in ("kl", "kl_without_dt", "velocity")}
-    others = {"advantages": _advantages, "rollout_correction": _correction, "rollout_divergence": _divergence}
-    functions = {**samplers, "dpm_solver_steps": _dpm_solver, **losses, "awm_loss": _awm_loss, **penalties, **others}
+    samplers = {
+        f"{name}_step": lambda c, name=name: _step(name, c)
+        for name in ("flow_sde", "dance_sde", "cps", "ode")
+    }
+    losses = {
+        f"{name}_loss": lambda c, algorithm=algorithm: _loss(algorithm, c)
+        for name, algorithm in LOSSES.items()
+    }
+    penalties = {
+        f"reference_{kind}": lambda c, kind=kind: _penalty(kind, c)
+        for kind in ("kl", "kl_without_dt", "velocity")
+    }
+    others = {
+        "advantages": _advantages,
+        "rollout_correction": _correction,
+        "rollout_divergence": _divergence,
+    }
+    functions = {
+        **samplers,
+        "dpm_solver_steps": _dpm_solver,
+        **losses,
+        "awm_loss": _awm_loss,
+        **penalties,
+        **others,
+    }
     return Library("ebbflow", importlib.metadata.version("ebbflow"), functions)
 
 
@@ -76,12 +98,19 @@ def _step(sampler: str, c: Any) -> Mapping[str, Any]:
     if sampler == "ode":
         return {"next_latents": step.mean}
     score = log_prob(step, c.recorded)
-    return {"mean": step.mean, "std": step.std, "next_latents": sample(step, c.noise), "log_prob": score}
+    return {
+        "mean": step.mean,
+        "std": step.std,
+        "next_latents": sample(step, c.noise),
+        "log_prob": score,
+    }
 
 
 def _dpm_solver(c: Any) -> Mapping[str, Any]:
     c = _tensors(c)
-    latents, clean, path = c.latents, None, []
+    latents = c.latents
+    clean = None
+    path = []
     for step, velocity in enumerate(c.velocities):
         latents, clean = dpm_solver_step(latents, velocity, clean, c.sigmas, step)
         path.append(latents)
@@ -91,20 +120,30 @@ def _dpm_solver(c: Any) -> Mapping[str, Any]:
 def _loss(algorithm: Algorithm, c: Any) -> Mapping[str, Any]:
     rows, at = rows_of(c)
     loss, _ = algorithm.loss(rows, _config(algorithm, c))
-    return with_gradient(loss[::2] if "diffusion_dpo" in algorithm.config.__module__ else loss, at)  # rows of a pair are alike
+    return with_gradient(
+        loss[::2] if "diffusion_dpo" in algorithm.config.__module__ else loss, at
+    )  # rows of a pair are alike
 
 
 def _awm_loss(c: Any) -> Mapping[str, Any]:
     rows, _ = rows_of(c)
-    surrogate = awm.surrogate(flow_matching_error(rows, rows.velocity), rows.sigma, _config(awm.ALGORITHM, c))
+    surrogate = awm.surrogate(
+        flow_matching_error(rows, rows.velocity), rows.sigma, _config(awm.ALGORITHM, c)
+    )
     return {"surrogate": surrogate, "gradient": _loss(awm.ALGORITHM, c)["gradient"]}
 
 
 def _config(algorithm: Algorithm, c: Any) -> Any:
     fields = algorithm.config.model_fields
-    settings = {name: value for name, value in vars(c).items() if name in fields and not isinstance(value, np.ndarray)}
+    settings = {
+        name: value
+        for name, value in vars(c).items()
+        if name in fields and not isinstance(value, np.ndarray)
+    }
     fixed = {"teacher": "none", "refresh_every": 0}  # the copies come from the case
-    return algorithm.config.model_validate(settings | {name: value for name, value in fixed.items() if name in fields})
+    return algorithm.config.model_validate(
+        settings | {name: value for name, value in fixed.items() if name in fields}
+    )
 
 
 def _penalty(kind: Any, c: Any) -> Mapping[str, Any]:
@@ -118,27 +157,56 @@ def rows_of(c: Any) -> tuple[Any, Tensor]:
     c = _tensors(c)
     if hasattr(c, "velocity"):
         at = c.velocity.requires_grad_()
-        copies: Mapping[Any, Any] = {"old": c.old_velocity, "reference": c.reference_velocity, "rollout": at.detach()}
+        copies: Mapping[Any, Any] = {
+            "old": c.old_velocity,
+            "reference": c.reference_velocity,
+            "rollout": at.detach(),
+        }
         return ForwardRows(c.clean, c.noise, c.sigma, at, copies, c.advantage, c.group_index), at
     at = c.mean.requires_grad_()
     step = Transition("flow_sde", at, c.std, c.std / c.dt.abs().sqrt(), c.dt)
-    old, teacher, reference = (replace(step, mean=mean) for mean in (c.old_mean, c.teacher_mean, c.reference_mean))
+    old, teacher, reference = (
+        replace(step, mean=mean) for mean in (c.old_mean, c.teacher_mean, c.reference_mean)
+    )
     score, old_score = (log_prob(each, c.next_latents) for each in (step, old))
-    return TrajectoryRows(step, score, old.mean, old_score, {"teacher": teacher, "reference": reference}, c.advantage), at
+    return TrajectoryRows(
+        step, score, old.mean, old_score, {"teacher": teacher, "reference": reference}, c.advantage
+    ), at
 
 
 def _advantages(c: Any) -> Mapping[str, Any]:
-    settings = {name: getattr(c, name) for name in ("std", "combine", "trim", "keep_extremes", "clip")}
-    config, history = AdvantagesConfig(running=bool(c.earlier_rewards.size), **settings), PromptStatistics()
+    settings = {
+        name: getattr(c, name) for name in ("std", "combine", "trim", "keep_extremes", "clip")
+    }
+    config = AdvantagesConfig(running=bool(c.earlier_rewards.size), **settings)
+    history = PromptStatistics()
     weights = {str(index): float(weight) for index, weight in enumerate(c.weights)}
     if config.running:
-        compute_advantages(dict(zip(weights, c.earlier_rewards, strict=True)), weights, c.earlier_prompt_ids, config, history)
-    found = compute_advantages(dict(zip(weights, c.rewards, strict=True)), weights, c.prompt_ids, config, history)
+        compute_advantages(
+            dict(zip(weights, c.earlier_rewards, strict=True)),
+            weights,
+            c.earlier_prompt_ids,
+            config,
+            history,
+        )
+    found = compute_advantages(
+        dict(zip(weights, c.rewards, strict=True)), weights, c.prompt_ids, config, history
+    )
     return {"advantages": found.values, "keep": found.keep}
 
 
 def _correction(c: Any) -> Mapping[str, Any]:
-    names = ("unit", "weights", "level", "low", "high", "normalise", "reject", "reject_level", "reject_above")
+    names = (
+        "unit",
+        "weights",
+        "level",
+        "low",
+        "high",
+        "normalise",
+        "reject",
+        "reject_level",
+        "reject_above",
+    )
     config = CorrectionConfig(mode="decoupled", **{name: getattr(c, name) for name in names})
     weights, keep = correct(torch.tensor(c.delta), c.dims, config)
     return {"weights": weights, "keep": keep}
@@ -153,27 +221,45 @@ def _divergence(c: Any) -> Mapping[str, Any]:
 
 
 def diffusers() -> Library:
-    functions = {"ode_step": _euler, "cps_step": _euler_with_new_noise, "dpm_solver_steps": _dpm_solver_multistep}
+    functions = {
+        "ode_step": _euler,
+        "cps_step": _euler_with_new_noise,
+        "dpm_solver_steps": _dpm_solver_multistep,
+    }
     return Library("diffusers", importlib.metadata.version("diffusers"), functions)
 
 
 def _euler(c: Any, **options: Any) -> Mapping[str, Any]:
-    c, scheduler = _tensors(c, torch.float32), _scheduler(c, FlowMatchEulerDiscreteScheduler, **options)
+    c, scheduler = (
+        _tensors(c, torch.float32),
+        _scheduler(c, FlowMatchEulerDiscreteScheduler, **options),
+    )
     scheduler.set_begin_index(c.step)
-    return {"next_latents": scheduler.step(c.velocity, scheduler.timesteps[c.step], c.latents).prev_sample}
+    return {
+        "next_latents": scheduler.step(
+            c.velocity, scheduler.timesteps[c.step], c.latents
+        ).prev_sample
+    }
 
 
 def _euler_with_new_noise(c: Any) -> Mapping[str, Any]:
     if c.eta != 1:
         raise NotOffered("stochastic_sampling replaces all of the noise: CPS with eta = 1")
     noise = torch.tensor(c.noise, dtype=torch.float32)
-    with mock.patch(f"{FlowMatchEulerDiscreteScheduler.__module__}.randn_tensor", return_value=noise):
+    with mock.patch(
+        f"{FlowMatchEulerDiscreteScheduler.__module__}.randn_tensor", return_value=noise
+    ):
         return _euler(c, stochastic_sampling=True)
 
 
 def _dpm_solver_multistep(c: Any) -> Mapping[str, Any]:
-    c, path = _tensors(c, torch.float32), list[Tensor]()
-    kind = {"algorithm_type": "dpmsolver++", "solver_type": "midpoint", "prediction_type": "flow_prediction"}
+    c = _tensors(c, torch.float32)
+    path = list[Tensor]()
+    kind = {
+        "algorithm_type": "dpmsolver++",
+        "solver_type": "midpoint",
+        "prediction_type": "flow_prediction",
+    }
     scheduler = DPMSolverMultistepScheduler(**kind, use_flow_sigmas=True)
     scheduler.set_timesteps(len(c.velocities))
     scheduler.sigmas = c.sigmas
@@ -199,31 +285,59 @@ def flow_grpo(clone: Path) -> Library:
     call = file.sde_step_with_logprob
     has_cps = "sde_type" in inspect.signature(call).parameters  # commits of July 2025 have none
     names = ("flow_sde_step", "cps_step") if has_cps else ("flow_sde_step",)
-    functions = {name: published_step(file, call, FlowMatchEulerDiscreteScheduler, name) for name in names}
+    functions = {
+        name: published_step(file, call, FlowMatchEulerDiscreteScheduler, name) for name in names
+    }
     reason = "its std divides by n, the closed form's by n - 1"
-    return Library("flow_grpo", commit_of(clone), functions | {"advantages": advantages}, {"advantages": reason})
+    return Library(
+        "flow_grpo",
+        commit_of(clone),
+        functions | {"advantages": advantages},
+        {"advantages": reason},
+    )
 
 
-def published_step(file: Any, call: Callable[..., Any], scheduler_class: Any, name: str) -> Function:
-    """A step of Flow-GRPO's signature, which returns x', log-prob, mean and s (sde) or b (other kinds)."""
+def published_step(
+    file: Any, call: Callable[..., Any], scheduler_class: Any, name: str
+) -> Function:
+    """A step of Flow-GRPO's signature, which returns x', log-prob, mean and s (sde) or b (other
+    kinds).
+    """
     kind = {"flow_sde_step": "sde", "dance_sde_step": "dance_sde", "cps_step": "cps"}[name]
     kinds = {"sde_type": kind} if kind != "sde" else {}
 
     def step(c: Any) -> Mapping[str, Any]:
         c, scheduler = _tensors(c, torch.float32), _scheduler(c, scheduler_class)
-        latents, velocity, noise, recorded = (value[:, None] for value in (c.latents, c.velocity, c.noise, c.recorded))
-        given = {"model_output": velocity, "sample": latents, "timestep": scheduler.timesteps[[c.step] * len(latents)]}
+        latents, velocity, noise, recorded = (
+            value[:, None] for value in (c.latents, c.velocity, c.noise, c.recorded)
+        )
+        given = {
+            "model_output": velocity,
+            "sample": latents,
+            "timestep": scheduler.timesteps[[c.step] * len(latents)],
+        }
         with mock.patch.object(file, "randn_tensor", return_value=noise):
             after, _, mean, std = call(scheduler, **given, noise_level=c.eta, **kinds)
         score = call(scheduler, **given, noise_level=c.eta, prev_sample=recorded, **kinds)[1]
         root = (c.sigmas[c.step] - c.sigmas[c.step + 1]).sqrt() if kind == "sde" else 1
-        return {"mean": mean[:, 0], "std": std.flatten()[0] * root, "next_latents": after[:, 0], "log_prob": score}
+        return {
+            "mean": mean[:, 0],
+            "std": std.flatten()[0] * root,
+            "next_latents": after[:, 0],
+            "log_prob": score,
+        }
 
     return step
 
 
 def check_one_plain_reward(c: Any, refused: bool = False) -> None:
-    special = c.trim or c.keep_extremes or c.clip < 5 or c.earlier_rewards.size or np.isnan(c.rewards).any()
+    special = (
+        c.trim
+        or c.keep_extremes
+        or c.clip < 5
+        or c.earlier_rewards.size
+        or np.isnan(c.rewards).any()
+    )
     if refused or special or len(c.rewards) > 1:
         raise NotOffered("one reward, normalised inside the step")
 
@@ -235,9 +349,17 @@ def with_gradient(loss: Tensor, at: Tensor) -> dict[str, Tensor]:
 
 def _tensors(c: Any, dtype: torch.dtype = torch.float64) -> Any:
     """The case with its arrays as tensors, those of numbers in ``dtype``."""
-    arrays = {name: torch.tensor(value) for name, value in vars(c).items() if isinstance(value, np.ndarray)}
+    arrays = {
+        name: torch.tensor(value)
+        for name, value in vars(c).items()
+        if isinstance(value, np.ndarray)
+    }
     return SimpleNamespace(
-        **vars(c) | {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
+        **vars(c)
+        | {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in arrays.items()
+        }
     )
 
 
@@ -248,7 +370,9 @@ def _scheduler(c: Any, kind: Any, **options: Any) -> Any:
 
 
 def import_file(clone: Path, path: str, stand_ins: Mapping[str, Any] | None = None) -> Any:
-    """One file of a clone as a module; ``stand_ins`` take the place of packages that it names and does not call."""
+    """One file of a clone as a module; ``stand_ins`` take the place of packages that it names and
+    does not call.
+    """
     if not (clone / path).is_file():
         raise SystemExit(f"{clone} has no {path}; give the folder of a clone that has it")
     spec = importlib.util.spec_from_file_location(f"conformance_{Path(path).stem}", clone / path)

@@ -1,7 +1,8 @@
-"""The cases of the conformance kit: a closed form, settings and inputs each. Every setting is said, so that no default matters.
+"""The cases of the conformance kit: a closed form, settings and inputs each. Every setting is said,
+so that no default matters.
 
-To add one, write its closed form in ``conformance_forms``, yield it here, name the function in an adapter, and run
-``python -m benchmarks.conformance --write-vectors``. CRD has none yet.
+To add one, write its closed form in ``conformance_forms``, yield it here, name the function in an
+adapter, and run ``python -m benchmarks.conformance --write-vectors``. CRD has none yet.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ def read_vectors(path: Path = VECTORS) -> list[dict[str, Any]]:
     """The cases of a vectors file, inputs and expected values as arrays; null becomes NaN."""
     document = json.loads(path.read_text())
     if document.get("format") != FORMAT:
-        raise SystemExit(f"{path} has format {document.get('format')!r}, this kit reads {FORMAT}; see docs/conformance.md")
-    return [case | {part: _arrays(case[part]) for part in ("inputs", "expected")} for case in document["cases"]]
+        raise SystemExit(
+            f"{path} has format {document.get('format')!r}, this kit reads {FORMAT}; see"
+            " docs/conformance.md"
+        )
+    return [
+        case | {part: _arrays(case[part]) for part in ("inputs", "expected")}
+        for case in document["cases"]
+    ]
 
 
 def write_vectors(path: Path = VECTORS) -> None:
@@ -49,44 +56,76 @@ def computed() -> Iterator[dict[str, Any]]:
         form = forms.FORMS[function]
         expected = form(SimpleNamespace(**_arrays(inputs), **settings))
         plain = {key: np.asarray(value).tolist() for key, value in expected.items()}
-        head = {"name": f"{function}/{name}", "function": function, "equation": inspect.getdoc(form)}
+        head = {
+            "name": f"{function}/{name}",
+            "function": function,
+            "equation": inspect.getdoc(form),
+        }
         yield head | {"settings": settings, "inputs": inputs, "expected": plain}
 
 
 def _arrays(values: dict[str, Any]) -> dict[str, Any]:
     arrays = {key: np.array(value) for key, value in values.items()}
-    return {key: value.astype(float) if value.dtype == object else value for key, value in arrays.items()}
+    return {
+        key: value.astype(float) if value.dtype == object else value
+        for key, value in arrays.items()
+    }
 
 
 def _normal(seed: str, *shape: int, scale: float = 1.0) -> Any:
     """Random numbers with four decimals, the same on every machine."""
     draw = random.Random(seed)
-    return np.array([round(draw.gauss(0, scale), 4) for _ in range(int(np.prod(shape)))]).reshape(shape)
+    return np.array([round(draw.gauss(0, scale), 4) for _ in range(int(np.prod(shape)))]).reshape(
+        shape
+    )
 
 
 def _cases() -> Cases:
     for each in (_steps(), _trajectory_losses(), _forward_losses(), _advantages(), _corrections()):
         for name, function, settings, inputs in each:
-            yield name, function, settings, {key: np.asarray(value).tolist() for key, value in inputs.items()}
+            yield (
+                name,
+                function,
+                settings,
+                {key: np.asarray(value).tolist() for key, value in inputs.items()},
+            )
 
 
 def _steps() -> Cases:
     even = np.linspace(1, 0, STEPS + 1)
     sigmas = np.round(3 * even / (1 + 2 * even), 4)
-    inputs = {name: _normal(name, 2, *SHAPE) for name in ("latents", "velocity", "noise")} | {"sigmas": sigmas}
+    inputs = {name: _normal(name, 2, *SHAPE) for name in ("latents", "velocity", "noise")} | {
+        "sigmas": sigmas
+    }
     for step in (0, 4, 8, 9):
         yield f"step_{step}", "ode_step", {"step": step}, inputs
-    for function, eta, step in [(function, eta, step) for function, eta in ETA for step in (0, 4, 8)] + [("cps_step", 1.0, 4)]:
-        found = forms.FORMS[function](SimpleNamespace(**inputs, recorded=inputs["latents"], step=step, eta=eta))
+    for function, eta, step in [
+        (function, eta, step) for function, eta in ETA for step in (0, 4, 8)
+    ] + [("cps_step", 1.0, 4)]:
+        found = forms.FORMS[function](
+            SimpleNamespace(**inputs, recorded=inputs["latents"], step=step, eta=eta)
+        )
         recorded = (found["mean"] + found["std"] * _normal("recorded", 2, *SHAPE)).round(4)
-        yield f"step_{step}_eta_{eta}", function, {"step": step, "eta": eta}, inputs | {"recorded": recorded}
+        yield (
+            f"step_{step}_eta_{eta}",
+            function,
+            {"step": step, "eta": eta},
+            inputs | {"recorded": recorded},
+        )
     for name, schedule in (("from_pure_noise", sigmas), ("from_a_later_sigma", sigmas[2:])):
         velocities = _normal(name, len(schedule) - 1, 2, *SHAPE)
-        yield name, "dpm_solver_steps", {}, {"latents": inputs["latents"], "velocities": velocities, "sigmas": schedule}
+        yield (
+            name,
+            "dpm_solver_steps",
+            {},
+            {"latents": inputs["latents"], "velocities": velocities, "sigmas": schedule},
+        )
 
 
 def _trajectory_losses() -> Cases:
-    old, std, dt = _normal("old", ROWS, *SHAPE), np.linspace(0.2, 0.7, ROWS).round(4), -np.linspace(0.05, 0.2, ROWS).round(4)
+    old = _normal("old", ROWS, *SHAPE)
+    std = np.linspace(0.2, 0.7, ROWS).round(4)
+    dt = -np.linspace(0.05, 0.2, ROWS).round(4)
     inputs = {
         "mean": (old + _normal("moved", ROWS, *SHAPE, scale=0.15)).round(4),
         "old_mean": old,
@@ -97,12 +136,23 @@ def _trajectory_losses() -> Cases:
         "std": std,
         "dt": dt,
     }
-    for name, same in (("steps_differ", inputs), ("same_step", inputs | {"std": np.full(ROWS, 0.4), "dt": np.full(ROWS, -0.1)})):
-        before, now = (forms.log_density(same["next_latents"], same[key], same["std"]) for key in ("old_mean", "mean"))
+    for name, same in (
+        ("steps_differ", inputs),
+        ("same_step", inputs | {"std": np.full(ROWS, 0.4), "dt": np.full(ROWS, -0.1)}),
+    ):
+        before, now = (
+            forms.log_density(same["next_latents"], same[key], same["std"])
+            for key in ("old_mean", "mean")
+        )
         rows = same | {"old_log_prob": before, "log_prob": now}
         for clip_range in (0.02, 0.5):
             yield f"{name}_clip_{clip_range}", "flow_grpo_loss", {"clip_range": clip_range}, rows
-        yield f"{name}_clip_0.02", "tempflow_grpo_loss", {"clip_range": 0.02, "noise_weight": 2.25}, rows
+        yield (
+            f"{name}_clip_0.02",
+            "tempflow_grpo_loss",
+            {"clip_range": 0.02, "noise_weight": 2.25},
+            rows,
+        )
         for clip_range in (0.005, 0.5):
             yield f"{name}_clip_{clip_range}", "grpo_guard_loss", {"clip_range": clip_range}, rows
         for limit in (0.01, 0.1):
@@ -113,9 +163,19 @@ def _trajectory_losses() -> Cases:
 
 def _forward_losses() -> Cases:
     group = np.arange(ROWS) // 2
-    velocities = {name: _normal(name, ROWS, *SHAPE) for name in ("velocity", "old_velocity", "reference_velocity")}
-    inputs = {"clean": _normal("clean", ROWS, *SHAPE), "noise": _normal("eps", ROWS, *SHAPE)[group]} | velocities
-    inputs |= {"sigma": np.array([0.3, 0.6, 0.85])[group], "advantage": _normal("advantage", ROWS, scale=2), "group_index": group}
+    velocities = {
+        name: _normal(name, ROWS, *SHAPE)
+        for name in ("velocity", "old_velocity", "reference_velocity")
+    }
+    inputs = {
+        "clean": _normal("clean", ROWS, *SHAPE),
+        "noise": _normal("eps", ROWS, *SHAPE)[group],
+    } | velocities
+    inputs |= {
+        "sigma": np.array([0.3, 0.6, 0.85])[group],
+        "advantage": _normal("advantage", ROWS, scale=2),
+        "group_index": group,
+    }
     for mode in ("all", "positive_only", "negative_only", "one_only", "binary"):
         for beta in (1.0, 0.1) if mode == "all" else (1.0,):
             settings: dict[str, Any] = {"beta": beta, "advantages": mode, "advantage_clip": 5.0}
@@ -127,7 +187,12 @@ def _forward_losses() -> Cases:
             yield "power_near_the_old_policy", "awm_loss", settings | {"old_weight": 1.0}, inputs
     yield "beta_2", "diffusion_dpo_loss", {"beta": 2.0}, inputs
     for clip_range in (None, 0.3):
-        yield f"beta_2_clip_{clip_range}", "dgpo_loss", {"beta": 2.0, "clip_range": clip_range}, inputs
+        yield (
+            f"beta_2_clip_{clip_range}",
+            "dgpo_loss",
+            {"beta": 2.0, "clip_range": clip_range},
+            inputs,
+        )
     for beta in (1.0, 0.5):
         yield f"beta_{beta}", "crd_loss", {"beta": beta, "advantage_clip": 5.0}, inputs
     yield "temperature_1.5", "rwr_loss", {"temperature": 1.5}, inputs
@@ -136,12 +201,27 @@ def _forward_losses() -> Cases:
 
 
 def _advantages() -> Cases:
-    rewards, ids = (_normal("rewards", 2, 12, scale=0.3) + 0.5).round(4), np.arange(12) % 3
-    one = {"rewards": rewards[:1], "weights": [1.0], "prompt_ids": ids, "earlier_rewards": [[]], "earlier_prompt_ids": []}
-    two = one | {"rewards": rewards * [[1.0], [20.0]], "weights": [0.7, 0.2], "earlier_rewards": [[], []]}
-    flat, failed = rewards[:1].copy(), rewards[:1].astype(object)
+    rewards = (_normal("rewards", 2, 12, scale=0.3) + 0.5).round(4)
+    ids = np.arange(12) % 3
+    one = {
+        "rewards": rewards[:1],
+        "weights": [1.0],
+        "prompt_ids": ids,
+        "earlier_rewards": [[]],
+        "earlier_prompt_ids": [],
+    }
+    two = one | {
+        "rewards": rewards * [[1.0], [20.0]],
+        "weights": [0.7, 0.2],
+        "earlier_rewards": [[], []],
+    }
+    flat = rewards[:1].copy()
+    failed = rewards[:1].astype(object)
     flat[0, ids == 1], failed[0, 4] = 0.5, None
-    past = {"earlier_rewards": (_normal("past", 1, 9, scale=0.3) + 0.4).round(4), "earlier_prompt_ids": np.arange(9) % 3}
+    past = {
+        "earlier_rewards": (_normal("past", 1, 9, scale=0.3) + 0.4).round(4),
+        "earlier_prompt_ids": np.arange(9) % 3,
+    }
     plain = {"std": "group", "combine": "sum", "trim": 0.0, "keep_extremes": None, "clip": 5.0}
     for std in ("global", "group", "none"):
         yield f"{std}_std", "advantages", plain | {"std": std}, one
@@ -156,15 +236,43 @@ def _advantages() -> Cases:
 
 
 def _corrections() -> Cases:
-    delta, dims = _normal("delta", 5, 4, scale=0.02), int(np.prod(SHAPE))
-    bounds = {"low": 0.9, "high": 1.1, "normalise": False, "reject": "none", "reject_level": "step", "reject_above": 1.0}
-    plain: dict[str, Any] = {"dims": dims, "unit": "sum", "weights": "truncated", "level": "step"} | bounds
+    delta = _normal("delta", 5, 4, scale=0.02)
+    dims = int(np.prod(SHAPE))
+    bounds = {
+        "low": 0.9,
+        "high": 1.1,
+        "normalise": False,
+        "reject": "none",
+        "reject_level": "step",
+        "reject_above": 1.0,
+    }
+    plain: dict[str, Any] = {
+        "dims": dims,
+        "unit": "sum",
+        "weights": "truncated",
+        "level": "step",
+    } | bounds
     for weights in ("truncated", "masked"):
         for level in ("step", "trajectory"):
-            yield f"{weights}_{level}", "rollout_correction", plain | {"weights": weights, "level": level}, {"delta": delta}
-    yield "mean_unit", "rollout_correction", plain | {"unit": "mean", "low": 0.98, "high": 1.02}, {"delta": delta}
+            yield (
+                f"{weights}_{level}",
+                "rollout_correction",
+                plain | {"weights": weights, "level": level},
+                {"delta": delta},
+            )
+    yield (
+        "mean_unit",
+        "rollout_correction",
+        plain | {"unit": "mean", "low": 0.98, "high": 1.02},
+        {"delta": delta},
+    )
     for weights in ("truncated", "masked"):
-        yield f"{weights}_normalised", "rollout_correction", plain | {"weights": weights, "normalise": True}, {"delta": delta}
+        yield (
+            f"{weights}_normalised",
+            "rollout_correction",
+            plain | {"weights": weights, "normalise": True},
+            {"delta": delta},
+        )
     for reject, above in (("k1", 0.15), ("k2", 0.01), ("k3", 0.01)):
         for level in ("step", "sequence_mean", "sequence_sum", "sequence_max"):
             rule: dict[str, Any] = {"weights": "none", "reject": reject, "reject_level": level}

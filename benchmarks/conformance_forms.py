@@ -1,9 +1,11 @@
-"""The closed forms that the golden vectors are computed from, in NumPy float64: nothing of Ebbflow, torch or autograd is used.
+"""The closed forms that the golden vectors are computed from, in NumPy float64: nothing of Ebbflow,
+torch or autograd is used.
 
-A form takes a case, whose inputs and settings are its attributes, and returns the expected values; its docstring is the equation
-that the vectors file carries. x: latents [N, ...], v: velocity = eps - x0, sigma' and dt = sigma' - sigma < 0: of the next step,
-b: standard deviation of a step, mean(.): over the elements of a row. Gradients are of the mean loss, by complex steps:
-Im f(x + ih) / h has no cancellation, so h = 1e-30 makes them exact to rounding.
+A form takes a case, whose inputs and settings are its attributes, and returns the expected values;
+its docstring is the equation that the vectors file carries. x: latents [N, ...], v: velocity = eps
+- x0, sigma' and dt = sigma' - sigma < 0: of the next step, b: standard deviation of a step,
+mean(.): over the elements of a row. Gradients are of the mean loss, by complex steps: Im f(x + ih)
+/ h has no cancellation, so h = 1e-30 makes them exact to rounding.
 """
 
 from __future__ import annotations
@@ -25,54 +27,77 @@ def ode_step(c: Any) -> Values:
 
 
 def flow_sde_step(c: Any) -> Values:
-    """mu = x (1 + s^2 dt / (2 sigma)) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, b = s sqrt|dt|, x' = mu + b z (2505.05470)
+    """mu = x (1 + s^2 dt / (2 sigma)) + v (1 + s^2 (1 - sigma) / (2 sigma)) dt, b = s sqrt|dt|, x'
+    = mu + b z (2505.05470)
 
-    s = eta sqrt(sigma / (1 - sigma)), with the second sigma of the schedule in 1 - sigma where sigma = 1;
-    log_prob = mean(-(recorded - mu)^2 / (2 b^2) - log b - log(2 pi) / 2)
+    s = eta sqrt(sigma / (1 - sigma)), with the second sigma of the schedule in 1 - sigma where
+    sigma = 1; log_prob = mean(-(recorded - mu)^2 / (2 b^2) - log b - log(2 pi) / 2)
     """
-    sigma, dt = c.sigmas[c.step], c.sigmas[c.step + 1] - c.sigmas[c.step]
+    sigma = c.sigmas[c.step]
+    dt = c.sigmas[c.step + 1] - c.sigmas[c.step]
     s = c.eta * math.sqrt(sigma / (1 - (c.sigmas[1] if sigma == 1 else sigma)))
-    mean = c.latents * (1 + s**2 * dt / (2 * sigma)) + c.velocity * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+    mean = (
+        c.latents * (1 + s**2 * dt / (2 * sigma))
+        + c.velocity * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+    )
     return _gaussian_step(c, mean, s * math.sqrt(-dt))
 
 
 def dance_sde_step(c: Any) -> Values:
-    """mu = x + dt (v - eta^2 / 2 score), score = -(x - (1 - sigma) x0_hat) / sigma^2, x0_hat = x - sigma v (2505.07818)
+    """mu = x + dt (v - eta^2 / 2 score), score = -(x - (1 - sigma) x0_hat) / sigma^2, x0_hat = x -
+    sigma v (2505.07818)
 
-    b = eta sqrt|dt|, x' = mu + b z, log_prob = mean(-(recorded - mu)^2 / (2 b^2) - log b - log(2 pi) / 2)
+    b = eta sqrt|dt|, x' = mu + b z, log_prob = mean(-(recorded - mu)^2 / (2 b^2) - log b - log(2
+    pi) / 2)
     """
-    sigma, dt = c.sigmas[c.step], c.sigmas[c.step + 1] - c.sigmas[c.step]
+    sigma = c.sigmas[c.step]
+    dt = c.sigmas[c.step + 1] - c.sigmas[c.step]
     score = -(c.latents - (1 - sigma) * (c.latents - sigma * c.velocity)) / sigma**2
-    return _gaussian_step(c, c.latents + dt * (c.velocity - c.eta**2 / 2 * score), c.eta * math.sqrt(-dt))
+    return _gaussian_step(
+        c, c.latents + dt * (c.velocity - c.eta**2 / 2 * score), c.eta * math.sqrt(-dt)
+    )
 
 
 def cps_step(c: Any) -> Values:
-    """mu = (1 - sigma') (x - sigma v) + sigma' cos(eta pi / 2) (x + (1 - sigma) v), b = sigma' sin(eta pi / 2) (2509.05952)
+    """mu = (1 - sigma') (x - sigma v) + sigma' cos(eta pi / 2) (x + (1 - sigma) v), b = sigma'
+    sin(eta pi / 2) (2509.05952)
 
     x' = mu + b z, log_prob = -mean((recorded - mu)^2), which is no density
     """
-    sigma, after, angle = c.sigmas[c.step], c.sigmas[c.step + 1], c.eta * math.pi / 2
-    clean, noise = c.latents - sigma * c.velocity, c.latents + (1 - sigma) * c.velocity
+    sigma = c.sigmas[c.step]
+    after = c.sigmas[c.step + 1]
+    angle = c.eta * math.pi / 2
+    clean = c.latents - sigma * c.velocity
+    noise = c.latents + (1 - sigma) * c.velocity
     mean = (1 - after) * clean + after * math.cos(angle) * noise
-    return _gaussian_step(c, mean, after * math.sin(angle)) | {"log_prob": -_mean((c.recorded - mean) ** 2)}
+    return _gaussian_step(c, mean, after * math.sin(angle)) | {
+        "log_prob": -_mean((c.recorded - mean) ** 2)
+    }
 
 
 def dpm_solver_steps(c: Any) -> Values:
-    """x' = (sigma' / sigma) x - alpha' (exp(-h) - 1) D, D = x0_hat + (x0_hat - x0_before) h / (2 h_before) (2211.01095)
+    """x' = (sigma' / sigma) x - alpha' (exp(-h) - 1) D, D = x0_hat + (x0_hat - x0_before) h / (2
+    h_before) (2211.01095)
 
-    DPM-Solver++ (2M, midpoint): alpha = 1 - sigma, lambda = log(alpha / sigma), h = lambda' - lambda, x0_hat = x - sigma v.
-    D = x0_hat in the first step, in a step to sigma = 0 and after a step from sigma = 1. velocities: those of each step;
-    path: the latents after each.
+    DPM-Solver++ (2M, midpoint): alpha = 1 - sigma, lambda = log(alpha / sigma), h = lambda' -
+    lambda, x0_hat = x - sigma v. D = x0_hat in the first step, in a step to sigma = 0 and after a
+    step from sigma = 1. velocities: those of each step; path: the latents after each.
     """
-    latents, before, path = c.latents, None, []
-    lambdas = [math.inf if sigma == 0 else -math.inf if sigma == 1 else math.log((1 - sigma) / sigma) for sigma in c.sigmas]
+    latents = c.latents
+    before = None
+    path = []
+    lambdas = [
+        math.inf if sigma == 0 else -math.inf if sigma == 1 else math.log((1 - sigma) / sigma)
+        for sigma in c.sigmas
+    ]
     h = [after - now for now, after in pairwise(lambdas)]
     for step, velocity in enumerate(c.velocities):
         clean = target = latents - c.sigmas[step] * velocity
         if before is not None and math.isfinite(h[step]) and math.isfinite(h[step - 1]):
             target = clean + (clean - before) * h[step] / (2 * h[step - 1])
         kept = c.sigmas[step + 1] / c.sigmas[step]
-        latents, before = kept * latents - (1 - c.sigmas[step + 1]) * (math.exp(-h[step]) - 1) * target, clean
+        latents = kept * latents - (1 - c.sigmas[step + 1]) * (math.exp(-h[step]) - 1) * target
+        before = clean
         path.append(latents)
     return {"path": np.array(path)}
 
@@ -81,26 +106,40 @@ def dpm_solver_steps(c: Any) -> Values:
 
 
 def flow_grpo_loss(c: Any) -> Values:
-    """L = max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho = exp(log_prob - old_log_prob) (2505.05470, 2505.07818, 2507.21802)"""
+    """L = max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho = exp(log_prob - old_log_prob)
+    (2505.05470, 2505.07818, 2507.21802)
+    """
     return _rows(lambda mean: _clipped(_ratio(c, mean), c.advantage, c.clip_range), c.mean)
 
 
 def grpo_guard_loss(c: Any) -> Values:
-    """L = max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / |dt|, rho = exp(mean(z (mu - mu_old))) (2510.22319)
+    """L = max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / |dt|, rho = exp(mean(z (mu - mu_old)))
+    (2510.22319)
 
-    z = (x' - mu_old) / b: rho = exp((log_prob - old_log_prob + mean((mu - mu_old)^2) / (2 b^2)) b), each row with its own b.
+    z = (x' - mu_old) / b: rho = exp((log_prob - old_log_prob + mean((mu - mu_old)^2) / (2 b^2)) b),
+    each row with its own b.
     """
     z = (c.next_latents - c.old_mean) / _wide(c.std, c.mean)
-    return _rows(lambda mean: _clipped(np.exp(_mean(z * (mean - c.old_mean))), c.advantage, c.clip_range) / -c.dt, c.mean)
+    return _rows(
+        lambda mean: (
+            _clipped(np.exp(_mean(z * (mean - c.old_mean))), c.advantage, c.clip_range) / -c.dt
+        ),
+        c.mean,
+    )
 
 
 def tempflow_grpo_loss(c: Any) -> Values:
     """L = w b max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho as of Flow-GRPO (2508.04324)"""
-    return _rows(lambda mean: c.noise_weight * c.std * _clipped(_ratio(c, mean), c.advantage, c.clip_range), c.mean)
+    return _rows(
+        lambda mean: c.noise_weight * c.std * _clipped(_ratio(c, mean), c.advantage, c.clip_range),
+        c.mean,
+    )
 
 
 def flow_dppo_loss(c: Any) -> Values:
-    """L = -A rho, or 0 where mean((mu - mu_old)^2) / (2 b^2) >= tau and (rho > 1, A > 0 or rho < 1, A < 0) (2606.11025)"""
+    """L = -A rho, or 0 where mean((mu - mu_old)^2) / (2 b^2) >= tau and (rho > 1, A > 0 or rho < 1,
+    A < 0) (2606.11025)
+    """
     far = _mean((c.mean - c.old_mean) ** 2) / (2 * c.std**2) >= c.divergence_limit
     away = (_ratio(c, c.mean) - 1) * c.advantage > 0
     return _rows(lambda mean: -c.advantage * _ratio(c, mean) * ~(far & away), c.mean)
@@ -118,16 +157,21 @@ def reference_kl(c: Any) -> Values:
 
 def reference_kl_without_dt(c: Any) -> Values:
     """KL = mean((mu - mu_ref)^2) / (2 s^2), s = b / sqrt|dt| (the code of 2505.05470)"""
-    return _rows(lambda mean: _mean((mean - c.reference_mean) ** 2) / (2 * c.std**2) * -c.dt, c.mean)
+    return _rows(
+        lambda mean: _mean((mean - c.reference_mean) ** 2) / (2 * c.std**2) * -c.dt, c.mean
+    )
 
 
 def _ratio(c: Any, mean: Any) -> Any:
-    return np.exp(log_density(c.next_latents, mean, c.std) - log_density(c.next_latents, c.old_mean, c.std))
+    return np.exp(
+        log_density(c.next_latents, mean, c.std) - log_density(c.next_latents, c.old_mean, c.std)
+    )
 
 
 def _clipped(ratio: Any, advantage: Any, clip_range: float) -> Any:
     bounds = np.where(ratio.real > 1, 1 + clip_range, 1 - clip_range)
-    free, bound = -advantage * ratio, -advantage * np.where(np.abs(ratio.real - 1) <= clip_range, ratio, bounds)
+    free = -advantage * ratio
+    bound = -advantage * np.where(np.abs(ratio.real - 1) <= clip_range, ratio, bounds)
     return np.where(free.real >= bound.real, free, bound)
 
 
@@ -150,14 +194,21 @@ def reference_velocity(c: Any) -> Values:
 
 
 def diffusion_nft_loss(c: Any) -> Values:
-    """L = clip (p l+ + (1 - p) l-) / beta, l = mean((x0_hat - x0)^2) / sg max(mean|x0_hat - x0|, 1e-5) (2509.16117)
+    """L = clip (p l+ + (1 - p) l-) / beta, l = mean((x0_hat - x0)^2) / sg max(mean|x0_hat - x0|,
+    1e-5) (2509.16117)
 
-    x0_hat = x_sigma - sigma v+-, v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, p = A / (2 clip) + 1/2 in
-    [0, 1]; A is clamped to +-clip and then taken whole (all), where it has one sign (positive_only, negative_only), as 1 where
-    positive and 0 elsewhere (one_only), or as its sign (binary).
+    x0_hat = x_sigma - sigma v+-, v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, p
+    = A / (2 clip) + 1/2 in [0, 1]; A is clamped to +-clip and then taken whole (all), where it has
+    one sign (positive_only, negative_only), as 1 where positive and 0 elsewhere (one_only), or as
+    its sign (binary).
     """
     a = np.clip(c.advantage, -c.advantage_clip, c.advantage_clip)
-    kept = {"positive_only": np.maximum(a, 0), "negative_only": np.minimum(a, 0), "one_only": 1.0 * (a > 0), "binary": np.sign(a)}
+    kept = {
+        "positive_only": np.maximum(a, 0),
+        "negative_only": np.minimum(a, 0),
+        "one_only": 1.0 * (a > 0),
+        "binary": np.sign(a),
+    }
     p = np.clip(kept.get(c.advantages, a) / c.advantage_clip / 2 + 0.5, 0, 1)
     sigma = _wide(c.sigma, c.clean)
 
@@ -174,26 +225,35 @@ def diffusion_nft_loss(c: Any) -> Values:
 
 
 def awm_loss(c: Any) -> Values:
-    """gradient: of mean[-(A / clip) s + w mean((v - v_old)^2)], where the ratio exp(s - sg s) is 1 (2509.25050)
+    """gradient: of mean[-(A / clip) s + w mean((v - v_old)^2)], where the ratio exp(s - sg s) is 1
+    (2509.25050)
 
-    s = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), l = mean((v - u)^2); plain: s = -l, sigma: -sigma l, sigma_squared: -sigma^2 l
+    s = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), l = mean((v - u)^2); plain: s = -l, sigma: -sigma
+    l, sigma_squared: -sigma^2 l
     """
 
     def stand_in(v: Any) -> Any:
         if c.surrogate == "power":
             return -c.sigma / c.power * ((_error(c, v) + 1e-10) ** c.power - 1e-10**c.power)
-        return -_error(c, v) * {"plain": 1.0, "sigma": c.sigma, "sigma_squared": c.sigma**2}[c.surrogate]
+        return (
+            -_error(c, v)
+            * {"plain": 1.0, "sigma": c.sigma, "sigma_squared": c.sigma**2}[c.surrogate]
+        )
 
     def rows(v: Any) -> Any:
-        return -c.advantage / c.advantage_clip * stand_in(v) + c.old_weight * _mean((v - c.old_velocity) ** 2)
+        return -c.advantage / c.advantage_clip * stand_in(v) + c.old_weight * _mean(
+            (v - c.old_velocity) ** 2
+        )
 
     return {"surrogate": stand_in(c.velocity), "gradient": _gradient(rows, c.velocity)}
 
 
 def diffusion_dpo_loss(c: Any) -> Values:
-    """L = -log sigmoid(-(beta / 2) [(e_better - e_better_ref) - (e_worse - e_worse_ref)]), e = mean((v - u)^2) (2311.12908)
+    """L = -log sigmoid(-(beta / 2) [(e_better - e_better_ref) - (e_worse - e_worse_ref)]), e =
+    mean((v - u)^2) (2311.12908)
 
-    Rows 2i and 2i + 1 are the better and the worse sample of a pair; the loss has a value for each pair.
+    Rows 2i and 2i + 1 are the better and the worse sample of a pair; the loss has a value for each
+    pair.
     """
 
     def pairs(v: Any) -> Any:
@@ -204,10 +264,11 @@ def diffusion_dpo_loss(c: Any) -> Values:
 
 
 def dgpo_loss(c: Any) -> Values:
-    """L = sg sigmoid(S) A d, S = mean over the group of A beta (sg d - d_ref), d = mean((v - u)^2) (2510.08425)
+    """L = sg sigmoid(S) A d, S = mean over the group of A beta (sg d - d_ref), d = mean((v - u)^2)
+    (2510.08425)
 
-    With a clip_range, d has no gradient where A > 0 and rho > 1 + clip_range, or A <= 0 and rho < 1 - clip_range, with
-    rho = exp(d_old - d).
+    With a clip_range, d has no gradient where A > 0 and rho > 1 + clip_range, or A <= 0 and rho < 1
+    - clip_range, with rho = exp(d_old - d).
     """
     gain = c.advantage * c.beta * (_error(c, c.velocity) - _error(c, c.reference_velocity))
     share = np.array([np.mean(gain[c.group_index == group]) for group in c.group_index])
@@ -225,7 +286,8 @@ def dgpo_loss(c: Any) -> Values:
 def crd_loss(c: Any) -> Values:
     """L = (clip / beta) (beta (r - mean_group r) - (A - mean_group A) / (2 clip))^2 (2603.14128)
 
-    r = -[mean((v - u)^2) / sg max(mean|v - u|, 1e-5) - mean((v_old - u)^2) / max(mean|v_old - u|, 1e-5)]
+    r = -[mean((v - u)^2) / sg max(mean|v - u|, 1e-5) - mean((v_old - u)^2) / max(mean|v_old - u|,
+    1e-5)]
     """
 
     def centred(values: Any) -> Any:
@@ -235,7 +297,9 @@ def crd_loss(c: Any) -> Values:
         return _error(c, v) / np.maximum(_mean(np.abs((v - (c.noise - c.clean)).real)), 1e-5)
 
     def rows(v: Any) -> Any:
-        miss = c.beta * centred(weighted(c.old_velocity) - weighted(v)) - centred(c.advantage) / (2 * c.advantage_clip)
+        miss = c.beta * centred(weighted(c.old_velocity) - weighted(v)) - centred(c.advantage) / (
+            2 * c.advantage_clip
+        )
         return c.advantage_clip / c.beta * miss**2
 
     return _rows(rows, c.velocity)
@@ -249,56 +313,90 @@ def _error(c: Any, v: Any) -> Any:
 
 
 def advantages(c: Any) -> Values:
-    """A = (R - mean of the prompt's group) / (std + 1e-4), clamped to +-clip; std is unbiased (n - 1)
+    """A = (R - mean of the prompt's group) / (std + 1e-4), clamped to +-clip; std is unbiased (n -
+    1)
 
-    std: of the whole batch (global), of the group (group), or none: a divisor of 1. Several rewards [K, N]: A of the weighted sum
-    (sum), or the sum of the weighted A of each (per_reward). trim: the baseline leaves out floor(trim n) rewards at either end.
-    With earlier rewards the baseline and the std of the group are over the prompt's samples of both. keep_extremes: this many of
-    the best and of the worst A of a group. A null reward masks its sample. keep: has a score, in a group with a spread, and is
-    not left out; A is 0 elsewhere.
+    std: of the whole batch (global), of the group (group), or none: a divisor of 1. Several rewards
+    [K, N]: A of the weighted sum (sum), or the sum of the weighted A of each (per_reward). trim:
+    the baseline leaves out floor(trim n) rewards at either end. With earlier rewards the baseline
+    and the std of the group are over the prompt's samples of both. keep_extremes: this many of the
+    best and of the worst A of a group. A null reward masks its sample. keep: has a score, in a
+    group with a spread, and is not left out; A is 0 elsewhere.
     """
-    scored = [sample for sample in range(len(c.prompt_ids)) if np.isfinite(c.rewards[:, sample]).all()]
-    columns, past, shares = c.rewards, c.earlier_rewards, c.weights
+    scored = [
+        sample for sample in range(len(c.prompt_ids)) if np.isfinite(c.rewards[:, sample]).all()
+    ]
+    columns = c.rewards
+    past = c.earlier_rewards
+    shares = c.weights
     if c.combine == "sum":
-        columns, past, shares = [c.weights @ columns], [c.weights @ past], [1.0]
-    values, keep = np.zeros(len(c.prompt_ids)), np.zeros(len(c.prompt_ids), bool)
+        columns = [c.weights @ columns]
+        past = [c.weights @ past]
+        shares = [1.0]
+    values = np.zeros(len(c.prompt_ids))
+    keep = np.zeros(len(c.prompt_ids), bool)
     for prompt in set(c.prompt_ids.tolist()):
         group = [sample for sample in scored if c.prompt_ids[sample] == prompt]
         for column, earlier, share in zip(columns, past, shares, strict=True):
             seen = sorted([*column[group], *earlier[c.earlier_prompt_ids == prompt]])
-            spread, cut = statistics.stdev(seen), math.floor(c.trim * len(seen))
-            divisor = {"global": statistics.stdev(column[scored]) + 1e-4, "group": spread + 1e-4, "none": 1.0}[c.std]
+            spread = statistics.stdev(seen)
+            cut = math.floor(c.trim * len(seen))
+            divisor = {
+                "global": statistics.stdev(column[scored]) + 1e-4,
+                "group": spread + 1e-4,
+                "none": 1.0,
+            }[c.std]
             for sample in group if spread > 0 else []:
-                values[sample] += share * (column[sample] - statistics.fmean(seen[cut : len(seen) - cut])) / divisor
+                values[sample] += (
+                    share
+                    * (column[sample] - statistics.fmean(seen[cut : len(seen) - cut]))
+                    / divisor
+                )
                 keep[sample] = True
         ranked = sorted(group, key=lambda sample: values[sample])
-        for sample in ranked[c.keep_extremes : len(ranked) - c.keep_extremes] if c.keep_extremes else []:
+        for sample in (
+            ranked[c.keep_extremes : len(ranked) - c.keep_extremes] if c.keep_extremes else []
+        ):
             values[sample], keep[sample] = 0.0, False
     return {"advantages": np.clip(values, -c.clip, c.clip), "keep": keep}
 
 
 def rollout_correction(c: Any) -> Values:
-    """x = delta (mean) or D delta (sum); w = exp(x) of the step, or exp(sum x) of the trajectory; delta = log_prob - rollout's
+    """x = delta (mean) or D delta (sum); w = exp(x) of the step, or exp(sum x) of the trajectory;
+    delta = log_prob - rollout's
 
-    truncated: min(w, high); masked: w in [low, high], the row dropped elsewhere. Rejection drops rows whose k1 = |x|,
-    k2 = x^2 / 2 or k3 = exp(x) - 1 - x (of the step, or the mean, sum or max over the sequence) is above the threshold. Dropped
-    rows have weight 0. normalise: divided by the mean over the kept rows.
+    truncated: min(w, high); masked: w in [low, high], the row dropped elsewhere. Rejection drops
+    rows whose k1 = |x|, k2 = x^2 / 2 or k3 = exp(x) - 1 - x (of the step, or the mean, sum or max
+    over the sequence) is above the threshold. Dropped rows have weight 0. normalise: divided by the
+    mean over the kept rows.
     """
-    weights, keep = np.ones(c.delta.shape), np.ones(c.delta.shape, bool)
-    over: Any = {"sequence_mean": statistics.fmean, "sequence_sum": math.fsum, "sequence_max": max}.get(c.reject_level)
+    weights = np.ones(c.delta.shape)
+    keep = np.ones(c.delta.shape, bool)
+    over: Any = {
+        "sequence_mean": statistics.fmean,
+        "sequence_sum": math.fsum,
+        "sequence_max": max,
+    }.get(c.reject_level)
     for sample, row in enumerate(c.delta * (c.dims if c.unit == "sum" else 1)):
-        distances = [{"none": 0.0, "k1": abs(x), "k2": x * x / 2, "k3": math.expm1(x) - x}[c.reject] for x in row]
+        distances = [
+            {"none": 0.0, "k1": abs(x), "k2": x * x / 2, "k3": math.expm1(x) - x}[c.reject]
+            for x in row
+        ]
         for step, x in enumerate(row):
             ratio = math.exp(math.fsum(row) if c.level == "trajectory" else x)
             near = (over(distances) if over else distances[step]) <= c.reject_above
             keep[sample, step] = near and (c.weights != "masked" or c.low <= ratio <= c.high)
-            weights[sample, step] = {"none": 1.0, "truncated": min(ratio, c.high), "masked": ratio}[c.weights]
+            weights[sample, step] = {"none": 1.0, "truncated": min(ratio, c.high), "masked": ratio}[
+                c.weights
+            ]
     weights *= keep
     return {"weights": weights / (weights[keep].mean() if c.normalise else 1), "keep": keep}
 
 
 def rollout_divergence(c: Any) -> Values:
-    """k3 = mean(exp(delta) - 1 - delta), chi2 = mean(exp(2 delta)) - 1, chi2_sum = mean(exp(2 D delta)) - 1"""
+    """k3 = mean(exp(delta) - 1 - delta), chi2 = mean(exp(2 delta)) - 1, chi2_sum = mean(exp(2 D
+    delta)) - 1
+    """
     delta = c.delta.flatten().tolist()
     of = {
         "k3": lambda x: math.expm1(x) - x,
@@ -318,7 +416,12 @@ def log_density(latents: Any, mean: Any, std: Any) -> Any:
 
 
 def _gaussian_step(c: Any, mean: Any, std: float) -> Values:
-    return {"mean": mean, "std": std, "next_latents": mean + std * c.noise, "log_prob": log_density(c.recorded, mean, std)}
+    return {
+        "mean": mean,
+        "std": std,
+        "next_latents": mean + std * c.noise,
+        "log_prob": log_density(c.recorded, mean, std),
+    }
 
 
 def _mean(values: Any) -> Any:
@@ -336,7 +439,9 @@ def _rows(loss: Callable[[Any], Any], at: Any) -> Values:
 
 
 def _gradient(loss: Callable[[Any], Any], at: Any, h: float = 1e-30) -> Any:
-    """Of mean(loss), by a complex step in each element; what a form computes from real parts carries no gradient."""
+    """Of mean(loss), by a complex step in each element; what a form computes from real parts
+    carries no gradient.
+    """
     result = np.zeros(at.shape)
     for index in np.ndindex(at.shape):
         moved = at.astype(complex)
@@ -350,7 +455,22 @@ FORMS: dict[str, Callable[[Any], Values]] = {
     for form in (
         *(ode_step, flow_sde_step, dance_sde_step, cps_step, dpm_solver_steps),
         *(flow_grpo_loss, tempflow_grpo_loss, grpo_guard_loss, flow_dppo_loss, distillation_loss),
-        *(diffusion_nft_loss, awm_loss, diffusion_dpo_loss, dgpo_loss, crd_loss, sft_loss, rwr_loss),
-        *(reference_kl, reference_kl_without_dt, reference_velocity, advantages, rollout_correction, rollout_divergence),
+        *(
+            diffusion_nft_loss,
+            awm_loss,
+            diffusion_dpo_loss,
+            dgpo_loss,
+            crd_loss,
+            sft_loss,
+            rwr_loss,
+        ),
+        *(
+            reference_kl,
+            reference_kl_without_dt,
+            reference_velocity,
+            advantages,
+            rollout_correction,
+            rollout_divergence,
+        ),
     )
 }

@@ -21,7 +21,9 @@ from benchmarks.conformance_adapters import (
 
 
 def verl_omni(clone: Path) -> Library:
-    """github.com/verl-project/verl-omni: its steps, losses and advantages. Packages that its files only name are not needed."""
+    """github.com/verl-project/verl-omni: its steps, losses and advantages. Packages that its files
+    only name are not needed.
+    """
     named = {"verl": "DataProto", "verl.utils": "tensordict_utils", "tensordict": "TensorDict"}
     stand_ins = {package: SimpleNamespace(**{name: object}) for package, name in named.items()}
     stand_ins["verl_omni.workers.config"] = SimpleNamespace(DiffusionActorConfig=SimpleNamespace)
@@ -30,52 +32,98 @@ def verl_omni(clone: Path) -> Library:
 
     def policy(c: Any) -> Mapping[str, Any]:
         rows, at = rows_of(c)
-        limits = {"clip_ratio": getattr(c, "clip_range", None), "kl_mask_threshold": getattr(c, "divergence_limit", None)}
-        given = {"old_log_prob": rows.old_log_prob, "log_prob": rows.log_prob, "advantages": rows.advantage}
+        limits = {
+            "clip_ratio": getattr(c, "clip_range", None),
+            "kl_mask_threshold": getattr(c, "divergence_limit", None),
+        }
+        given = {
+            "old_log_prob": rows.old_log_prob,
+            "log_prob": rows.log_prob,
+            "advantages": rows.advantage,
+        }
         if c.function != "flow_grpo_loss":
             given |= {"old_prev_sample_mean": rows.old_mean, "prev_sample_mean": at}
-            given |= {"std_dev_t": rows.transition.scale[:, None, None], "sqrt_dt": rows.transition.dt.abs().sqrt()}
-        loss = {"flow_grpo_loss": file.FlowGRPOLoss, "grpo_guard_loss": file.GRPOGuardLoss, "flow_dppo_loss": file.FlowDPPOLoss}
-        return with_gradient(loss[c.function].compute_loss(**given, config=_actor(adv_clip_max=5.0, **limits))[0], at)
+            given |= {
+                "std_dev_t": rows.transition.scale[:, None, None],
+                "sqrt_dt": rows.transition.dt.abs().sqrt(),
+            }
+        loss = {
+            "flow_grpo_loss": file.FlowGRPOLoss,
+            "grpo_guard_loss": file.GRPOGuardLoss,
+            "flow_dppo_loss": file.FlowDPPOLoss,
+        }
+        return with_gradient(
+            loss[c.function].compute_loss(**given, config=_actor(adv_clip_max=5.0, **limits))[0], at
+        )
 
     def kl(c: Any) -> Mapping[str, Any]:
         rows, at = rows_of(c)
         given = {"prev_sample_mean": at, "ref_prev_sample_mean": rows.copies["reference"].mean}
-        return with_gradient(file.KLLoss.compute_loss(**given, std_dev_t=rows.transition.scale[:, None, None])[0], at)
+        return with_gradient(
+            file.KLLoss.compute_loss(**given, std_dev_t=rows.transition.scale[:, None, None])[0], at
+        )
 
     def nft(c: Any) -> Mapping[str, Any]:
         rows, at = rows_of(c)
-        t, loss = rows.sigma[:, None, None], file.DiffusionNFTLoss
+        t = rows.sigma[:, None, None]
+        loss = file.DiffusionNFTLoss
         share = loss._advantage_to_reward_prob(rows.advantage, c.advantage_clip, c.advantages)
-        config = _actor(mix_beta=c.beta, adv_clip_max=c.advantage_clip, adaptive_weight_min=1e-5, ref_kl_coef=0.0)
+        config = _actor(
+            mix_beta=c.beta,
+            adv_clip_max=c.advantage_clip,
+            adaptive_weight_min=1e-5,
+            ref_kl_coef=0.0,
+        )
         given = {
             "forward_prediction": at,
             "old_prediction": rows.copies["old"],
             "ref_forward_prediction": rows.copies["reference"],
         }
-        given |= {"x0": rows.clean, "xt": (1 - t) * rows.clean + t * rows.noise, "t_expanded": t, "reward_prob": share}
+        given |= {
+            "x0": rows.clean,
+            "xt": (1 - t) * rows.clean + t * rows.noise,
+            "t_expanded": t,
+            "reward_prob": share,
+        }
         return with_gradient(loss.compute_loss(**given, config=config)[0], at)
 
     def dpo(c: Any) -> Mapping[str, Any]:
         rows, at = rows_of(c)
         better_first = torch.tensor([1.0, 0.0]).repeat(len(at) // 2)
-        given = (rows.noise, rows.clean, at, rows.copies["reference"], better_first, _actor(dpo_beta=c.beta))
+        given = (
+            rows.noise,
+            rows.clean,
+            at,
+            rows.copies["reference"],
+            better_first,
+            _actor(dpo_beta=c.beta),
+        )
         found = with_gradient(file.DPOLoss.compute_loss(*given)[0], at)
         return {name: value.float() for name, value in found.items()}  # it computes in float32
 
     def advantages(c: Any) -> Mapping[str, Any]:
         check_one_plain_reward(c)
         options = {"norm_adv_by_std_in_grpo": c.std != "none", "global_std": c.std == "global"}
-        found = file.compute_flow_grpo_outcome_advantage(torch.tensor(c.rewards[0])[:, None], c.prompt_ids, **options)
+        found = file.compute_flow_grpo_outcome_advantage(
+            torch.tensor(c.rewards[0])[:, None], c.prompt_ids, **options
+        )
         return {"advantages": found[0][:, 0]}
 
     def call(scheduler: Any, **inputs: Any) -> Any:
         return scheduler.sample_previous_step(**inputs)
 
     names = ("flow_sde_step", "dance_sde_step", "cps_step")
-    functions = {name: published_step(steps, call, steps.FlowMatchSDEDiscreteScheduler, name) for name in names}
+    functions = {
+        name: published_step(steps, call, steps.FlowMatchSDEDiscreteScheduler, name)
+        for name in names
+    }
     losses = dict.fromkeys(("flow_grpo_loss", "grpo_guard_loss", "flow_dppo_loss"), policy)
-    losses |= {"diffusion_nft_loss": nft, "diffusion_dpo_loss": dpo, "reference_kl_without_dt": kl, "advantages": advantages}
+    losses |= {
+        "diffusion_nft_loss": nft,
+        "diffusion_dpo_loss": dpo,
+        "reference_kl_without_dt": kl,
+        "advantages": advantages,
+    }
     reason = "it takes the means of std and dt over the batch; the closed form those of the row"
     mixed = {f"grpo_guard_loss/steps_differ_clip_{clip}": reason for clip in (0.005, 0.5)}
     return Library("verl_omni", commit_of(clone), functions | losses, mixed)

@@ -1,7 +1,9 @@
-"""Pictures of a run before and after: ``python -m benchmarks.gallery runs/glyph-1a2b3c4d [--output docs/gallery.png]``.
+"""Pictures of a run before and after: ``python -m benchmarks.gallery runs/glyph-1a2b3c4d [--output
+docs/gallery.png]``.
 
-The first held-out prompts in the order of the table, so nobody chose them: a row before training, below it the row of the
-candidate, from the same noise. Under each picture are the target and the score that was trained on.
+The first held-out prompts in the order of the table, so nobody chose them: a row before training,
+below it the row of the candidate, from the same noise. Under each picture are the target and the
+score that was trained on.
 """
 
 from __future__ import annotations
@@ -35,18 +37,25 @@ def gallery(run: Path, rows: int) -> Image.Image:
     """The pictures of a run's folder, ``rows`` times two rows of them.
 
     Raises:
-        ValueError: the candidate has fewer held-out prompts, or other ones than the policy before training.
+        ValueError: the candidate has fewer held-out prompts, or other ones than the policy before
+            training.
     """
     candidate = json.loads((run / "summary.json").read_text())["candidate"]
-    before, after = _first_samples(run, "before", rows * COLUMNS), _first_samples(run, candidate, rows * COLUMNS)
+    before = _first_samples(run, "before", rows * COLUMNS)
+    after = _first_samples(run, candidate, rows * COLUMNS)
     if [sample["prompt"] for sample in before] != [sample["prompt"] for sample in after]:
-        raise ValueError(f"{run}: before and {candidate} were evaluated on other prompts; name the folder of a whole run")
+        raise ValueError(
+            f"{run}: before and {candidate} were evaluated on other prompts; name the folder of a"
+            " whole run"
+        )
     shown: list[tuple[str, Mapping[str, Any]]] = []
     for start in range(0, len(before), COLUMNS):
         for label, samples in (("before", before), ("after", after)):
             shown += [(label, sample) for sample in samples[start : start + COLUMNS]]
     return image_grid(
-        [sample["image"] for _, sample in shown], [f"{label}: {caption(sample)}" for label, sample in shown], COLUMNS
+        [sample["image"] for _, sample in shown],
+        [f"{label}: {caption(sample)}" for label, sample in shown],
+        COLUMNS,
     )
 
 
@@ -54,9 +63,13 @@ def _first_samples(run: Path, label: str, count: int) -> list[dict[str, Any]]:
     """The first sample of each of the first held-out prompts, of the evaluation with this label."""
     path = run / "nodes" / f"{label.replace(' ', '-')}-evaluation" / "samples.parquet"
     filters = [("split", "==", "held_out"), ("sample", "==", 0)]
-    found = pq.read_table(path, columns=["prompt_id", "prompt", "target", "image", "reward"], filters=filters)
+    found = pq.read_table(
+        path, columns=["prompt_id", "prompt", "target", "image", "reward"], filters=filters
+    )
     if found.num_rows < count:
-        raise ValueError(f"{path} has {found.num_rows} held-out prompts, {count} are shown; pass fewer --rows")
+        raise ValueError(
+            f"{path} has {found.num_rows} held-out prompts, {count} are shown; pass fewer --rows"
+        )
     return found.sort_by("prompt_id").slice(0, count).to_pylist()
 
 

@@ -1,8 +1,9 @@
-"""The default recipe from several seeds: ``python -m benchmarks.glyph_seeds [--recipe glyph] [--seeds 0 1 2]``.
+"""The default recipe from several seeds: ``python -m benchmarks.glyph_seeds [--recipe glyph]
+[--seeds 0 1 2]``.
 
-Every seed gets a base model, prompts, policy and noise of its own, an MLflow store of its own and nothing from Flyte's cache. The
-table of held-out means, and what the gate said, goes to ``benchmarks/results/<recipe>_seeds.json`` and, for people, to
-``.md`` beside it.
+Every seed gets a base model, prompts, policy and noise of its own, an MLflow store of its own and
+nothing from Flyte's cache. The table of held-out means, and what the gate said, goes to
+``benchmarks/results/<recipe>_seeds.json`` and, for people, to ``.md`` beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ EXECUTING = "Running Execution on local."
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="glyph", help="a recipe of workflows/recipes, without .yaml")
+    parser.add_argument(
+        "--recipe", default="glyph", help="a recipe of workflows/recipes, without .yaml"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
     summaries: dict[int, dict[str, Any]] = {}
@@ -40,7 +43,9 @@ def main() -> None:
         tqdm.write(table(arguments.recipe, summaries))
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{arguments.recipe}_seeds"
-    stem.with_suffix(".json").write_text(json.dumps({"machine": machine(), "runs": summaries}, indent=2) + "\n")
+    stem.with_suffix(".json").write_text(
+        json.dumps({"machine": machine(), "runs": summaries}, indent=2) + "\n"
+    )
     stem.with_suffix(".md").write_text(table(arguments.recipe, summaries))
 
 
@@ -49,20 +54,30 @@ def run(recipe: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ebbflow-seeds-") as folder:
         started = time.time()
         done, executing, ended = run_in(Path(folder), seeded(recipe, seed))
-        seconds = {"wall_seconds": ended - started, "node_seconds": node_seconds(f"sqlite:///{folder}/runs/mlflow.db", executing)}
+        seconds = {
+            "wall_seconds": ended - started,
+            "node_seconds": node_seconds(f"sqlite:///{folder}/runs/mlflow.db", executing),
+        }
         found: dict[str, Any] = json.loads((done / "summary.json").read_text())
         return found | {name: round(value, 1) for name, value in seconds.items()}
 
 
 def seeded(recipe: str, seed: int) -> dict[str, Any]:
     """A recipe of ours with another seed, of the base model too."""
-    settings: dict[str, Any] = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
+    settings: dict[str, Any] = yaml.safe_load(
+        (ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text()
+    )
     model = settings.get("model", {})
-    return settings | {"seed": seed, "model": model | {"training": model.get("training", {}) | {"seed": seed}}}
+    return settings | {
+        "seed": seed,
+        "model": model | {"training": model.get("training", {}) | {"seed": seed}},
+    }
 
 
 def run_in(folder: Path, settings: dict[str, Any]) -> tuple[Path, float, float]:
-    """The folder of one whole run, all of which is below ``folder``; when its first node began, and when it ended."""
+    """The folder of one whole run, all of which is below ``folder``; when its first node began, and
+    when it ended.
+    """
     written = folder / "recipe.yaml"
     written.write_text(yaml.safe_dump(settings | {"output": f"{folder}/runs"}))
     (folder / "tmp").mkdir()
@@ -76,9 +91,19 @@ def run_in(folder: Path, settings: dict[str, Any]) -> tuple[Path, float, float]:
 
 
 def executed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """When pyflyte began with the first node, which it prints, and when it ended, in seconds since 1970."""
-    output, executing = [], None
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    """When pyflyte began with the first node, which it prints, and when it ended, in seconds since
+    1970.
+    """
+    output = []
+    executing = None
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
         for line in run.stdout or ():
             output.append(line)
             if line.startswith(EXECUTING):
@@ -89,9 +114,15 @@ def executed(command: list[str], environment: dict[str, str]) -> tuple[float, fl
 
 
 def node_seconds(store: str, executing: float) -> float:
-    """How long at least one node ran: ``start_run`` until it has opened the run in MLflow, every other one as MLflow says."""
-    client, nodes, started = connect(store), {}, 0.0
-    for run in client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]):
+    """How long at least one node ran: ``start_run`` until it has opened the run in MLflow, every
+    other one as MLflow says.
+    """
+    client = connect(store)
+    nodes = {}
+    started = 0.0
+    for run in client.search_runs(
+        [experiment.experiment_id for experiment in client.search_experiments()]
+    ):
         span = run.info.start_time / 1000, run.info.end_time / 1000
         if name := run.data.tags.get(NODE):
             nodes[name] = span
@@ -103,20 +134,33 @@ def node_seconds(store: str, executing: float) -> float:
 
 def table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:
     """Seeds by held-out metrics, before -> after."""
-    metrics = sorted(set.intersection(*(set(summary["before"]) for summary in summaries.values())) - {"reward"})
+    metrics = sorted(
+        set.intersection(*(set(summary["before"]) for summary in summaries.values())) - {"reward"}
+    )
     lines = [
         "# The demo, seed by seed",
         "",
-        f"Written by `python -m benchmarks.glyph_seeds --recipe {recipe}`; held-out means before → after.",
+        (
+            f"Written by `python -m benchmarks.glyph_seeds --recipe {recipe}`; held-out means"
+            " before → after."
+        ),
         "",
-        "| seed | " + " | ".join(metrics) + " | promoted | seconds in nodes | wall seconds | wall ÷ nodes |",
+        "| seed | "
+        + " | ".join(metrics)
+        + " | promoted | seconds in nodes | wall seconds | wall ÷ nodes |",
         "|" + "---|" * (len(metrics) + 5),
     ]
     for seed, summary in summaries.items():
-        values = [f"{summary['before'][name]:.3f} → {summary['after'][name]:.3f}" for name in metrics]
+        values = [
+            f"{summary['before'][name]:.3f} → {summary['after'][name]:.3f}" for name in metrics
+        ]
         promoted = "yes" if summary["promoted"] else "no"
-        wall, inside = summary["wall_seconds"], summary["node_seconds"]
-        lines.append(f"| {seed} | {' | '.join(values)} | {promoted} | {inside:.0f} | {wall:.0f} | {wall / inside:.2f} |")
+        wall = summary["wall_seconds"]
+        inside = summary["node_seconds"]
+        lines.append(
+            f"| {seed} | {' | '.join(values)} | {promoted} | {inside:.0f} | {wall:.0f} |"
+            f" {wall / inside:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,10 +1,12 @@
-"""Speed and memory of rollout and training at the size of SD3.5 medium: ``python -m benchmarks.gpu [--compile] [--write]``.
+"""Speed and memory of rollout and training at the size of SD3.5 medium: ``python -m benchmarks.gpu
+[--compile] [--write]``.
 
-The network has the size of Stable Diffusion 3.5 medium and random weights, so nothing is downloaded. Without a GPU the same runs
-on the CPU with a tiny network, which proves the benchmark and measures nothing of interest. Every phase is measured against plain
-diffusers, in turns and in the same process: rollouts against the pipeline's own loop, updates against a plain training loop.
-Before anything is timed, both sides have to draw the same latents. FLOPs are counted, and their rate is compared with that of a
-large matrix product.
+The network has the size of Stable Diffusion 3.5 medium and random weights, so nothing is
+downloaded. Without a GPU the same runs on the CPU with a tiny network, which proves the benchmark
+and measures nothing of interest. Every phase is measured against plain diffusers, in turns and in
+the same process: rollouts against the pipeline's own loop, updates against a plain training loop.
+Before anything is timed, both sides have to draw the same latents. FLOPs are counted, and their
+rate is compared with that of a large matrix product.
 """
 
 from __future__ import annotations
@@ -55,12 +57,15 @@ from ebbflow.training.update import PolicyUpdater
 RESULTS = Path(__file__).parent / "results" / "gpu"
 GUIDANCE = 4.5
 TOLERANCE = 1e-3
-"""Of the gate: the largest difference between the final latents of both sides in float32, as a share of the largest latent."""
+"""Of the gate: the largest difference between the final latents of both sides in float32, as a
+share of the largest latent.
+"""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Counted FLOPs: of a row through the transformer, and of an image through the VAE's decoder."""
+    """Counted FLOPs: of a row through the transformer, and of an image through the VAE's
+    decoder."""
 
     forward: int
     forward_and_backward: int
@@ -95,10 +100,16 @@ def main() -> None:
     precision: Precision = "float32" if device.type == "cpu" else "bfloat16"
     if device.type == "cpu":
         torch.set_num_threads(1)  # the tiny network gains nothing from more
-    given = {"resolution": arguments.resolution, "training_micro_batch": arguments.training_micro_batch}
+    given = {
+        "resolution": arguments.resolution,
+        "training_micro_batch": arguments.training_micro_batch,
+    }
     given["micro_batches"] = arguments.micro_batches and tuple(arguments.micro_batches)
     size = replace(SIZES[arguments.size], **{name: value for name, value in given.items() if value})
-    command = {"command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]), "size": arguments.size}
+    command = {
+        "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        "size": arguments.size,
+    }
     results = command | benchmark(size, device, precision, arguments.repeat, arguments.compile)
     print(report(results))
     if arguments.write:
@@ -107,30 +118,63 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     usual = "medium" if torch.cuda.is_available() else "tiny"
     parser.add_argument(
-        "--size", choices=SIZES, default=usual, help="of the network and of the work (on this machine: %(default)s)"
+        "--size",
+        choices=SIZES,
+        default=usual,
+        help="of the network and of the work (on this machine: %(default)s)",
     )
-    parser.add_argument("--resolution", type=int, metavar="PIXELS", help="of the images (medium: 512)")
-    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="images per pass of a rollout (medium: 4 16)")
-    parser.add_argument("--training-micro-batch", type=int, metavar="N", help="rows per pass of an update (medium: 4)")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="timed calls of each side, after one to warm up (5)")
     parser.add_argument(
-        "--compile", action="store_true", help="torch.compile of the transformer's blocks, for both sides; takes minutes"
+        "--resolution", type=int, metavar="PIXELS", help="of the images (medium: 512)"
     )
-    parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results/gpu.json and gpu.md")
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="images per pass of a rollout (medium: 4 16)",
+    )
+    parser.add_argument(
+        "--training-micro-batch",
+        type=int,
+        metavar="N",
+        help="rows per pass of an update (medium: 4)",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=5,
+        metavar="N",
+        help="timed calls of each side, after one to warm up (5)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile of the transformer's blocks, for both sides; takes minutes",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="keep the results in benchmarks/results/gpu.json and gpu.md",
+    )
     return parser.parse_args()
 
 
-def benchmark(size: Size, device: torch.device, precision: Precision, repeat: int, compiled: bool = False) -> dict[str, Any]:
+def benchmark(
+    size: Size, device: torch.device, precision: Precision, repeat: int, compiled: bool = False
+) -> dict[str, Any]:
     """All measurements, as the results file has them.
 
     Raises:
         SystemExit: the two sides do not draw the same latents.
     """
     torch.manual_seed(0)
-    flops, bench = count_flops(size), build(size, device, precision)
+    flops = count_flops(size)
+    bench = build(size, device, precision)
     peak = matmul_peak(size.matrix, device, bench.dtype)
     _say(f"a large matrix product in {precision}: {peak / 1e12:.3g} TFLOP/s")
     difference = require_same_latents(bench)
@@ -145,7 +189,9 @@ def benchmark(size: Size, device: torch.device, precision: Precision, repeat: in
         "machine": machine() | _device_of(device),
         "precision": precision,
         "compiled": compiled,
-        "parameters": sum(p.numel() for p in bench.model.transformer.parameters() if not p.requires_grad),
+        "parameters": sum(
+            p.numel() for p in bench.model.transformer.parameters() if not p.requires_grad
+        ),
         "rank": LORA.rank,
         "resolution": size.resolution,
         "steps": STEPS,
@@ -159,44 +205,67 @@ def benchmark(size: Size, device: torch.device, precision: Precision, repeat: in
 
 def _device_of(device: torch.device) -> dict[str, Any]:
     """The device, and the versions that its speed depends on."""
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "diffusers": diffusers.__version__}
+    versions = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "diffusers": diffusers.__version__,
+    }
     if device.type == "cpu":
         return versions | {"device": "cpu", "threads": torch.get_num_threads()}
-    return versions | {"device": torch.cuda.get_device_name(device), "memory": torch.cuda.mem_get_info(device)[1]}
+    return versions | {
+        "device": torch.cuda.get_device_name(device),
+        "memory": torch.cuda.mem_get_info(device)[1],
+    }
 
 
 def compile_blocks(bench: Bench) -> None:
     """Compile block by block: the blocks are alike, so that a few graphs serve all of them."""
-    # Batch, gradient, autocast and adapters make different graphs of the same code; past the limit it would run uncompiled.
+    # Batch, gradient, autocast and adapters make different graphs of the same code; past the limit
+    # it would run uncompiled.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in bench.model.blocks():
-        block.compile(dynamic=False)  # or the second number of rows would get slower kernels than the first
+        block.compile(
+            dynamic=False
+        )  # or the second number of rows would get slower kernels than the first
 
 
 # What is measured.
 
 
 def base_cases(bench: Bench, flops: Flops) -> Iterator[Case]:
-    """Rollouts of the base model: to the final latents with every micro-batch, and to images with the largest."""
+    """Rollouts of the base model: to the final latents with every micro-batch, and to images with
+    the largest.
+    """
     for guidance in (1.0, GUIDANCE):
         for rows in bench.size.micro_batches:
             yield rollout_case("rollout", bench, guidance, rows, flops)
-    yield rollout_case("rollout, images", bench, GUIDANCE, max(bench.size.micro_batches), flops, images=True)
+    yield rollout_case(
+        "rollout, images", bench, GUIDANCE, max(bench.size.micro_batches), flops, images=True
+    )
 
 
 def policy_cases(bench: Bench, policy: Policy, flops: Flops) -> Iterator[Case]:
     """Rollouts through the adapters, as training has them, and updates of the adapters."""
-    yield rollout_case("rollout, LoRA", bench, GUIDANCE, max(bench.size.micro_batches), flops, autocast=True)
+    yield rollout_case(
+        "rollout, LoRA", bench, GUIDANCE, max(bench.size.micro_batches), flops, autocast=True
+    )
     updater = PolicyUpdater(policy, STAGE)
     for guidance in (1.0, GUIDANCE):
         yield training_case(bench, updater, guidance, flops)
 
 
 def rollout_case(
-    phase: str, bench: Bench, guidance: float, rows: int, flops: Flops, images: bool = False, autocast: bool = False
+    phase: str,
+    bench: Bench,
+    guidance: float,
+    rows: int,
+    flops: Flops,
+    images: bool = False,
+    autocast: bool = False,
 ) -> Case:
-    prompts, count = prompts_of(bench, guidance), len(bench.keys)
+    prompts = prompts_of(bench, guidance)
+    count = len(bench.keys)
 
     def ours() -> Any:
         drawn = rollout(bench, prompts, rows)
@@ -221,7 +290,9 @@ def training_case(bench: Bench, updater: PolicyUpdater, guidance: float, flops: 
         return plain_update(bench, optimizer, batch, rows)
 
     work = len(batch.inputs) * _rows_of(guidance) * flops.forward_and_backward
-    return Case("update, LoRA", guidance, rows, len(bench.keys), len(batch.inputs), work, ours, peer)
+    return Case(
+        "update, LoRA", guidance, rows, len(bench.keys), len(batch.inputs), work, ours, peer
+    )
 
 
 def _rows_of(guidance: float) -> int:
@@ -232,7 +303,10 @@ def _rows_of(guidance: float) -> int:
 def ratio_errors(bench: Bench) -> list[dict[str, Any]]:
     """``ratio_error`` for rollouts with as many rows a pass as training has, and with others."""
     rows = bench.size.training_micro_batch
-    return [ratio_error(bench, rolled, rows) for rolled in dict.fromkeys((rows, *bench.size.micro_batches))]
+    return [
+        ratio_error(bench, rolled, rows)
+        for rolled in dict.fromkeys((rows, *bench.size.micro_batches))
+    ]
 
 
 def ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str, Any]:
@@ -263,15 +337,18 @@ def _log_ratio(bench: Bench, batch: TrajectoryBatch, part: slice) -> Tensor:
 
 
 def require_same_latents(bench: Bench, count: int = 2) -> float:
-    """The largest difference between the final latents of both sides as a share of the largest latent.
+    """The largest difference between the final latents of both sides as a share of the largest
+    latent.
 
-    In float32, so that nothing but a difference in what is computed is left, and with the deterministic sampler.
+    In float32, so that nothing but a difference in what is computed is left, and with the
+    deterministic sampler.
 
     Raises:
         SystemExit: it is above ``TOLERANCE``: the times of different work cannot be compared.
     """
     prompts = random_prompts(bench.size, count, GUIDANCE, bench.device, torch.float32)
-    keys, sampler = bench.keys.rows(slice(count)), SamplerConfig(name="ode", steps=STEPS)
+    keys = bench.keys.rows(slice(count))
+    sampler = SamplerConfig(name="ode", steps=STEPS)
     bench.model.transformer.float()
     with torch.backends.cudnn.flags(enabled=False):  # its convolutions of float32 round to TF32
         ours = generate(bench.model, prompts, keys, sampler, precision="float32").latents
@@ -280,8 +357,9 @@ def require_same_latents(bench: Bench, count: int = 2) -> float:
     difference = ((ours - peer).abs().max() / peer.abs().max()).item()
     if not difference < TOLERANCE:
         raise SystemExit(
-            f"the final latents of adapter and pipeline differ by {difference:.2e} of the largest, more than {TOLERANCE:g}; "
-            "find out why before their speed is compared: python -m pytest tests/models"
+            f"the final latents of adapter and pipeline differ by {difference:.2e} of the largest,"
+            f" more than {TOLERANCE:g}; find out why before their speed is compared: python -m"
+            " pytest tests/models"
         )
     return difference
 
@@ -304,7 +382,10 @@ def compare(case: Case, device: torch.device, peak: float, repeat: int) -> dict[
         "images": case.images,
         "flops": case.flops,
     }
-    _say(f"{case.phase}, guidance {case.guidance}, {case.rows} rows a pass: {found['ours']['seconds']:.3f} s, ratio {ratio:.2f}")
+    _say(
+        f"{case.phase}, guidance {case.guidance}, {case.rows} rows a pass:"
+        f" {found['ours']['seconds']:.3f} s, ratio {ratio:.2f}"
+    )
     return asked | found | {"ratio": ratio}
 
 
@@ -323,7 +404,9 @@ def speed(case: Case, peak: float, calls: list[tuple[float, int | None]]) -> dic
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, int | None]:
-    """(seconds until the device has finished, the most bytes allocated on it meanwhile: None on a CPU, which counts none)."""
+    """(seconds until the device has finished, the most bytes allocated on it meanwhile: None on a
+    CPU, which counts none).
+    """
     if device.type == "cpu":
         start = time.perf_counter()
         call()
@@ -350,10 +433,13 @@ def matmul_peak(side: int, device: torch.device, dtype: torch.dtype, products: i
 
 
 def count_flops(size: Size) -> Flops:
-    """Count on PyTorch's device without data: it takes no memory, and the count is the same wherever the benchmark runs."""
+    """Count on PyTorch's device without data: it takes no memory, and the count is the same
+    wherever the benchmark runs.
+    """
     device = torch.device("meta")
     model = random_model(size, device, "float32")
-    latents, sigma = torch.empty(1, *model.latent_shape, device=device), torch.empty(1, device=device)
+    latents = torch.empty(1, *model.latent_shape, device=device)
+    sigma = torch.empty(1, device=device)
     prompts = random_prompts(size, 1, 1.0, device, torch.float32)
     forward = counted(lambda: model.velocity(latents, sigma, prompts))
     decode = counted(lambda: model.pipeline.vae.decode(latents))
@@ -363,7 +449,9 @@ def count_flops(size: Size) -> Flops:
 
 
 def counted(call: Callable[[], Any]) -> int:
-    """FLOPs of the matrix products and convolutions in a call; what attention computes twice to save memory counts once."""
+    """FLOPs of the matrix products and convolutions in a call; what attention computes twice to
+    save memory counts once.
+    """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         call()
     return counter.get_total_flops()

@@ -7,33 +7,70 @@ from typing import Any
 
 def report(results: dict[str, Any]) -> str:
     """What was measured and where, as Markdown."""
-    return "\n".join([*_setting(results), "", *_speed(results["measured"]), "", *_ratio_errors(results["ratio_errors"]), ""])
+    return "\n".join(
+        [
+            *_setting(results),
+            "",
+            *_speed(results["measured"]),
+            "",
+            *_ratio_errors(results["ratio_errors"]),
+            "",
+        ]
+    )
 
 
 def _setting(results: dict[str, Any]) -> list[str]:
-    machine, flops, side = results["machine"], results["flops"], results["resolution"]
+    machine = results["machine"]
+    flops = results["flops"]
+    side = results["resolution"]
     compiled = ", compiled block by block" if results["compiled"] else ""
     on_cpu = " Memory is not measured on a CPU." if machine["device"] == "cpu" else ""
     peak, forward, both, decode = (
         f"{value / 1e12:.3g}"
-        for value in (results["peak_flops_per_second"], flops["forward"], flops["forward_and_backward"], flops["decode"])
+        for value in (
+            results["peak_flops_per_second"],
+            flops["forward"],
+            flops["forward_and_backward"],
+            flops["decode"],
+        )
     )
     return [
-        f"Written by `{results['command']}` on {machine['device']}: torch {machine['torch']}, diffusers {machine['diffusers']}.",
+        (
+            f"Written by `{results['command']}` on {machine['device']}: torch {machine['torch']},"
+            f" diffusers {machine['diffusers']}."
+        ),
         "",
-        f"A transformer of {results['parameters'] / 1e6:.4g} million random weights in {results['precision']}{compiled}; images "
-        f"of {side} x {side} pixels in {results['steps']} steps, LoRA of rank {results['rank']}. *Peer* is plain diffusers "
-        "around the same transformer: the pipeline's own loop, with its VAE in the network's precision (the adapter's is "
-        "float32), and a plain training loop on the same rows. The ratio is that of images/s: above 1, this library is faster."
-        f"{on_cpu}",
+        (
+            f"A transformer of {results['parameters'] / 1e6:.4g} million random weights in"
+            f" {results['precision']}{compiled}; images of {side} x {side} pixels in"
+            f" {results['steps']} steps, LoRA of rank {results['rank']}. *Peer* is plain diffusers"
+            " around the same transformer: the pipeline's own loop, with its VAE in the network's"
+            " precision (the adapter's is float32), and a plain training loop on the same rows."
+            f" The ratio is that of images/s: above 1, this library is faster.{on_cpu}"
+        ),
         "",
-        f"A large matrix product reaches {peak} TFLOP/s here. Shares are of that, for the FLOPs that the work needs: {forward} "
-        f"TFLOP for a row forward, {both} forward and backward, {decode} for an image's VAE; guidance takes two rows.",
+        (
+            f"A large matrix product reaches {peak} TFLOP/s here. Shares are of that, for the FLOPs"
+            f" that the work needs: {forward} TFLOP for a row forward, {both} forward and backward,"
+            f" {decode} for an image's VAE; guidance takes two rows."
+        ),
     ]
 
 
 def _speed(measured: list[dict[str, Any]]) -> list[str]:
-    names = ["phase", "guidance", "rows a pass", "images/s", "peer", "ratio", "rows/s", "share of peak", "peer", "GiB", "peer"]
+    names = [
+        "phase",
+        "guidance",
+        "rows a pass",
+        "images/s",
+        "peer",
+        "ratio",
+        "rows/s",
+        "share of peak",
+        "peer",
+        "GiB",
+        "peer",
+    ]
     return _table(names, [_speed_row(row) for row in measured])
 
 
@@ -48,15 +85,30 @@ def _speed_row(row: dict[str, Any]) -> list[str]:
         f"{row['ratio']:.2f}",
         f"{loss_rows:.3g}" if loss_rows else "–",
         *(f"{side['share_of_peak']:.1%}" for side in sides),
-        *("–" if side["peak_memory"] is None else f"{side['peak_memory'] / 2**30:.1f}" for side in sides),
+        *(
+            "–" if side["peak_memory"] is None else f"{side['peak_memory'] / 2**30:.1f}"
+            for side in sides
+        ),
     ]
 
 
 def _ratio_errors(errors: list[dict[str, Any]]) -> list[str]:
-    names = ["rows a pass in the rollout", "in training", "mean of the log-probs", "mean of the log-densities", "largest"]
+    names = [
+        "rows a pass in the rollout",
+        "in training",
+        "mean of the log-probs",
+        "mean of the log-densities",
+        "largest",
+    ]
     keys = ["mean_log_prob", "mean_log_density", "max_log_density"]
-    rows = [[f"{row['rollout_rows']}", f"{row['training_rows']}", *(f"{row[key]:.1e}" for key in keys)] for row in errors]
-    title = "How far the first log-ratio of an update, in bfloat16, is from the 0 that it is in exact arithmetic:"
+    rows = [
+        [f"{row['rollout_rows']}", f"{row['training_rows']}", *(f"{row[key]:.1e}" for key in keys)]
+        for row in errors
+    ]
+    title = (
+        "How far the first log-ratio of an update, in bfloat16, is from the 0 that it is in exact"
+        " arithmetic:"
+    )
     return [title, "", *_table(names, rows)]
 
 

@@ -1,4 +1,6 @@
-"""What ``benchmarks.gpu`` builds, and what this library (ours) and plain diffusers (the peer) do with it."""
+"""What ``benchmarks.gpu`` builds, and what this library (ours) and plain diffusers (the peer) do
+with it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from torch import Tensor
 
 from ebbflow.flow.noise import SampleKeys, noise
@@ -42,7 +49,8 @@ class Size:
         transformer, vae: configurations of diffusers' classes.
         resolution: height and width of the images in pixels.
         tokens: length of the prompt embeddings.
-        micro_batches: images per pass of a rollout; every rollout draws as many images as the largest has.
+        micro_batches: images per pass of a rollout; every rollout draws as many images as the
+            largest has.
         training_micro_batch: rows per forward and backward pass.
         matrix: side of the matrices whose product gives the peak.
     """
@@ -65,7 +73,8 @@ VAE = {
     "use_post_quant_conv": False,
 }
 SIZES = {
-    # The published configuration of Stable Diffusion 3.5 medium; prompts of 77 CLIP and 256 T5 tokens.
+    # The published configuration of Stable Diffusion 3.5 medium; prompts of 77 CLIP and 256 T5
+    # tokens.
     "medium": Size(
         transformer={
             "sample_size": 128,
@@ -81,7 +90,13 @@ SIZES = {
             "dual_attention_layers": tuple(range(13)),
             "qk_norm": "rms_norm",
         },
-        vae=VAE | {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16, "sample_size": 1024},
+        vae=VAE
+        | {
+            "block_out_channels": (128, 256, 512, 512),
+            "layers_per_block": 2,
+            "latent_channels": 16,
+            "sample_size": 1024,
+        },
         resolution=512,
         tokens=77 + 256,
         micro_batches=(4, 16),
@@ -103,7 +118,13 @@ SIZES = {
             "dual_attention_layers": (0,),
             "qk_norm": "rms_norm",
         },
-        vae=VAE | {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4, "latent_channels": 4, "sample_size": 128},
+        vae=VAE
+        | {
+            "block_out_channels": (8, 8, 16, 16),
+            "norm_num_groups": 4,
+            "latent_channels": 4,
+            "sample_size": 128,
+        },
         resolution=64,
         tokens=12,
         micro_batches=(2, 4),
@@ -140,7 +161,8 @@ class Bench:
 def build(size: Size, device: torch.device, precision: Precision) -> Bench:
     """Both sides with random weights on the device."""
     model = random_model(size, device, precision)
-    transformer, vae = model.transformer.to(DTYPES[precision]), copy.deepcopy(model.pipeline.vae).to(DTYPES[precision])
+    transformer = model.transformer.to(DTYPES[precision])
+    vae = copy.deepcopy(model.pipeline.vae).to(DTYPES[precision])
     pipeline = pipeline_of(transformer, vae)
     pipeline.set_progress_bar_config(disable=True)
     images = max(size.micro_batches)
@@ -150,9 +172,12 @@ def build(size: Size, device: torch.device, precision: Precision) -> Bench:
 
 
 def random_model(size: Size, device: torch.device, precision: Precision) -> SD3Model:
-    """Our adapter around a float32 pipeline without text encoders; drawn on the device, as a CPU is slow to draw billions."""
+    """Our adapter around a float32 pipeline without text encoders; drawn on the device, as a CPU is
+    slow to draw billions.
+    """
     with torch.device(device):
-        transformer, vae = SD3Transformer2DModel(**size.transformer), AutoencoderKL(**size.vae)
+        transformer = SD3Transformer2DModel(**size.transformer)
+        vae = AutoencoderKL(**size.vae)
     for part in (transformer, vae):
         part.to(device).requires_grad_(False).eval()
     side = {"height": size.resolution, "width": size.resolution}
@@ -161,17 +186,25 @@ def random_model(size: Size, device: torch.device, precision: Precision) -> SD3M
 
 
 def pipeline_of(transformer: SD3Transformer2DModel, vae: AutoencoderKL) -> StableDiffusion3Pipeline:
-    return StableDiffusion3Pipeline(transformer, FlowMatchEulerDiscreteScheduler(shift=3.0), vae, *[None] * 6)
+    return StableDiffusion3Pipeline(
+        transformer, FlowMatchEulerDiscreteScheduler(shift=3.0), vae, *[None] * 6
+    )
 
 
-def random_prompts(size: Size, count: int, guidance: float, device: torch.device, dtype: torch.dtype) -> Conditioning:
+def random_prompts(
+    size: Size, count: int, guidance: float, device: torch.device, dtype: torch.dtype
+) -> Conditioning:
     """Random embeddings in place of encoded prompts, always the same ones."""
     draw = None if device.type == "meta" else torch.Generator(device).manual_seed(1)
-    width, pooled = size.transformer["joint_attention_dim"], size.transformer["pooled_projection_dim"]
+    width = size.transformer["joint_attention_dim"]
+    pooled = size.transformer["pooled_projection_dim"]
 
     def embed() -> dict[str, Tensor]:
         shapes = {"embeds": (count, size.tokens, width), "pooled": (count, pooled)}
-        return {name: torch.randn(shape, generator=draw, device=device, dtype=dtype) for name, shape in shapes.items()}
+        return {
+            name: torch.randn(shape, generator=draw, device=device, dtype=dtype)
+            for name, shape in shapes.items()
+        }
 
     return Conditioning(embed(), Conditioning(embed()) if guidance > 1 else None, guidance)
 
@@ -183,29 +216,40 @@ def prompts_of(bench: Bench, guidance: float) -> Conditioning:
 # Ours.
 
 
-def rollout(bench: Bench, prompts: Conditioning, rows: int, precision: Precision | None = None) -> Rollouts:
-    """A rollout of the stage, ``rows`` images per pass: a stochastic window, recorded, and deterministic steps after it."""
+def rollout(
+    bench: Bench, prompts: Conditioning, rows: int, precision: Precision | None = None
+) -> Rollouts:
+    """A rollout of the stage, ``rows`` images per pass: a stochastic window, recorded, and
+    deterministic steps after it.
+    """
     assert STAGE.window
     chosen = plan(STAGE.window, STEPS, optimisation_step=0, seed=0)
     return generate(bench.model, prompts, bench.keys, STAGE.sampler, chosen, rows, precision)
 
 
-def training_batch(bench: Bench, guidance: float, rows: int, precision: Precision | None = None) -> TrajectoryBatch:
+def training_batch(
+    bench: Bench, guidance: float, rows: int, precision: Precision | None = None
+) -> TrajectoryBatch:
     """The rows of one update on such a rollout, with random advantages."""
     prompts = prompts_of(bench, guidance)
     trajectory = rollout(bench, prompts, rows, precision).trajectory
     assert trajectory
     advantage = torch.randn(len(bench.keys), device=bench.device)
-    return trajectory_batch(CorrectedRollout.nothing(trajectory), prompts, advantage, bench.keys, STAGE.sampler)
+    return trajectory_batch(
+        CorrectedRollout.nothing(trajectory), prompts, advantage, bench.keys, STAGE.sampler
+    )
 
 
 # The peer.
 
 
-def pipeline_loop(bench: Bench, prompts: Conditioning, rows: int, output: str, autocast: bool = False) -> list[Any]:
+def pipeline_loop(
+    bench: Bench, prompts: Conditioning, rows: int, output: str, autocast: bool = False
+) -> list[Any]:
     """What the pipeline returns for each ``rows`` prompts, called as its users call it.
 
-    ``autocast`` is what diffusers' training scripts put around it while there are float32 adapters on a network of less.
+    ``autocast`` is what diffusers' training scripts put around it while there are float32 adapters
+    on a network of less.
     """
     drawn = []
     with mixed_precision(bench, autocast):
@@ -227,11 +271,17 @@ def pipeline_prompts(prompts: Conditioning) -> dict[str, Tensor]:
     given = {"prompt_embeds": prompts["embeds"], "pooled_prompt_embeds": prompts["pooled"]}
     if prompts.negative is None:
         return given
-    return given | {f"negative_{name}": value for name, value in pipeline_prompts(prompts.negative).items()}
+    return given | {
+        f"negative_{name}": value for name, value in pipeline_prompts(prompts.negative).items()
+    }
 
 
-def plain_update(bench: Bench, optimizer: torch.optim.Optimizer, batch: TrajectoryBatch, rows: int) -> None:
-    """An optimiser step as a plain training script takes it: the same rows through the same network, with a squared error."""
+def plain_update(
+    bench: Bench, optimizer: torch.optim.Optimizer, batch: TrajectoryBatch, rows: int
+) -> None:
+    """An optimiser step as a plain training script takes it: the same rows through the same
+    network, with a squared error.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for start in range(0, len(batch.inputs), rows):
         part = slice(start, start + rows)
@@ -261,4 +311,6 @@ def plain_prediction(bench: Bench, latents: Tensor, sigma: Tensor, prompts: Cond
 
 
 def mixed_precision(bench: Bench, wanted: bool = True) -> torch.autocast:
-    return torch.autocast(bench.device.type, bench.dtype, enabled=wanted and bench.precision != "float32")
+    return torch.autocast(
+        bench.device.type, bench.dtype, enabled=wanted and bench.precision != "float32"
+    )

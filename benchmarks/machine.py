@@ -10,8 +10,16 @@ from typing import Any
 
 def machine() -> dict[str, Any]:
     """Processor, cores and versions, for the results."""
-    cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
+    cpu = next(
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
 
 
 def _cpuinfo() -> list[str]:

@@ -1,9 +1,11 @@
-"""The modes of an online stage on the glyph task: ``python -m benchmarks.online_modes [--seeds 0 1 2] [--steps 40]``.
+"""The modes of an online stage on the glyph task: ``python -m benchmarks.online_modes [--seeds 0 1
+2] [--steps 40]``.
 
-``speed``: training on one core and rollouts with their rewards on another, as Ray workers that are pinned there; the time of a
-step in every mode, against what its parts take when nothing overlaps. ``learning``: the same number of steps in every mode from
-the same base model, with several seeds, and the held-out OCR score at the end. Results go to
-``benchmarks/results/online_modes.json``, the tables to ``online_modes.md`` and the timelines to ``online_modes.png`` beside it.
+``speed``: training on one core and rollouts with their rewards on another, as Ray workers that are
+pinned there; the time of a step in every mode, against what its parts take when nothing overlaps.
+``learning``: the same number of steps in every mode from the same base model, with several seeds,
+and the held-out OCR score at the end. Results go to ``benchmarks/results/online_modes.json``, the
+tables to ``online_modes.md`` and the timelines to ``online_modes.png`` beside it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,13 @@ from ebbflow.training.update import PolicyUpdater
 
 RESULTS = Path(__file__).parent / "results" / "online_modes.json"
 MODES = {"sync": {}, "one_step_off": {}, "async": {"staleness": 2}}
-# As in workflows/recipes/glyph_lora.yaml, which says why a small model needs these instead of the published ones.
-SMALL: dict[str, Any] = {"sampler": {"steps": 6}, "optimizer": {"lr": 3e-4, "weight_decay": 0.0}, "updates_per_step": 2}
+# As in workflows/recipes/glyph_lora.yaml, which says why a small model needs these instead of the
+# published ones.
+SMALL: dict[str, Any] = {
+    "sampler": {"steps": 6},
+    "optimizer": {"lr": 3e-4, "weight_decay": 0.0},
+    "updates_per_step": 2,
+}
 MIX_GRPO: dict[str, Any] = SMALL | {
     "algorithm": {"name": "mix_grpo", "clip_range": 1e-3},
     "window": {"size": 3, "limit": 0.5, "steps_per_window": 10},
@@ -48,8 +55,11 @@ FLOW_GRPO: dict[str, Any] = SMALL | {
 }
 WORKLOADS = {"mix_grpo, as in the demo": MIX_GRPO, "flow_grpo, every step trained": FLOW_GRPO}
 LEARNING = {"mix_grpo": MIX_GRPO | {"optimizer": {"lr": 1.5e-4, "weight_decay": 0.0}}}
-SPEED_STEPS, WARM_UP = 10, 2
-"""Steps of a measured stage, and those at its beginning that are left out: workers still load and allocate."""
+SPEED_STEPS = 10
+WARM_UP = 2
+"""Steps of a measured stage, and those at its beginning that are left out: workers still load and
+allocate.
+"""
 
 
 @dataclass
@@ -66,9 +76,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40, help="training steps of the learning runs")
-    parser.add_argument("--only", choices=["speed", "learning"], help="one part; the other's results stay as they are")
+    parser.add_argument(
+        "--only",
+        choices=["speed", "learning"],
+        help="one part; the other's results stay as they are",
+    )
     arguments = parser.parse_args()
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"speed": [], "learning": []}
+    results: dict[str, Any] = (
+        json.loads(RESULTS.read_text()) if RESULTS.exists() else {"speed": [], "learning": []}
+    )
     results["machine"] = machine()
     if arguments.only != "learning":
         results["speed"], pictures = speed()
@@ -90,96 +106,179 @@ def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     from ebbflow.online.ray_actor import Folders
     from ebbflow.online.ray_workers import RayWorkers
 
-    measured, pictures = [], []
+    measured = []
+    pictures = []
     first, second = sorted(os.sched_getaffinity(0))[:2]
     half = {"count": 1, "cpus": 0.5, "cores": [second]}
-    apart = {"placement": "ray", "resources": {"training": {"cpus": 1, "cores": [first]}, "rollout": half, "reward": half}}
-    for (workload, stage), (mode, keys) in tqdm([(w, m) for w in WORKLOADS.items() for m in MODES.items()], unit="run"):
+    apart = {
+        "placement": "ray",
+        "resources": {"training": {"cpus": 1, "cores": [first]}, "rollout": half, "reward": half},
+    }
+    for (workload, stage), (mode, keys) in tqdm(
+        [(w, m) for w in WORKLOADS.items() for m in MODES.items()], unit="run"
+    ):
         recipe = _recipe(0, {"steps": SPEED_STEPS, **stage, **apart, "mode": mode, **keys})
         base, policy, table = prepared(recipe)
-        placement, recorder = RayWorkers(StageContext(recipe, 0, 0), Folders.at(base, policy)), Files()
+        placement = RayWorkers(StageContext(recipe, 0, 0), Folders.at(base, policy))
+        recorder = Files()
         try:
-            run_online_stage(StageContext(recipe, 0, 0), placement, read_prompts(table, "train"), recorder)
+            run_online_stage(
+                StageContext(recipe, 0, 0), placement, read_prompts(table, "train"), recorder
+            )
         finally:
             placement.close()
-        measured.append({"workload": workload, "mode": mode} | _times(json.loads(recorder.files["timeline.json"])))
+        measured.append(
+            {"workload": workload, "mode": mode}
+            | _times(json.loads(recorder.files["timeline.json"]))
+        )
         if workload == next(iter(WORKLOADS)):
             pictures.append(recorder.files["timeline.png"])
     return measured, pictures
 
 
 def _times(timeline: dict[str, Any]) -> dict[str, float]:
-    """Medians over the steps, in seconds: the step, its rollouts and rewards from the first to the last, its training."""
-    steps, rollouts, training = [], [], []
+    """Medians over the steps, in seconds: the step, its rollouts and rewards from the first to the
+    last, its training.
+    """
+    steps = []
+    rollouts = []
+    training = []
     for step in timeline["steps"][WARM_UP:]:
-        own = [span for span in timeline["spans"] if span["step"] == step["step"] and span["task"] != "receive"]
+        own = [
+            span
+            for span in timeline["spans"]
+            if span["step"] == step["step"] and span["task"] != "receive"
+        ]
         made = [span for span in own if span["role"] in ("rollout", "reward")]
         steps.append(step["end"] - step["start"])
         rollouts.append(max(span["end"] for span in made) - min(span["start"] for span in made))
-        training.append(sum(span["end"] - span["start"] for span in own if span["role"] == "training"))
-    return {"step": median(steps), "rollout_and_reward": median(rollouts), "training": median(training)}
+        training.append(
+            sum(span["end"] - span["start"] for span in own if span["role"] == "training")
+        )
+    return {
+        "step": median(steps),
+        "rollout_and_reward": median(rollouts),
+        "training": median(training),
+    }
 
 
-def learning(seeds: list[int], steps: int, known: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Held-out scores after the same number of steps, by algorithm, mode and seed; what is known is not run again."""
+def learning(
+    seeds: list[int], steps: int, known: list[dict[str, Any]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Held-out scores after the same number of steps, by algorithm, mode and seed; what is known is
+    not run again.
+    """
     done = list(known)
     runs = [(name, mode, seed) for name in LEARNING for seed in seeds for mode in MODES]
     for name, mode, seed in tqdm(runs, unit="run"):
-        asked = {"algorithm": name, "mode": mode, "seed": seed, "steps": steps, "settings": LEARNING[name] | MODES[mode]}
+        asked = {
+            "algorithm": name,
+            "mode": mode,
+            "seed": seed,
+            "steps": steps,
+            "settings": LEARNING[name] | MODES[mode],
+        }
         if not any(asked.items() <= run.items() for run in known):
-            done = [run for run in done if (run["algorithm"], run["mode"], run["seed"]) != (name, mode, seed)]
+            done = [
+                run
+                for run in done
+                if (run["algorithm"], run["mode"], run["seed"]) != (name, mode, seed)
+            ]
             done.append(asked | _learn(asked))
-            tqdm.write(f"{name} {mode} {seed}: {done[-1]['before']['ocr']:.3f} -> {done[-1]['after']['ocr']:.3f}")
+            tqdm.write(
+                f"{name} {mode} {seed}: {done[-1]['before']['ocr']:.3f} ->"
+                f" {done[-1]['after']['ocr']:.3f}"
+            )
             yield done
 
 
 def _learn(asked: dict[str, Any]) -> dict[str, Any]:
     """One run: held-out scores before and after, and the age of its oldest samples."""
-    recipe = _recipe(asked["seed"], {"steps": asked["steps"], "mode": asked["mode"], **asked["settings"]})
+    recipe = _recipe(
+        asked["seed"], {"steps": asked["steps"], "mode": asked["mode"], **asked["settings"]}
+    )
     base, folder, table = prepared(recipe)
-    ctx, model = StageContext(recipe, 0, 0), open_model(recipe, base)
+    ctx = StageContext(recipe, 0, 0)
+    model = open_model(recipe, base)
     policy, metadata = open_policy(ctx, model, folder)
-    scorer, held_out, recorder = load_scorer(recipe.rewards, ()), read_prompts(table, "held_out"), MetricsRecorder()
+    scorer = load_scorer(recipe.rewards, ())
+    held_out = read_prompts(table, "held_out")
+    recorder = MetricsRecorder()
     before = score(recipe, model, policy, held_out, ())
     placement = local_workers(ctx, PolicyUpdater(policy, ctx.online, metadata), scorer)
     run_online_stage(ctx, placement, read_prompts(table, "train"), recorder)
     after = score(recipe, model, policy, held_out, ())
-    return {"before": before, "after": after, "staleness": max(step["staleness/max"] for step in recorder.metrics)}
+    return {
+        "before": before,
+        "after": after,
+        "staleness": max(step["staleness/max"] for step in recorder.metrics),
+    }
 
 
 def _recipe(seed: int, stage: dict[str, Any]) -> Recipe:
     prompts = {"validation": 1, "held_out": 96}
-    return Recipe.model_validate({"seed": seed, "prompts": prompts, "guardrails": [], "stages": [{"kind": "online", **stage}]})
+    return Recipe.model_validate(
+        {
+            "seed": seed,
+            "prompts": prompts,
+            "guardrails": [],
+            "stages": [{"kind": "online", **stage}],
+        }
+    )
 
 
 def report(results: dict[str, Any]) -> str:
     """Both tables, in Markdown."""
     lines = ["# Modes of an online stage on the glyph task", ""]
-    lines += [f"`python -m benchmarks.online_modes` on {results['machine']['cpu']}, {results['machine']['cores']} cores.", ""]
+    lines += [
+        (
+            f"`python -m benchmarks.online_modes` on {results['machine']['cpu']},"
+            f" {results['machine']['cores']} cores."
+        ),
+        "",
+    ]
     lines += ["## Time of a step", ""]
     lines += [
-        "Training is pinned to one core, rollouts and rewards to another. Medians over the steps, in seconds. `bound`: the sum of"
+        "Training is pinned to one core, rollouts and rewards to another. Medians over the steps,"
+        " in seconds. `bound`: the sum of"
     ]
     lines += [
-        "training and rollouts with rewards for sync, the larger of the two for the others, both as the sync run takes them.",
+        (
+            "training and rollouts with rewards for sync, the larger of the two for the others,"
+            " both as the sync run takes them."
+        ),
         "",
     ]
     lines += ["![What each worker did when: sync, one-step-off, async](online_modes.png)", ""]
     lines += [
-        "| workload | mode | rollout + reward | training | step | bound | step / bound | sync / this |",
+        (
+            "| workload | mode | rollout + reward | training | step | bound | step / bound | sync /"
+            " this |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for workload in dict.fromkeys(row["workload"] for row in results["speed"]):
         rows = [row for row in results["speed"] if row["workload"] == workload]
         lines += [_speed_row(row, rows[0]) for row in rows]
     lines += ["", "## What is learnt in the same number of steps", ""]
-    lines += ["Held-out OCR score, one process, the same base model; mean and standard deviation over seeds.", ""]
     lines += [
-        "| algorithm | mode | oldest samples (steps) | before | after, by seed | after | velocity drift |",
+        (
+            "Held-out OCR score, one process, the same base model; mean and standard deviation over"
+            " seeds."
+        ),
+        "",
+    ]
+    lines += [
+        (
+            "| algorithm | mode | oldest samples (steps) | before | after, by seed | after |"
+            " velocity drift |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for name, mode in [(name, mode) for name in LEARNING for mode in MODES]:
-        rows = [row for row in results["learning"] if (row["algorithm"], row["mode"]) == (name, mode)]
+        rows = [
+            row for row in results["learning"] if (row["algorithm"], row["mode"]) == (name, mode)
+        ]
         lines += [_learning_row(name, mode, rows)] if rows else []
     return "\n".join(lines) + "\n"
 
@@ -187,23 +286,40 @@ def report(results: dict[str, Any]) -> str:
 def _speed_row(row: dict[str, Any], sync: dict[str, Any]) -> str:
     parts = (sync["rollout_and_reward"], sync["training"])
     bound = sum(parts) if row["mode"] == "sync" else max(parts)
-    numbers = (row["rollout_and_reward"], row["training"], row["step"], bound, row["step"] / bound, sync["step"] / row["step"])
-    return f"| {row['workload']} | {row['mode']} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |"
+    numbers = (
+        row["rollout_and_reward"],
+        row["training"],
+        row["step"],
+        bound,
+        row["step"] / bound,
+        sync["step"] / row["step"],
+    )
+    return (
+        f"| {row['workload']} | {row['mode']} | "
+        + " | ".join(f"{number:.2f}" for number in numbers)
+        + " |"
+    )
 
 
 def _learning_row(name: str, mode: str, rows: list[dict[str, Any]]) -> str:
-    after, drift = [row["after"]["ocr"] for row in rows], fmean(row["after"]["velocity_drift"] for row in rows)
+    after = [row["after"]["ocr"] for row in rows]
+    drift = fmean(row["after"]["velocity_drift"] for row in rows)
     spread = f" ± {stdev(after):.3f}" if len(after) > 1 else ""
     seeds = ", ".join(f"{value:.3f}" for value in after)
     return (
-        f"| {name} | {mode} | {max(row['staleness'] for row in rows)} | {fmean(row['before']['ocr'] for row in rows):.3f} | "
-        f"{seeds} | {fmean(after):.3f}{spread} | {drift:.3f} |"
+        f"| {name} | {mode} | {max(row['staleness'] for row in rows)} |"
+        f" {fmean(row['before']['ocr'] for row in rows):.3f} | {seeds} | {fmean(after):.3f}{spread}"
+        f" | {drift:.3f} |"
     )
 
 
 def _one_above_the_other(pngs: list[bytes]) -> Image.Image:
     pictures = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
-    sheet = Image.new("RGB", (max(picture.width for picture in pictures), sum(picture.height for picture in pictures)), "white")
+    sheet = Image.new(
+        "RGB",
+        (max(picture.width for picture in pictures), sum(picture.height for picture in pictures)),
+        "white",
+    )
     for index, picture in enumerate(pictures):
         sheet.paste(picture, (0, sum(before.height for before in pictures[:index])))
     return sheet

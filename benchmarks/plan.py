@@ -1,7 +1,9 @@
-"""The plan's simulation against the measured modes of an online stage: ``python -m benchmarks.plan``.
+"""The plan's simulation against the measured modes of an online stage: ``python -m
+benchmarks.plan``.
 
-The seconds of rollouts with rewards and of training are those of the sync run in ``online_modes.json``; the simulation then says
-what a step of each mode takes. In those runs rollouts and rewards share a core, so that they are one task here. The table goes to
+The seconds of rollouts with rewards and of training are those of the sync run in
+``online_modes.json``; the simulation then says what a step of each mode takes. In those runs
+rollouts and rewards share a core, so that they are one task here. The table goes to
 ``benchmarks/results/plan.md``.
 """
 
@@ -18,19 +20,29 @@ from ebbflow.recipe import Recipe
 from ebbflow.stage import StageContext
 
 RESULTS = MEASURED.with_name("plan.md")
-HEADER = ["workload", "mode", "measured step s", "predicted step s", "difference", "training busy, measured", "predicted"]
+HEADER = [
+    "workload",
+    "mode",
+    "measured step s",
+    "predicted step s",
+    "difference",
+    "training busy, measured",
+    "predicted",
+]
 
 
 PAGE = """# The plan against measured steps
 
-`python -m benchmarks.plan`, from the measurements in [online_modes.md](online_modes.md): one training rank on one core, rollouts
-and rewards on another. The seconds of tasks are those of the sync run, and the steps of all modes are predicted.
+`python -m benchmarks.plan`, from the measurements in [online_modes.md](online_modes.md): one
+training rank on one core, rollouts and rewards on another. The seconds of tasks are those of the
+sync run, and the steps of all modes are predicted.
 
 {table}
 
-Training in `one_step_off` and `async` took longer than in `sync`, since both cores share caches and memory; the plan does not
-know this, and it shows in the shares of busy time. Several workers of a role have not been measured: there the plan is compared
-with the loop's own queue on a virtual clock (tests/test_plan.py). No GPU has been measured.
+Training in `one_step_off` and `async` took longer than in `sync`, since both cores share caches
+and memory; the plan does not know this, and it shows in the shares of busy time. Several workers
+of a role have not been measured: there the plan is compared with the loop's own queue on a
+virtual clock (tests/test_plan.py). No GPU has been measured.
 """
 
 
@@ -47,7 +59,9 @@ def compared(results: dict[str, Any]) -> list[dict[str, Any]]:
 def _predicted(row: dict[str, Any], sync: dict[str, Any]) -> dict[str, Any]:
     config = _stage(row["workload"]).online
     requests = math.ceil(config.prompts_per_step / (config.micro_batch // config.group_size))
-    seconds = TaskSeconds(rollout=sync["rollout_and_reward"] / requests, scoring=0.0, training=sync["training"])
+    seconds = TaskSeconds(
+        rollout=sync["rollout_and_reward"] / requests, scoring=0.0, training=sync["training"]
+    )
     ahead = {"sync": 0, "one_step_off": 1, "async": MODES["async"].get("staleness", 0)}[row["mode"]]
     found: Schedule = simulate(Stage(requests, ahead, newest=row["mode"] == "async"), seconds, 1, 1)
     return {
@@ -59,7 +73,9 @@ def _predicted(row: dict[str, Any], sync: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stage(workload: str) -> StageContext:
-    return StageContext(Recipe.model_validate({"stages": [{"kind": "online", **WORKLOADS[workload]}]}), 0, 0)
+    return StageContext(
+        Recipe.model_validate({"stages": [{"kind": "online", **WORKLOADS[workload]}]}), 0, 0
+    )
 
 
 def report(rows: list[dict[str, Any]]) -> str:

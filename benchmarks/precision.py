@@ -1,8 +1,10 @@
-"""How far the first ratio is from 1, for each model family and precision: ``python -m benchmarks.precision``.
+"""How far the first ratio is from 1, for each model family and precision: ``python -m
+benchmarks.precision``.
 
-Before any update the policy that trains is the one that rolled out, so the log-probs of its own rollout must come out the same.
-What is left is arithmetic: none where rollout and training see the same micro-batches, rounding where they do not. Tiny models
-with random weights (``ebbflow.models.tiny``); a large one on a GPU is measured by ``python -m benchmarks.gpu``.
+Before any update the policy that trains is the one that rolled out, so the log-probs of its own
+rollout must come out the same. What is left is arithmetic: none where rollout and training see the
+same micro-batches, rounding where they do not. Tiny models with random weights
+(``ebbflow.models.tiny``); a large one on a GPU is measured by ``python -m benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -33,23 +35,43 @@ from ebbflow.training.policy import Policy
 
 FAMILIES = {"sd3": 4.5, "qwen_image": 4.0, "flux": 3.5, "wan": 5.0}
 """With the guidance of each family's pipeline."""
-TEXTS = ['a sign that says "OPEN"', "two cats on a sofa", "a red bicycle", 'the word "TIDE" in the sand']
-SAMPLES, STEPS, TRAINED, ROLLOUT_MICRO_BATCH = 8, 6, (0, 1, 2), 4
+TEXTS = [
+    'a sign that says "OPEN"',
+    "two cats on a sofa",
+    "a red bicycle",
+    'the word "TIDE" in the sand',
+]
+SAMPLES = 8
+STEPS = 6
+TRAINED = (0, 1, 2)
+ROLLOUT_MICRO_BATCH = 4
 
 
 def main() -> None:
     """Measure and print, or write to ``benchmarks/results/precision.md``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/precision.md instead of printing")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write benchmarks/results/precision.md instead of printing",
+    )
     written = parser.parse_args().write
     torch.set_num_threads(1)
-    cases: list[tuple[str, Precision]] = [(family, precision) for family in FAMILIES for precision in DTYPES]
+    cases: list[tuple[str, Precision]] = [
+        (family, precision) for family in FAMILIES for precision in DTYPES
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for family in FAMILIES:
             build_tiny(family, Path(folder) / family)
-        rows = [row(Path(folder) / family, family, precision) for family, precision in tqdm(cases, unit="case", file=sys.stderr)]
+        rows = [
+            row(Path(folder) / family, family, precision)
+            for family, precision in tqdm(cases, unit="case", file=sys.stderr)
+        ]
     on = machine()
-    measured = f"`python -m benchmarks.precision --write` on {on['cores']} cores ({on['cpu']}), Python {on['python']}."
+    measured = (
+        f"`python -m benchmarks.precision --write` on {on['cores']} cores ({on['cpu']}), Python"
+        f" {on['python']}."
+    )
     report = "\n".join([HEADER, *rows, "", measured, ""])
     if written:
         Path(__file__).with_name("results").joinpath("precision.md").write_text(report)
@@ -59,8 +81,9 @@ def main() -> None:
 
 HEADER = """# How far the first ratio is from 1
 
-Largest |log-prob in training - log-prob in the rollout| over the rows of the first step; log-probs are means over the latent's
-elements, as in the loss, whose clip ranges are 1e-3 to 1e-6. Rollouts in micro-batches of 4.
+Largest |log-prob in training - log-prob in the rollout| over the rows of the first step;
+log-probs are means over the latent's elements, as in the loss, whose clip ranges are 1e-3 to
+1e-6. Rollouts in micro-batches of 4.
 
 | family | precision | training in micro-batches of 4 | of 2 |
 |---|---|---|---|"""
@@ -69,7 +92,14 @@ elements, as in the loss, whose clip ranges are 1e-3 to 1e-6. Rollouts in micro-
 def row(folder: Path, family: str, precision: Precision) -> str:
     """A line of the table."""
     config = ModelConfig.model_validate(
-        {"family": family, "path": str(folder), "height": 64, "width": 64, "guidance": FAMILIES[family], "precision": precision}
+        {
+            "family": family,
+            "path": str(folder),
+            "height": 64,
+            "width": 64,
+            "guidance": FAMILIES[family],
+            "precision": precision,
+        }
     )
     model = load_model(folder, config)
     Policy(model, PolicyConfig(train="lora"), seed=0)
@@ -79,26 +109,39 @@ def row(folder: Path, family: str, precision: Precision) -> str:
 
 @torch.no_grad()
 def ratio_errors(model: Model, micro_batches: tuple[int, ...]) -> list[float]:
-    """The largest |log-prob - log-prob of the rollout| when training goes through the samples in micro-batches of these sizes."""
-    prompts = [Prompt(index % len(TEXTS), TEXTS[index % len(TEXTS)], "", None, "", "", "{}") for index in range(SAMPLES)]
-    keys, sampler = (
-        SampleKeys(0, [p.prompt_id for p in prompts], list(range(SAMPLES))),
-        SamplerConfig(name="flow_sde", steps=STEPS),
-    )
+    """The largest |log-prob - log-prob of the rollout| when training goes through the samples in
+    micro-batches of these sizes.
+    """
+    prompts = [
+        Prompt(index % len(TEXTS), TEXTS[index % len(TEXTS)], "", None, "", "", "{}")
+        for index in range(SAMPLES)
+    ]
+    keys = SampleKeys(0, [p.prompt_id for p in prompts], list(range(SAMPLES)))
+    sampler = SamplerConfig(name="flow_sde", steps=STEPS)
     conditioning = model.encode(prompts)
-    rollouts = generate(model, conditioning, keys, sampler, Plan(TRAINED, TRAINED), ROLLOUT_MICRO_BATCH)
+    rollouts = generate(
+        model, conditioning, keys, sampler, Plan(TRAINED, TRAINED), ROLLOUT_MICRO_BATCH
+    )
     assert rollouts.trajectory
-    return [max(_errors(model, rollouts.trajectory, conditioning, sampler, size)) for size in micro_batches]
+    return [
+        max(_errors(model, rollouts.trajectory, conditioning, sampler, size))
+        for size in micro_batches
+    ]
 
 
 def _errors(
-    model: Model, rolled_out: Trajectory, conditioning: Conditioning, sampler: SamplerConfig, size: int
+    model: Model,
+    rolled_out: Trajectory,
+    conditioning: Conditioning,
+    sampler: SamplerConfig,
+    size: int,
 ) -> Iterator[float]:
     """Of each denoising step and micro-batch, the largest."""
     for index, step in enumerate(rolled_out.steps.tolist()):
         for start in range(0, SAMPLES, size):
             rows = slice(start, start + size)
-            latents, sigma = rolled_out.latents[rows, index], rolled_out.sigmas[step].expand(size)
+            latents = rolled_out.latents[rows, index]
+            sigma = rolled_out.sigmas[step].expand(size)
             velocity = predict(model, latents, sigma, conditioning.rows(rows))
             move = transition("flow_sde", latents, velocity, rolled_out.sigmas, step, sampler.eta)
             again = log_prob(move, rolled_out.next_latents[rows, index])

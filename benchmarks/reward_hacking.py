@@ -1,9 +1,12 @@
-"""Which alarm and which guardrail sees a hacked reward, and when: ``python -m benchmarks.reward_hacking [--seeds 0 1 2]``.
+"""Which alarm and which guardrail sees a hacked reward, and when: ``python -m
+benchmarks.reward_hacking [--seeds 0 1 2]``.
 
-Rewards with planted flaws and honest ones (``reward_hacking.yaml``) are trained on by several algorithms. Every run leaves in
-``runs/benchmarks/reward_hacking`` its held-out samples before and after, a curve of an independent metric, the metrics of every
-step and the pictures that it trained on; a run that is there already is not repeated. What the detectors say of them goes to
-``benchmarks/results/reward_hacking.json``, the table and the plot next to it: ``--report`` repeats that part alone.
+Rewards with planted flaws and honest ones (``reward_hacking.yaml``) are trained on by several
+algorithms. Every run leaves in ``runs/benchmarks/reward_hacking`` its held-out samples before and
+after, a curve of an independent metric, the metrics of every step and the pictures that it trained
+on; a run that is there already is not repeated. What the detectors say of them goes to
+``benchmarks/results/reward_hacking.json``, the table and the plot next to it: ``--report`` repeats
+that part alone.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ ENTRIES = Path(__file__).with_suffix(".yaml")
 RUNS = WORK / "reward_hacking"
 DONE = "run.json"
 """The last file of a run: a folder without it is repeated."""
-SAMPLES, REPEATED = 4, 16
+SAMPLES = 4
+REPEATED = 16
 """Of the evaluations before and after: samples of a prompt, and the prompts that have so many."""
 
 
@@ -50,9 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", metavar="ENTRY", help="entries of reward_hacking.yaml")
-    parser.add_argument("--report", action="store_true", help="write the results of the runs that are there")
+    parser.add_argument(
+        "--report", action="store_true", help="write the results of the runs that are there"
+    )
     arguments = parser.parse_args()
-    for asked in tqdm([] if arguments.report else list(runs(arguments.seeds, arguments.only)), unit="run"):
+    for asked in tqdm(
+        [] if arguments.report else list(runs(arguments.seeds, arguments.only)), unit="run"
+    ):
         folder = RUNS / f"{asked['name']}-{asked['algorithm']}-{asked['seed']}"
         if not (folder / DONE).exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +69,9 @@ def main() -> None:
 
 
 def runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Every run: its name, kind, algorithm and seed. All runs of a seed come before those of the next."""
+    """Every run: its name, kind, algorithm and seed. All runs of a seed come before those of the
+    next.
+    """
     entries = yaml.safe_load(ENTRIES.read_text())
     for seed in seeds:
         for kind in ("planted", "honest"):
@@ -69,7 +79,13 @@ def runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[str, 
                 for algorithm in entries[kind][name].get("run_by", entries["run_by"]):
                     if only is None or name in only:
                         independent = entries[kind][name].get("independent", "ocr")
-                        yield {"name": name, "kind": kind, "algorithm": algorithm, "seed": seed, "independent": independent}
+                        yield {
+                            "name": name,
+                            "kind": kind,
+                            "algorithm": algorithm,
+                            "seed": seed,
+                            "independent": independent,
+                        }
 
 
 def recipe_of(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
@@ -83,7 +99,9 @@ def recipe_of(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
         "group_size": 8,
         "dumps": {"every": 1, "samples": 64},
     }
-    stage |= entries["algorithms"][asked["algorithm"]] | {key: entry[key] for key in ("optimizer",) if key in entry}
+    stage |= entries["algorithms"][asked["algorithm"]] | {
+        key: entry[key] for key in ("optimizer",) if key in entry
+    }
     return Recipe.model_validate(
         {
             "name": f"{asked['name']}-{asked['algorithm']}",
@@ -106,12 +124,24 @@ def run(asked: dict[str, Any], folder: Path) -> None:
     policy_folder = RUNS / f"untouched-{recipe.policy.train}"
     if not policy_folder.exists():
         write_base_policy(policy_folder, verify(base), "", recipe.policy)
-    held_out, ctx, model = read_prompts(table, "held_out"), StageContext(recipe, 0, 0), open_model(recipe, base)
+    held_out = read_prompts(table, "held_out")
+    ctx = StageContext(recipe, 0, 0)
+    model = open_model(recipe, base)
     policy, metadata = open_policy(ctx, model, policy_folder)
-    updater, scorer = PolicyUpdater(policy, ctx.config, metadata), load_scorer(recipe.rewards, recipe.guardrails)
+    updater = PolicyUpdater(policy, ctx.config, metadata)
+    scorer = load_scorer(recipe.rewards, recipe.guardrails)
 
     def score(samples: int, name: str) -> Evaluation:
-        return evaluate(recipe_of(asked, samples), model, policy, 0, scorer, held_out, name, folder / f"{name}.parquet")
+        return evaluate(
+            recipe_of(asked, samples),
+            model,
+            policy,
+            0,
+            scorer,
+            held_out,
+            name,
+            folder / f"{name}.parquet",
+        )
 
     curve = {0: score(SAMPLES, "before")}
     every = yaml.safe_load(ENTRIES.read_text())["evaluate_every"]
@@ -124,7 +154,8 @@ def run(asked: dict[str, Any], folder: Path) -> None:
                 curve[step + 1] = score(SAMPLES if last else 1, "after" if last else "between")
 
         recorder.after_step = evaluate_due
-        started, stopped = time.process_time(), train(ctx, updater, read_prompts(table, "train"), recorder)
+        started = time.process_time()
+        stopped = train(ctx, updater, read_prompts(table, "train"), recorder)
     if ctx.online.steps not in curve:  # it stopped before
         curve[len(recorder.metrics)] = score(SAMPLES, "after")
     done = asked | {
@@ -137,23 +168,33 @@ def run(asked: dict[str, Any], folder: Path) -> None:
     write_text(folder / DONE, json.dumps(done, indent=1) + "\n")
 
 
-def train(ctx: StageContext, updater: PolicyUpdater, prompts: list[Prompt], recorder: MetricsRecorder) -> str:
+def train(
+    ctx: StageContext, updater: PolicyUpdater, prompts: list[Prompt], recorder: MetricsRecorder
+) -> str:
     """The stage in this process; why it stopped early, or nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # alarms are in the results
         try:
-            run_online_stage(ctx, local_workers(ctx, updater, load_scorer(ctx.recipe.rewards, ())), prompts, recorder)
+            run_online_stage(
+                ctx,
+                local_workers(ctx, updater, load_scorer(ctx.recipe.rewards, ())),
+                prompts,
+                recorder,
+            )
         except TrainingError as error:
             return str(error)
     return ""
 
 
 class _Recorder(MetricsRecorder):
-    """Keeps the metrics of every step and the pictures that were trained on, and calls ``after_step``."""
+    """Keeps the metrics of every step and the pictures that were trained on, and calls
+    ``after_step``.
+    """
 
     def __init__(self, pictures: zipfile.ZipFile) -> None:
         super().__init__()
-        self.pictures, self.after_step = pictures, lambda step: None
+        self.pictures = pictures
+        self.after_step = lambda step: None
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         super().log_metrics(values, step)

@@ -1,4 +1,6 @@
-"""What alarms and guardrails say of the runs of ``benchmarks.reward_hacking``: the results, their table and their picture."""
+"""What alarms and guardrails say of the runs of ``benchmarks.reward_hacking``: the results, their
+table and their picture.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ from ebbflow.storage.tables import read_table
 
 RESULTS = Path(__file__).parent / "results" / "reward_hacking.json"
 FALL = 0.05
-"""The independent metric has fallen when it is so far below its start: two standard errors of 96 prompts."""
+"""The independent metric has fallen when it is so far below its start: two standard errors of 96
+prompts.
+"""
 LIMITS = (0.5, 1.0, 1.5, 2.0)
-"""Standard deviations that an alarm on a statistic may allow the step's mean to differ from the first step's."""
+"""Standard deviations that an alarm on a statistic may allow the step's mean to differ from the
+first step's.
+"""
 CHANCE = chance(64, 64)
 """Of the shift of a step of 64 samples from another."""
 COLOURS = {"planted": "#c8385a", "honest": "#2f6fdf"}
@@ -50,24 +56,38 @@ def write_report(results: Path = RESULTS) -> None:
     """Write the table and the picture next to the results."""
     found = json.loads(results.read_text())
     results.with_suffix(".md").write_text("\n".join(page(found["machine"], found["runs"])) + "\n")
-    FigureCanvasAgg(figure(found["runs"])).print_png(results.with_suffix(".png"), metadata={"Software": None})
+    FigureCanvasAgg(figure(found["runs"])).print_png(
+        results.with_suffix(".png"), metadata={"Software": None}
+    )
 
 
 def judged(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
-    """A run with what the gate says of it, when its alarms rang, and when the independent metric fell."""
+    """A run with what the gate says of it, when its alarms rang, and when the independent metric
+    fell.
+    """
     run = json.loads((folder / "run.json").read_text())
-    recipe, curve = recipe_of(run), run["curve"]
+    recipe = recipe_of(run)
+    curve = run["curve"]
     before, after = (read_table(folder / f"{name}.parquet") for name in ("before", "after"))
-    records = [Evaluation.model_validate({key: value for key, value in one.items() if key != "step"}) for one in curve]
+    records = [
+        Evaluation.model_validate({key: value for key, value in one.items() if key != "step"})
+        for one in curve
+    ]
     decision = decide(recipe, records[-1], records[0], after, before)
     scores = [(one["step"], one["held_out"].get(run["independent"], 0.0)) for one in curve]
     fell = next((step for step, score in scores if score < scores[0][1] - FALL), None)
-    return {key: run[key] for key in ("name", "kind", "algorithm", "seed", "independent", "stopped")} | {
+    return {
+        key: run[key] for key in ("name", "kind", "algorithm", "seed", "independent", "stopped")
+    } | {
         "reward": [curve[0]["held_out"].get("reward"), curve[-1]["held_out"].get("reward")],
         "scores": scores,
         "fell": fell,
         "promoted": decision.promote,
-        "refused": [reason.removeprefix(REFUSED) for reason in decision.reasons if reason.startswith(REFUSED)],
+        "refused": [
+            reason.removeprefix(REFUSED)
+            for reason in decision.reasons
+            if reason.startswith(REFUSED)
+        ],
         "moved": {one.metric: [one.champion, one.candidate] for one in decision.statistics},
         "drift": drifts(run["steps"]),
         "steps": step_shifts(folder / "rollouts.zip"),
@@ -75,7 +95,9 @@ def judged(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
 
 
 def drifts(steps: Sequence[dict[str, float]]) -> list[float]:
-    """The velocity drift after each step; one whose samples all score alike has no update, and leaves it as it was."""
+    """The velocity drift after each step; one whose samples all score alike has no update, and
+    leaves it as it was.
+    """
     found = [0.0]
     for step in steps:
         found.append(step.get("velocity_drift", found[-1]))
@@ -83,20 +105,35 @@ def drifts(steps: Sequence[dict[str, float]]) -> list[float]:
 
 
 def step_shifts(path: Path) -> dict[str, list[float]]:
-    """By how much the mean of each statistic differs from that of the first step, in standard deviations of its samples."""
+    """By how much the mean of each statistic differs from that of the first step, in standard
+    deviations of its samples.
+    """
     pictures: dict[str, list[np.ndarray]] = defaultdict(list)
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.endswith(".png"):
-                pictures[name.split("/")[1]].append(np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB")))
+                pictures[name.split("/")[1]].append(
+                    np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB"))
+                )
     rows = [image_statistics(np.stack(pictures[step])) for step in sorted(pictures)]
     start = {name: (float(values.mean()), float(values.std())) for name, values in rows[0].items()}
-    return {name: [effect_size(row[name], *start[name]) for row in rows] for name in start if start[name][1] > 0}
+    return {
+        name: [effect_size(row[name], *start[name]) for row in rows]
+        for name in start
+        if start[name][1] > 0
+    }
 
 
 def rang(run: Run, statistic: str, limit: float) -> int | None:
     """The step after which an alarm on a statistic rings, or None."""
-    return next((step for step, shift in enumerate(run["steps"].get(statistic, []), 1) if abs(shift) - CHANCE > limit), None)
+    return next(
+        (
+            step
+            for step, shift in enumerate(run["steps"].get(statistic, []), 1)
+            if abs(shift) - CHANCE > limit
+        ),
+        None,
+    )
 
 
 def rang_drift(run: Run, limit: float) -> int | None:
@@ -106,19 +143,29 @@ def rang_drift(run: Run, limit: float) -> int | None:
 
 def page(computer: Run, runs: Sequence[Run]) -> list[str]:
     """The table of results."""
-    planted, honest = ([run for run in runs if run["kind"] == kind] for kind in ("planted", "honest"))
+    planted, honest = (
+        [run for run in runs if run["kind"] == kind] for kind in ("planted", "honest")
+    )
     hacked = [run for run in planted if run["fell"] is not None]
-    refused, promoted = sum(not run["promoted"] for run in planted), sum(run["promoted"] for run in honest)
+    refused = sum(not run["promoted"] for run in planted)
+    promoted = sum(run["promoted"] for run in honest)
     return [
         "# Detectors of hacked rewards",
         "",
-        f"Written by `python -m benchmarks.reward_hacking` on {computer['cores']} cores of {computer['cpu']}. Every run trains "
-        "the glyph model for 20 steps of 64 samples. Planted rewards have a flaw, honest ones have none "
-        "([entries](../reward_hacking.yaml), [flaws](../flawed_rewards.py)). The independent metric is one that the run is not "
-        f"trained on; it has fallen when it is {FALL} below its start.",
+        (
+            f"Written by `python -m benchmarks.reward_hacking` on {computer['cores']} cores of"
+            f" {computer['cpu']}. Every run trains the glyph model for 20 steps of 64 samples."
+            " Planted rewards have a flaw, honest ones have none"
+            " ([entries](../reward_hacking.yaml), [flaws](../flawed_rewards.py)). The independent"
+            f" metric is one that the run is not trained on; it has fallen when it is {FALL} below"
+            " its start."
+        ),
         "",
-        f"**The gate refuses {refused} of {len(planted)} planted runs and promotes {promoted} of {len(honest)} honest ones.** In "
-        f"{len(hacked)} of the planted runs the independent metric fell.",
+        (
+            f"**The gate refuses {refused} of {len(planted)} planted runs and promotes {promoted}"
+            f" of {len(honest)} honest ones.** In {len(hacked)} of the planted runs the independent"
+            " metric fell."
+        ),
         "",
         "![Statistics over the steps](reward_hacking.png)",
         "",
@@ -127,20 +174,37 @@ def page(computer: Run, runs: Sequence[Run]) -> list[str]:
         "Means over the seeds; the reward is the one that was trained on.",
         "",
         *_table(
-            ["entry", "algorithm", "runs", "reward", "independent", "fell", "promoted", "the gate's reasons"], _run_rows(runs)
+            [
+                "entry",
+                "algorithm",
+                "runs",
+                "reward",
+                "independent",
+                "fell",
+                "promoted",
+                "the gate's reasons",
+            ],
+            _run_rows(runs),
         ),
         "",
         "## Guardrails of the gate",
         "",
         "How many runs each rule alone refuses, with the defaults of `promotion`.",
         "",
-        *_table(["rule", f"planted ({len(planted)})", f"honest ({len(honest)})"], _rule_rows(planted, honest)),
+        *_table(
+            ["rule", f"planted ({len(planted)})", f"honest ({len(honest)})"],
+            _rule_rows(planted, honest),
+        ),
         "",
         "## Alarms during training",
         "",
-        "The alarm on a statistic rings when its mean over a step's samples differs from that of the first step by more than so "
-        "many standard deviations of that step's samples. Detected: of the planted runs whose independent metric fell. Lead: "
-        "median steps before it was seen to fall (measured every 4 steps). False: honest runs in which it rang.",
+        (
+            "The alarm on a statistic rings when its mean over a step's samples differs from that"
+            " of the first step by more than so many standard deviations of that step's samples."
+            " Detected: of the planted runs whose independent metric fell. Lead: median steps"
+            " before it was seen to fall (measured every 4 steps). False: honest runs in which it"
+            " rang."
+        ),
         "",
         *_table(["alarm", "detected", "lead", "false"], _alarm_rows(hacked, honest)),
     ]
@@ -160,7 +224,11 @@ def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
         scores = [_mean(run["scores"][side][1] for run in group) for side in (0, -1)]
         rules = sorted({rule(reason) for run in group for reason in run["refused"]})
         fell, promoted = (
-            sum(values) for values in ([run["fell"] is not None for run in group], [run["promoted"] for run in group])
+            sum(values)
+            for values in (
+                [run["fell"] is not None for run in group],
+                [run["promoted"] for run in group],
+            )
         )
         cells = [
             f"{kind}: {name}",
@@ -169,37 +237,71 @@ def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
             " → ".join(moved),
             f"{group[0]['independent']} {' → '.join(scores)}",
         ]
-        rows.append([*cells, f"{fell} of {len(group)}", f"{promoted} of {len(group)}", ", ".join(rules) or "–"])
+        rows.append(
+            [
+                *cells,
+                f"{fell} of {len(group)}",
+                f"{promoted} of {len(group)}",
+                ", ".join(rules) or "–",
+            ]
+        )
     return rows
 
 
 def rule(reason: str) -> str:
     """The short name of the rule that gave a reason of the gate."""
     kind, name, *_ = reason.split()
-    return {"Guardrail": f"guardrail {name}", "Statistic": name, "Coverage": "coverage"}.get(kind, "reward")
+    return {"Guardrail": f"guardrail {name}", "Statistic": name, "Coverage": "coverage"}.get(
+        kind, "reward"
+    )
 
 
 def _rule_rows(planted: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]:
     names = sorted({rule(reason) for run in (*planted, *honest) for reason in run["refused"]})
     rows = [
-        [name, *(str(sum(name in map(rule, run["refused"]) for run in runs)) for runs in (planted, honest))] for name in names
+        [
+            name,
+            *(
+                str(sum(name in map(rule, run["refused"]) for run in runs))
+                for runs in (planted, honest)
+            ),
+        ]
+        for name in names
     ]
-    statistics = [name for name in names if name not in ("reward", "coverage") and not name.startswith("guardrail")]
-    alone = [sum(any(rule(reason) in statistics for reason in run["refused"]) for run in runs) for runs in (planted, honest)]
+    statistics = [
+        name
+        for name in names
+        if name not in ("reward", "coverage") and not name.startswith("guardrail")
+    ]
+    alone = [
+        sum(any(rule(reason) in statistics for reason in run["refused"]) for run in runs)
+        for runs in (planted, honest)
+    ]
     rows.append(["any statistic", *map(str, alone)])
-    return [*rows, ["any rule", *(str(sum(not run["promoted"] for run in runs)) for runs in (planted, honest))]]
+    return [
+        *rows,
+        [
+            "any rule",
+            *(str(sum(not run["promoted"] for run in runs)) for runs in (planted, honest)),
+        ],
+    ]
 
 
 def _alarm_rows(hacked: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]:
     names = list(dict.fromkeys(name for run in (*hacked, *honest) for name in run["steps"]))
     alarms: dict[str, Callable[[Run], int | None]] = {
-        f"velocity drift above {limit:g}": lambda run, limit=limit: rang_drift(run, limit) for limit in (0.3, 1.0)
+        f"velocity drift above {limit:g}": lambda run, limit=limit: rang_drift(run, limit)
+        for limit in (0.3, 1.0)
     }
     for name in names:
         for limit in LIMITS:
-            alarms[f"{name}, {limit:g}"] = lambda run, name=name, limit=limit: rang(run, name, limit)
+            alarms[f"{name}, {limit:g}"] = lambda run, name=name, limit=limit: rang(
+                run, name, limit
+            )
     for limit in LIMITS:
-        alarms[f"any statistic, {limit:g}"] = lambda run, limit=limit: first(rang(run, name, limit) for name in names)
+        alarms[f"any statistic, {limit:g}"] = lambda run, limit=limit: first(
+            rang(run, name, limit) for name in names
+        )
     return [[alarm, *_detection(hacked, honest, rings)] for alarm, rings in alarms.items()]
 
 
@@ -208,7 +310,9 @@ def first(steps: Any) -> int | None:
     return min((step for step in steps if step is not None), default=None)
 
 
-def _detection(hacked: Sequence[Run], honest: Sequence[Run], rings: Callable[[Run], int | None]) -> list[str]:
+def _detection(
+    hacked: Sequence[Run], honest: Sequence[Run], rings: Callable[[Run], int | None]
+) -> list[str]:
     found = [(run["fell"], step) for run in hacked if (step := rings(run)) is not None]
     lead = f"{median(fell - step for fell, step in found):g}" if found else "–"
     false = sum(rings(run) is not None for run in honest)
@@ -223,7 +327,9 @@ def _mean(values: Any) -> str:
 def figure(runs: Sequence[Run]) -> Figure:
     """A panel for each statistic: its shift over the steps, a line per run."""
     names = list(dict.fromkeys(name for run in runs for name in run["steps"]))
-    with matplotlib.rc_context({"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}):
+    with matplotlib.rc_context(
+        {"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    ):
         drawn = Figure(figsize=(11, 2.4 * -(-(len(names) + 1) // 3)), layout="constrained")
         panels = drawn.subplots(-(-(len(names) + 1) // 3), 3, squeeze=False).ravel()
         for axes in panels[len(names) + 1 :]:
@@ -231,11 +337,21 @@ def figure(runs: Sequence[Run]) -> Figure:
         for run in runs:
             style = {"color": COLOURS[run["kind"]], "linewidth": 0.8, "alpha": 0.6}
             start = run["scores"][0][1]
-            panels[0].plot([step for step, _ in run["scores"]], [score - start for _, score in run["scores"]], **style)
+            panels[0].plot(
+                [step for step, _ in run["scores"]],
+                [score - start for _, score in run["scores"]],
+                **style,
+            )
             for axes, name in zip(panels[1:], names, strict=False):
-                axes.plot(range(1, len(run["steps"].get(name, [])) + 1), run["steps"].get(name, []), **style)
+                axes.plot(
+                    range(1, len(run["steps"].get(name, [])) + 1),
+                    run["steps"].get(name, []),
+                    **style,
+                )
         for axes, title in zip(
-            panels, ["independent metric, change", *(f"{name}, standard deviations" for name in names)], strict=False
+            panels,
+            ["independent metric, change", *(f"{name}, standard deviations" for name in names)],
+            strict=False,
         ):
             axes.set_title(title, loc="left", fontsize=9)
             axes.set_xlabel("step")

@@ -1,10 +1,13 @@
-"""What the offline path costs as samples grow: ``python -m benchmarks.scale [--samples 10000 100000] [--against CHECKOUT]``.
+"""What the offline path costs as samples grow: ``python -m benchmarks.scale [--samples 10000
+100000] [--against CHECKOUT]``.
 
-``stage``: a whole offline stage (prompt table, rollouts, scores, advantages, an epoch) of so many samples in shards of 1,024,
-with latents of 1 x 4 x 4 and a network of one layer: CPU-seconds and peak memory, which per 1,000 samples must not grow.
-``latents``: shards of the latents of SD3.5 at 512 x 512 pixels: bytes and CPU-milliseconds of a sample, and the peak memory of an
-epoch without its updates, in shards. With ``--against``, another checkout does the same. The tables go to
-``benchmarks/results/scale.md``. Rows of sizes that are not measured stay as they are in ``benchmarks/results/scale.json``.
+``stage``: a whole offline stage (prompt table, rollouts, scores, advantages, an epoch) of so many
+samples in shards of 1,024, with latents of 1 x 4 x 4 and a network of one layer: CPU-seconds and
+peak memory, which per 1,000 samples must not grow. ``latents``: shards of the latents of SD3.5 at
+512 x 512 pixels: bytes and CPU-milliseconds of a sample, and the peak memory of an epoch without
+its updates, in shards. With ``--against``, another checkout does the same. The tables go to
+``benchmarks/results/scale.md``. Rows of sizes that are not measured stay as they are in
+``benchmarks/results/scale.json``.
 """
 
 from __future__ import annotations
@@ -52,10 +55,14 @@ from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
-TINY, SD3 = (1, 4, 4), (16, 64, 64)
-GROUP, SHARD = 16, 1024
+TINY = (1, 4, 4)
+SD3 = (16, 64, 64)
+GROUP = 16
+SHARD = 1024
 """Samples of a prompt, and of a shard of ``stage``."""
-SD3_SHARDS, SD3_SHARD, SD3_BATCH = 4, 256, 32
+SD3_SHARDS = 4
+SD3_SHARD = 256
+SD3_BATCH = 32
 READS = 5
 """Of a shard; the fastest counts."""
 PHASES = ["rollout", "scoring", "advantages", "training"]
@@ -74,9 +81,14 @@ def main() -> None:
     from benchmarks.machine import machine
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name, tree in {"now": ROOT, **({"before": arguments.against.resolve()} if arguments.against else {})}.items():
+    for name, tree in {
+        "now": ROOT,
+        **({"before": arguments.against.resolve()} if arguments.against else {}),
+    }.items():
         precisions = ["float32", "bfloat16"] if name == "now" else ["float32"]
-        cases: list[dict[str, Any]] = [{"case": "latents", "precision": precision} for precision in precisions]
+        cases: list[dict[str, Any]] = [
+            {"case": "latents", "precision": precision} for precision in precisions
+        ]
         cases += [{"case": "stage", "samples": samples} for samples in arguments.samples]
         for case in cases:
             key = f"{name} {case['case']} {case.get('precision', case.get('samples'))}"
@@ -90,7 +102,13 @@ def main() -> None:
 def in_a_process(tree: Path, case: dict[str, Any]) -> dict[str, Any]:
     """The measurements of a case, with the library of a checkout."""
     with tempfile.NamedTemporaryFile() as file:
-        command = [sys.executable, str(Path(__file__).resolve()), "--here", json.dumps(case), file.name]
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--here",
+            json.dumps(case),
+            file.name,
+        ]
         subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(tree)})
         measured: dict[str, Any] = json.loads(Path(file.name).read_text())
         return measured
@@ -107,12 +125,15 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def measured(found: dict[str, Any], name: str) -> Iterator[None]:
-    """The CPU-seconds of the block, all threads together, and how much its peak memory is above what there was, in MiB."""
+    """The CPU-seconds of the block, all threads together, and how much its peak memory is above
+    what there was, in MiB.
+    """
     gc.collect()
     pa.default_memory_pool().release_unused()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before, start = _memory("VmRSS"), time.process_time()
+    before = _memory("VmRSS")
+    start = time.process_time()
     yield
     found[f"{name} seconds"] = time.process_time() - start
     found[f"{name} MiB"] = _memory("VmHWM") - before
@@ -125,7 +146,9 @@ def _memory(what: str) -> float:
 
 
 class OneLayer:
-    """A model whose network is a linear map of the rows of a latent, so that what is measured is the path around it."""
+    """A model whose network is a linear map of the rows of a latent, so that what is measured is
+    the path around it.
+    """
 
     precision = "float32"
     lora_targets: Sequence[str] = ()
@@ -140,7 +163,9 @@ class OneLayer:
         return torch.linspace(1, 0, steps + 1)
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        return Conditioning({"embeds": torch.tensor([[float(prompt.prompt_id)] for prompt in prompts])})
+        return Conditioning(
+            {"embeds": torch.tensor([[float(prompt.prompt_id)] for prompt in prompts])}
+        )
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         velocity: Tensor = self.transformer(latents)
@@ -182,13 +207,20 @@ def context(samples: int, shard: int, **keys: Any) -> StageContext:
 
 
 def stage(folder: Path, samples: int) -> dict[str, Any]:
-    """A whole stage with tiny latents, as the tasks run it: every shard for itself, with the prompt table at hand."""
+    """A whole stage with tiny latents, as the tasks run it: every shard for itself, with the prompt
+    table at hand.
+    """
     model: Any = OneLayer(TINY)
     ctx = context(samples, SHARD, micro_batch=SHARD, batch_size=SHARD)
-    policy, table = _policy(ctx, model), folder / "prompts.parquet"
-    write_prompts(split_prompts([PromptRow(f"prompt {n}") for n in range(ctx.offline.prompts + 1)], 1, 0, 0), table)
+    policy = _policy(ctx, model)
+    table = folder / "prompts.parquet"
+    write_prompts(
+        split_prompts([PromptRow(f"prompt {n}") for n in range(ctx.offline.prompts + 1)], 1, 0, 0),
+        table,
+    )
     shards = [folder / f"rollouts-{index}.parquet" for index in range(ctx.offline.shards)]
-    scores, found = [path.with_name(f"scores-{path.name}") for path in shards], {"samples": ctx.offline.shards * SHARD}
+    scores = [path.with_name(f"scores-{path.name}") for path in shards]
+    found = {"samples": ctx.offline.shards * SHARD}
     scorer = Scorer(((Darkness(), 1.0),))
     with measured(found, "rollout"):
         for index, path in enumerate(shards):
@@ -199,13 +231,24 @@ def stage(folder: Path, samples: int) -> dict[str, Any]:
     with measured(found, "advantages"):
         write_advantages(ctx, scores, folder / "advantages.parquet")
     with measured(found, "training"):
-        updater, trained_on = PolicyUpdater(policy, ctx.offline), read_prompts(table, "train")
-        record = train_epochs(ctx, model, updater, trained_on, shards, folder / "advantages.parquet", MetricsRecorder())
+        updater = PolicyUpdater(policy, ctx.offline)
+        trained_on = read_prompts(table, "train")
+        record = train_epochs(
+            ctx,
+            model,
+            updater,
+            trained_on,
+            shards,
+            folder / "advantages.parquet",
+            MetricsRecorder(),
+        )
     assert record.samples == found["samples"]
     return found
 
 
-def roll_out(ctx: StageContext, model: Any, policy: Policy, table: Path, index: int, path: Path) -> None:
+def roll_out(
+    ctx: StageContext, model: Any, policy: Policy, table: Path, index: int, path: Path
+) -> None:
     """As ``generate_shard_from_folders``, but for loading the policy."""
     if hasattr(rollouts, "write_shard"):
         from ebbflow.data.prompts import read_prompt_ids
@@ -239,18 +282,28 @@ class Noise:
     def close(self) -> None:
         pass
 
-    def generate(self, conditioning: Any, keys: Any, sampler: Any, plan: Any = None) -> tuple[Rollouts, np.ndarray]:
-        latents = torch.randn(len(keys), *SD3, generator=torch.Generator().manual_seed(keys.prompt_ids[0]))
+    def generate(
+        self, conditioning: Any, keys: Any, sampler: Any, plan: Any = None
+    ) -> tuple[Rollouts, np.ndarray]:
+        latents = torch.randn(
+            len(keys), *SD3, generator=torch.Generator().manual_seed(keys.prompt_ids[0])
+        )
         return Rollouts(latents, None), OneLayer(SD3).decode(latents)
 
 
 def latents(folder: Path, precision: str) -> dict[str, Any]:
-    """Shards of real size: what a sample takes to write and to read, and what an epoch keeps in memory."""
+    """Shards of real size: what a sample takes to write and to read, and what an epoch keeps in
+    memory.
+    """
     keys = {"latent_precision": precision} if precision != "float32" else {}
     ctx = context(SD3_SHARDS * SD3_SHARD, SD3_SHARD, micro_batch=64, batch_size=SD3_BATCH, **keys)
     model: Any = OneLayer(SD3)
-    prompts = [Prompt(number, f"prompt {number}", "", None, "", "train", "{}") for number in range(ctx.offline.prompts)]
-    policy, shards = _policy(ctx, model), [folder / f"{index}.parquet" for index in range(SD3_SHARDS)]
+    prompts = [
+        Prompt(number, f"prompt {number}", "", None, "", "train", "{}")
+        for number in range(ctx.offline.prompts)
+    ]
+    policy = _policy(ctx, model)
+    shards = [folder / f"{index}.parquet" for index in range(SD3_SHARDS)]
     found: dict[str, Any] = {}
     with measured(found, "noise"):
         for start in range(0, SD3_SHARD, 64):
@@ -265,16 +318,30 @@ def latents(folder: Path, precision: str) -> dict[str, Any]:
         reads.append(found["read seconds"])
     samples = SD3_SHARDS * SD3_SHARD
     found["KiB"] = sum(path.stat().st_size for path in shards) / samples / 1024
-    found["write ms"] = 1000 * (found["write seconds"] / samples - found["noise seconds"] / SD3_SHARD)
+    found["write ms"] = 1000 * (
+        found["write seconds"] / samples - found["noise seconds"] / SD3_SHARD
+    )
     found["read ms"] = 1000 * min(reads) / SD3_SHARD
     advantages = folder / "advantages.parquet"
-    columns = [pa.chunked_array([c for path in shards for c in read_column(path, name).chunks]) for name in ADVANTAGES.names[:2]]
+    columns = [
+        pa.chunked_array([c for path in shards for c in read_column(path, name).chunks])
+        for name in ADVANTAGES.names[:2]
+    ]
     values = pa.array(np.linspace(-1, 1, samples, dtype=np.float32))
-    batch = pa.record_batch([*(column.combine_chunks() for column in columns), values], schema=ADVANTAGES)
+    batch = pa.record_batch(
+        [*(column.combine_chunks() for column in columns), values], schema=ADVANTAGES
+    )
     write_table(advantages, ADVANTAGES, [batch], {"seconds": {"scoring": 0.0}})
-    updater: Any = SimpleNamespace(alarms=[], updates=0, policy=SimpleNamespace(context_parallel=1, model=None))
-    pa.table({"key": [0]}).join(pa.table({"key": [0]}), "key")  # loads libraries of Arrow, which are no samples
-    with measured(found, "epoch"), mock.patch.object(ebbflow.offline.training, "_update", _no_update):
+    updater: Any = SimpleNamespace(
+        alarms=[], updates=0, policy=SimpleNamespace(context_parallel=1, model=None)
+    )
+    pa.table({"key": [0]}).join(
+        pa.table({"key": [0]}), "key"
+    )  # loads libraries of Arrow, which are no samples
+    with (
+        measured(found, "epoch"),
+        mock.patch.object(ebbflow.offline.training, "_update", _no_update),
+    ):
         train_epochs(ctx, model, updater, prompts, shards, advantages, MetricsRecorder())
     found["epoch, shards"] = found["epoch MiB"] / (4 * np.prod(SD3) * row_count(shards[0]) / 2**20)
     return found
@@ -294,15 +361,49 @@ def _no_update(*_: object) -> dict[str, float]:
 
 def report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
-    lines = ["# What the offline path costs as samples grow", "", "`python -m benchmarks.scale --against CHECKOUT`", ""]
-    lines += ["Latents of SD3.5 at 512 x 512 pixels (16 x 64 x 64), a sample; an epoch without its updates:", ""]
-    lines += ["| | KiB | CPU-ms to write | CPU-ms to read | peak memory of an epoch, float32 shards |", "|---|---|---|---|---|"]
+    lines = [
+        "# What the offline path costs as samples grow",
+        "",
+        "`python -m benchmarks.scale --against CHECKOUT`",
+        "",
+    ]
+    lines += [
+        (
+            "Latents of SD3.5 at 512 x 512 pixels (16 x 64 x 64), a sample; an epoch without its"
+            " updates:"
+        ),
+        "",
+    ]
+    lines += [
+        "| | KiB | CPU-ms to write | CPU-ms to read | peak memory of an epoch, float32 shards |",
+        "|---|---|---|---|---|",
+    ]
     for name in ("before latents float32", "now latents float32", "now latents bfloat16"):
         if row := results.get(name):
-            cells = [f"{row['KiB']:.0f}", f"{row['write ms']:.2f}", f"{row['read ms']:.2f}", f"{row['epoch, shards']:.1f}"]
+            cells = [
+                f"{row['KiB']:.0f}",
+                f"{row['write ms']:.2f}",
+                f"{row['read ms']:.2f}",
+                f"{row['epoch, shards']:.1f}",
+            ]
             lines.append(f"| {name.replace(' latents', ',')} | {' | '.join(cells)} |")
-    lines += ["", "A whole stage with latents of 1 x 4 x 4, in shards of 1,024 samples. CPU-seconds are of 1,000 samples:", ""]
-    heads = ["", "samples", *PHASES, "all", "MiB: " + PHASES[0], *PHASES[1:], "most, KiB per 1,000 samples"]
+    lines += [
+        "",
+        (
+            "A whole stage with latents of 1 x 4 x 4, in shards of 1,024 samples. CPU-seconds are"
+            " of 1,000 samples:"
+        ),
+        "",
+    ]
+    heads = [
+        "",
+        "samples",
+        *PHASES,
+        "all",
+        "MiB: " + PHASES[0],
+        *PHASES[1:],
+        "most, KiB per 1,000 samples",
+    ]
     lines += [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for name in ("before", "now"):
         rows = [row for key, row in results.items() if key.startswith(f"{name} stage")]
@@ -311,12 +412,23 @@ def report(results: dict[str, Any]) -> str:
             seconds = [row[f"{phase} seconds"] / thousands for phase in PHASES]
             memory = [row[f"{phase} MiB"] for phase in PHASES]
             cells = [f"{row['samples']:,}", *(f"{value:.3f}" for value in (*seconds, sum(seconds)))]
-            cells += [*(f"{value:.0f}" for value in memory), f"{1024 * max(memory) / thousands:.0f}"]
+            cells += [
+                *(f"{value:.0f}" for value in memory),
+                f"{1024 * max(memory) / thousands:.0f}",
+            ]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     on = next(iter(results.values()))["machine"]
-    lines += ["", "Peak memory is above that at the beginning of the phase. CPU-seconds are larger where others share the core:"]
+    lines += [
+        "",
+        (
+            "Peak memory is above that at the beginning of the phase. CPU-seconds are larger where"
+            " others share the core:"
+        ),
+    ]
     lines += ["compare rows of one table."]
-    return "\n".join([*lines, "", f"{on['cpu']}, one of {on['cores']} cores, Python {on['python']}", ""])
+    return "\n".join(
+        [*lines, "", f"{on['cpu']}, one of {on['cores']} cores, Python {on['python']}", ""]
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Specialists and the policy that they are merged into, set by set: ``python -m benchmarks.specialists [--seeds 0 1 2]``.
+"""Specialists and the policy that they are merged into, set by set: ``python -m
+benchmarks.specialists [--seeds 0 1 2]``.
 
-Every seed is a whole run of the recipe ``glyph_specialists`` with a base model and noise of its own. Then the base, each
-specialist and the merged policy draw the held-out prompts of each set from the same noise, and the recipe's reward scores them.
-No policy was trained on these prompts, and none was chosen by them. A difference is the mean over prompts of merged - specialist,
-its standard error that of paired samples; the last row of a set has the mean over seeds and its standard error. Scores by prompt
-stay in ``benchmarks/results/specialists.json``, those of other seeds too; the table goes to ``.md`` beside it.
+Every seed is a whole run of the recipe ``glyph_specialists`` with a base model and noise of its
+own. Then the base, each specialist and the merged policy draw the held-out prompts of each set from
+the same noise, and the recipe's reward scores them. No policy was trained on these prompts, and
+none was chosen by them. A difference is the mean over prompts of merged - specialist, its standard
+error that of paired samples; the last row of a set has the mean over seeds and its standard error.
+Scores by prompt stay in ``benchmarks/results/specialists.json``, those of other seeds too; the
+table goes to ``.md`` beside it.
 """
 
 from __future__ import annotations
@@ -55,10 +58,13 @@ def main() -> None:
 def run(seed: int) -> dict[str, Any]:
     """One whole run: scores by set and policy, what the gates of the branches said, and seconds."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-specialists-") as name:
-        folder, started = Path(name), time.perf_counter()
+        folder = Path(name)
+        started = time.perf_counter()
         settings = seeded(RECIPE, seed)
         train_base(Recipe.model_validate(settings).model.training, 1, folder / "base")
-        done, _, _ = run_in(folder, settings | {"model": settings["model"] | {"path": str(folder / "base")}})
+        done, _, _ = run_in(
+            folder, settings | {"model": settings["model"] | {"path": str(folder / "base")}}
+        )
         wall = time.perf_counter() - started
         recipe = load_recipe(folder / "recipe.yaml")
         write_base_policy(folder / "untouched", verify(folder / "base"), "", recipe.policy)
@@ -72,28 +78,49 @@ def run(seed: int) -> dict[str, Any]:
 
 
 def policies_of(recipe: Recipe, done: Path) -> dict[str, Path]:
-    """The policy folders of a run: by branch, and the merged one, whose teachers they must have been.
+    """The policy folders of a run: by branch, and the merged one, whose teachers they must have
+    been.
 
     Raises:
         SystemExit: a gate refused a specialist, so that the base taught its prompts.
     """
-    nodes = [done / "nodes" / recipe.stage_label(0, index).replace(" ", "-") / "policy" for index in range(len(recipe.stages))]
-    found = {str(stage.branch or "merged"): node for stage, node in zip(recipe.stages, nodes, strict=True)}
+    nodes = [
+        done / "nodes" / recipe.stage_label(0, index).replace(" ", "-") / "policy"
+        for index in range(len(recipe.stages))
+    ]
+    found = {
+        str(stage.branch or "merged"): node
+        for stage, node in zip(recipe.stages, nodes, strict=True)
+    }
     teachers = read_policy_metadata(found["merged"]).teachers
     for name in recipe.branches:
         if teachers[name] != verify(found[name]):
-            raise SystemExit(f"the gate of branch {name} refused its specialist, so there is nothing to compare; train it longer")
+            raise SystemExit(
+                f"the gate of branch {name} refused its specialist, so there is nothing to compare;"
+                " train it longer"
+            )
     return found
 
 
-def scores_of(recipe: Recipe, folder: Path, done: Path, policies: dict[str, Path], part: str) -> dict[str, list[float]]:
-    """The rewards of base, specialist and merged policy on the held-out prompts of a set, in the order of their ids."""
+def scores_of(
+    recipe: Recipe, folder: Path, done: Path, policies: dict[str, Path], part: str
+) -> dict[str, list[float]]:
+    """The rewards of base, specialist and merged policy on the held-out prompts of a set, in the
+    order of their ids.
+    """
     prompts = read_table(done / "nodes" / "prompts" / "prompts.parquet", PROMPTS)
-    own = prompts.filter(pc.and_(pc.equal(prompts["source"], part), pc.equal(prompts["split"], "held_out")))
+    own = prompts.filter(
+        pc.and_(pc.equal(prompts["source"], part), pc.equal(prompts["split"], "held_out"))
+    )
     chosen = folder / f"{part}.parquet"
     write_table(chosen, PROMPTS, own.to_batches(), {})
-    scores, rewards_alone = {}, recipe.model_copy(update={"guardrails": []})
-    for label, policy in (("base", policies["base"]), ("specialist", policies[part]), ("merged", policies["merged"])):
+    scores = {}
+    rewards_alone = recipe.model_copy(update={"guardrails": []})
+    for label, policy in (
+        ("base", policies["base"]),
+        ("specialist", policies[part]),
+        ("merged", policies["merged"]),
+    ):
         samples = folder / f"{part}-{label}.parquet"
         evaluate_folder(rewards_alone, folder / "base", policy, chosen, label, samples)
         rows = read_rewards(samples)
@@ -114,23 +141,48 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Specialists, merged",
         "",
-        f"Written by `python -m benchmarks.specialists`: held-out rewards of the recipe `{RECIPE}`, on {min(prompts)} to "
-        f"{max(prompts)} prompts a set that no policy has seen, one image each from the same noise. ± is the standard error, "
-        "over prompts in the rows of seeds, over seeds in those of means; a difference is paired by prompt.",
+        (
+            "Written by `python -m benchmarks.specialists`: held-out rewards of the recipe"
+            f" `{RECIPE}`, on {min(prompts)} to {max(prompts)} prompts a set that no policy has"
+            " seen, one image each from the same noise. ± is the standard error, over prompts in"
+            " the rows of seeds, over seeds in those of means; a difference is paired by prompt."
+        ),
         "",
         "| prompts | seed | base | specialist | merged | merged − specialist |",
         "|---|---|---|---|---|---|",
     ]
     for part in sets:
         for seed, found in runs.items():
-            lines.append(row(part, seed, {name: np.array(values) for name, values in found["scores"][part].items()}))
+            lines.append(
+                row(
+                    part,
+                    seed,
+                    {name: np.array(values) for name, values in found["scores"][part].items()},
+                )
+            )
         if len(runs) > 1:
-            means = {name: np.array([np.mean(run["scores"][part][name]) for run in runs.values()]) for name in POLICIES}
+            means = {
+                name: np.array([np.mean(run["scores"][part][name]) for run in runs.values()])
+                for name in POLICIES
+            }
             lines.append(row(part, "mean", means))
-    worst = min(float(np.mean(difference(run["scores"][part]))) for run in runs.values() for part in sets)
-    lines += ["", f"The worst difference of any set and seed is {signed(worst)}; wanted is no less than {signed(-WITHIN)}."]
+    worst = min(
+        float(np.mean(difference(run["scores"][part]))) for run in runs.values() for part in sets
+    )
+    lines += [
+        "",
+        (
+            f"The worst difference of any set and seed is {signed(worst)}; wanted is no less than"
+            f" {signed(-WITHIN)}."
+        ),
+    ]
     promoted = sum(run["promoted"] for run in runs.values())
-    return "\n".join([*lines, f"The run's own gate promoted {promoted} of {len(runs)} merged policies."]) + "\n"
+    return (
+        "\n".join(
+            [*lines, f"The run's own gate promoted {promoted} of {len(runs)} merged policies."]
+        )
+        + "\n"
+    )
 
 
 def difference(scores: dict[str, Any]) -> np.ndarray:
@@ -141,7 +193,10 @@ def difference(scores: dict[str, Any]) -> np.ndarray:
 def row(part: str, seed: str, values: dict[str, np.ndarray]) -> str:
     cells = [f"{values[name].mean():.3f} ± {standard_error(values[name]):.3f}" for name in POLICIES]
     found = difference(values)
-    return f"| {part} | {seed} | {' | '.join(cells)} | {signed(found.mean())} ± {standard_error(found):.3f} |"
+    return (
+        f"| {part} | {seed} | {' | '.join(cells)} | {signed(found.mean())} ±"
+        f" {standard_error(found):.3f} |"
+    )
 
 
 def standard_error(values: np.ndarray) -> float:

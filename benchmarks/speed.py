@@ -1,9 +1,12 @@
-"""CPU-seconds of rollouts and updates against bare torch: ``python -m benchmarks.speed [--compile] [--write]``.
+"""CPU-seconds of rollouts and updates against bare torch: ``python -m benchmarks.speed [--compile]
+[--write]``.
 
-A rollout is compared with its forward passes alone: the same network on as many rows as often, with all inputs ready. An update
-without reference and copies is compared with forward, squared error, backward and the same AdamW, without clipping, metrics and
-checks. A step with our best settings is compared with the same step without them. Both sides take turns in one process, and each
-is first in every other turn; the ratio is the median over the turns, so that other work on the machine cancels out.
+A rollout is compared with its forward passes alone: the same network on as many rows as often, with
+all inputs ready. An update without reference and copies is compared with forward, squared error,
+backward and the same AdamW, without clipping, metrics and checks. A step with our best settings is
+compared with the same step without them. Both sides take turns in one process, and each is first in
+every other turn; the ratio is the median over the turns, so that other work on the machine cancels
+out.
 """
 
 from __future__ import annotations
@@ -34,7 +37,13 @@ from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.stage import WATCHED_EVERY, WATCHED_FIRST
-from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, forward_batch, parts, trajectory_batch
+from ebbflow.training.batches import (
+    CorrectedRollout,
+    TrajectoryBatch,
+    forward_batch,
+    parts,
+    trajectory_batch,
+)
 from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.policy import Policy
 from ebbflow.training.rollout_forward import reuse_rollout_forward
@@ -50,7 +59,8 @@ FORWARD_STAGE = OnlineStageConfig.model_validate(
         "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
     }
 )
-TRAINED, EVERY = (1, 2, 3), tuple(range(STEPS - 1))
+TRAINED = (1, 2, 3)
+EVERY = tuple(range(STEPS - 1))
 GUIDANCE = 4.5
 STAGE = OnlineStageConfig.model_validate(
     {
@@ -58,13 +68,21 @@ STAGE = OnlineStageConfig.model_validate(
         "sampler": {"name": "flow_sde", "steps": STEPS},
         "window": {"kind": "fixed", "size": 3},
         "reference": {"weight": 0.0},
-        "optimizer": {"lr": 1e-6, "weight_decay": 0.0},  # the same parameters are trained many times over
+        "optimizer": {
+            "lr": 1e-6,
+            "weight_decay": 0.0,
+        },  # the same parameters are trained many times over
     }
 )
 WIDE = replace(
     SIZES["tiny"],
     transformer=SIZES["tiny"].transformer
-    | {"num_attention_heads": 8, "attention_head_dim": 64, "caption_projection_dim": 512, "joint_attention_dim": 512},
+    | {
+        "num_attention_heads": 8,
+        "attention_head_dim": 64,
+        "caption_projection_dim": 512,
+        "joint_attention_dim": 512,
+    },
     tokens=77,
 )
 
@@ -83,10 +101,24 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=11, metavar="N", help="turns of both sides, after one to warm up (11)")
-    parser.add_argument("--compile", action="store_true", help="also a step with compiled blocks; takes a minute or two")
-    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/speed.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=11,
+        metavar="N",
+        help="turns of both sides, after one to warm up (11)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="also a step with compiled blocks; takes a minute or two",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the table in benchmarks/results/speed.md"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
@@ -104,17 +136,34 @@ def cases(compiled: bool) -> Iterator[Case]:
     for name, bench in benches().items():
         yield Case(f"rollouts ÷ bare forwards: {name}", "≤ 1.05", *rollout_sides(bench))
         policy = Policy(bench.model, PolicyConfig(train="full"), 0)
-        yield Case(f"update ÷ bare forward, backward and AdamW: {name}", "≤ 1.10", *update_sides(bench, policy))
+        yield Case(
+            f"update ÷ bare forward, backward and AdamW: {name}",
+            "≤ 1.10",
+            *update_sides(bench, policy),
+        )
     for trained in (TRAINED, EVERY):
         name = f"a step of flow_grpo on {len(trained)} of {STEPS} steps ÷ with reused passes: glyph"
-        yield Case(name, "", policy_gradient_step(glyph(), trained), policy_gradient_step(glyph(), trained, reuse=True))
+        yield Case(
+            name,
+            "",
+            policy_gradient_step(glyph(), trained),
+            policy_gradient_step(glyph(), trained, reuse=True),
+        )
     plain = step(glyph())
-    yield Case("a step of rwr ÷ with merged LoRA in rollouts: glyph", "", plain, step(glyph(), merged=True))
+    yield Case(
+        "a step of rwr ÷ with merged LoRA in rollouts: glyph", "", plain, step(glyph(), merged=True)
+    )
     if compiled:
         best = step(compiled_glyph(), merged=True)
-        yield Case("a step of rwr ÷ with merged LoRA and compiled blocks: glyph", "≥ 1.5", plain, best)
-        plain, best = policy_gradient_step(glyph(), EVERY), policy_gradient_step(compiled_glyph(), EVERY, reuse=True)
-        name = f"a step of flow_grpo on {len(EVERY)} of {STEPS} steps ÷ with reused passes and compiled blocks: glyph"
+        yield Case(
+            "a step of rwr ÷ with merged LoRA and compiled blocks: glyph", "≥ 1.5", plain, best
+        )
+        plain = policy_gradient_step(glyph(), EVERY)
+        best = policy_gradient_step(compiled_glyph(), EVERY, reuse=True)
+        name = (
+            f"a step of flow_grpo on {len(EVERY)} of {STEPS} steps ÷ with reused passes and"
+            " compiled blocks: glyph"
+        )
         yield Case(name, "≥ 1.5", plain, best)
 
 
@@ -143,14 +192,25 @@ def compiled_glyph() -> Bench:
 
 def _random(size: Size, count: int, rows: int, guidance: float) -> Bench:
     device = torch.device("cpu")
-    return Bench(random_model(size, device, "float32"), random_prompts(size, count, guidance, device, torch.float32), rows)
+    return Bench(
+        random_model(size, device, "float32"),
+        random_prompts(size, count, guidance, device, torch.float32),
+        rows,
+    )
 
 
 def rollout_sides(bench: Bench) -> tuple[Call, Call]:
     """A recorded rollout of the stage, and its forward passes alone."""
 
     def ours() -> None:
-        generate(bench.model, bench.prompts, bench.keys, STAGE.sampler, Plan(TRAINED, TRAINED), bench.rows)
+        generate(
+            bench.model,
+            bench.prompts,
+            bench.keys,
+            STAGE.sampler,
+            Plan(TRAINED, TRAINED),
+            bench.rows,
+        )
 
     inputs = network_inputs(bench.model, bench.prompts.rows(slice(bench.rows)))
 
@@ -163,13 +223,19 @@ def rollout_sides(bench: Bench) -> tuple[Call, Call]:
 
 
 def update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, Call]:
-    """Updates of the stage, and forward, squared error, backward and AdamW on the same rows in as many passes.
+    """Updates of the stage, and forward, squared error, backward and AdamW on the same rows in as
+    many passes.
 
     As many as it takes until the drift watch has its turn once.
     """
-    updater, batch = PolicyUpdater(policy, STAGE), training_batch(bench)
-    slices, optimizer = parts(batch.group_index, passes), make_optimizer(policy, STAGE.optimizer)
-    inputs = [(network_inputs(bench.model, batch.inputs.at(part)[2], *batch.inputs.at(part)[:2]), part) for part in slices]
+    updater = PolicyUpdater(policy, STAGE)
+    batch = training_batch(bench)
+    slices = parts(batch.group_index, passes)
+    optimizer = make_optimizer(policy, STAGE.optimizer)
+    inputs = [
+        (network_inputs(bench.model, batch.inputs.at(part)[2], *batch.inputs.at(part)[:2]), part)
+        for part in slices
+    ]
 
     updater.updates = WATCHED_FIRST  # of a stage; the later ones count
 
@@ -182,7 +248,9 @@ def update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, C
             for given, part in inputs:
                 velocity = bench.model.transformer(**given, return_dict=False)[0]
                 target = batch.next_latents[part]
-                torch.nn.functional.mse_loss(velocity, target.repeat(len(velocity) // len(target), 1, 1, 1)).backward()
+                torch.nn.functional.mse_loss(
+                    velocity, target.repeat(len(velocity) // len(target), 1, 1, 1)
+                ).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -191,10 +259,18 @@ def update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, C
 
 def training_batch(bench: Bench) -> TrajectoryBatch:
     """The rows of one update: all trained steps of a rollout, with random advantages."""
-    rollouts = generate(bench.model, bench.prompts, bench.keys, STAGE.sampler, Plan(TRAINED, TRAINED), bench.rows)
+    rollouts = generate(
+        bench.model, bench.prompts, bench.keys, STAGE.sampler, Plan(TRAINED, TRAINED), bench.rows
+    )
     assert rollouts.trajectory
     advantage = torch.randn(len(bench.keys))
-    return trajectory_batch(CorrectedRollout.nothing(rollouts.trajectory), bench.prompts, advantage, bench.keys, STAGE.sampler)
+    return trajectory_batch(
+        CorrectedRollout.nothing(rollouts.trajectory),
+        bench.prompts,
+        advantage,
+        bench.keys,
+        STAGE.sampler,
+    )
 
 
 def network_inputs(
@@ -213,29 +289,62 @@ def network_inputs(
 
 
 def step(bench: Bench, merged: bool = False, passes: int = 4) -> Call:
-    """A rollout without a recorded trajectory and an update of adapters on its samples (RWR), rewards left out."""
+    """A rollout without a recorded trajectory and an update of adapters on its samples (RWR),
+    rewards left out.
+    """
     policy = Policy(bench.model, PolicyConfig(train="lora", rank=8), 0)
-    updater, sampler = PolicyUpdater(policy, FORWARD_STAGE), SamplerConfig(name="ode", steps=STEPS)
-    advantage, alone = torch.ones(len(bench.keys)), np.arange(len(bench.keys))
+    updater = PolicyUpdater(policy, FORWARD_STAGE)
+    sampler = SamplerConfig(name="ode", steps=STEPS)
+    advantage = torch.ones(len(bench.keys))
+    alone = np.arange(len(bench.keys))
 
     def take() -> None:
         with policy.merged() if merged else nullcontext():
-            clean = generate(bench.model, bench.prompts, bench.keys, sampler, micro_batch=bench.rows).latents
-        rows = forward_batch(clean, bench.prompts, advantage, bench.keys, alone, updater.hyper, updater.schedule, visit=0)
+            clean = generate(
+                bench.model, bench.prompts, bench.keys, sampler, micro_batch=bench.rows
+            ).latents
+        rows = forward_batch(
+            clean,
+            bench.prompts,
+            advantage,
+            bench.keys,
+            alone,
+            updater.hyper,
+            updater.schedule,
+            visit=0,
+        )
         updater.update(rows, passes)
 
     return take
 
 
 def policy_gradient_step(bench: Bench, trained: tuple[int, ...], reuse: bool = False) -> Call:
-    """A recorded rollout and an update of adapters on its steps (Flow-GRPO), in passes of as many rows, rewards left out."""
+    """A recorded rollout and an update of adapters on its steps (Flow-GRPO), in passes of as many
+    rows, rewards left out.
+    """
     policy = Policy(bench.model, PolicyConfig(train="lora", rank=8), 0)
-    updater, advantage, plan = PolicyUpdater(policy, STAGE), torch.randn(len(bench.keys)), Plan(trained, trained)
+    updater = PolicyUpdater(policy, STAGE)
+    advantage = torch.randn(len(bench.keys))
+    plan = Plan(trained, trained)
 
     def take() -> None:
-        made = generate(bench.model, bench.prompts, bench.keys, STAGE.sampler, plan, bench.rows, with_graph=reuse)
+        made = generate(
+            bench.model,
+            bench.prompts,
+            bench.keys,
+            STAGE.sampler,
+            plan,
+            bench.rows,
+            with_graph=reuse,
+        )
         assert made.trajectory
-        rows = trajectory_batch(CorrectedRollout.nothing(made.trajectory), bench.prompts, advantage, bench.keys, STAGE.sampler)
+        rows = trajectory_batch(
+            CorrectedRollout.nothing(made.trajectory),
+            bench.prompts,
+            advantage,
+            bench.keys,
+            STAGE.sampler,
+        )
         if reuse:
             rows = reuse_rollout_forward(rows, np.arange(len(rows.inputs)), made.velocities)
         updater.update(rows, len(rows.inputs) // bench.rows)
@@ -252,7 +361,10 @@ def compare(call: Call, other: Call, repeat: int) -> Measured:
             turns.append((cpu_seconds(call), cpu_seconds(other)))
         else:
             turns.append((cpu_seconds(other), cpu_seconds(call))[::-1])
-    return Measured(median(one / two for one, two in turns), *(median(side) for side in zip(*turns, strict=True)))
+    return Measured(
+        median(one / two for one, two in turns),
+        *(median(side) for side in zip(*turns, strict=True)),
+    )
 
 
 def cpu_seconds(call: Call) -> float:

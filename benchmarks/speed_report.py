@@ -1,4 +1,6 @@
-"""The page of ``benchmarks.speed``: its own ratios, and those that other benchmarks have left in their results."""
+"""The page of ``benchmarks.speed``: its own ratios, and those that other benchmarks have left in
+their results.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,19 @@ from benchmarks.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 NOTES = (
-    "An update is the mean of four, of which one measures the drift. Where a ratio is above what is wanted: noise, "
-    "guidance, the sampler's step, log-probs and metrics take less than a millisecond a step, which only a network of "
-    "milliseconds feels; the wide one does not. Steps of RWR have rollouts without a ratio, whose adapters may be merged; "
-    "steps of flow_grpo have one, and their updates may reuse the rollout's forward passes: no step can have both. What "
-    "reused passes save is a share of the training, so it grows with the trained steps. The loops of other libraries are "
-    "not compared, because none is installed here."
+    "An update is the mean of four, of which one measures the drift. Where a ratio is above what is"
+    " wanted: noise, guidance, the sampler's step, log-probs and metrics take less than a"
+    " millisecond a step, which only a network of milliseconds feels; the wide one does not. Steps"
+    " of RWR have rollouts without a ratio, whose adapters may be merged; steps of flow_grpo have"
+    " one, and their updates may reuse the rollout's forward passes: no step can have both. What"
+    " reused passes save is a share of the training, so it grows with the trained steps. The loops"
+    " of other libraries are not compared, because none is installed here."
 )
-QUICK, ALL_STEPS = "diffusion_nft_quick", "flow_grpo_longer"
-"""Entries of ``benchmarks.algorithms``: the best recipe, and Flow-GRPO on all steps, given as long as it needs."""
+QUICK = "diffusion_nft_quick"
+ALL_STEPS = "flow_grpo_longer"
+"""Entries of ``benchmarks.algorithms``: the best recipe, and Flow-GRPO on all steps, given as long
+as it needs.
+"""
 
 Call = Callable[[], Any]
 
@@ -59,13 +65,16 @@ class Measured:
 def report(found: Mapping[Case, Measured], repeat: int) -> str:
     """The page of the results."""
     command = shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]])
-    on, versions = machine(), f"torch {torch.__version__}, diffusers {diffusers.__version__}"
+    on = machine()
+    versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
     lines = [
         "# Speed against bare torch",
         "",
-        f"Written by `{command}`: medians over {repeat} turns of both sides in one process, "
-        f"in CPU-seconds of one thread on {on['cpu']}, {versions}. The bare side has nothing but the network, a squared error "
-        "and the same fused AdamW.",
+        (
+            f"Written by `{command}`: medians over {repeat} turns of both sides in one process, in"
+            f" CPU-seconds of one thread on {on['cpu']}, {versions}. The bare side has nothing but"
+            " the network, a squared error and the same fused AdamW."
+        ),
         "",
         "| measure | ratio | wanted | CPU-s | CPU-s of the other |",
         "|---|---|---|---|---|",
@@ -74,7 +83,11 @@ def report(found: Mapping[Case, Measured], repeat: int) -> str:
         seconds = f"{measured.seconds:.4f} | {measured.other_seconds:.4f}"
         lines.append(f"| {case.name} | {measured.ratio:.3f} | {case.wanted or '–'} | {seconds} |")
     lines += ["", NOTES, "", "What other benchmarks have measured, from their results:", ""]
-    lines += ["| measure | found | wanted | command |", "|---|---|---|---|", *map(_row, elsewhere())]
+    lines += [
+        "| measure | found | wanted | command |",
+        "|---|---|---|---|",
+        *map(_row, elsewhere()),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -90,7 +103,8 @@ def elsewhere(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
     walls = [run["wall_seconds"] / run["node_seconds"] for run in demo["runs"].values()]
     exact, rounded = (scale[f"now latents {precision}"] for precision in ("float32", "bfloat16"))
     read = [f"{row['read ms']:.2f} ms, {row['KiB']:.0f} KiB" for row in (rounded, exact)]
-    algorithms, scaled = "`python -m benchmarks.algorithms`", "`python -m benchmarks.scale`"
+    algorithms = "`python -m benchmarks.algorithms`"
+    scaled = "`python -m benchmarks.scale`"
     return [
         (
             f"CPU-s to held-out {GOAL:.2f}: {QUICK} ÷ {ALL_STEPS}",
@@ -98,8 +112,18 @@ def elsewhere(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
             "≤ .20",
             algorithms,
         ),
-        ("demo: wall ÷ seconds in nodes", f"{median(walls):.2f}", "≤ 1.05", "`python -m benchmarks.glyph_seeds`"),
-        ("peak memory of an offline epoch ÷ one shard", f"{exact['epoch, shards']:.1f}", "≤ 2", scaled),
+        (
+            "demo: wall ÷ seconds in nodes",
+            f"{median(walls):.2f}",
+            "≤ 1.05",
+            "`python -m benchmarks.glyph_seeds`",
+        ),
+        (
+            "peak memory of an offline epoch ÷ one shard",
+            f"{exact['epoch, shards']:.1f}",
+            "≤ 2",
+            scaled,
+        ),
         ("reading a latent of SD3.5 at 512 x 512, bfloat16", read[0], "≤ .4 ms, ≤ 100 KiB", scaled),
         ("the same in float32, which is exact", read[1], "–", scaled),
     ]

@@ -1,8 +1,10 @@
-"""CPU-seconds until something starts: ``python -m benchmarks.startup [--against CHECKOUT] [--runs 3]``.
+"""CPU-seconds until something starts: ``python -m benchmarks.startup [--against CHECKOUT] [--runs
+3]``.
 
-The command line, what each kind of pod imports before its task does anything, and a whole run of the tiny recipe with all its
-processes (``ebbflow run``; of a checkout without that command ``pyflyte run``). With ``--against``, another checkout takes its
-turns in between, with the same packages, and the table has the ratios. The least of the runs counts. It goes to
+The command line, what each kind of pod imports before its task does anything, and a whole run of
+the tiny recipe with all its processes (``ebbflow run``; of a checkout without that command
+``pyflyte run``). With ``--against``, another checkout takes its turns in between, with the same
+packages, and the table has the ratios. The least of the runs counts. It goes to
 ``benchmarks/results/startup.md``.
 """
 
@@ -26,7 +28,13 @@ from benchmarks.machine import machine
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 WORKFLOW = ["workflows/post_training.py", "post_train"]
-PODS = ["register_policy", "compute_advantages", "score_rollouts", "generate_rollouts", "train_online"]
+PODS = [
+    "register_policy",
+    "compute_advantages",
+    "score_rollouts",
+    "generate_rollouts",
+    "train_online",
+]
 WHOLE = "a whole run of the tiny recipe"
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -36,7 +44,9 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent is waited for here, and counts
+    ctypes.CDLL(None).prctl(
+        PR_SET_CHILD_SUBREAPER, 1
+    )  # what outlives its parent is waited for here, and counts
     trees = [ROOT, *([arguments.against.resolve()] if arguments.against else [])]
     seconds: dict[str, list[float]] = {name: [float("inf")] * len(trees) for name in commands(ROOT)}
     for _ in tqdm(range(arguments.runs), unit="run"):
@@ -50,23 +60,41 @@ def main() -> None:
 
 def commands(tree: Path) -> dict[str, list[str]]:
     """What is measured, by its name in the table."""
-    ebbflow, pyflyte, launcher = str(BIN / "ebbflow"), str(BIN / "pyflyte"), tree / "workflows" / "run.py"
-    imports = {name: f"import workflows.post_training, {', '.join(imported(tree / 'tasks' / f'{name}.py'))}" for name in PODS}
+    ebbflow = str(BIN / "ebbflow")
+    pyflyte = str(BIN / "pyflyte")
+    launcher = tree / "workflows" / "run.py"
+    imports = {
+        name: (
+            f"import workflows.post_training, {', '.join(imported(tree / 'tasks' / f'{name}.py'))}"
+        )
+        for name in PODS
+    }
     return {
         "`ebbflow --help`": [ebbflow, "--help"],
         "`ebbflow list`": [ebbflow, "list"],
         "`ebbflow keys`": [ebbflow, "keys"],
         "`ebbflow check`": [ebbflow, "check", "workflows/recipes/glyph.yaml"],
         "`pyflyte run ... --help`": [pyflyte, "run", *WORKFLOW, "--help"],
-        **{f"imports of a `{name}` pod": [sys.executable, "-c", statement] for name, statement in imports.items()},
-        WHOLE: [ebbflow, "run", "recipe.yaml"] if launcher.is_file() else [pyflyte, "run", *WORKFLOW, "--recipe", "recipe.yaml"],
+        **{
+            f"imports of a `{name}` pod": [sys.executable, "-c", statement]
+            for name, statement in imports.items()
+        },
+        WHOLE: (
+            [ebbflow, "run", "recipe.yaml"]
+            if launcher.is_file()
+            else [pyflyte, "run", *WORKFLOW, "--recipe", "recipe.yaml"]
+        ),
     }
 
 
 def imported(task: Path) -> list[str]:
     """The modules that the functions of a task's file import when they run."""
-    functions = [node for node in ast.parse(task.read_text()).body if isinstance(node, ast.FunctionDef)]
-    imports = [node for body in functions for node in ast.walk(body) if isinstance(node, ast.ImportFrom)]
+    functions = [
+        node for node in ast.parse(task.read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    imports = [
+        node for body in functions for node in ast.walk(body) if isinstance(node, ast.ImportFrom)
+    ]
     return sorted({node.module for node in imports if node.module})
 
 
@@ -76,13 +104,22 @@ def cpu_seconds(command: list[str], tree: Path) -> float:
         settings = yaml.safe_load((tree / "workflows" / "recipes" / "tiny.yaml").read_text())
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(settings | {"output": f"{folder}/runs"}))
-        own = {"HOME": folder, "TMPDIR": folder, "PYTHONPATH": str(tree), "MLFLOW_DISABLE_TELEMETRY": "true"}
-        environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"} | own
+        own = {
+            "HOME": folder,
+            "TMPDIR": folder,
+            "PYTHONPATH": str(tree),
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        environment = {
+            name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"
+        } | own
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         given = [str(recipe) if part == "recipe.yaml" else part for part in command]
         done = subprocess.run(given, cwd=tree, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{' '.join(given)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+            raise SystemExit(
+                f"{' '.join(given)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
         while True:
             try:
                 os.wait()
@@ -94,17 +131,24 @@ def cpu_seconds(command: list[str], tree: Path) -> float:
 
 def revision(tree: Path) -> str:
     """The commit of a checkout, in short."""
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def table(seconds: dict[str, list[float]], runs: int, against: Path | None) -> str:
     """A line for each entry point."""
     head = ["", "CPU-s", *([f"CPU-s at {revision(against)}", "ratio"] if against else [])]
-    command = f"python -m benchmarks.startup --runs {runs}{' --against CHECKOUT' if against else ''}"
+    command = (
+        f"python -m benchmarks.startup --runs {runs}{' --against CHECKOUT' if against else ''}"
+    )
     lines = ["# CPU-seconds until something starts", "", f"`{command}`", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, (now, *before) in seconds.items():
-        cells = [f"{now:.1f}", *(cell for old in before for cell in (f"{old:.1f}", f"{now / old:.2f}"))]
+        cells = [
+            f"{now:.1f}",
+            *(cell for old in before for cell in (f"{old:.1f}", f"{now / old:.2f}")),
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     on = machine()
     return "\n".join([*lines, "", f"{on['cpu']}, {on['cores']} cores, Python {on['python']}", ""])

@@ -1,8 +1,10 @@
-"""The documentation site, built by `make docs`: the pages of the repository as they are, and a reference from the docstrings.
+"""The documentation site, built by `make docs`: the pages of the repository as they are, and a
+reference from the docstrings.
 
-The source folder is the repository, so that the links that work on a code host work here too. Three things are added: the pages
-of the reference, a page for each room; links to Python files of the library, which lead to the reference; and names such as
-`ebbflow.flow.transition.sample` in backticks, which do the same. What cannot be resolved fails the build.
+The source folder is the repository, so that the links that work on a code host work here too. Three
+things are added: the pages of the reference, a page for each room; links to Python files of the
+library, which lead to the reference; and names such as `ebbflow.flow.transition.sample` in
+backticks, which do the same. What cannot be resolved fails the build.
 """
 
 from __future__ import annotations
@@ -51,14 +53,22 @@ highlight_language = "text"  # of literal blocks in docstrings, which are equati
 
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "undoc-members": True, "show-inheritance": True, "ignore-module-all": True}
+autodoc_default_options = {
+    "members": True,
+    "undoc-members": True,
+    "show-inheritance": True,
+    "ignore-module-all": True,
+}
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_use_ivar = True
 
-# Other libraries' names stay plain text: their indexes would have to be downloaded, and the build works offline.
+# Other libraries' names stay plain text: their indexes would have to be downloaded, and the build
+# works offline.
 nitpick_ignore_regex = [(r"py:.*", r"(?!ebbflow\.).*")]
-suppress_warnings = ["ref.python"]  # a short name after `Raises:` that several rooms have; a name that none has is an error still
+suppress_warnings = [
+    "ref.python"
+]  # a short name after `Raises:` that several rooms have; a name that none has is an error still
 
 SECTIONS = {
     "Where it fits",
@@ -77,15 +87,24 @@ SECTIONS = {
 
 
 def rooms() -> list[str]:
-    """The rooms as the docstring of the package orders them, which a test holds against the imports; other modules are last."""
+    """The rooms as the docstring of the package orders them, which a test holds against the
+    imports; other modules are last.
+    """
     docstring = ast.get_docstring(ast.parse((LIBRARY / "__init__.py").read_text())) or ""
-    return [name for name in re.findall(r"^- (\w+): ", docstring, re.MULTILINE) if (LIBRARY / name).is_dir()] + [""]
+    return [
+        name
+        for name in re.findall(r"^- (\w+): ", docstring, re.MULTILINE)
+        if (LIBRARY / name).is_dir()
+    ] + [""]
 
 
 def modules(room: str) -> list[str]:
     """The public modules of a room, or those that lie in no room."""
     files = sorted((LIBRARY / room).rglob("*.py") if room else LIBRARY.glob("*.py"))
-    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    names = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for file in files
+    ]
     return [name for name in names if "._" not in name]
 
 
@@ -110,7 +129,8 @@ def write_reference() -> None:
 
 
 class LinkCode(SphinxTransform):
-    """Links to the library's files and folders, and its names in backticks, become references to the docstrings.
+    """Links to the library's files and folders, and its names in backticks, become references to
+    the docstrings.
 
     Other folders have no page of their own; a link to one becomes plain text.
     """
@@ -122,7 +142,9 @@ class LinkCode(SphinxTransform):
             return
         links = (addnodes.download_reference, addnodes.pending_xref)
         for link in list(self.document.findall(lambda node: isinstance(node, links))):
-            path = ((ROOT / self.env.docname).parent / link.get("reftarget", "").split("#")[0]).resolve()
+            path = (
+                (ROOT / self.env.docname).parent / link.get("reftarget", "").split("#")[0]
+            ).resolve()
             if path.is_relative_to(LIBRARY) and (path.is_dir() or path.suffix == ".py"):
                 name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
                 link.replace_self(self._reference(name, "mod", *link.children))
@@ -130,23 +152,39 @@ class LinkCode(SphinxTransform):
                 link.replace_self(link.children)
         for literal in list(self.document.findall(nodes.literal)):
             name = literal.astext().removesuffix("()")
-            is_inside_a_link = isinstance(literal.parent, nodes.reference | addnodes.pending_xref | addnodes.download_reference)
-            if re.fullmatch(r"ebbflow(\.\w+){2,}", name) and not is_inside_a_link:  # `ebbflow.name` is a tag in MLflow
+            is_inside_a_link = isinstance(
+                literal.parent,
+                nodes.reference | addnodes.pending_xref | addnodes.download_reference,
+            )
+            if (
+                re.fullmatch(r"ebbflow(\.\w+){2,}", name) and not is_inside_a_link
+            ):  # `ebbflow.name` is a tag in MLflow
                 literal.replace_self(self._reference(name, "obj", literal.deepcopy()))
 
     def _reference(self, name: str, role: str, *children: nodes.Node) -> addnodes.pending_xref:
-        target = {"reftarget": name, "refdoc": self.env.docname, "refdomain": "py", "reftype": role, "refexplicit": True}
+        target = {
+            "reftarget": name,
+            "refdoc": self.env.docname,
+            "refdomain": "py",
+            "reftype": role,
+            "refexplicit": True,
+        }
         return addnodes.pending_xref("", *children, **target)
 
 
-def as_restructured_text(app: Sphinx, what: str, name: str, documented: object, options: object, lines: list[str]) -> None:
-    """Docstrings are written for those who read the code: equations are indented, ``|x|`` and ``[N, *latent]`` mean themselves.
+def as_restructured_text(
+    app: Sphinx, what: str, name: str, documented: object, options: object, lines: list[str]
+) -> None:
+    """Docstrings are written for those who read the code: equations are indented, ``|x|`` and ``[N,
+    *latent]`` mean themselves.
 
-    A table, and an indented block that belongs to no section, become literal blocks; elsewhere bars and unpaired asterisks are
-    escaped.
+    A table, and an indented block that belongs to no section, become literal blocks; elsewhere bars
+    and unpaired asterisks are escaped.
     """
     written: list[str] = []
-    rulers = [number for number, line in enumerate(lines) if re.fullmatch(r"=+( +=+)+", line)] or [len(lines)]
+    rulers = [number for number, line in enumerate(lines) if re.fullmatch(r"=+( +=+)+", line)] or [
+        len(lines)
+    ]
     in_block = False
     for number, line in enumerate(lines):
         if rulers[0] <= number <= rulers[-1]:
@@ -167,12 +205,18 @@ def escape(line: str) -> str:
     """Bars, and asterisks that nothing closes, outside of ``literals``."""
     parts = re.split(r"(``.*?``)", line)
     for index in range(0, len(parts), 2):
-        parts[index] = re.sub(r"(?<![\\*\w])\*(?=\w)(?![^*]*\*)", r"\\*", parts[index].replace("|", r"\|"))
+        parts[index] = re.sub(
+            r"(?<![\\*\w])\*(?=\w)(?![^*]*\*)", r"\\*", parts[index].replace("|", r"\|")
+        )
     return "".join(parts)
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.TextElement) -> nodes.Node | None:
-    """A name that a room hands on leads to where it is defined; private ones, and those without a docstring, stay plain text."""
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.TextElement
+) -> nodes.Node | None:
+    """A name that a room hands on leads to where it is defined; private ones, and those without a
+    docstring, stay plain text.
+    """
     name = node["reftarget"]
     if not name.startswith("ebbflow."):
         return None
@@ -182,18 +226,25 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, tex
         return None
     defined = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', None)}"
     if defined in env.domains["py"].objects and defined != name:
-        return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", defined, node, text)
+        return env.domains["py"].resolve_xref(
+            env, node["refdoc"], app.builder, "obj", defined, node, text
+        )
     return text if node["reftype"] == "class" or "._" in name else None
 
 
 def write_start_page(app: Sphinx, error: Exception | None) -> None:
-    """``index.html`` in the folder of the site, which leads to the root page: that lies in ``docs`` as its source does."""
+    """``index.html`` in the folder of the site, which leads to the root page: that lies in ``docs``
+    as its source does.
+    """
     if error is None:
-        (app.outdir / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={root_doc}.html">\n')
+        (app.outdir / "index.html").write_text(
+            f'<meta http-equiv="refresh" content="0; url={root_doc}.html">\n'
+        )
 
 
 def setup(app: Sphinx) -> None:
-    # Before autodoc does: it would set TYPE_CHECKING first, and FastAPI cannot be imported under it.
+    # Before autodoc does: it would set TYPE_CHECKING first, and FastAPI cannot be imported under
+    # it.
     for name in (name for room in rooms() for name in modules(room)):
         importlib.import_module(name)
     write_reference()

@@ -1,7 +1,7 @@
 """Reinforcement-learning post-training for diffusion and flow-matching models.
 
-Nothing here imports flytekit. The rooms (packages) and modules, lowest first: each imports only what stands before it in this
-list, and a test reads the list (tests/test_house.py).
+Nothing here imports flytekit. The rooms (packages) and modules, lowest first: each imports only
+what stands before it in this list, and a test reads the list (tests/test_house.py).
 
 - recipe: the config schema of a run
 - timing: wall time by phase

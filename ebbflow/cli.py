@@ -25,8 +25,13 @@ from ebbflow.recipe.yaml_text import describe_yaml_error
 
 
 def _processes_of_all_nodes() -> str:
-    """What local runs and registering take from the environment, where each counts its own: processes of a node, and nodes."""
-    per_node, nodes = (os.environ.get(f"EBBFLOW_TRAIN_{name}", default) for name, default in (("PROCESSES", "2"), ("NODES", "1")))
+    """What local runs and registering take from the environment, where each counts its own:
+    processes of a node, and nodes.
+    """
+    per_node, nodes = (
+        os.environ.get(f"EBBFLOW_TRAIN_{name}", default)
+        for name, default in (("PROCESSES", "2"), ("NODES", "1"))
+    )
     return str(int(per_node) * int(nodes)) if per_node.isdigit() and nodes.isdigit() else per_node
 
 
@@ -47,7 +52,8 @@ STORE = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ebbflow", message="%(prog)s %(version)s")
 def main() -> None:
-    """Reinforcement-learning post-training for diffusion and flow-matching models, as a Flyte pipeline.
+    """Reinforcement-learning post-training for diffusion and flow-matching models, as a Flyte
+    pipeline.
 
     `ebbflow run RECIPE` runs the pipeline on this machine.
 
@@ -79,7 +85,10 @@ def runs(folder: Path) -> None:
     from ebbflow.run_list import describe_runs, list_runs
 
     if not (found := list_runs(folder)):
-        sys.exit(f"no runs in {folder}; start one with `ebbflow run RECIPE`, or name the recipe's 'output'")
+        sys.exit(
+            f"no runs in {folder}; start one with `ebbflow run RECIPE`, or name the recipe's"
+            " 'output'"
+        )
     click.echo(describe_runs(found))
 
 
@@ -87,7 +96,9 @@ def runs(folder: Path) -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @PROCESSES
 def check(recipe: Path, processes: int) -> None:
-    """Check RECIPE, a YAML file, and what it names, as a run does before it starts; print it with all defaults."""
+    """Check RECIPE, a YAML file, and what it names, as a run does before it starts; print it with
+    all defaults.
+    """
     from ebbflow.data.pairs import PairError  # imports pyarrow
     from ebbflow.data.prompts import PromptError
     from ebbflow.preflight import check_recipe
@@ -110,11 +121,22 @@ def check(recipe: Path, processes: int) -> None:
 @click.option(
     "--tflops",
     type=click.FloatRange(0, min_open=True),
-    help="Floating-point operations in a second that a GPU sustains, in 10^12: gives hours. A third to half of its data sheet.",
+    help=(
+        "Floating-point operations in a second that a GPU sustains, in 10^12: gives hours. A third"
+        " to half of its data sheet."
+    ),
 )
-@click.option("--context-parallel", default=1, show_default=True, type=click.IntRange(min=1), help="Processes for each sample.")
+@click.option(
+    "--context-parallel",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Processes for each sample.",
+)
 def estimate(recipe: Path, processes: int, tflops: float | None, context_parallel: int) -> None:
-    """Estimate what RECIPE needs: memory per process, network evaluations, storage, hours. Nothing is run or downloaded."""
+    """Estimate what RECIPE needs: memory per process, network evaluations, storage, hours. Nothing
+    is run or downloaded.
+    """
     from ebbflow.data.model_sizes import SizeError  # imports numpy
     from ebbflow.estimate.measured import measured
     from ebbflow.estimate.run import estimate_of, measured_sizes
@@ -122,7 +144,8 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
 
     if processes % context_parallel:
         raise click.ClickException(
-            f"--context-parallel {context_parallel} does not divide --processes {processes}; change one of them"
+            f"--context-parallel {context_parallel} does not divide --processes {processes}; change"
+            " one of them"
         )
     try:
         resolved = load_recipe(recipe)
@@ -131,7 +154,14 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
 
             check_shared_tokens(resolved, context_parallel)
         sizes, sample, evaluated = measured_sizes(resolved, measured)
-        click.echo(describe(estimate_of(resolved, processes, sizes, sample, 1, False, context_parallel, evaluated), tflops))
+        click.echo(
+            describe(
+                estimate_of(
+                    resolved, processes, sizes, sample, 1, False, context_parallel, evaluated
+                ),
+                tflops,
+            )
+        )
     except (RecipeError, SizeError) as error:
         sys.exit(str(error))
     except _model_error() as error:  # evaluated where all other errors are ruled out
@@ -140,9 +170,18 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
 
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--gpus", required=True, type=click.IntRange(min=2), help="To divide between training, rollouts and rewards.")
+@click.option(
+    "--gpus",
+    required=True,
+    type=click.IntRange(min=2),
+    help="To divide between training, rollouts and rewards.",
+)
 @click.option("--tflops", type=click.FloatRange(0, min_open=True), help="As of `ebbflow estimate`.")
-@click.option("--timeline", type=click.Path(exists=True, path_type=Path), help="timeline.json of a run of the stage, measured.")
+@click.option(
+    "--timeline",
+    type=click.Path(exists=True, path_type=Path),
+    help="timeline.json of a run of the stage, measured.",
+)
 @click.option(
     "--network",
     default=50.0,
@@ -150,8 +189,12 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
     type=click.FloatRange(0, min_open=True),
     help="10^9 bytes in a second between nodes of 8 GPUs.",
 )
-def plan(recipe: Path, gpus: int, tflops: float | None, timeline: Path | None, network: float) -> None:
-    """Plan the online stages of RECIPE for a number of GPUs: the best split in each mode, and where it stops scaling."""
+def plan(
+    recipe: Path, gpus: int, tflops: float | None, timeline: Path | None, network: float
+) -> None:
+    """Plan the online stages of RECIPE for a number of GPUs: the best split in each mode, and where
+    it stops scaling.
+    """
     from ebbflow.data.model_sizes import SizeError  # imports numpy
     from ebbflow.estimate.measured import measured
     from ebbflow.estimate.plan import PlanError
@@ -161,7 +204,9 @@ def plan(recipe: Path, gpus: int, tflops: float | None, timeline: Path | None, n
     try:
         resolved = load_recipe(recipe)
         sizes, sample, _ = measured_sizes(resolved, measured)
-        click.echo(describe_plans(estimate_of(resolved, 1, sizes, sample), gpus, tflops, timeline, network))
+        click.echo(
+            describe_plans(estimate_of(resolved, 1, sizes, sample), gpus, tflops, timeline, network)
+        )
     except (RecipeError, SizeError, PlanError) as error:
         sys.exit(str(error))
     except _model_error() as error:  # evaluated where all other errors are ruled out
@@ -180,11 +225,28 @@ def keys() -> None:
 @main.command()
 @click.argument("policy", type=click.Path(exists=True, path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--base", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of the policy's base model.")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it is an unchanged earlier export; nothing else is deleted.")
-@click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that POLICY may name and you trust.")
-def export(policy: Path, target: Path, base: Path, overwrite: bool, allow_code: tuple[str, ...]) -> None:
-    """Export POLICY, a policy folder, to TARGET, a new or empty folder, as a diffusers pipeline with its LoRA merged.
+@click.option(
+    "--base",
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Folder of the policy's base model.",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace TARGET if it is an unchanged earlier export; nothing else is deleted.",
+)
+@click.option(
+    "--allow-code",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="Code that POLICY may name and you trust.",
+)
+def export(
+    policy: Path, target: Path, base: Path, overwrite: bool, allow_code: tuple[str, ...]
+) -> None:
+    """Export POLICY, a policy folder, to TARGET, a new or empty folder, as a diffusers pipeline
+    with its LoRA merged.
 
     The last line of the output is the line of Python that loads it.
     """
@@ -203,7 +265,11 @@ def export(policy: Path, target: Path, base: Path, overwrite: bool, allow_code: 
 
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--to", type=click.IntRange(min=1), help="The version to promote; default: the previous champion.")
+@click.option(
+    "--to",
+    type=click.IntRange(min=1),
+    help="The version to promote; default: the previous champion.",
+)
 def rollback(recipe: Path, to: int | None) -> None:
     """Restore the previous champion of the model that RECIPE promotes."""
     from ebbflow.tracking import registry  # imports MLflow
@@ -212,20 +278,37 @@ def rollback(recipe: Path, to: int | None) -> None:
     try:
         resolved = load_recipe(recipe)
         name = resolved.promotion.model_name
-        done = registry.rollback(resolve_tracking_uri(resolved), name, None if to is None else str(to))
+        done = registry.rollback(
+            resolve_tracking_uri(resolved), name, None if to is None else str(to)
+        )
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
-    click.echo(f"{name}: version {done.version} is champion again and replaces version {done.previous}")
-    click.echo(f"The next run is compared with version {done.version}; another rollback restores version {done.previous}.")
+    click.echo(
+        f"{name}: version {done.version} is champion again and replaces version {done.previous}"
+    )
+    click.echo(
+        f"The next run is compared with version {done.version}; another rollback restores version"
+        f" {done.previous}."
+    )
 
 
 @main.command()
 @click.argument("model", metavar="MODEL[@ALIAS]")
-@click.option("--again", is_flag=True, help="Also generate the held-out samples again, and compare pictures and scores.")
-@click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that MODEL may name and you trust, for --again.")
+@click.option(
+    "--again",
+    is_flag=True,
+    help="Also generate the held-out samples again, and compare pictures and scores.",
+)
+@click.option(
+    "--allow-code",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="Code that MODEL may name and you trust, for --again.",
+)
 @STORE
 def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | None) -> None:
-    """Verify a registered version: its digests, and the gate's decision, made again from the stored scores.
+    """Verify a registered version: its digests, and the gate's decision, made again from the stored
+    scores.
 
     MODEL alone means its champion; MODEL/3 is version 3. Exits with status 1 if a check failed.
     """
@@ -248,16 +331,43 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
 
 @main.command()
 @click.argument("run")
-@click.option("--stage", required=True, help="As the report calls it: 1.1 is the first stage of the first round.")
-@click.option("--step", required=True, type=click.IntRange(min=0), help="Training step, from zero, as its metrics are logged.")
-@click.option("--output", type=click.Path(path_type=Path), help="A new or empty folder; left out, replay-STAGE-STEP.")
-@click.option("--base", type=click.Path(path_type=Path), help="Folder of the base model, where the run no longer has it.")
+@click.option(
+    "--stage",
+    required=True,
+    help="As the report calls it: 1.1 is the first stage of the first round.",
+)
+@click.option(
+    "--step",
+    required=True,
+    type=click.IntRange(min=0),
+    help="Training step, from zero, as its metrics are logged.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="A new or empty folder; left out, replay-STAGE-STEP.",
+)
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path),
+    help="Folder of the base model, where the run no longer has it.",
+)
 @PROCESSES
 @STORE
-def replay(run: str, stage: str, step: int, output: Path | None, base: Path | None, processes: int, recipe: Path | None) -> None:
-    """Replay a training step of RUN: generate its samples again, and show them with their scores and advantages.
+def replay(
+    run: str,
+    stage: str,
+    step: int,
+    output: Path | None,
+    base: Path | None,
+    processes: int,
+    recipe: Path | None,
+) -> None:
+    """Replay a training step of RUN: generate its samples again, and show them with their scores
+    and advantages.
 
-    RUN is the folder of a local run or the id of its MLflow run. The policy is trained again up to the step.
+    RUN is the folder of a local run or the id of its MLflow run. The policy is trained again up to
+    the step.
     """
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.rewards.base import RewardError
@@ -269,8 +379,18 @@ def replay(run: str, stage: str, step: int, output: Path | None, base: Path | No
 
     target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
     try:
-        done = replays.replay(run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes)
-    except (RecipeError, TrackingError, ReplayError, ArtifactError, ModelError, PolicyError, RewardError) as error:
+        done = replays.replay(
+            run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes
+        )
+    except (
+        RecipeError,
+        TrackingError,
+        ReplayError,
+        ArtifactError,
+        ModelError,
+        PolicyError,
+        RewardError,
+    ) as error:
         sys.exit(str(error))
     click.echo(f"{target / replays.PAGE}: {done}")
 
@@ -280,7 +400,9 @@ def replay(run: str, stage: str, step: int, output: Path | None, base: Path | No
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", default=0, show_default=True, help="Of the random weights.")
 def tiny(family: str, folder: Path, seed: int) -> None:
-    """Write a tiny model of FAMILY with random weights into FOLDER, in the published layout, for trying a recipe out."""
+    """Write a tiny model of FAMILY with random weights into FOLDER, in the published layout, for
+    trying a recipe out.
+    """
     from ebbflow.models import ModelError  # imports torch
     from ebbflow.models.tiny import build_tiny
     from ebbflow.storage.artifacts import ArtifactError
@@ -297,34 +419,66 @@ def list_choices() -> None:
     """List the algorithms, samplers, windows and rewards that a recipe can use."""
     from ebbflow.rewards.combine import load_reward  # imports pandas
 
-    _table("algorithms", {name: (_summary(config), config.stages) for name, config in ALGORITHMS.items()})
-    _table("samplers", {name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS)) for name, text in SAMPLERS.items()})
+    _table(
+        "algorithms",
+        {name: (_summary(config), config.stages) for name, config in ALGORITHMS.items()},
+    )
+    _table(
+        "samplers",
+        {
+            name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS))
+            for name, text in SAMPLERS.items()
+        },
+    )
     _table("windows", {name: (text, ()) for name, text in WINDOWS.items()})
     missing: dict[str, str | None] = {
-        config.name: load_reward(config).unavailable() for config in map(reward_named, ("ocr", "tesseract"))
+        config.name: load_reward(config).unavailable()
+        for config in map(reward_named, ("ocr", "tesseract"))
     }
     _table(
-        "rewards", {name: (_summary(config), ("not installed",) if missing.get(name) else ()) for name, config in REWARDS.items()}
+        "rewards",
+        {
+            name: (_summary(config), ("not installed",) if missing.get(name) else ())
+            for name, config in REWARDS.items()
+        },
     )
     for reason in filter(None, missing.values()):
         click.echo(f"  {reason}")
-    click.echo("Your own: {name: custom, path: package.module:ALGORITHM}; a reward by package.module:Name (docs/extending.md).")
+    click.echo(
+        "Your own: {name: custom, path: package.module:ALGORITHM}; a reward by package.module:Name"
+        " (docs/extending.md)."
+    )
 
 
 @main.command()
-@click.argument("algorithm", required=False, type=click.Choice([name for name, config in ALGORITHMS.items() if config.published]))
+@click.argument(
+    "algorithm",
+    required=False,
+    type=click.Choice([name for name, config in ALGORITHMS.items() if config.published]),
+)
 def defaults(algorithm: str | None) -> None:
-    """Print the defaults of ALGORITHM next to the published values and their sources; without it, of all of them."""
+    """Print the defaults of ALGORITHM next to the published values and their sources; without it,
+    of all of them.
+    """
     click.echo(defaults_table(algorithm) if algorithm else defaults_page(), nl=False)
 
 
 @main.command("serve-reward")
 @click.argument("reward", metavar="NAME_OR_JSON")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; any but localhost needs a token.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; any but localhost needs a token.",
+)
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--token-variable", help="Environment variable that holds the bearer token which requests must carry.")
+@click.option(
+    "--token-variable",
+    help="Environment variable that holds the bearer token which requests must carry.",
+)
 def serve_reward(reward: str, host: str, port: int, token_variable: str | None) -> None:
-    """Serve a reward over HTTP, to be used as the 'remote' reward of other machines (docs/rewards.md).
+    """Serve a reward over HTTP, to be used as the 'remote' reward of other machines
+    (docs/rewards.md).
 
     NAME_OR_JSON is an entry of a recipe's rewards: ocr, or '{"name": "ocr", "layout": "page"}'.
     """
@@ -333,7 +487,9 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     from ebbflow.rewards.server import serve
 
     try:
-        (config,) = Recipe.model_validate({"rewards": [yaml.safe_load(reward)], "guardrails": []}).rewards
+        (config,) = Recipe.model_validate(
+            {"rewards": [yaml.safe_load(reward)], "guardrails": []}
+        ).rewards
         serve(config, host, port, read_token(token_variable))
     except yaml.YAMLError as error:
         sys.exit(describe_yaml_error(error, "NAME_OR_JSON"))
@@ -344,9 +500,21 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("sources", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--stage", help="Offline stage of the run, such as '1.2 offline': compare its rollouts.")
-@click.option("--prompts", type=click.Path(exists=True, path_type=Path), help="Prompt table of rollout shards that are named.")
-@click.option("--max-pairs", default=200, show_default=True, type=click.IntRange(min=1), help="Of more, so many are drawn.")
+@click.option(
+    "--stage", help="Offline stage of the run, such as '1.2 offline': compare its rollouts."
+)
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, path_type=Path),
+    help="Prompt table of rollout shards that are named.",
+)
+@click.option(
+    "--max-pairs",
+    default=200,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of more, so many are drawn.",
+)
 @click.option(
     "--error-rate",
     default=0.05,
@@ -354,8 +522,16 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     help="Of the test that stops a comparison.",
 )
-@click.option("--all-pairs", is_flag=True, help="Ask about every pair, also after the test has decided.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the order and the sides.")
+@click.option(
+    "--all-pairs", is_flag=True, help="Ask about every pair, also after the test has decided."
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Of the order and the sides.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535))
 def label(
@@ -370,9 +546,11 @@ def label(
     host: str,
     port: int,
 ) -> None:
-    """Serve a page on which people compare pictures, and keep their answers in FOLDER (docs/label.md).
+    """Serve a page on which people compare pictures, and keep their answers in FOLDER
+    (docs/label.md).
 
-    SOURCES: the folder of a run; or the samples.parquet of champion and candidate; or rollouts with --prompts.
+    SOURCES: the folder of a run; or the samples.parquet of champion and candidate; or rollouts with
+    --prompts.
     """
     from ebbflow.data.prompts import PromptError
     from ebbflow.labeling.server import serve
@@ -384,8 +562,13 @@ def label(
 
     try:
         task = load_task(sources, stage, prompts, max_pairs, seed)
-        with open_session(task, folder, Settings(seed, max_pairs, error_rate), all_pairs) as session:
-            click.echo(f"{len(task.pairs)} pairs; the results go to {folder} when you stop this with Ctrl-C. For raters:")
+        with open_session(
+            task, folder, Settings(seed, max_pairs, error_rate), all_pairs
+        ) as session:
+            click.echo(
+                f"{len(task.pairs)} pairs; the results go to {folder} when you stop this with"
+                " Ctrl-C. For raters:"
+            )
             serve(session, host, port, click.echo)
     except (LabelError, TableError, PromptError, FolderInUseError, DiskFullError) as error:
         sys.exit(str(error))
@@ -395,15 +578,38 @@ def label(
 @click.argument("model")
 @click.argument("prompts", nargs=-1, required=True, metavar="PROMPT...")
 @click.option(
-    "--out", default="drawn", show_default=True, type=click.Path(path_type=Path), help="Folder; nothing is overwritten."
+    "--out",
+    default="drawn",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder; nothing is overwritten.",
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**62), help="Of the noise.")
 @click.option(
-    "--samples", default=1, show_default=True, type=click.IntRange(min=1), help="Of each prompt, with successive seeds."
+    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**62), help="Of the noise."
 )
-@click.option("--image", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The image to edit.")
-@click.option("--base", type=click.Path(exists=True, path_type=Path), help="Folder of the base model, where it is not found.")
-@click.option("--allow-code", multiple=True, metavar="MODULE:NAME", help="Code that MODEL may name and you trust.")
+@click.option(
+    "--samples",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of each prompt, with successive seeds.",
+)
+@click.option(
+    "--image",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The image to edit.",
+)
+@click.option(
+    "--base",
+    type=click.Path(exists=True, path_type=Path),
+    help="Folder of the base model, where it is not found.",
+)
+@click.option(
+    "--allow-code",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="Code that MODEL may name and you trust.",
+)
 @STORE
 def draw(
     model: str,
@@ -426,7 +632,9 @@ def draw(
     seeds = range(seed, seed + samples)
     try:
         uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
-        drawn = drawing.draw(uri, model, prompts, out, seeds, base=base, image=image, allowed_code=allow_code)
+        drawn = drawing.draw(
+            uri, model, prompts, out, seeds, base=base, image=image, allowed_code=allow_code
+        )
         pictures = list(drawn)  # files appear meanwhile; lines would break the progress bar
     except (RecipeError, *drawing.ERRORS) as error:
         sys.exit(str(error))
@@ -441,15 +649,24 @@ def draw(
 @main.command()
 @STORE
 @click.option("--port", default=5000, show_default=True, type=click.IntRange(1, 65535))
-@click.option("--browser/--no-browser", default=True, help="Whether to open the page of the runs in a browser.")
+@click.option(
+    "--browser/--no-browser",
+    default=True,
+    help="Whether to open the page of the runs in a browser.",
+)
 def ui(recipe: Path | None, port: int, browser: bool) -> None:
-    """Serve MLflow's UI on 127.0.0.1, and print the addresses of runs, reward curves and registry."""
+    """Serve MLflow's UI on 127.0.0.1, and print the addresses of runs, reward curves and
+    registry."""
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
     from ebbflow.tracking.ui import serve_ui
 
     try:
         given = load_recipe(recipe) if recipe else Recipe()
-        sys.exit(serve_ui(resolve_tracking_uri(given), given.tracking.experiment, port, browser, click.echo))
+        sys.exit(
+            serve_ui(
+                resolve_tracking_uri(given), given.tracking.experiment, port, browser, click.echo
+            )
+        )
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
 
@@ -464,7 +681,8 @@ def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
     """Print aligned lines: name, remarks, description."""
     click.secho(title, bold=True)
     remarks = {name: ", ".join(remark) for name, (_, remark) in choices.items()}
-    wide, far = max(map(len, choices)), max(map(len, remarks.values()))
+    wide = max(map(len, choices))
+    far = max(map(len, remarks.values()))
     for name, (text, _) in choices.items():
         click.echo(f"  {name:<{wide}}  " + (f"{remarks[name]:<{far}}  " if far else "") + text)
 
@@ -473,8 +691,12 @@ def _summary(described: Any) -> str:
     return (described.__doc__ or "").strip().splitlines()[0]
 
 
-def _keys(model: type[BaseModel], prefix: str, shown: dict[Any, str]) -> Iterator[tuple[str, Any, str]]:
-    """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys, once: ``shown`` says where."""
+def _keys(
+    model: type[BaseModel], prefix: str, shown: dict[Any, str]
+) -> Iterator[tuple[str, Any, str]]:
+    """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys,
+    once: ``shown`` says where.
+    """
     docs = field_docs(model)
     for name, field in model.model_fields.items():
         inner = _models(field.annotation)
@@ -502,4 +724,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _default(field: FieldInfo) -> str:
-    return "(required)" if field.is_required() else str(field.get_default(call_default_factory=True, validated_data={}))
+    return (
+        "(required)"
+        if field.is_required()
+        else str(field.get_default(call_default_factory=True, validated_data={}))
+    )

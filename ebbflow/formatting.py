@@ -1,4 +1,6 @@
-"""How numbers are written for people: significant digits, since metrics live on scales from a thousandth to thousands."""
+"""How numbers are written for people: significant digits, since metrics live on scales from a
+thousandth to thousands.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import math
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits, in scientific notation only where it is tiny; a dash for None and NaN."""
+    """A number with so many significant digits, in scientific notation only where it is tiny; a
+    dash for None and NaN.
+    """
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -27,4 +31,10 @@ def duration(seconds: float) -> str:
     """Seconds as hours, minutes and seconds, of which the two largest are written."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+    return (
+        f"{hours} h {minutes:02} min"
+        if hours
+        else f"{minutes} min {rest:02} s"
+        if minutes
+        else f"{seconds:.1f} s"
+    )

@@ -1,7 +1,8 @@
-"""``ebbflow run``: run a recipe on this machine, as ``pyflyte run`` does, with an end that a person can read.
+"""``ebbflow run``: run a recipe on this machine, as ``pyflyte run`` does, with an end that a person
+can read.
 
-The pipeline itself is built on top of this library, in the package ``workflows``. It is loaded by its name when a run starts;
-nothing else in the library knows it, or Flyte.
+The pipeline itself is built on top of this library, in the package ``workflows``. It is loaded by
+its name when a run starts; nothing else in the library knows it, or Flyte.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from ebbflow.storage.disk import PathError, private_folder
 
 logger = logging.getLogger(__name__)
 PIPELINE = "workflows.run"
-ADDED_BY_FLYTE = re.compile(r"(?:Error encountered while executing '([\w.]+)':\s*)|(?:USER:\w+: error=)")
+ADDED_BY_FLYTE = re.compile(
+    r"(?:Error encountered while executing '([\w.]+)':\s*)|(?:USER:\w+: error=)"
+)
 EXPLAINED = ("ebbflow", "tasks")
 """Packages whose own errors name value, place and fix."""
 
 
 def launch(path: Path, debug: bool) -> None:
-    """Run the recipe at ``path`` to its end. An error ends the process with status 1, Ctrl-C with 130.
+    """Run the recipe at ``path`` to its end. An error ends the process with status 1, Ctrl-C with
+    130.
 
     Args:
         debug: let an error of the pipeline show its traceback.
@@ -41,7 +45,9 @@ def launch(path: Path, debug: bool) -> None:
         _prepare(recipe)
     except RecipeError as error:
         sys.exit(str(error))
-    logger.info("recipe %s, seed %d: loading the pipeline, which takes seconds", recipe.name, recipe.seed)
+    logger.info(
+        "recipe %s, seed %d: loading the pipeline, which takes seconds", recipe.name, recipe.seed
+    )
     try:
         importlib.import_module(PIPELINE).run(recipe)
     except Exception as error:
@@ -51,9 +57,11 @@ def launch(path: Path, debug: bool) -> None:
 
 
 def explain(error: Exception) -> str:
-    """The message of an error, with the task that raised it, and without what Flyte and torch wrap around it.
+    """The message of an error, with the task that raised it, and without what Flyte and torch wrap
+    around it.
 
-    An error that does not explain itself also gets its type, and its traceback is written to a file.
+    An error that does not explain itself also gets its type, and its traceback is written to a
+    file.
     """
     tasks = [name for name in ADDED_BY_FLYTE.findall(str(error)) if name]
     where = f"{tasks[-1].rpartition('.')[2]}: " if tasks else ""
@@ -66,7 +74,9 @@ def explain(error: Exception) -> str:
 
 
 def _of_first_rank_that_failed(error: Exception) -> str | None:
-    """What the first training process to fail raised: type and message. None for an error of another kind."""
+    """What the first training process to fail raised: type and message. None for an error of
+    another kind.
+    """
     wrapped: Any = getattr(error, "value", None)
     if not hasattr(wrapped, "get_first_failure"):
         return None
@@ -87,14 +97,16 @@ def _written(error: Exception) -> str:
 def _prepare(recipe: Recipe) -> None:
     """Set the environment of the run, before anything reads it.
 
-    Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: one in ``output`` survives a reboot.
-    The user's own code may lie in the working directory.
+    Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: one in
+    ``output`` survives a reboot. The user's own code may lie in the working directory.
 
     Raises:
         RecipeError: the output folder cannot be made.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
     sys.path.append(os.getcwd())
     if "://" in recipe.output:
         return
@@ -102,5 +114,7 @@ def _prepare(recipe: Recipe) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(f"output = {recipe.output!r} cannot be written ({error.strerror}); set another folder") from None
+        raise RecipeError(
+            f"output = {recipe.output!r} cannot be written ({error.strerror}); set another folder"
+        ) from None
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)

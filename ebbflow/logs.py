@@ -1,6 +1,8 @@
-"""Logging of the command line and of tasks: INFO lines on stderr, at the level of ``EBBFLOW_LOG_LEVEL``.
+"""Logging of the command line and of tasks: INFO lines on stderr, at the level of
+``EBBFLOW_LOG_LEVEL``.
 
-The library itself only logs, to one logger per module. A program that imports it configures logging as it likes, or calls this.
+The library itself only logs, to one logger per module. A program that imports it configures logging
+as it likes, or calls this.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the moment, which test runners and notebooks replace."""
+    """Writes to whatever ``sys.stderr`` is at the moment, which test runners and notebooks
+    replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -37,13 +40,17 @@ class _Stderr(logging.Handler):
 
 
 def _of_first_rank(record: logging.LogRecord) -> bool:
-    """Every process of a training group runs the same code; only the first one reports what is no event of its own."""
+    """Every process of a training group runs the same code; only the first one reports what is no
+    event of its own.
+    """
     own_event = record.levelno >= logging.WARNING and record.name != WARNINGS
     return own_event or os.environ.get("RANK", "0") == "0"
 
 
 def _once() -> Callable[[logging.LogRecord], bool]:
-    """A filter that passes each warning once: evaluations, stages and rewards check the same things again."""
+    """A filter that passes each warning once: evaluations, stages and rewards check the same things
+    again.
+    """
     passed: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -65,14 +72,17 @@ def _log_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """In place of ``warnings.showwarning``: our own in a line; of a library's also where it comes from."""
+    """In place of ``warnings.showwarning``: our own in a line; of a library's also where it comes
+    from.
+    """
     own = category is UserWarning and any(f"/{package}/" in filename for package in PACKAGES)
     text = str(message) if own else f"{category.__name__}: {message} ({filename}:{lineno})"
     logging.getLogger(WARNINGS).warning("%s", text)
 
 
 def configure_logging() -> None:
-    """Show the INFO lines of Ebbflow and, each once, the warnings of everything. A root logger with handlers keeps them.
+    """Show the INFO lines of Ebbflow and, each once, the warnings of everything. A root logger with
+    handlers keeps them.
 
     Raises:
         ValueError: ``EBBFLOW_LOG_LEVEL`` is no log level.

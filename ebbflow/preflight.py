@@ -1,4 +1,6 @@
-"""Check what a recipe names, before a run costs anything: ``ebbflow check`` and a run's first task call the same function."""
+"""Check what a recipe names, before a run costs anything: ``ebbflow check`` and a run's first task
+call the same function.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,23 @@ LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI
 WHERE = "a relative path is looked for next to the recipe, then in the working directory"
 TRIED_PROMPTS = 2
 TRIED_SIZE = 64
-"""Pixels a side of the images that a reward is tried on, where the recipe leaves the size to the model."""
+"""Pixels a side of the images that a reward is tried on, where the recipe leaves the size to the
+model.
+"""
 
 
-def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_parallel: int = 1, processes: int = 1) -> None:
-    """Check the files and folders that a recipe names, what its base model can draw, and that its own code and rewards work.
+def check_recipe(
+    recipe: Recipe,
+    tracking_uri: str,
+    on_cluster: bool,
+    context_parallel: int = 1,
+    processes: int = 1,
+) -> None:
+    """Check the files and folders that a recipe names, what its base model can draw, and that its
+    own code and rewards work.
 
-    Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a cluster, whose first pod has no
-    GPU, a user's own reward on small images.
+    Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a
+    cluster, whose first pod has no GPU, a user's own reward on small images.
 
     Args:
         tracking_uri: the MLflow store that the recipe and the environment resolve to.
@@ -47,12 +58,13 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
         processes: that train an offline stage, those of all nodes.
 
     Raises:
-        RecipeError: the output folder cannot be written or shared, a prompt file, pairs, teacher, start or base model is missing,
-            or a user's own code is not what it must be; an optimizer is not installed, or not for so many processes.
+        RecipeError: the output folder cannot be written or shared, a prompt file, pairs, teacher,
+            start or base model is missing, or a user's own code is not what it must be; an
+            optimizer is not installed, or not for so many processes.
         PromptError: the prompts cannot be used, or are too few.
         PairError: the pairs file has wrong columns or an invalid first row.
-        ModelError: the base-model folder is not one, or the model cannot draw the recipe's size, share its tokens or decode with
-            gradient as an algorithm needs.
+        ModelError: the base-model folder is not one, or the model cannot draw the recipe's size,
+            share its tokens or decode with gradient as an algorithm needs.
         RewardError: a reward cannot run here, or a user's own breaks its contract.
     """
     if on_cluster:
@@ -95,11 +107,21 @@ def check_recipe(recipe: Recipe, tracking_uri: str, on_cluster: bool, context_pa
 
 
 def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
-    """Read the prompts as the run will; returns some of them, none of files of which one is behind a URI."""
+    """Read the prompts as the run will; returns some of them, none of files of which one is behind
+    a URI.
+    """
     key = "prompts.mixture" if recipe.prompts.mixture else "prompts.source"
-    files = [_prompt_file(key, source, on_cluster) for source in recipe.prompts.sources if "://" not in source]
+    files = [
+        _prompt_file(key, source, on_cluster)
+        for source in recipe.prompts.sources
+        if "://" not in source
+    ]
     judged = recipe.prompts.held_out_source
-    held_out = _prompt_file("prompts.held_out_source", judged, on_cluster) if judged and "://" not in judged else None
+    held_out = (
+        _prompt_file("prompts.held_out_source", judged, on_cluster)
+        if judged and "://" not in judged
+        else None
+    )
     if len(files) < len(recipe.prompts.sources) or (judged and not held_out):
         return []
     table, _ = prepare(recipe, *files, held_out=held_out)
@@ -107,19 +129,28 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
     parts = [own.filter(pc.equal(own["source"], name)) for name in recipe.prompts.labels] or [own]
     tried = [part.slice(0, TRIED_PROMPTS) for part in parts]
     if judged:
-        tried.append(table.slice(0, 1))  # a held-out prompt of a file of their own, which may have other columns
+        tried.append(
+            table.slice(0, 1)
+        )  # a held-out prompt of a file of their own, which may have other columns
     return [Prompt(**row) for part in tried for row in part.to_pylist()]
 
 
 def _prompt_file(key: str, source: str, on_cluster: bool) -> Path:
-    path, given = local_path(source), f"{key} = {source!r}"
+    path = local_path(source)
+    given = f"{key} = {source!r}"
     if path.is_file():
         return path
     if source.startswith(SHIPPED):
-        raise RecipeError(f"{given}: Ebbflow ships no such file; take {' or '.join(shipped_files())}")
+        raise RecipeError(
+            f"{given}: Ebbflow ships no such file; take {' or '.join(shipped_files())}"
+        )
     if on_cluster:  # an own image may hold one
         raise RecipeError(f"{given} {LOCAL_PATH}")
-    instead = "hold out prompts of the training set" if key == "prompts.held_out_source" else "generate prompts"
+    instead = (
+        "hold out prompts of the training set"
+        if key == "prompts.held_out_source"
+        else "generate prompts"
+    )
     raise RecipeError(f"{given}: no such file; {WHERE}. Remove it to {instead}")
 
 
@@ -133,22 +164,31 @@ def _try_losses(recipe: Recipe) -> None:
 
 def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
     model = recipe.model
-    drawn = (model.training.height, model.training.width) if model.family == "glyph" else (model.height, model.width)
+    drawn = (
+        (model.training.height, model.training.width)
+        if model.family == "glyph"
+        else (model.height, model.width)
+    )
     height, width = (size or TRIED_SIZE for size in drawn)
     of_branches = [config for branch in recipe.branches.values() for config in branch.rewards]
     for config in (*recipe.rewards, *recipe.guardrails, *of_branches):
         if isinstance(config, CustomRewardConfig):
-            tried = [prompt for prompt in prompts if config.applies_to(prompt.source)][:TRIED_PROMPTS]
+            tried = [prompt for prompt in prompts if config.applies_to(prompt.source)][
+                :TRIED_PROMPTS
+            ]
             try_reward(config, tried, height, width, model.frames)
 
 
 def _check_shared(output: str, tracking_uri: str) -> None:
     if "://" not in output:
-        raise RecipeError(f"output = {output!r} is on the disk of a pod and lost with it; give a URI such as s3://bucket/runs")
+        raise RecipeError(
+            f"output = {output!r} is on the disk of a pod and lost with it; give a URI such as"
+            " s3://bucket/runs"
+        )
     if tracking_uri.startswith(("sqlite:", "file:")):
         raise RecipeError(
-            f"the MLflow store {tracking_uri} is on the disk of a pod; set tracking.uri, or MLFLOW_TRACKING_URI in every pod, to "
-            "a server"
+            f"the MLflow store {tracking_uri} is on the disk of a pod; set tracking.uri, or"
+            " MLFLOW_TRACKING_URI in every pod, to a server"
         )
 
 
@@ -163,7 +203,11 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         from ebbflow.models import check_folder  # imports torch
 
         check_folder(Path(model.path), model.family)
-    if model.family in FAMILIES and model.family != "glyph" and (model.height or model.width or model.frames > 1):
+    if (
+        model.family in FAMILIES
+        and model.family != "glyph"
+        and (model.height or model.width or model.frames > 1)
+    ):
         from ebbflow.models.sizes import check_size  # as above
 
         check_size(model)
@@ -177,7 +221,9 @@ def _check_pixels(family: str, algorithm: str) -> None:
 
 
 def _own_adapter(family: str) -> Any:
-    """The class of a user's family; None of one that may find its methods in what it wraps: it is asked once it is loaded."""
+    """The class of a user's family; None of one that may find its methods in what it wraps: it is
+    asked once it is loaded.
+    """
     from ebbflow.models.families import adapter_of  # as above
 
     adapter: Any = adapter_of(family)
@@ -188,7 +234,9 @@ def _check_further_sizes(recipe: Recipe) -> None:
     """Those of evaluations and of the rollouts of stages."""
     model = recipe.model
     found = (
-        {"evaluation": recipe.evaluation.evaluated_model(model)} if recipe.evaluation.height or recipe.evaluation.width else {}
+        {"evaluation": recipe.evaluation.evaluated_model(model)}
+        if recipe.evaluation.height or recipe.evaluation.width
+        else {}
     )
     for index, stage in enumerate(recipe.stages):
         for number, size in enumerate(stage.sizes):
@@ -210,12 +258,19 @@ def _check_further_sizes(recipe: Recipe) -> None:
 
 def _warn_of_other_steps(recipe: Recipe) -> None:
     """A student of few steps has learnt the states of its own sampler alone."""
-    students = [index for index, stage in enumerate(recipe.stages) if isinstance(stage.hyper, MatchingConfig)]
-    if students and (own := recipe.stages[students[-1]].sampler) != (evaluated := recipe.evaluation.solver):
+    students = [
+        index
+        for index, stage in enumerate(recipe.stages)
+        if isinstance(stage.hyper, MatchingConfig)
+    ]
+    if students and (own := recipe.stages[students[-1]].sampler) != (
+        evaluated := recipe.evaluation.solver
+    ):
         eta = "" if own.eta is None else f"eta: {own.eta:g}, "
         warnings.warn(
-            f"stages.{students[-1]} trains a student for its own sampler, and it would be evaluated and served with another, "
-            f"{evaluated.name} in {evaluated.steps} steps; set evaluation: {{sampler: {own.name}, {eta}steps: {own.steps}}}",
+            f"stages.{students[-1]} trains a student for its own sampler, and it would be evaluated"
+            f" and served with another, {evaluated.name} in {evaluated.steps} steps; set"
+            f" evaluation: {{sampler: {own.name}, {eta}steps: {own.steps}}}",
             stacklevel=3,
         )
 
@@ -227,12 +282,15 @@ def _check_start(path: str, on_cluster: bool) -> None:
         raise RecipeError(f"policy.start.path = {path!r} {LOCAL_PATH}")
     if not Path(path).exists():
         raise RecipeError(
-            f"policy.start.path = {path!r}: no such file or folder; {WHERE}. For a Hugging Face repository set "
-            "policy.start.revision to a commit"
+            f"policy.start.path = {path!r}: no such file or folder; {WHERE}. For a Hugging Face"
+            " repository set policy.start.revision to a commit"
         )
     found = [path] if Path(path).is_file() else [file.name for file in Path(path).iterdir()]
     if not any(name.endswith((".safetensors", METADATA)) for name in found):
-        raise RecipeError(f"policy.start.path = {path!r} is no policy folder and holds no LoRA (.safetensors); name one of them")
+        raise RecipeError(
+            f"policy.start.path = {path!r} is no policy folder and holds no LoRA (.safetensors);"
+            " name one of them"
+        )
 
 
 def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
@@ -265,8 +323,12 @@ def _check_teacher(key: str, teacher: str, on_cluster: bool) -> None:
 def _check_writable(folder: Path) -> None:
     """Without making it: ``ebbflow check`` leaves nothing behind."""
     try:
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        there = next(
+            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+        )
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise RecipeError(f"output = {str(folder)!r} cannot be written ({error.strerror}); set another folder") from None
+        raise RecipeError(
+            f"output = {str(folder)!r} cannot be written ({error.strerror}); set another folder"
+        ) from None

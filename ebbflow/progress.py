@@ -1,4 +1,6 @@
-"""Progress of long work: a bar on a terminal; elsewhere, as in the logs of pods, a log line every so often."""
+"""Progress of long work: a bar on a terminal; elsewhere, as in the logs of pods, a log line every
+so often.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ tqdm.set_lock(threading.RLock())  # its own is also for other processes, for whi
 
 
 def progress(
-    title: str, unit: str, work: Iterable[Any] | None = None, total: int | None = None, done: int = 0, quiet: bool = False
+    title: str,
+    unit: str,
+    work: Iterable[Any] | None = None,
+    total: int | None = None,
+    done: int = 0,
+    quiet: bool = False,
 ) -> tqdm[Any]:
-    """Show how far ``work`` is, as it is iterated over, or as ``update`` and ``set_postfix`` of the result are called.
+    """Show how far ``work`` is, as it is iterated over, or as ``update`` and ``set_postfix`` of the
+    result are called.
 
     Args:
         title: what is under way, such as ``1.1 online rollout``.
@@ -30,11 +38,25 @@ def progress(
         done: units that an earlier attempt did.
         quiet: show nothing.
     """
-    common: dict[str, Any] = {"iterable": work, "total": total, "initial": done, "desc": title, "unit": unit, "disable": quiet}
+    common: dict[str, Any] = {
+        "iterable": work,
+        "total": total,
+        "initial": done,
+        "desc": title,
+        "unit": unit,
+        "disable": quiet,
+    }
     if sys.stderr.isatty():
         return tqdm(**common)
-    lines: dict[str, Any] = {"delay": INTERVAL, "mininterval": INTERVAL, "maxinterval": INTERVAL, "miniters": 1}
-    return tqdm(**common, **lines, file=_LogLines(), bar_format=LINE.replace("UNITS", _plural(unit)))
+    lines: dict[str, Any] = {
+        "delay": INTERVAL,
+        "mininterval": INTERVAL,
+        "maxinterval": INTERVAL,
+        "miniters": 1,
+    }
+    return tqdm(
+        **common, **lines, file=_LogLines(), bar_format=LINE.replace("UNITS", _plural(unit))
+    )
 
 
 def _plural(unit: str) -> str:
@@ -42,7 +64,9 @@ def _plural(unit: str) -> str:
 
 
 class _LogLines:
-    """The file to which tqdm writes its lines; the last one twice, where it is due as the work ends."""
+    """The file to which tqdm writes its lines; the last one twice, where it is due as the work
+    ends.
+    """
 
     last = ""
 

@@ -23,15 +23,25 @@ def note_run(folder: str) -> None:
 def how_to_resume() -> str:
     """What is kept where, and the command that resumes."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return f"{_opened[0]} keeps what is finished; resume with: {command}" if _opened else f"start again with: {command}"
+    return (
+        f"{_opened[0]} keeps what is finished; resume with: {command}"
+        if _opened
+        else f"start again with: {command}"
+    )
 
 
 def end_interrupted(number: int, frame: FrameType | None = None) -> NoReturn:
-    """A handler of SIGINT (Ctrl-C): a line at once, one when everything has ended, and exit status 130. Another SIGINT kills."""
+    """A handler of SIGINT (Ctrl-C): a line at once, one when everything has ended, and exit status
+    130. Another SIGINT kills.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     when = "interrupted" if _opened else "interrupted before the run was opened"
-    os.write(sys.stderr.fileno(), f"\n{when}\n".encode())  # print may be in the middle of another line
-    atexit.register(_write, how_to_resume())  # after what progress bars and training processes still say
+    os.write(
+        sys.stderr.fileno(), f"\n{when}\n".encode()
+    )  # print may be in the middle of another line
+    atexit.register(
+        _write, how_to_resume()
+    )  # after what progress bars and training processes still say
     sys.exit(128 + number)
 
 

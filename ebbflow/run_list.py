@@ -1,4 +1,6 @@
-"""The runs in a local output folder, read from their files alone: no store is opened, and nothing heavy is imported."""
+"""The runs in a local output folder, read from their files alone: no store is opened, and nothing
+heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def describe_runs(runs: list[ListedRun]) -> str:
     """As a table."""
     rows = [HEADER, *(run.cells() for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -79,11 +84,15 @@ def _summary(home: Path) -> dict[str, Any]:
 
 
 def _verdict(summary: dict[str, Any]) -> str:
-    return f"{'promoted' if summary['promoted'] else 'not promoted'}, version {summary['model_version']}"
+    return (
+        f"{'promoted' if summary['promoted'] else 'not promoted'}, version"
+        f" {summary['model_version']}"
+    )
 
 
 def _state(home: Path, finished: bool) -> str:
-    """Whether a process executes the run, and if it has not finished, the last node that it began."""
+    """Whether a process executes the run, and if it has not finished, the last node that it
+    began."""
     with try_lock(home / LOCK) as free:
         if free and finished:
             return "finished"

@@ -1,4 +1,6 @@
-"""What every part of a training stage needs to know: which stage of the run it is, and whom it tells what it does."""
+"""What every part of a training stage needs to know: which stage of the run it is, and whom it
+tells what it does.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,26 @@ if TYPE_CHECKING:  # scoring and advantages know their stage and do without torc
 
 
 WATCHED_ROWS = 17
-"""Every so many rows are compared with the base model where nothing else does. It is prime: every noise level has its turn."""
-WATCHED_FIRST, WATCHED_EVERY = 8, 4
-"""So many updates of a stage are watched one by one, then every so many: on a small network another pass is felt."""
+"""Every so many rows are compared with the base model where nothing else does. It is prime: every
+noise level has its turn.
+"""
+WATCHED_FIRST = 8
+WATCHED_EVERY = 4
+"""So many updates of a stage are watched one by one, then every so many: on a small network another
+pass is felt.
+"""
 
 
 def teacher_copy(prompt_set: str) -> str:
-    """The policy copy that is the teacher of a prompt set; the teacher of all prompts is the copy ``teacher``."""
+    """The policy copy that is the teacher of a prompt set; the teacher of all prompts is the copy
+    ``teacher``.
+    """
     return f"teacher:{prompt_set}"
 
 
 def drift_stride(updates: int, passes: int) -> int | None:
-    """Every how many rows of an update, which follows ``updates`` others, the drift is measured; None: at none of them.
+    """Every how many rows of an update, which follows ``updates`` others, the drift is measured;
+    None: at none of them.
 
     They are few enough for one pass, where the rows take ``passes``.
     """
@@ -97,10 +107,17 @@ class StageContext:
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Where the policy folders of the stage's teachers lie, by the policy copy that each becomes (``teacher_copy``)."""
+        """Where the policy folders of the stage's teachers lie, by the policy copy that each
+        becomes (``teacher_copy``).
+        """
         hyper = self.config.hyper
-        one, several = getattr(hyper, "teacher", None), getattr(hyper, "teachers", {})
-        return {"teacher": one} if one else {teacher_copy(name): folder for name, folder in several.items()}
+        one = getattr(hyper, "teacher", None)
+        several = getattr(hyper, "teachers", {})
+        return (
+            {"teacher": one}
+            if one
+            else {teacher_copy(name): folder for name, folder in several.items()}
+        )
 
     @property
     def starts_as_teacher(self) -> bool:
@@ -109,22 +126,33 @@ class StageContext:
 
     @property
     def own_recipe(self) -> Recipe:
-        """The recipe with the prompt sets and the rewards of the stage's branch; the recipe, of a stage in none."""
+        """The recipe with the prompt sets and the rewards of the stage's branch; the recipe, of a
+        stage in none.
+        """
         return self.recipe.of_branch(self.config.branch)
 
     @property
     def labels_in_parallel(self) -> list[str]:
         """Labels of the stages of this round that may run while this one does.
 
-        Of a branch's stage: those of other branches, and those after it in none. Of any other: those of branches that neither it
-        nor a stage before it learns from.
+        Of a branch's stage: those of other branches, and those after it in none. Of any other:
+        those of branches that neither it nor a stage before it learns from.
         """
-        stages, own = list(enumerate(self.recipe.stages)), self.config.branch
+        stages = list(enumerate(self.recipe.stages))
+        own = self.config.branch
         if own:
-            others = [index for index, stage in stages if (stage.branch or index > self.stage) and stage.branch != own]
+            others = [
+                index
+                for index, stage in stages
+                if (stage.branch or index > self.stage) and stage.branch != own
+            ]
         else:
             ended = {name for _, stage in stages[: self.stage + 1] for name in taught_by(stage)}
-            others = [index for index, stage in stages[: self.stage] if stage.branch and stage.branch not in ended]
+            others = [
+                index
+                for index, stage in stages[: self.stage]
+                if stage.branch and stage.branch not in ended
+            ]
         return [self.recipe.stage_label(self.round, index) for index in others]
 
     @property
@@ -143,15 +171,20 @@ class StageContext:
 
     @property
     def noise_sharing(self) -> tuple[int, ...]:
-        """Samples of a prompt with successive numbers that share their noise, by its step index (``SampleKeys.sharing``)."""
+        """Samples of a prompt with successive numbers that share their noise, by its step index
+        (``SampleKeys.sharing``).
+        """
         first = self.config.group_size if self.config.shared_initial_noise else 1
         return (max(first, self.tree.leaves), *self.tree.sharing) if self.tree else (first,)
 
     def plan(self, step: int) -> Plan | None:
-        """Which denoising steps are stochastic and trained in an optimisation step; None where the algorithm has no window."""
+        """Which denoising steps are stochastic and trained in an optimisation step; None where the
+        algorithm has no window.
+        """
         from ebbflow.flow.windows import plan
 
-        window, splits = self.config.window, self.tree.splits if self.tree else ()
+        window = self.config.window
+        splits = self.tree.splits if self.tree else ()
         return plan(window, self.config.sampler.steps, step, self.seed, splits) if window else None
 
     def size_of_step(self, step: int) -> tuple[int, int] | None:
@@ -161,31 +194,44 @@ class StageContext:
         if not (sizes := self.config.sizes):
             return None
         weights = [size.weight for size in sizes]
-        drawn = generator(self.seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES).random() * sum(weights)
+        drawn = generator(
+            self.seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES
+        ).random() * sum(weights)
         index = next((index for index, end in enumerate(accumulate(weights)) if drawn < end), -1)
         return sizes[index].height, sizes[index].width
 
     def size_of_shard(self, shard: int) -> tuple[int, int] | None:
-        """Height and width of the images of a shard of an offline stage; None: those of the model."""
+        """Height and width of the images of a shard of an offline stage; None: those of the
+        model."""
         if not (sizes := self.config.sizes):
             return None
         counts = apportion([size.weight for size in sizes], self.offline.shards)
-        of_shards = [(size.height, size.width) for size, count in zip(sizes, counts, strict=True) for _ in range(count)]
+        of_shards = [
+            (size.height, size.width)
+            for size, count in zip(sizes, counts, strict=True)
+            for _ in range(count)
+        ]
         return of_shards[shard]
 
     def groups(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], SampleKeys]:
-        """One group of samples per prompt: the prompt of every sample, and its keys. Samples are numbered across steps."""
+        """One group of samples per prompt: the prompt of every sample, and its keys. Samples are
+        numbered across steps.
+        """
         from ebbflow.flow.noise import SampleKeys
 
         size = self.config.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]
-        return repeated, SampleKeys(self.seed, [prompt.prompt_id for prompt in repeated], samples, self.noise_sharing)
+        return repeated, SampleKeys(
+            self.seed, [prompt.prompt_id for prompt in repeated], samples, self.noise_sharing
+        )
 
 
 @dataclass
 class MetricsRecorder:
-    """Keeps the metrics for the report, and passes everything on to a metrics logger, if there is one."""
+    """Keeps the metrics for the report, and passes everything on to a metrics logger, if there is
+    one.
+    """
 
     metrics_logger: MetricsLogger | None = None
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -214,12 +260,15 @@ class MetricsRecorder:
             self.metrics_logger.log_file(path, content)
 
     def resume(self, rows: Sequence[dict[str, float]]) -> None:
-        """Record the metrics of an earlier attempt again, and pass them on: it may have died before it could deliver them.
+        """Record the metrics of an earlier attempt again, and pass them on: it may have died before
+        it could deliver them.
 
         What the recorder has already, it leaves out.
         """
         for row in rows:
-            self.log_metrics({name: value for name, value in row.items() if name != "step"}, int(row["step"]))
+            self.log_metrics(
+                {name: value for name, value in row.items() if name != "step"}, int(row["step"])
+            )
 
     def write(self, path: Path) -> None:
         """The kept metrics as a JSON list with one object per step."""

@@ -4,20 +4,24 @@ Where it fits
     Between ``workflows``, which orders the tasks, and the library, which knows no Flyte.
 
 Why
-    What Flyte asks for (types, caches, pods, retries, files behind URIs) stays out of the code that trains, so the library runs
-    and is tested without an orchestrator.
+    What Flyte asks for (types, caches, pods, retries, files behind URIs) stays out of the code that
+    trains, so the library runs and is tested without an orchestrator.
 
 How
-    - One task per file. Its body fetches inputs (``files``), opens the node's MLflow run and calls one library function.
-    - ``resources`` turns the deployment (``deployment``, one YAML file) into pods; ``images`` is the CPU image.
-    - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM into a retry;
-      ``elastic`` is the training group of offline stages.
-    - Importing this package configures logging (``EBBFLOW_LOG_LEVEL``) and the object store for every process that runs a task.
+    - One task per file. Its body fetches inputs (``files``), opens the node's MLflow run and calls
+      one library function.
+    - ``resources`` turns the deployment (``deployment``, one YAML file) into pods; ``images`` is
+      the CPU image.
+    - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM
+      into a retry; ``elastic`` is the training group of offline stages.
+    - Importing this package configures logging (``EBBFLOW_LOG_LEVEL``) and the object store for
+      every process that runs a task.
 
 Gotchas
     - Task names are import paths: renaming a module loses its history and caches.
     - Heavy imports belong in the bodies, or registering needs the GPU stack.
-    - A plain exception is never retried; raise ``FlyteRecoverableException``, see ``preemption.retry_on``.
+    - A plain exception is never retried; raise ``FlyteRecoverableException``, see
+      ``preemption.retry_on``.
     - Every rank runs the body of ``train_offline``; only what rank 0 returns counts.
 """
 
@@ -38,27 +42,36 @@ from pydantic import BaseModel
 from ebbflow.logs import configure_logging
 
 configure_logging()
-# The library opens URIs with fsspec and knows no Flyte: point it to the store that Flyte is configured for.
+# The library opens URIs with fsspec and knows no Flyte: point it to the store that Flyte is
+# configured for.
 fsspec.config.conf.setdefault("s3", {}).update(s3_setup_args(DataConfig.auto().s3))
 
 
 class _CachedPydanticTransformer(PydanticTransformer):
-    """Describes a type once. Flytekit does so for every task that takes it, which was half of the time to load the workflows."""
+    """Describes a type once. Flytekit does so for every task that takes it, which was half of the
+    time to load the workflows.
+    """
 
     _literal_type = functools.cache(PydanticTransformer.get_literal_type)
 
     def get_literal_type(self, t: type[BaseModel]) -> LiteralType:
-        return copy.copy(self._literal_type(t))  # for a type in a union, flytekit writes into what it gets
+        return copy.copy(
+            self._literal_type(t)
+        )  # for a type in a union, flytekit writes into what it gets
 
 
 def _is_actionable(record: logging.LogRecord) -> bool:
     """Whether a reader of flytekit's log can do anything about it.
 
-    ``options``, the keys of a user's own code, have no type, but travel inside the recipe as MessagePack: nothing is pickled. And
-    flytekit never closes its session with the object store, which ends with the process.
+    ``options``, the keys of a user's own code, have no type, but travel inside the recipe as
+    MessagePack: nothing is pickled. And flytekit never closes its session with the object store,
+    which ends with the process.
     """
     message = record.getMessage()
-    return not message.startswith("Unsupported Type typing.Any") and "'message': 'Unclosed client session'" not in message
+    return (
+        not message.startswith("Unsupported Type typing.Any")
+        and "'message': 'Unclosed client session'" not in message
+    )
 
 
 logging.getLogger("flytekit").addFilter(_is_actionable)

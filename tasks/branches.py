@@ -1,4 +1,6 @@
-"""What a stage takes over from branches: their policies as teachers, what their stages did, and what their gates said."""
+"""What a stage takes over from branches: their policies as teachers, what their stages did, and
+what their gates said.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ def teacher_locations(ctx: StageContext, specialists: Sequence[SpecialistPolicy]
 
 
 def first_step(ctx: StageContext, policy: TrainedPolicy) -> int | None:
-    """The step at which a stage's curves begin in the run's; None in a branch, as others run at the same time."""
+    """The step at which a stage's curves begin in the run's; None in a branch, as others run at the
+    same time.
+    """
     return None if ctx.config.branch else policy.global_step
 
 
 def with_branches(trained: TrainedPolicy, specialists: Sequence[SpecialistPolicy]) -> TrainedPolicy:
-    """The policy with the stages of branches, and an alarm for each whose gate refused its policy: the report shows them."""
+    """The policy with the stages of branches, and an alarm for each whose gate refused its policy:
+    the report shows them.
+    """
     from ebbflow.evaluation.gate import REFUSED
 
     assert trained.record is not None

@@ -14,30 +14,40 @@ import ebbflow
 from ebbflow.storage.identity import code_digest
 
 CLONE = Path(__file__).parents[1]
-_FOLDER = CLONE if (CLONE / "pyproject.toml").is_file() else Path.cwd()  # not among installed packages
+_FOLDER = (
+    CLONE if (CLONE / "pyproject.toml").is_file() else Path.cwd()
+)  # not among installed packages
 LOCAL_CACHE = Path(os.environ.get("EBBFLOW_LOCAL_CACHE") or _FOLDER / "runs" / "flyte" / "cache")
-"""Flyte's cache of local runs, in the clone or else in the working directory. It points into ``runs``, so it lies there and is
-deleted with them; flytekit's own, in the home folder, is shared by all Flyte projects of a user and outlives their files."""
+"""Flyte's cache of local runs, in the clone or else in the working directory. It points into
+``runs``, so it lies there and is deleted with them; flytekit's own, in the home folder, is shared
+by all Flyte projects of a user and outlives their files.
+"""
 local_cache.CACHE_LOCATION = str(LOCAL_CACHE)  # flytekit has no setting for it
 
 ONCE_PER_RUN = Cache(version="1")
-"""For tasks with the run among their inputs: a local run that died resumes after its last finished task.
+"""For tasks with the run among their inputs: a local run that died resumes after its last finished
+task.
 
-The version does not cover the code, because a run is only resumed with the code that started it (tasks/start_run.py).
+The version does not cover the code, because a run is only resumed with the code that started it
+(tasks/start_run.py).
 """
 
 
 def shared_by_all_runs(*sources: str) -> Cache:
-    """For outputs that depend on the other inputs, and on these sources of the library, but not on the run that logs them."""
+    """For outputs that depend on the other inputs, and on these sources of the library, but not on
+    the run that logs them.
+    """
     library = Path(ebbflow.__file__).parent
     version = code_digest(*(library / source for source in sources))[:16] if sources else "1"
     return Cache(version=version, serialize=True, ignored_inputs=("run",))
 
 
 def mapped(bound: partial[Any], **values: Any) -> Any:
-    """Map a task, bound to its other inputs, over the values of its first; in a local execution, call it once per value.
+    """Map a task, bound to its other inputs, over the values of its first; in a local execution,
+    call it once per value.
 
-    Flyte caches those calls, while a local map task that dies would start again from its first value.
+    Flyte caches those calls, while a local map task that dies would start again from its first
+    value.
     """
     execution = FlyteContextManager.current_context().execution_state
     if execution is None or not execution.is_local_execution():

@@ -13,7 +13,9 @@ from tasks.types import EvaluatedPolicy
 
 @task(cache=ONCE_PER_RUN, **light())
 def choose_candidate(run: TrackedRun, history: list[EvaluatedPolicy]) -> EvaluatedPolicy:
-    """The best policy of the run. The held-out prompts do not count here, so that they can decide in the gate."""
+    """The best policy of the run. The held-out prompts do not count here, so that they can decide
+    in the gate.
+    """
     from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "candidate") as run_logger:

@@ -1,4 +1,6 @@
-"""Choose what a branch hands on: its best policy if that passes the gate, else the policy that it began with."""
+"""Choose what a branch hands on: its best policy if that passes the gate, else the policy that it
+began with.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ def choose_specialist(
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_decision
 
-    before, candidate = history[0], history[best([evaluated.evaluation for evaluated in history])]
+    before = history[0]
+    candidate = history[best([evaluated.evaluation for evaluated in history])]
     with node_run(run, f"{recipe.branch_label(round, branch)} gate") as run_logger:
         samples = (read_table(fetch(evaluated.samples)) for evaluated in (candidate, before))
-        decision = decide(recipe.of_branch(branch), candidate.evaluation, before.evaluation, *samples)
+        decision = decide(
+            recipe.of_branch(branch), candidate.evaluation, before.evaluation, *samples
+        )
         log_decision(run_logger, decision)
     chosen = candidate if decision.promote else before
     stages = [stage for evaluated in history[1:] for stage in evaluated.policy.finished_stages]

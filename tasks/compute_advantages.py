@@ -13,7 +13,9 @@ from tasks.resources import light
 
 
 @task(cache=ONCE_PER_RUN, **light())
-def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]) -> FlyteFile:
+def compute_advantages(
+    recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]
+) -> FlyteFile:
     """The advantage of every sample that is trained on (``ADVANTAGES``)."""
     from ebbflow.offline.advantages import write_advantages
     from ebbflow.stage import StageContext
@@ -23,5 +25,7 @@ def compute_advantages(recipe: Recipe, run: TrackedRun, round: int, stage: int, 
     node = f"{ctx.label} advantages"
     path = node_output(run, node, "advantages.parquet")
     with node_run(run, node) as run_logger:
-        run_logger.log_metrics(write_advantages(ctx, [fetch(shard) for shard in scores], path), step=0)
+        run_logger.log_metrics(
+            write_advantages(ctx, [fetch(shard) for shard in scores], path), step=0
+        )
     return FlyteFile(str(path))

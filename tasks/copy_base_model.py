@@ -20,7 +20,8 @@ def copy_base_model(model: ModelConfig, run: TrackedRun) -> BaseModelArtifact:
     from ebbflow.models.prepare import copy_base
     from ebbflow.tracking.child_run import node_run
 
-    started, folder = time.time(), node_output(run, "base model", "base")
+    started = time.time()
+    folder = node_output(run, "base model", "base")
     assert model.path
     with node_run(run, "base model"):
         copy_base(fetch_folder(model.path), folder, model)

@@ -13,7 +13,9 @@ from tasks.types import ChampionPolicy, EvaluatedPolicy
 
 
 @task(cache=ONCE_PER_RUN, **light())
-def decide_promotion(recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy) -> GateDecision:
+def decide_promotion(
+    recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy
+) -> GateDecision:
     """The decision with its reasons; it changes nothing."""
     from ebbflow.evaluation.gate import decide
     from ebbflow.storage.tables import read_table

@@ -1,8 +1,10 @@
-"""The deployment: image, machine and retries of each kind of task, from one YAML file that is read when you register.
+"""The deployment: image, machine and retries of each kind of task, from one YAML file that is read
+when you register.
 
-``EBBFLOW_DEPLOYMENT`` names the file; without it everything runs on CPUs in one image. ``EBBFLOW_TRAIN_PROCESSES`` overrides the
-file's ``train_processes``, and ``EBBFLOW_TRAIN_NODES`` its ``train_nodes``; no other key affects local runs, where all processes
-are on this machine. containers/deployment.example.yaml shows every key.
+``EBBFLOW_DEPLOYMENT`` names the file; without it everything runs on CPUs in one image.
+``EBBFLOW_TRAIN_PROCESSES`` overrides the file's ``train_processes``, and ``EBBFLOW_TRAIN_NODES``
+its ``train_nodes``; no other key affects local runs, where all processes are on this machine.
+containers/deployment.example.yaml shows every key.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ GPU_GIB = {
     "nvidia-rtx-pro-6000": 95,
     "nvidia-h200": 140,
 }
-"""GiB that nvidia-smi shows of a GPU, rounded down, by the accelerator's name in Flyte; smaller ones first."""
+"""GiB that nvidia-smi shows of a GPU, rounded down, by the accelerator's name in Flyte; smaller
+ones first.
+"""
 
 
 class TolerationConfig(Strict):
@@ -73,7 +77,9 @@ class TolerationConfig(Strict):
     @model_validator(mode="after")
     def _as_kubernetes_has_it(self) -> TolerationConfig:
         if self.operator == "Exists" and self.value is not None:
-            raise ValueError(f"operator: Exists takes no value, got {self.value!r}; leave one of them out")
+            raise ValueError(
+                f"operator: Exists takes no value, got {self.value!r}; leave one of them out"
+            )
         if self.operator == "Equal" and not self.key:
             raise ValueError("operator: Equal needs the key of the taint")
         return self
@@ -86,14 +92,18 @@ class NodesConfig(Strict):
     """Labels that a node must have."""
     tolerations: list[TolerationConfig] = []
     affinity: dict[str, Any] | None = None
-    """``affinity`` of a pod, as Kubernetes has it (``nodeAffinity``, ``podAffinity``, ``podAntiAffinity``)."""
+    """``affinity`` of a pod, as Kubernetes has it (``nodeAffinity``, ``podAffinity``,
+    ``podAntiAffinity``).
+    """
 
 
 class PodConfig(NodesConfig):
     """The pod of one kind of task."""
 
     image: str | None = None
-    """The container image; default: that of ``image_registry``, or else the one given when registering (``--image``)."""
+    """The container image; default: that of ``image_registry``, or else the one given when
+    registering (``--image``).
+    """
     cpu: AtLeastOne = 1
     """Cores. This and what follows is both request and limit, so that the pod is evicted last."""
     mem: Size = "2Gi"
@@ -105,7 +115,9 @@ class PodConfig(NodesConfig):
     accelerator: str | None = None
     """The kind of GPU, as the cluster's nodes are labelled; default: any."""
     gpu_memory: Size | None = None
-    """Of each GPU, which the dry run compares with what a recipe needs; default: that of the accelerator, where it is known."""
+    """Of each GPU, which the dry run compares with what a recipe needs; default: that of the
+    accelerator, where it is known.
+    """
     shared_memory: Size | None = None
     """Limit of /dev/shm, where processes exchange tensors; counts as memory. Default: 64 MiB."""
     grace_period: AtLeastZero = 30
@@ -113,14 +125,19 @@ class PodConfig(NodesConfig):
     interruptible: bool = False
     """Whether it may run on preemptible (spot) machines."""
     retries: AtLeastZero = 2
-    """Retries after recoverable errors. Other errors end the run; lost machines are counted separately."""
+    """Retries after recoverable errors. Other errors end the run; lost machines are counted
+    separately.
+    """
     max_hours: Annotated[float, Field(gt=0)] | None = None
     """Hours after which Flyte ends an attempt; default: no limit."""
 
     @model_validator(mode="after")
     def _check_accelerator(self) -> Self:
         if self.accelerator and not self.gpus:
-            raise ValueError(f"accelerator = {self.accelerator!r} needs gpus >= 1; set gpus or remove accelerator")
+            raise ValueError(
+                f"accelerator = {self.accelerator!r} needs gpus >= 1; set gpus or remove"
+                " accelerator"
+            )
         return self
 
 
@@ -140,7 +157,9 @@ class AcceleratedConfig(PodConfig):
 
 
 class TrainingGroupConfig(PodConfig):
-    """The ``train_processes`` processes of an offline stage on each of ``train_nodes`` nodes, a pod each."""
+    """The ``train_processes`` processes of an offline stage on each of ``train_nodes`` nodes, a pod
+    each.
+    """
 
     cpu: AtLeastOne = 1
     """Cores of each process."""
@@ -170,8 +189,9 @@ class RayWorkersConfig(NodesConfig):
 class RayClusterConfig(PodConfig):
     """The Ray cluster of an online stage with ``placement: ray``; it lives as long as the stage.
 
-    Cores, memory, disk and nodes are the head's, which runs the stage's own process and no actor; KubeRay makes the pod that
-    submits the job as large as the head. Everything else applies to all pods.
+    Cores, memory, disk and nodes are the head's, which runs the stage's own process and no actor;
+    KubeRay makes the pod that submits the job as large as the head. Everything else applies to all
+    pods.
     """
 
     cpu: AtLeastOne = 2
@@ -179,7 +199,9 @@ class RayClusterConfig(PodConfig):
     gpus: Annotated[int, Field(ge=0, le=0)] = 0
     """0: models are in the workers."""
     shared_memory: Size | None = "4Gi"
-    """Of every pod. Ray's object store keeps rollouts and weights in it, and spills to disk what does not fit."""
+    """Of every pod. Ray's object store keeps rollouts and weights in it, and spills to disk what
+    does not fit.
+    """
     grace_period: AtLeastZero = 300
     keep_seconds: AtLeastZero = 300
     """How long the pods stay after the stage has ended, so that their logs can be read."""
@@ -188,17 +210,24 @@ class RayClusterConfig(PodConfig):
     @model_validator(mode="after")
     def _check_accelerator(self) -> Self:
         if self.accelerator and not any(group.gpus for group in self.workers):
-            raise ValueError(f"accelerator = {self.accelerator!r} needs workers with gpus; set theirs or remove accelerator")
+            raise ValueError(
+                f"accelerator = {self.accelerator!r} needs workers with gpus; set theirs or remove"
+                " accelerator"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_disk(self) -> Self:
         """Flyte merges the pods key by key, so that a group without a disk would get the head's."""
-        inheriting = [group.name for group in self.workers if self.ephemeral_storage and not group.ephemeral_storage]
+        inheriting = [
+            group.name
+            for group in self.workers
+            if self.ephemeral_storage and not group.ephemeral_storage
+        ]
         if inheriting:
             raise ValueError(
-                f"workers {', '.join(inheriting)}: ephemeral_storage is left out, and they would get the head's "
-                f"{self.ephemeral_storage}; state theirs"
+                f"workers {', '.join(inheriting)}: ephemeral_storage is left out, and they would"
+                f" get the head's {self.ephemeral_storage}; state theirs"
             )
         return self
 
@@ -221,7 +250,9 @@ class HubSecretConfig(Strict):
 
 
 class SecretConfig(HubSecretConfig):
-    """A secret of the cluster that every task gets: of MLflow, of a reward server, of an object store."""
+    """A secret of the cluster that every task gets: of MLflow, of a reward server, of an object
+    store.
+    """
 
     variable: Annotated[str, Field(pattern="^[A-Z_][A-Z0-9_]*$")]
     """The environment variable that holds it."""
@@ -247,15 +278,25 @@ class DeploymentConfig(Strict):
     train_processes: AtLeastOne = 2
     """Training processes of an offline stage, on each node."""
     train_nodes: AtLeastOne = 1
-    """Nodes of an offline stage's training. More than one are a PyTorchJob of the Kubeflow training operator."""
+    """Nodes of an offline stage's training. More than one are a PyTorchJob of the Kubeflow training
+    operator.
+    """
     train_sharding: Literal["full", "hybrid"] = "full"
-    """full: FSDP2 shards the model over all processes; hybrid: inside each node, and replicates it over the nodes (HSDP)."""
+    """full: FSDP2 shards the model over all processes; hybrid: inside each node, and replicates it
+    over the nodes (HSDP).
+    """
     train_context_parallel: AtLeastOne = 1
-    """Processes of a node that share the tokens of each sample in training, for latents whose activations do not fit one GPU."""
+    """Processes of a node that share the tokens of each sample in training, for latents whose
+    activations do not fit one GPU.
+    """
     image_registry: str | None = None
-    """Registry of the CPU image (tasks/images.py), which Flyte then builds when you register; default: no image is built."""
+    """Registry of the CPU image (tasks/images.py), which Flyte then builds when you register;
+    default: no image is built.
+    """
     hub_secret: HubSecretConfig | None = None
-    """The token for gated base models and LoRA; the tasks that download them get it as ``HF_TOKEN``."""
+    """The token for gated base models and LoRA; the tasks that download them get it as
+    ``HF_TOKEN``.
+    """
     secrets: list[SecretConfig] = []
     env: dict[str, str] = {}
     """Environment variables of every pod; no secrets."""
@@ -265,7 +306,9 @@ class DeploymentConfig(Strict):
     image_pull_secrets: list[str] = []
     priority_class: str | None = None
     accelerator_label: str = "k8s.amazonaws.com/accelerator"
-    """The label that nodes carry their kind of GPU in, as Flyte's own configuration has it (``gpu-device-node-label``)."""
+    """The label that nodes carry their kind of GPU in, as Flyte's own configuration has it
+    (``gpu-device-node-label``).
+    """
     notifications: NotificationsConfig = NotificationsConfig()
     light: PodConfig = PodConfig()
     """Bookkeeping: prompts, tracking, advantages, the gate, the registry."""
@@ -279,8 +322,8 @@ class DeploymentConfig(Strict):
     def _tokens_are_shared_inside_a_node(self) -> DeploymentConfig:
         if self.train_processes % self.train_context_parallel:
             raise ValueError(
-                f"train_context_parallel = {self.train_context_parallel} does not divide train_processes = "
-                f"{self.train_processes}; change one of them"
+                f"train_context_parallel = {self.train_context_parallel} does not divide"
+                f" train_processes = {self.train_processes}; change one of them"
             )
         return self
 
@@ -304,9 +347,11 @@ def read_deployment(environment: Mapping[str, str]) -> DeploymentConfig:
 
 
 def pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
-    """Environment with which a pod reads the same deployment: the variable holds its text, as pods do not have the file.
+    """Environment with which a pod reads the same deployment: the variable holds its text, as pods
+    do not have the file.
 
-    Every pod gets all of it, because a dynamic compiles its tasks, with their images and GPUs, in its own pod.
+    Every pod gets all of it, because a dynamic compiles its tasks, with their images and GPUs, in
+    its own pod.
     """
     return {**deployment.env, FILE: deployment.model_dump_json(exclude_defaults=True)}
 
@@ -324,12 +369,18 @@ def _named(file_or_text: str) -> str:
 def _read(file_or_text: str) -> YamlText:
     """The mapping in a file, or in the text itself."""
     if not _is_text(file_or_text) and not Path(file_or_text).is_file():
-        raise DeploymentError(f"{FILE}={file_or_text}: there is no such file; copy containers/deployment.example.yaml")
+        raise DeploymentError(
+            f"{FILE}={file_or_text}: there is no such file; copy containers/deployment.example.yaml"
+        )
     name = _named(file_or_text)
     try:
-        read = read_yaml(file_or_text if _is_text(file_or_text) else Path(file_or_text).read_bytes(), name)
+        read = read_yaml(
+            file_or_text if _is_text(file_or_text) else Path(file_or_text).read_bytes(), name
+        )
     except (yaml.YAMLError, ValueError) as error:
         raise DeploymentError(f"{FILE}={describe_yaml_error(error, name)}") from None
     if not isinstance(read.data, dict):
-        raise DeploymentError(f"{FILE}={name} must be a mapping of keys, got {type(read.data).__name__}")
+        raise DeploymentError(
+            f"{FILE}={name} must be a mapping of keys, got {type(read.data).__name__}"
+        )
     return read

@@ -32,5 +32,9 @@ def distill_branches(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    teachers: dict[str, Path] = {copy: fetch_folder(uri) for copy, uri in teacher_locations(ctx, specialists).items()}
-    return with_branches(train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers), specialists)
+    teachers: dict[str, Path] = {
+        copy: fetch_folder(uri) for copy, uri in teacher_locations(ctx, specialists).items()
+    }
+    return with_branches(
+        train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers), specialists
+    )

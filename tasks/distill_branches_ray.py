@@ -29,5 +29,7 @@ def distill_branches_ray(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    trained = train_stage_on_ray(ctx, run, base, policy, prompts, teacher_locations(ctx, specialists))
+    trained = train_stage_on_ray(
+        ctx, run, base, policy, prompts, teacher_locations(ctx, specialists)
+    )
     return with_branches(trained, specialists)

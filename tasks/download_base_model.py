@@ -1,4 +1,6 @@
-"""Download a base model from the Hugging Face hub; cached for all runs, because a commit never changes."""
+"""Download a base model from the Hugging Face hub; cached for all runs, because a commit never
+changes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def download_base_model(repository: str, revision: str, run: TrackedRun) -> Base
     from ebbflow.models.prepare import download_base
     from ebbflow.tracking.child_run import node_run
 
-    started, folder = time.time(), scratch("base")
+    started = time.time()
+    folder = scratch("base")
     with node_run(run, "base model"):
         download_base(repository, revision, folder)
     return BaseModelArtifact.made(folder, started)

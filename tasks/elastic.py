@@ -1,12 +1,15 @@
-"""The training group of an offline stage: torch's elastic launcher on each node, which saves on SIGTERM and starts at once.
+"""The training group of an offline stage: torch's elastic launcher on each node, which saves on
+SIGTERM and starts at once.
 
-Without CUDA, ranks are forked from a server that has imported what they need, so that they start at once. The server is
-``multiprocessing``'s, and itself a fork of the launcher, made before the launcher computes anything: a process that has started
-threads or opened a database must not be forked. With CUDA, which does not survive a fork, ranks are spawned.
+Without CUDA, ranks are forked from a server that has imported what they need, so that they start at
+once. The server is ``multiprocessing``'s, and itself a fork of the launcher, made before the
+launcher computes anything: a process that has started threads or opened a database must not be
+forked. With CUDA, which does not survive a fork, ranks are spawned.
 
-On one node nothing listens on a network. torch's own rendezvous (c10d) opens a port on every interface, asks nobody for a
-password, and unpickles what it reads there. One node needs none: ranks meet in a file of this user, and talk over the loopback
-interface. Several nodes, the pods of a PyTorchJob, do meet by c10d (docs/nodes.md); outside such a job all ranks are on one node.
+On one node nothing listens on a network. torch's own rendezvous (c10d) opens a port on every
+interface, asks nobody for a password, and unpickles what it reads there. One node needs none: ranks
+meet in a file of this user, and talk over the loopback interface. Several nodes, the pods of a
+PyTorchJob, do meet by c10d (docs/nodes.md); outside such a job all ranks are on one node.
 """
 
 from __future__ import annotations
@@ -52,9 +55,14 @@ PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.trackin
 
 
 JOIN_SECONDS = 900
-"""How long nodes wait for each other at the start: one may have to be started, and to pull the image."""
-SILENT_SECONDS, HEARTBEAT_SECONDS = 300, 5
-"""A launcher that was silent for so long is out of the rendezvous: torch's 15 seconds are too few on a busy machine."""
+"""How long nodes wait for each other at the start: one may have to be started, and to pull the
+image.
+"""
+SILENT_SECONDS = 300
+HEARTBEAT_SECONDS = 5
+"""A launcher that was silent for so long is out of the rendezvous: torch's 15 seconds are too few
+on a busy machine.
+"""
 CONFIGS = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), JOIN_SECONDS)
 
 
@@ -62,27 +70,36 @@ CONFIGS = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), JOIN_SECOND
 class GracefulElastic(Elastic):
     """torch's elastic launcher, with time to save after a SIGTERM.
 
-    By default the launcher kills its processes after 30 seconds, and the task succeeds without outputs.
+    By default the launcher kills its processes after 30 seconds, and the task succeeds without
+    outputs.
     """
 
     rdzv_configs: dict[str, Any] = field(
-        default_factory=lambda: CONFIGS | {"keep_alive_max_attempt": SILENT_SECONDS // HEARTBEAT_SECONDS}
+        default_factory=lambda: (
+            CONFIGS | {"keep_alive_max_attempt": SILENT_SECONDS // HEARTBEAT_SECONDS}
+        )
     )
 
 
 class GracefulElasticTask(PytorchElasticFunctionTask):
     """Passes SIGTERM on to the processes, which agree on a step, save and raise together.
 
-    When a node of several is gone, the task is retried. The task function takes the recipe as ``recipe``.
+    When a node of several is gone, the task is retried. The task function takes the recipe as
+    ``recipe``.
     """
 
     terminated = False
 
-    def __init__(self, task_config: GracefulElastic, task_function: Callable[..., Any], **kwargs: Any) -> None:
-        # Not the plugin's own, which imports torch to read ``nnodes``: registering and light pods do without torch.
+    def __init__(
+        self, task_config: GracefulElastic, task_function: Callable[..., Any], **kwargs: Any
+    ) -> None:
+        # Not the plugin's own, which imports torch to read ``nnodes``: registering and light pods
+        # do without torch.
         several = task_config.nnodes > 1
         task_type = self._ELASTIC_TASK_TYPE if several else self._ELASTIC_TASK_TYPE_STANDALONE
-        PythonFunctionTask.__init__(self, task_config, task_function, task_type=task_type, task_type_version=1, **kwargs)
+        PythonFunctionTask.__init__(
+            self, task_config, task_function, task_type=task_type, task_type_version=1, **kwargs
+        )
         self.min_nodes = self.max_nodes = task_config.nnodes
         self.rdzv_backend = "c10d" if several else RENDEZVOUS
 
@@ -96,7 +113,9 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             raise
         except Exception as error:
             if self.terminated:  # while they were loading, before they could save
-                raise FlyteRecoverableException(f"{self.name} was terminated before its first step") from error
+                raise FlyteRecoverableException(
+                    f"{self.name} was terminated before its first step"
+                ) from error
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -105,7 +124,12 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         if self.task_config.nnodes > 1 and IN_JOB in os.environ:
             return self._launch_node(**kwargs)
         processes = self.task_config.nproc_per_node * self.task_config.nnodes
-        here = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": processes, "rdzv_backend": RENDEZVOUS}
+        here = {
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "nproc_per_node": processes,
+            "rdzv_backend": RENDEZVOUS,
+        }
         logger.info("starting %d processes for %s", processes, self._short_name)
         with _meeting_place(), _launcher(kwargs["recipe"], here):
             return super().execute(**kwargs)
@@ -114,10 +138,14 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         """The processes of this node, which meet those of the others.
 
         Raises:
-            FlyteRecoverableException: another node is gone or did not come, or a process of this one was killed.
+            FlyteRecoverableException: another node is gone or did not come, or a process of this
+                one was killed.
         """
-        processes, nodes = self.task_config.nproc_per_node, self.task_config.nnodes
-        logger.info("starting %d processes for %s, on one of %d nodes", processes, self._short_name, nodes)
+        processes = self.task_config.nproc_per_node
+        nodes = self.task_config.nnodes
+        logger.info(
+            "starting %d processes for %s, on one of %d nodes", processes, self._short_name, nodes
+        )
         with _launched_now(), _fast_rendezvous(), _launcher(kwargs["recipe"], {}):
             try:
                 return super().execute(**kwargs)
@@ -140,7 +168,8 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
 
 
 def preload(recipe: Recipe) -> bool:
-    """Import what ranks need, and fork the server that they are forked from, unless it runs already.
+    """Import what ranks need, and fork the server that they are forked from, unless it runs
+    already.
 
     Returns:
         whether there is such a server: there is none where ranks use CUDA, nor outside Linux.
@@ -155,7 +184,8 @@ def preload(recipe: Recipe) -> bool:
         importlib.import_module(module)
     adapter_of(recipe.model.family)
     _keep_sockets_in_a_short_folder()
-    resource_tracker.ensure_running()  # which the fork server would start first, as it is started itself
+    # which the fork server would start first, as it is started itself
+    resource_tracker.ensure_running()
     new_interpreter = util.spawnv_passfds
     util.spawnv_passfds = _forked_server  # type: ignore[assignment]
     try:
@@ -166,7 +196,9 @@ def preload(recipe: Recipe) -> bool:
 
 
 def _keep_sockets_in_a_short_folder() -> None:
-    """The path of a local socket has 107 bytes at most, and the temporary folder of a local run lies in its output."""
+    """The path of a local socket has 107 bytes at most, and the temporary folder of a local run
+    lies in its output.
+    """
     usual = tempfile.gettempdir()
     if os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
         tempfile.tempdir = SHORT_FOLDER
@@ -177,7 +209,9 @@ def _keep_sockets_in_a_short_folder() -> None:
 
 
 def _forked_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
-    """The id of a fork of this process that serves as ``multiprocessing``'s fork server, which is a new interpreter otherwise."""
+    """The id of a fork of this process that serves as ``multiprocessing``'s fork server, which is a
+    new interpreter otherwise.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if process := os.fork():
@@ -199,7 +233,8 @@ def _close_other_end(pipe: int) -> None:
 
 
 def _lost(error: Exception) -> str | None:
-    """What another attempt may not meet: a connection to another node that broke, or a process that was killed.
+    """What another attempt may not meet: a connection to another node that broke, or a process that
+    was killed.
 
     NCCL ends its process by a signal when a connection breaks.
     """
@@ -211,21 +246,30 @@ def _lost(error: Exception) -> str | None:
     if isinstance(error, RendezvousError) or is_connection_error(error):
         return f"another node is gone, or did not come ({type(error).__name__}: {error})"
     cause = error.value if isinstance(error, FlyteUserRuntimeException) else error
-    if isinstance(cause, ChildFailedError) and (failure := cause.get_first_failure()[1]).exitcode < 0:
+    if (
+        isinstance(cause, ChildFailedError)
+        and (failure := cause.get_first_failure()[1]).exitcode < 0
+    ):
         name = signal.Signals(-failure.exitcode).name
-        return f"process {failure.local_rank} of this node ended by {name}; another node may be gone, or its memory used up"
+        return (
+            f"process {failure.local_rank} of this node ended by {name}; another node may be gone,"
+            " or its memory used up"
+        )
     return None
 
 
 @contextmanager
 def _launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
-    """The launcher's settings that Flyte's plugin has no options for: the signals that it handles, and a start by forking.
+    """The launcher's settings that Flyte's plugin has no options for: the signals that it handles,
+    and a start by forking.
 
-    It leaves SIGTERM to ``GracefulElasticTask``, and SIGINT to Flyte (``start_run``). ``given`` are further settings.
+    It leaves SIGTERM to ``GracefulElasticTask``, and SIGINT to Flyte (``start_run``). ``given`` are
+    further settings.
     """
     from torch.distributed.launcher import api
 
-    settings, config = {"signals_to_handle": "SIGHUP,SIGQUIT", **given}, api.LaunchConfig
+    settings = {"signals_to_handle": "SIGHUP,SIGQUIT", **given}
+    config = api.LaunchConfig
     if preload(recipe):
         settings["start_method"] = "forkserver"
         rank = partial(_as_spawned, os.getcwd(), dict(os.environ))
@@ -240,7 +284,9 @@ def _launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _meeting_place() -> Iterator[None]:
-    """A file through which ranks find each other, and torch configured for one node (``_one_node``)."""
+    """A file through which ranks find each other, and torch configured for one node
+    (``_one_node``).
+    """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     from ebbflow.training.distributed import STORE
@@ -267,9 +313,11 @@ def _launched_now() -> Iterator[None]:
 
 @contextmanager
 def _fast_rendezvous() -> Iterator[None]:
-    """c10d's rendezvous without its search for the name of the calling method, which looks through all modules of the process.
+    """c10d's rendezvous without its search for the name of the calling method, which looks through
+    all modules of the process.
 
-    It does so several times for each operation: with the thousands of modules here that takes seconds on a busy machine.
+    It does so several times for each operation: with the thousands of modules here that takes
+    seconds on a busy machine.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -282,9 +330,15 @@ def _fast_rendezvous() -> Iterator[None]:
 
 
 def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of a launcher that is alone: it meets nobody, and what it stores stays in its memory."""
+    """The rendezvous of a launcher that is alone: it meets nobody, and what it stores stays in its
+    memory.
+    """
     from torch.distributed import HashStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
 
     class OneNode(RendezvousHandler):
         def get_backend(self) -> str:
@@ -313,9 +367,13 @@ def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _as_spawned(directory: str, environment: dict[str, str], *arguments: Any) -> Any:
-    """A rank's work, in the folder and environment of its launcher, not in those that the server had when it started."""
+    """A rank's work, in the folder and environment of its launcher, not in those that the server
+    had when it started.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher passes it on as a SIGTERM, for which ranks save
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the launcher passes it on as a SIGTERM, for which ranks save
     os.chdir(directory)
     os.environ.update(environment)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -323,7 +381,8 @@ def _as_spawned(directory: str, environment: dict[str, str], *arguments: Any) ->
 
 
 def _end_with_launcher() -> None:
-    """End this process when its launcher is gone: its parent is the server, which would not notice."""
+    """End this process when its launcher is gone: its parent is the server, which would not
+    notice."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     multiprocessing.connection.wait([launcher.sentinel])

@@ -15,16 +15,27 @@ from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def evaluate_branch(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, branch: str, label: str
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    branch: str,
+    label: str,
 ) -> EvaluatedPolicy:
-    """The policy with its evaluation and samples. The run's own curves leave it out: it is of other prompts than theirs."""
+    """The policy with its evaluation and samples. The run's own curves leave it out: it is of other
+    prompts than theirs.
+    """
     from ebbflow.evaluation.evaluate import evaluate_folder
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_evaluation
 
     node = f"{label} evaluation"
-    samples, own = node_output(run, node, "samples.parquet"), recipe.of_branch(branch)
+    samples = node_output(run, node, "samples.parquet")
+    own = recipe.of_branch(branch)
     with node_run(run, node) as run_logger:
-        evaluation = evaluate_folder(own, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
+        evaluation = evaluate_folder(
+            own, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples
+        )
         log_evaluation(run_logger, evaluation, samples)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

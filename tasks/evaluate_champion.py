@@ -1,4 +1,5 @@
-"""Evaluate the registered champion on this run's prompts, so that the gate compares like with like."""
+"""Evaluate the registered champion on this run's prompts, so that the gate compares like with
+like."""
 
 from __future__ import annotations
 
@@ -16,9 +17,15 @@ from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, Trai
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def evaluate_champion(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, before: EvaluatedPolicy
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    prompts: FlyteFile,
+    before: EvaluatedPolicy,
 ) -> ChampionPolicy:
-    """The champion with its evaluation, or ``before``, that of the run's own start, if there is no champion yet."""
+    """The champion with its evaluation, or ``before``, that of the run's own start, if there is no
+    champion yet.
+    """
     from ebbflow.evaluation.evaluate import evaluate_folder, require_same_image_size
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.nodes import log_evaluation
@@ -32,8 +39,12 @@ def evaluate_champion(
     with node_run(run, node) as run_logger:
         its_base, policy = champion_folders(champion, downloaded, fetch(base.folder))
         require_same_image_size(recipe, policy)
-        evaluation = evaluate_folder(recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples)
+        evaluation = evaluate_folder(
+            recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples
+        )
         log_evaluation(run_logger, evaluation, samples)
     trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))
-    evaluated = EvaluatedPolicy(policy=trained, evaluation=evaluation, samples=FlyteFile(str(samples)))
+    evaluated = EvaluatedPolicy(
+        policy=trained, evaluation=evaluation, samples=FlyteFile(str(samples))
+    )
     return ChampionPolicy(version=champion.version, evaluated=evaluated)

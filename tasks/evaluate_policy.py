@@ -15,7 +15,12 @@ from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def evaluate_policy(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, label: str
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    label: str,
 ) -> EvaluatedPolicy:
     """The policy with its evaluation and samples; means, samples and an image grid go to MLflow."""
     from ebbflow.evaluation.evaluate import evaluate_folder
@@ -25,6 +30,8 @@ def evaluate_policy(
     node = f"{label} evaluation"
     samples = node_output(run, node, "samples.parquet")
     with node_run(run, node) as run_logger:
-        evaluation = evaluate_folder(recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples)
+        evaluation = evaluate_folder(
+            recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples
+        )
         log_evaluation(run_logger, evaluation, samples, policy.global_step)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

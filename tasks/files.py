@@ -1,4 +1,6 @@
-"""Files of tasks: where they write outputs, and how they fetch inputs, folders behind URIs and checkpoints."""
+"""Files of tasks: where they write outputs, and how they fetch inputs, folders behind URIs and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,27 @@ if TYPE_CHECKING:
     from ebbflow.stage import StageContext
     from ebbflow.training.checkpoint import Checkpoints
 
-CODE = (Path(ebbflow.__file__).parent, Path(__file__).parent, Path(__file__).parents[1] / "workflows")
+CODE = (
+    Path(ebbflow.__file__).parent,
+    Path(__file__).parent,
+    Path(__file__).parents[1] / "workflows",
+)
 """The sources that decide what a run does."""
 
 
 def scratch(name: str) -> Path:
-    """A fresh path called ``name`` in the temporary folder; Flyte uploads it when the task returns it."""
+    """A fresh path called ``name`` in the temporary folder; Flyte uploads it when the task returns
+    it.
+    """
     return Path(tempfile.mkdtemp(prefix="ebbflow-")) / name
 
 
 def node_output(run: TrackedRun, node: str, name: str) -> Path:
     """A fresh path for what a node of the run makes; Flyte uploads it when the task returns it.
 
-    A local execution leaves it where it is, in the run's folder. Every attempt at the node gets the same path, and what one that
-    was killed left there is removed. Every process of a training group calls this before any of them writes.
+    A local execution leaves it where it is, in the run's folder. Every attempt at the node gets the
+    same path, and what one that was killed left there is removed. Every process of a training group
+    calls this before any of them writes.
     """
     if "://" in run.folder:
         return scratch(name)
@@ -59,7 +68,9 @@ def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
 
 
 def fetch_folder(uri: str) -> Path:
-    """A local copy of the folder at a path or a URI. A FlyteDirectory made from a URI would download nothing."""
+    """A local copy of the folder at a path or a URI. A FlyteDirectory made from a URI would
+    download nothing.
+    """
     if "://" not in uri:
         return fetch(FlyteDirectory(uri))
     folder = scratch("folder")
@@ -70,27 +81,39 @@ def fetch_folder(uri: str) -> Path:
 def fetch_shared(artifact: FlyteFile | FlyteDirectory) -> Path:
     """The local copy of an artifact that all processes of this machine share.
 
-    It is downloaded once: a process that downloaded it again would write into the file that another one reads.
+    It is downloaded once: a process that downloaded it again would write into the file that another
+    one reads.
     """
     uri = str(artifact.remote_source or artifact.path)
-    return fetch_once_per_machine(uri, isinstance(artifact, FlyteDirectory)) if "://" in uri else fetch(artifact)
+    return (
+        fetch_once_per_machine(uri, isinstance(artifact, FlyteDirectory))
+        if "://" in uri
+        else fetch(artifact)
+    )
 
 
 def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
-    """The file or folder at ``uri``, which never changes, fetched once for all processes of this machine."""
+    """The file or folder at ``uri``, which never changes, fetched once for all processes of this
+    machine.
+    """
     if Path(uri).exists():
         return Path(uri)
     shared = _machine_folder(uri)
     with wait_for_lock(shared.with_suffix(".lock")):
         if not shared.exists():
             new = scratch(shared.name)
-            FlyteContextManager.current_context().file_access.get_data(uri, str(new), is_multipart=is_folder)
+            FlyteContextManager.current_context().file_access.get_data(
+                uri, str(new), is_multipart=is_folder
+            )
             new.replace(shared)
     return shared
 
 
-def open_checkpoints(run: TrackedRun, ctx: StageContext, rank: int = 0, local_rank: int = 0) -> Checkpoints:
-    """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of earlier stages are deleted.
+def open_checkpoints(
+    run: TrackedRun, ctx: StageContext, rank: int = 0, local_rank: int = 0
+) -> Checkpoints:
+    """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of
+    earlier stages are deleted.
 
     Args:
         rank: of a training process; rank 0 deletes.
@@ -98,7 +121,9 @@ def open_checkpoints(run: TrackedRun, ctx: StageContext, rank: int = 0, local_ra
     """
     from ebbflow.training.checkpoint import Checkpoints
 
-    access, stages, own = FlyteContextManager.current_context().file_access, f"{run.folder}/checkpoints", _folder_name(ctx.label)
+    access = FlyteContextManager.current_context().file_access
+    stages = f"{run.folder}/checkpoints"
+    own = _folder_name(ctx.label)
     store = access.get_filesystem_for_path(stages)
     needed = {own, *map(_folder_name, ctx.labels_in_parallel)}
     for stage in _names(store, stages) if rank == 0 else ():
@@ -139,4 +164,8 @@ def _folder_name(label: str) -> str:
 
 
 def _names(store: Any, folder: str) -> set[str]:
-    return {Path(path).name for path in store.ls(folder, detail=False)} if store.exists(folder) else set()
+    return (
+        {Path(path).name for path in store.ls(folder, detail=False)}
+        if store.exists(folder)
+        else set()
+    )

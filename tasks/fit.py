@@ -1,4 +1,6 @@
-"""Whether the machines of a deployment hold what an estimate needs, and what to change where they do not."""
+"""Whether the machines of a deployment hold what an estimate needs, and what to change where they
+do not.
+"""
 
 from __future__ import annotations
 
@@ -50,26 +52,32 @@ class Machine:
 
 
 def compare(made: Estimate, deployment: DeploymentConfig) -> tuple[list[str], list[str]]:
-    """(a line for each kind of process with its need and its machine, a line with the fix for each that does not fit)."""
-    lines, misfits = [], []
+    """(a line for each kind of process with its need and its machine, a line with the fix for each
+    that does not fit).
+    """
+    lines = []
+    misfits = []
     for name in made.memory:
         machine = machine_of(made, name, deployment)
         need = _need(made, name, machine)
         fits = need <= machine.usable
         verdict = "fits" if fits else "DOES NOT FIT"
         lines.append(
-            f"  {name}: {need / GIB:.1f} GiB of {machine.name}, {machine.key}: {verdict if machine.bytes else 'unknown'}"
+            f"  {name}: {need / GIB:.1f} GiB of {machine.name}, {machine.key}:"
+            f" {verdict if machine.bytes else 'unknown'}"
         )
         if not fits:
             task = (
-                f"{name} needs {need / GIB:.1f} GiB, and {machine.key} gives it {machine.usable / GIB:.1f} GiB of {machine.name}"
+                f"{name} needs {need / GIB:.1f} GiB, and {machine.key} gives it"
+                f" {machine.usable / GIB:.1f} GiB of {machine.name}"
             )
             misfits.append(f"{task}: {', or '.join(_fixes(made, name, machine, need))}")
         if (kept := _kept(made, name, machine)) > machine.main_memory:
             more = math.ceil((kept - machine.main_memory) * machine.sharing / GIB)
             misfits.append(
-                f"{name} keeps {kept / GIB:.1f} GiB in {MAIN_MEMORY}, and {machine.key} gives it "
-                f"{machine.main_memory / GIB:.1f} GiB: raise {machine.key}.mem by {more}Gi, or leave model.cpu_offload out"
+                f"{name} keeps {kept / GIB:.1f} GiB in {MAIN_MEMORY}, and {machine.key} gives it"
+                f" {machine.main_memory / GIB:.1f} GiB: raise {machine.key}.mem by {more}Gi, or"
+                " leave model.cpu_offload out"
             )
     return lines, misfits
 
@@ -81,25 +89,38 @@ def _need(made: Estimate, name: str, machine: Machine) -> int:
 
 
 def _kept(made: Estimate, name: str, machine: Machine) -> int:
-    """Bytes in main memory of a process with a GPU that offloads: those, and the parts that wait there; else 0."""
+    """Bytes in main memory of a process with a GPU that offloads: those, and the parts that wait
+    there; else 0.
+    """
     offloaded = made.memory[name].offloaded if machine.gpu else 0
     return offloaded + made.main_memory if offloaded else 0
 
 
 def machine_of(made: Estimate, name: str, deployment: DeploymentConfig) -> Machine:
-    """The machine of a process that an estimate names; of several groups of Ray workers the largest that suits."""
+    """The machine of a process that an estimate names; of several groups of Ray workers the largest
+    that suits.
+    """
     stage, role = _stage_and_role(made.recipe, name)
     if stage is not None and made.recipe.stages[stage].kind == "offline" and role == "training":
         return _machine("training_group", deployment.training_group, made.processes)
-    if stage is None or (config := made.recipe.stages[stage]).kind != "online" or config.placement != "ray":
+    if (
+        stage is None
+        or (config := made.recipe.stages[stage]).kind != "online"
+        or config.placement != "ray"
+    ):
         return _machine("accelerated", deployment.accelerated, 1)
     workers: WorkersConfig = getattr(config.resources, {"rewards": "reward"}.get(role, role))
-    groups = [_ray_machine(index, group, workers, deployment) for index, group in enumerate(deployment.ray_cluster.workers)]
+    groups = [
+        _ray_machine(index, group, workers, deployment)
+        for index, group in enumerate(deployment.ray_cluster.workers)
+    ]
     return max(groups, key=lambda machine: (machine.gpu == bool(workers.gpus), machine.usable))
 
 
 def _stage_and_role(recipe: Recipe, name: str) -> tuple[int | None, str]:
-    """(index of the stage, what the process does in it) of a row of the estimate; no stage for what is done between them."""
+    """(index of the stage, what the process does in it) of a row of the estimate; no stage for what
+    is done between them.
+    """
     for index in range(len(recipe.stages)):
         label = recipe.stage_label(0, index)
         if name.startswith(f"{label} "):
@@ -115,14 +136,23 @@ def _machine(key: str, pod: PodConfig, processes: int) -> Machine:
     return Machine(key, kind, _gpu_bytes(pod), True, main_memory, processes)
 
 
-def _ray_machine(index: int, group: RayWorkersConfig, workers: WorkersConfig, deployment: DeploymentConfig) -> Machine:
-    key, cluster, main_memory = f"ray_cluster.workers.{index}", deployment.ray_cluster, _bytes(group.mem)
+def _ray_machine(
+    index: int, group: RayWorkersConfig, workers: WorkersConfig, deployment: DeploymentConfig
+) -> Machine:
+    key = f"ray_cluster.workers.{index}"
+    cluster = deployment.ray_cluster
+    main_memory = _bytes(group.mem)
     if not (group.gpus and workers.gpus):
         return Machine(key, MAIN_MEMORY, main_memory, False, main_memory)
-    whole, share = _gpu_bytes(cluster), min(1.0, workers.gpus)
-    name = f"{cluster.accelerator or 'a GPU of unknown kind'}" + (f" ({share:g} of it)" if share < 1 else "")
+    whole = _gpu_bytes(cluster)
+    share = min(1.0, workers.gpus)
+    name = f"{cluster.accelerator or 'a GPU of unknown kind'}" + (
+        f" ({share:g} of it)" if share < 1 else ""
+    )
     sharing = max(1, min(workers.count, int(group.gpus / workers.gpus)))
-    return Machine(key, name, None if whole is None else whole * share, True, main_memory / sharing, sharing)
+    return Machine(
+        key, name, None if whole is None else whole * share, True, main_memory / sharing, sharing
+    )
 
 
 def _gpu_bytes(pod: PodConfig) -> int | None:
@@ -137,10 +167,12 @@ def _bytes(size: str) -> int:
 
 
 def _fixes(made: Estimate, name: str, machine: Machine, need: float) -> list[str]:
-    """A change of the recipe or the deployment with which it fits, and a machine on which it does."""
+    """A change of the recipe or the deployment with which it fits, and a machine on which it
+    does."""
     found = []
     for changed, change in _changes(made, name):
-        less, kept = _need(changed, name, machine), _kept(changed, name, machine)
+        less = _need(changed, name, machine)
+        kept = _kept(changed, name, machine)
         if less <= machine.usable and kept <= max(machine.main_memory, _kept(made, name, machine)):
             found.append(f"set {change} ({less / GIB:.1f} GiB)")
             break
@@ -153,7 +185,9 @@ def _fixes(made: Estimate, name: str, machine: Machine, need: float) -> list[str
 
 
 def _changes(made: Estimate, name: str) -> Iterator[tuple[Estimate, str]]:
-    """The estimate with other keys, in turn: first what changes only the time, last what trains other parameters."""
+    """The estimate with other keys, in turn: first what changes only the time, last what trains
+    other parameters.
+    """
     stage, role = _stage_and_role(made.recipe, name)
     settings = made.recipe.evaluation if stage is None else made.recipe.stages[stage]
     key = "evaluation" if stage is None else f"stages.{stage}"
@@ -178,14 +212,24 @@ def _with_more_processes(made: Estimate, stage: int) -> Iterator[tuple[Estimate,
     processes = config.resources.training.count if config.kind == "online" else made.processes
     while (processes := 2 * processes) <= MAX_PROCESSES:
         if config.kind == "online":
-            yield _with(made, {f"stages.{stage}.placement": "ray", f"stages.{stage}.resources.training.count": processes})
+            yield _with(
+                made,
+                {
+                    f"stages.{stage}.placement": "ray",
+                    f"stages.{stage}.resources.training.count": processes,
+                },
+            )
         else:
             changed, _ = _with(made, {}, processes)
             yield changed, f"train_processes: {processes} in the deployment"
 
 
-def _with(made: Estimate, changed: dict[str, Any], processes: int | None = None) -> tuple[Estimate, str]:
-    """The estimate with other values at dotted keys, which do not change the model's sizes; and the keys in words."""
+def _with(
+    made: Estimate, changed: dict[str, Any], processes: int | None = None
+) -> tuple[Estimate, str]:
+    """The estimate with other values at dotted keys, which do not change the model's sizes; and the
+    keys in words.
+    """
     from ebbflow.estimate.run import estimate_of
 
     recipe = made.recipe
@@ -193,7 +237,12 @@ def _with(made: Estimate, changed: dict[str, Any], processes: int | None = None)
         recipe = _replaced(recipe, key.split("."), value)
     words = " and ".join(f"{key}: {str(value).lower()}" for key, value in changed.items())
     spread = (made.nodes, made.hybrid, made.context_parallel)
-    return estimate_of(recipe, processes or made.processes, made.sizes, made.sample, *spread, made.evaluated), words
+    return (
+        estimate_of(
+            recipe, processes or made.processes, made.sizes, made.sample, *spread, made.evaluated
+        ),
+        words,
+    )
 
 
 def _replaced(part: Any, path: list[str], value: Any) -> Any:
@@ -201,4 +250,6 @@ def _replaced(part: Any, path: list[str], value: Any) -> Any:
     if isinstance(part, list):
         index = int(first)
         return [*part[:index], _replaced(part[index], rest, value), *part[index + 1 :]]
-    return part.model_copy(update={first: _replaced(getattr(part, first), rest, value) if rest else value})
+    return part.model_copy(
+        update={first: _replaced(getattr(part, first), rest, value) if rest else value}
+    )

@@ -1,6 +1,8 @@
-"""Flyte 2, through flyte-migrate: what it needs to know of the tasks. With flytekit alone, nothing here changes anything.
+"""Flyte 2, through flyte-migrate: what it needs to know of the tasks. With flytekit alone, nothing
+here changes anything.
 
-flyte-migrate replaces flytekit's decorators before it loads a file, so that it is imported before this module is.
+flyte-migrate replaces flytekit's decorators before it loads a file, so that it is imported before
+this module is.
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ PLUGINS = sys.modules.get("flyte_migrate._plugins")
 
 
 def limits_of(requests: Resources) -> Resources:
-    """The same as the requests. flyte-migrate takes a disk from one of the two, or makes a pair of it that Flyte 2 rejects."""
+    """The same as the requests. flyte-migrate takes a disk from one of the two, or makes a pair of
+    it that Flyte 2 rejects.
+    """
     return replace(requests, ephemeral_storage=None) if PLUGINS else requests
 
 
 def translate_elastic() -> None:
-    """Have flyte-migrate translate the training group's configuration: it goes by the name of its class, and knows one."""
+    """Have flyte-migrate translate the training group's configuration: it goes by the name of its
+    class, and knows one.
+    """
     if PLUGINS:
-        PLUGINS.register_plugin(GracefulElastic.__name__, PLUGINS._transform_pytorch_config_v1_to_v2)
+        PLUGINS.register_plugin(
+            GracefulElastic.__name__, PLUGINS._transform_pytorch_config_v1_to_v2
+        )

@@ -34,6 +34,8 @@ def generate_rollouts(
     node = f"{ctx.label} rollout {shard}"
     path = node_output(run, node, f"rollouts-{shard}.parquet")
     with node_run(run, node) as run_logger:
-        generate_shard_from_folders(ctx, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path)
+        generate_shard_from_folders(
+            ctx, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path
+        )
         log_shard(run_logger, path)
     return FlyteFile(str(path))

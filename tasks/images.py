@@ -7,10 +7,11 @@ from flytekit.constants import CopyFileDetection
 
 
 def cpu_image(registry: str) -> ImageSpec:
-    """What containers/base.Dockerfile builds, pushed to ``registry``. Paths are relative: register from the repository's root.
+    """What containers/base.Dockerfile builds, pushed to ``registry``. Paths are relative: register
+    from the repository's root.
 
-    Without an explicit ``source_copy_mode`` Flyte copies only the modules that registering loads, and the image gets another
-    tag than in a pod, where a dynamic looks it up.
+    Without an explicit ``source_copy_mode`` Flyte copies only the modules that registering loads,
+    and the image gets another tag than in a pod, where a dynamic looks it up.
     """
     return ImageSpec(
         name="ebbflow",
@@ -19,8 +20,21 @@ def cpu_image(registry: str) -> ImageSpec:
         python_exec="/usr/local/bin/python",
         apt_packages=["tesseract-ocr", "wget"],
         requirements="containers/uv.txt",
-        copy=["pyproject.toml", "constraints.txt", "README.md", "LICENSE", "NOTICE", "datasets", "ebbflow", "tasks", "workflows"],
-        commands=["cd /root && uv pip install --torch-backend cpu --constraints constraints.txt --editable ."],
+        copy=[
+            "pyproject.toml",
+            "constraints.txt",
+            "README.md",
+            "LICENSE",
+            "NOTICE",
+            "datasets",
+            "ebbflow",
+            "tasks",
+            "workflows",
+        ],
+        commands=[
+            "cd /root && uv pip install --torch-backend cpu --constraints constraints.txt"
+            " --editable ."
+        ],
         env={"MLFLOW_DISABLE_TELEMETRY": "true"},
         source_copy_mode=CopyFileDetection.NO_COPY,
     )

@@ -1,4 +1,5 @@
-"""Import a file of preference pairs in place of an offline stage's rollouts, scores and advantages."""
+"""Import a file of preference pairs in place of an offline stage's rollouts, scores and
+advantages."""
 
 from __future__ import annotations
 
@@ -28,9 +29,16 @@ class PairTables(NamedTuple):
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def import_pairs(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, round: int, stage: int
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
 ) -> PairTables:
-    """The pairs as prompts (``PROMPTS``), rollout shards (``rollout_schema``) and advantages (``ADVANTAGES``)."""
+    """The pairs as prompts (``PROMPTS``), rollout shards (``rollout_schema``) and advantages
+    (``ADVANTAGES``).
+    """
     from ebbflow.offline.pairs import import_pairs_from_folder
     from ebbflow.stage import StageContext
     from ebbflow.storage.tables import read_table
@@ -41,12 +49,20 @@ def import_pairs(
     assert pairs
     node = f"{ctx.label} pairs"
     with node_run(run, node) as run_logger:
-        source, folder = fetch(FlyteFile(pairs)), node_output(run, node, "pairs")
+        source = fetch(FlyteFile(pairs))
+        folder = node_output(run, node, "pairs")
         imported = import_pairs_from_folder(ctx, fetch(base.folder), fetch(prompts), source, folder)
         logger.info("%s", imported)
-        run_logger.log_dataset("pairs", read_table(imported.prompts), context="training", source=pairs)
+        run_logger.log_dataset(
+            "pairs", read_table(imported.prompts), context="training", source=pairs
+        )
         run_logger.log_metrics(
-            {"pairs": imported.pairs, "ties": imported.ties, "on_evaluated_prompts": imported.evaluated}, step=0
+            {
+                "pairs": imported.pairs,
+                "ties": imported.ties,
+                "on_evaluated_prompts": imported.evaluated,
+            },
+            step=0,
         )
     return PairTables(
         FlyteFile(str(imported.prompts)),

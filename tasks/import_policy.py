@@ -1,4 +1,5 @@
-"""Start training from an earlier policy or from a published LoRA, which may have to be downloaded."""
+"""Start training from an earlier policy or from a published LoRA, which may have to be
+downloaded."""
 
 from __future__ import annotations
 
@@ -21,13 +22,18 @@ def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> T
     from ebbflow.tracking.child_run import node_run
     from ebbflow.training.start import write_start
 
-    start, folder = recipe.policy.start, node_output(run, "start", "policy")
+    start = recipe.policy.start
+    folder = node_output(run, "start", "policy")
     assert start
     assert start.path
     with node_run(run, "start"):
         if start.on_hub:
             source = pretrained_folder(start, ["*.safetensors"])
         else:
-            source = fetch(FlyteFile(start.path)) if start.path.endswith(".safetensors") else fetch_folder(start.path)
+            source = (
+                fetch(FlyteFile(start.path))
+                if start.path.endswith(".safetensors")
+                else fetch_folder(start.path)
+            )
         write_start(recipe, fetch(base.folder), source, folder)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

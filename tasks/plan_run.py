@@ -20,11 +20,12 @@ KINDS = {
 
 @task(**light())
 def plan_run(recipe: Recipe) -> str:
-    """The resolved recipe, the deployment's machines, the estimate, and what fits where; nothing is run or downloaded.
+    """The resolved recipe, the deployment's machines, the estimate, and what fits where; nothing is
+    run or downloaded.
 
     Raises:
-        DeploymentError: a task of the recipe does not fit into its machine. Only where a deployment is given: without one it says
-            so, as a local run has the whole machine.
+        DeploymentError: a task of the recipe does not fit into its machine. Only where a deployment
+            is given: without one it says so, as a local run has the whole machine.
         ModelError: processes cannot share the tokens of its samples.
     """
     import yaml
@@ -37,9 +38,12 @@ def plan_run(recipe: Recipe) -> str:
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     keys = ("train_processes", "train_nodes", "train_sharding", "train_context_parallel")
     given = {key: getattr(DEPLOYMENT, key) for key in keys}
-    hybrid, context_parallel = DEPLOYMENT.train_sharding == "hybrid", DEPLOYMENT.train_context_parallel
+    hybrid = DEPLOYMENT.train_sharding == "hybrid"
+    context_parallel = DEPLOYMENT.train_context_parallel
     check_shared_tokens(recipe, context_parallel)
-    made = estimate(recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, hybrid, context_parallel)
+    made = estimate(
+        recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, hybrid, context_parallel
+    )
     lines, misfits = compare(made, DEPLOYMENT)
     if misfits and DeploymentConfig(**given) != DEPLOYMENT:
         raise DeploymentError("this run does not fit into its machines:\n" + "\n".join(misfits))
@@ -55,8 +59,18 @@ def _machines() -> str:
         processes, nodes = spread if kind == "training_group" else (1, 1)
         gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
         purpose += f", {nodes} nodes" if nodes > 1 else ""
-        lines.append(f"  {kind} ({purpose}): processes {processes}, cores {pod.cpu * processes}, {pod.mem}, {gpus}")
+        lines.append(
+            f"  {kind} ({purpose}): processes {processes}, cores {pod.cpu * processes}, {pod.mem},"
+            f" {gpus}"
+        )
     for group in DEPLOYMENT.ray_cluster.workers:
-        gpus = f"{group.gpus} x {DEPLOYMENT.ray_cluster.accelerator or 'GPU'}" if group.gpus else "no GPU"
-        lines.append(f"  ray_cluster, {group.replicas} x {group.name} (actors): cores {group.cpu}, {group.mem}, {gpus}")
+        gpus = (
+            f"{group.gpus} x {DEPLOYMENT.ray_cluster.accelerator or 'GPU'}"
+            if group.gpus
+            else "no GPU"
+        )
+        lines.append(
+            f"  ray_cluster, {group.replicas} x {group.name} (actors): cores {group.cpu},"
+            f" {group.mem}, {gpus}"
+        )
     return "\n".join(lines)

@@ -10,7 +10,8 @@ from flytekit.exceptions.user import FlyteRecoverableException
 
 @contextmanager
 def retry_on(*errors: type[Exception]) -> Iterator[None]:
-    """Turn these errors into Flyte's recoverable one, the only error after which it retries a task."""
+    """Turn these errors into Flyte's recoverable one, the only error after which it retries a
+    task."""
     try:
         yield
     except errors as error:

@@ -25,13 +25,19 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
     from ebbflow.tracking.child_run import node_run
 
     with node_run(run, "prompts") as run_logger:
-        sources, judged = recipe.prompts.sources, recipe.prompts.held_out_source
+        sources = recipe.prompts.sources
+        judged = recipe.prompts.held_out_source
         files = {
-            named: fetch(FlyteFile(named)) if "://" in named else local_path(named) for named in filter(None, [*sources, judged])
+            named: fetch(FlyteFile(named)) if "://" in named else local_path(named)
+            for named in filter(None, [*sources, judged])
         }
-        table, report = prepare(recipe, *(files[named] for named in sources), held_out=files[judged] if judged else None)
+        table, report = prepare(
+            recipe, *(files[named] for named in sources), held_out=files[judged] if judged else None
+        )
         logger.info("%s", report)
-        run_logger.log_dataset("prompts", table, context="training", source=", ".join(files) or "made up")
+        run_logger.log_dataset(
+            "prompts", table, context="training", source=", ".join(files) or "made up"
+        )
         path = node_output(run, "prompts", "prompts.parquet")
         write_prompts(table, path)
     return FlyteFile(str(path))

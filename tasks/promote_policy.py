@@ -1,4 +1,6 @@
-"""Make a registered policy champion, once the gate and, if the recipe asks for one, a person have approved it."""
+"""Make a registered policy champion, once the gate and, if the recipe asks for one, a person have
+approved it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ from tasks.types import ChampionPolicy
 
 
 @task(cache=ONCE_PER_RUN, **light())
-def promote_policy(run: TrackedRun, champion: ChampionPolicy, registration: Registration, approved: str = "") -> Registration:
-    """Idempotent: the champion moves once. ``approved`` is the question that a person approved, if one was asked."""
+def promote_policy(
+    run: TrackedRun, champion: ChampionPolicy, registration: Registration, approved: str = ""
+) -> Registration:
+    """Idempotent: the champion moves once. ``approved`` is the question that a person approved, if
+    one was asked.
+    """
     from ebbflow.tracking.child_run import node_run
     from ebbflow.tracking.registry import promote
 

@@ -25,15 +25,21 @@ class ApprovalError(Exception):
 
 @task(**light())
 def request_approval(
-    recipe: Recipe, run: TrackedRun, decision: GateDecision, registration: Registration, report: FlyteFile
+    recipe: Recipe,
+    run: TrackedRun,
+    decision: GateDecision,
+    registration: Registration,
+    report: FlyteFile,
 ) -> str:
-    """The gate node's question. ``report`` is an input so that it is written before a person has to decide."""
+    """The gate node's question. ``report`` is an input so that it is written before a person has to
+    decide.
+    """
     from ebbflow.tracking.child_run import node_run
 
     target = decision.target
     question = (
-        f"{registration.model_name} version {registration.version} as champion "
-        f"({target.metric} {target.champion:.3f} -> {target.candidate:.3f}; {run.folder}/report.html)"
+        f"{registration.model_name} version {registration.version} as champion ({target.metric}"
+        f" {target.champion:.3f} -> {target.candidate:.3f}; {run.folder}/report.html)"
     )
     execution = current_context().execution_id
     with node_run(run, "approval") as run_logger:
@@ -42,13 +48,18 @@ def request_approval(
             where = f"project={execution.project!r}, domain={execution.domain!r}"
             call = f"FlyteRemote.approve({GATE!r}, {execution.name!r}, {where})"
             logger.warning(
-                "%s: approve node %r of execution %s in Flyte's console, or call %s", question, GATE, execution.name, call
+                "%s: approve node %r of execution %s in Flyte's console, or call %s",
+                question,
+                GATE,
+                execution.name,
+                call,
             )
         elif not sys.stdin.isatty():
             # Flyte would take an empty line from a pipe for a yes.
             raise ApprovalError(
-                f"promotion.approval = {recipe.promotion.approval}, but there is no terminal to ask on: version "
-                f"{registration.version} of {registration.model_name!r} stays challenger. Run the recipe again in a terminal (it "
-                "resumes here), or remove promotion.approval"
+                f"promotion.approval = {recipe.promotion.approval}, but there is no terminal to ask"
+                f" on: version {registration.version} of {registration.model_name!r} stays"
+                " challenger. Run the recipe again in a terminal (it resumes here), or remove"
+                " promotion.approval"
             )
     return question

@@ -1,4 +1,6 @@
-"""What each kind of task requests from a cluster: the only place that turns the deployment into Flyte's arguments."""
+"""What each kind of task requests from a cluster: the only place that turns the deployment into
+Flyte's arguments.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from flytekit.extras.accelerators import GPUAccelerator
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from kubernetes.client import V1Container, V1LocalObjectReference, V1PodSpec, V1Toleration
 
-from tasks.deployment import NodesConfig, PodConfig, RayWorkersConfig, SecretConfig, pod_environment, read_deployment
+from tasks.deployment import (
+    NodesConfig,
+    PodConfig,
+    RayWorkersConfig,
+    SecretConfig,
+    pod_environment,
+    read_deployment,
+)
 from tasks.elastic import GracefulElastic
 from tasks.flyte2 import limits_of, translate_elastic
 from tasks.images import cpu_image
@@ -28,10 +37,16 @@ def light() -> dict[str, Any]:
 
 def downloader() -> dict[str, Any]:
     """Downloads a base model; a secret that the deployment names is in ``HF_TOKEN``."""
-    arguments, secret = _task(DEPLOYMENT.downloader), DEPLOYMENT.hub_secret
+    arguments = _task(DEPLOYMENT.downloader)
+    secret = DEPLOYMENT.hub_secret
     if secret is None:
         return arguments
-    token = Secret(group=secret.group, key=secret.key, mount_requirement=Secret.MountType.ENV_VAR, env_var="HF_TOKEN")
+    token = Secret(
+        group=secret.group,
+        key=secret.key,
+        mount_requirement=Secret.MountType.ENV_VAR,
+        env_var="HF_TOKEN",
+    )
     return arguments | {"secret_requests": [*arguments["secret_requests"], token]}
 
 
@@ -46,11 +61,12 @@ def accelerated() -> dict[str, Any]:
 
 
 def training_group() -> dict[str, Any]:
-    """``train_processes`` processes on each of ``train_nodes`` nodes, under torch's elastic launcher.
+    """``train_processes`` processes on each of ``train_nodes`` nodes, under torch's elastic
+    launcher.
 
-    Spawned where there is CUDA, forked elsewhere (``tasks.elastic``). Without restarts inside the task, because one would start
-    from the checkpoint of the attempt's beginning. Elastic must not add shared memory: it would change the pod template and leave
-    the size open.
+    Spawned where there is CUDA, forked elsewhere (``tasks.elastic``). Without restarts inside the
+    task, because one would start from the checkpoint of the attempt's beginning. Elastic must not
+    add shared memory: it would change the pod template and leave the size open.
     """
     processes = DEPLOYMENT.train_processes
     config = GracefulElastic(
@@ -80,26 +96,36 @@ def ray_cluster() -> dict[str, Any]:
 
 
 def _ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
-    """A group of workers. Flyte looks at the head's GPUs alone, so that the kind of GPU is selected here."""
+    """A group of workers. Flyte looks at the head's GPUs alone, so that the kind of GPU is selected
+    here.
+    """
     resources = _resources(group)
     pod = pod_spec_from_resources("ray-worker", resources, resources)
     pod.containers[0].image = group.image
-    nodes, accelerator = _nodes(group), DEPLOYMENT.ray_cluster.accelerator
+    nodes = _nodes(group)
+    accelerator = DEPLOYMENT.ray_cluster.accelerator
     if accelerator and group.gpus:
         label = DEPLOYMENT.accelerator_label
         nodes["node_selector"] = {**(nodes["node_selector"] or {}), label: accelerator}
-        nodes["tolerations"] = [*(nodes["tolerations"] or []), V1Toleration(key=label, operator="Equal", value=accelerator)]
+        nodes["tolerations"] = [
+            *(nodes["tolerations"] or []),
+            V1Toleration(key=label, operator="Equal", value=accelerator),
+        ]
     for name, value in nodes.items():
         setattr(pod, name, value)
-    count, template = group.replicas, PodTemplate(pod_spec=pod, labels=DEPLOYMENT.labels or None)
+    count = group.replicas
+    template = PodTemplate(pod_spec=pod, labels=DEPLOYMENT.labels or None)
     return WorkerNodeConfig(group.name, count, count, count, pod_template=template)
 
 
 def _nodes(pod: NodesConfig) -> dict[str, Any]:
-    """Which nodes a pod may run on, as Kubernetes' client names it; what is left out is None, which no template has."""
+    """Which nodes a pod may run on, as Kubernetes' client names it; what is left out is None, which
+    no template has.
+    """
     return {
         "node_selector": pod.node_selector or None,
-        "tolerations": [V1Toleration(**toleration.model_dump()) for toleration in pod.tolerations] or None,
+        "tolerations": [V1Toleration(**toleration.model_dump()) for toleration in pod.tolerations]
+        or None,
         "affinity": pod.affinity,
     }
 
@@ -107,19 +133,24 @@ def _nodes(pod: NodesConfig) -> dict[str, Any]:
 def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
     """The arguments of ``@task`` for a pod; cores and GPUs are per process.
 
-    The pod template is new for every task, because Flyte may write into it, and has no resources: the task's replace them.
+    The pod template is new for every task, because Flyte may write into it, and has no resources:
+    the task's replace them.
     """
     resources = _resources(pod, processes)
     template = V1PodSpec(
         containers=[V1Container(name="primary")],
         termination_grace_period_seconds=pod.grace_period,
         service_account_name=DEPLOYMENT.service_account,
-        image_pull_secrets=[V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets] or None,
+        image_pull_secrets=[
+            V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets
+        ]
+        or None,
         priority_class_name=DEPLOYMENT.priority_class,
         **_nodes(pod),
     )
     return {
-        "container_image": pod.image or (cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
+        "container_image": pod.image
+        or (cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
         "requests": resources,
         "limits": limits_of(resources),
         "accelerator": GPUAccelerator(pod.accelerator) if pod.accelerator else None,
@@ -135,7 +166,9 @@ def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
 
 def _secret(secret: SecretConfig) -> Secret:
     mount = Secret.MountType.FILE if secret.file else Secret.MountType.ENV_VAR
-    return Secret(group=secret.group, key=secret.key, mount_requirement=mount, env_var=secret.variable)
+    return Secret(
+        group=secret.group, key=secret.key, mount_requirement=mount, env_var=secret.variable
+    )
 
 
 def _resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:

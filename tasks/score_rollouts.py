@@ -13,7 +13,9 @@ from tasks.resources import scorer
 
 
 @task(cache=ONCE_PER_RUN, **scorer())
-def score_rollouts(rollouts: FlyteFile, recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int) -> FlyteFile:
+def score_rollouts(
+    rollouts: FlyteFile, recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int
+) -> FlyteFile:
     """The scores of a shard (``score_schema``)."""
     from ebbflow.compute import use_deterministic_kernels
     from ebbflow.data.prompts import read_prompts
@@ -26,11 +28,14 @@ def score_rollouts(rollouts: FlyteFile, recipe: Recipe, run: TrackedRun, prompts
 
     if recipe.deterministic:  # not every reward needs torch
         use_deterministic_kernels()
-    ctx, shard = StageContext(recipe, round, stage), fetch(rollouts)
+    ctx = StageContext(recipe, round, stage)
+    shard = fetch(rollouts)
     node = f"{ctx.label} scoring {read_table_metadata(shard)['shard']}"
     path = node_output(run, node, "scores.parquet")
     with node_run(run, node) as run_logger:
-        own = read_prompts(fetch(prompts), "train", set(read_column(shard, "prompt_id").to_pylist()))
+        own = read_prompts(
+            fetch(prompts), "train", set(read_column(shard, "prompt_id").to_pylist())
+        )
         score_shard(ctx, load_scorer(ctx.own_recipe.rewards, ()), own, shard, path)
         log_shard(run_logger, path)
     return FlyteFile(str(path))

@@ -13,8 +13,12 @@ from tasks.resources import light
 
 
 @task(cache=ONCE_PER_RUN, **light())
-def select_prompts(recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, branch: str) -> FlyteFile:
-    """The prompt table of a branch (schema ``PROMPTS``), without prompts that are held out of the run."""
+def select_prompts(
+    recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, branch: str
+) -> FlyteFile:
+    """The prompt table of a branch (schema ``PROMPTS``), without prompts that are held out of the
+    run.
+    """
     from ebbflow.data.prepare import branch_prompts
     from ebbflow.data.prompts import write_prompts
     from ebbflow.data.schema import PROMPTS

@@ -23,5 +23,7 @@ def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> Tr
     folder = node_output(run, "start", "policy")
     with node_run(run, "start"):
         digest = verify(fetch(base.folder))
-        write_base_policy(folder, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation)
+        write_base_policy(
+            folder, digest, recipe.digest, recipe.policy, recipe.model, recipe.evaluation
+        )
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

@@ -28,7 +28,9 @@ _RUN_LOCK = ExitStack()
 
 @task(**light())
 def start_run(recipe: Recipe) -> TrackedRun:
-    """Open the parent run. A retry of the same execution finds it again, and so does a local run that is started again."""
+    """Open the parent run. A retry of the same execution finds it again, and so does a local run
+    that is started again.
+    """
     from ebbflow.preflight import check_recipe
     from ebbflow.tracking import parent_run
     from ebbflow.tracking.store import resolve_tracking_uri
@@ -39,48 +41,72 @@ def start_run(recipe: Recipe) -> TrackedRun:
     if not on_cluster and end_interrupted not in FlyteContextManager.signal_handlers:
         FlyteContextManager.add_signal_handler(end_interrupted)
     processes = DEPLOYMENT.train_processes * DEPLOYMENT.train_nodes
-    check_recipe(recipe, resolve_tracking_uri(recipe), on_cluster, DEPLOYMENT.train_context_parallel, processes)
+    check_recipe(
+        recipe,
+        resolve_tracking_uri(recipe),
+        on_cluster,
+        DEPLOYMENT.train_context_parallel,
+        processes,
+    )
     if not on_cluster:
         _prepare_process(recipe)
     return parent_run.start_run(recipe, name, source=SOURCE) if name else _start_or_resume(recipe)
 
 
 def _prepare_process(recipe: Recipe) -> None:
-    """What pods prepare for themselves: the process that ranks are forked from, and Ray's temporary folder."""
+    """What pods prepare for themselves: the process that ranks are forked from, and Ray's temporary
+    folder.
+    """
     from ebbflow.tracking.store import resolve_tracking_uri, sqlite_file
 
     if any(stage.kind == "offline" for stage in recipe.stages):
         if sqlite_file(resolve_tracking_uri(recipe)):
-            # This process opens the store next, and so does rank 0: what is imported for it takes seconds of silence.
+            # This process opens the store next, and so does rank 0: what is imported for it takes
+            # seconds of silence.
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
         preload(recipe)
     if os.environ.get("RAY_TMPDIR") == "/tmp" and any(
         stage.placement == "ray" for stage in recipe.stages if stage.kind == "online"
     ):
-        os.environ["RAY_TMPDIR"] = str(private_folder(Path("/tmp")))  # in /tmp/ray, another user could replace Ray's sockets
+        os.environ["RAY_TMPDIR"] = str(
+            private_folder(Path("/tmp"))
+        )  # in /tmp/ray, another user could replace Ray's sockets
 
 
 def _start_or_resume(recipe: Recipe) -> TrackedRun:
     """The stopped run of this recipe, if code and inputs are unchanged; else a new one.
 
-    Flyte's cache holds what the stopped run had finished under that run, so resuming means using the same run.
+    Flyte's cache holds what the stopped run had finished under that run, so resuming means using
+    the same run.
     """
     from ebbflow.storage.identity import code_digest, inputs_digest
     from ebbflow.storage.locks import exclusive_lock
     from ebbflow.tracking import parent_run
 
-    tags = {"ebbflow.code_digest": code_digest(*CODE), "ebbflow.inputs_digest": inputs_digest(recipe)}
+    tags = {
+        "ebbflow.code_digest": code_digest(*CODE),
+        "ebbflow.inputs_digest": inputs_digest(recipe),
+    }
     stopped = parent_run.stopped_run(recipe, tags)
     run = stopped or parent_run.start_run(recipe, None, tags, SOURCE)
     if "://" in run.folder:
         return run
     _RUN_LOCK.close()  # of the run before, in a process that executes several
     _RUN_LOCK.enter_context(
-        exclusive_lock(Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}")
+        exclusive_lock(
+            Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}"
+        )
     )
     note_run(run.folder)
-    write_text(Path(run.folder) / RESOLVED_RECIPE, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    write_text(
+        Path(run.folder) / RESOLVED_RECIPE,
+        yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False),
+    )
     if stopped:
-        logger.info("resuming the stopped run (MLflow run %s); to start over, delete %s", run.run_id, run.folder)
+        logger.info(
+            "resuming the stopped run (MLflow run %s); to start over, delete %s",
+            run.run_id,
+            run.folder,
+        )
         parent_run.open_run(recipe, run)
     return run

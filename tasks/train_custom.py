@@ -17,7 +17,13 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def train_custom(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
 ) -> TrainedPolicy:
     """The policy folder after the stage."""
     from ebbflow.stage import MetricsRecorder, StageContext
@@ -35,5 +41,8 @@ def train_custom(
     recorder.write(metrics)
     global_step = policy.global_step + (record.steps or len(recorder.metrics))
     return TrainedPolicy(
-        folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)), global_step=global_step
+        folder=FlyteDirectory(str(trained)),
+        record=record,
+        metrics=FlyteFile(str(metrics)),
+        global_step=global_step,
     )

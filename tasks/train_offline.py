@@ -1,4 +1,6 @@
-"""Train an offline stage on its rollouts or pairs, in a group of FSDP2 processes on one node or several."""
+"""Train an offline stage on its rollouts or pairs, in a group of FSDP2 processes on one node or
+several.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def train_offline(
     rollouts: list[FlyteFile],
     advantages: FlyteFile,
 ) -> TrainedPolicy:
-    """The policy folder after the stage. Every rank runs this body; only what rank 0 writes and returns counts."""
+    """The policy folder after the stage. Every rank runs this body; only what rank 0 writes and
+    returns counts.
+    """
     from ebbflow.compute import set_up_process
     from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import MetricsRecorder, StageContext
@@ -46,9 +50,12 @@ def train_offline(
     with (
         retry_on(Preempted, PeerLost),
         process_group(recipe.model.cpu_offload) as ranks,
-        node_run(run, ctx.label, first_step(ctx, policy)) if ranks.rank == 0 else nullcontext() as run_logger,
+        node_run(run, ctx.label, first_step(ctx, policy))
+        if ranks.rank == 0
+        else nullcontext() as run_logger,
     ):
-        recorder, shards = MetricsRecorder(run_logger), [fetch_shared(shard) for shard in rollouts]
+        recorder = MetricsRecorder(run_logger)
+        shards = [fetch_shared(shard) for shard in rollouts]
         if run_logger and (step := first_step(ctx, policy)) is not None:
             run_logger.log_curves(rollout_curves(fetch_shared(advantages)), step)
         checkpoints = open_checkpoints(run, ctx, ranks.rank, ranks.local_rank)
@@ -67,11 +74,16 @@ def train_offline(
             replicas=ranks.nodes if DEPLOYMENT.train_sharding == "hybrid" else 1,
             context_parallel=DEPLOYMENT.train_context_parallel,
         )
-        record = record.model_copy(update={"seconds": {"process_start": starting, **record.seconds}})
+        record = record.model_copy(
+            update={"seconds": {"process_start": starting, **record.seconds}}
+        )
         if run_logger:
             log_stage(run_logger, record)
             recorder.write(metrics)
     global_step = policy.global_step + record.steps
     return TrainedPolicy(
-        folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)), global_step=global_step
+        folder=FlyteDirectory(str(trained)),
+        record=record,
+        metrics=FlyteFile(str(metrics)),
+        global_step=global_step,
     )

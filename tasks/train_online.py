@@ -1,4 +1,6 @@
-"""Train an online stage: one task that keeps the models loaded and repeats rollout, scoring, advantages and update."""
+"""Train an online stage: one task that keeps the models loaded and repeats rollout, scoring,
+advantages and update.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ if TYPE_CHECKING:
 
 @task(cache=ONCE_PER_RUN, **accelerated())
 def train_online(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
 ) -> TrainedPolicy:
     """The policy folder after the stage."""
     from ebbflow.stage import StageContext
@@ -45,7 +53,9 @@ def train_stage(
     teachers: Mapping[str, Path] | None = None,
     actors: Folders | None = None,
 ) -> TrainedPolicy:
-    """Run the stage and log it as a node. With ``actors``, ``base`` and ``teachers`` are not read: actors fetch their own."""
+    """Run the stage and log it as a node. With ``actors``, ``base`` and ``teachers`` are not read:
+    actors fetch their own.
+    """
     from ebbflow.online.loop import train_online_folder
     from ebbflow.stage import MetricsRecorder
     from ebbflow.tracking.child_run import node_run
@@ -54,13 +64,25 @@ def train_stage(
 
     trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
     with retry_on(Preempted), node_run(run, ctx.label, first_step(ctx, policy)) as run_logger:
-        recorder, checkpoints = MetricsRecorder(run_logger), open_checkpoints(run, ctx)
+        recorder = MetricsRecorder(run_logger)
+        checkpoints = open_checkpoints(run, ctx)
         record = train_online_folder(
-            ctx, base, fetch(policy.folder), fetch(prompts), trained, recorder, teachers, actors, checkpoints
+            ctx,
+            base,
+            fetch(policy.folder),
+            fetch(prompts),
+            trained,
+            recorder,
+            teachers,
+            actors,
+            checkpoints,
         )
         log_stage(run_logger, record)
     recorder.write(metrics)
     global_step = policy.global_step + record.steps
     return TrainedPolicy(
-        folder=FlyteDirectory(str(trained)), record=record, metrics=FlyteFile(str(metrics)), global_step=global_step
+        folder=FlyteDirectory(str(trained)),
+        record=record,
+        metrics=FlyteFile(str(metrics)),
+        global_step=global_step,
     )

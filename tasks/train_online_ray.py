@@ -1,4 +1,6 @@
-"""Train an online stage with ``placement: ray``: the same loop, with training, rollouts and rewards on a Ray cluster."""
+"""Train an online stage with ``placement: ray``: the same loop, with training, rollouts and rewards
+on a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,22 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 if TYPE_CHECKING:
     from ebbflow.stage import StageContext
 
-# Set before Flyte's plugin starts Ray in a local run. Otherwise Ray reports its usage, and its socket paths, which may have about
-# a hundred characters, begin with the run's temporary folder. A local run then sets a folder of this user (``start_run``).
+# Set before Flyte's plugin starts Ray in a local run. Otherwise Ray reports its usage, and its
+# socket paths, which may have about a hundred characters, begin with the run's temporary folder. A
+# local run then sets a folder of this user (``start_run``).
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_TMPDIR", "/tmp")
 
 
 @task(cache=ONCE_PER_RUN, **ray_cluster())
 def train_online_ray(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
 ) -> TrainedPolicy:
     """The policy folder after the stage. Actors fetch what they load."""
     from ebbflow.stage import StageContext
@@ -48,7 +57,8 @@ def train_stage_on_ray(
     prompts: FlyteFile,
     teachers: Mapping[str, str],
 ) -> TrainedPolicy:
-    """Run the stage; when a training rank dies, or a worker that died cannot be replaced, the task is retried.
+    """Run the stage; when a training rank dies, or a worker that died cannot be replaced, the task
+    is retried.
 
     Args:
         teachers: URIs of their policy folders, by the copy that each becomes.
@@ -56,7 +66,9 @@ def train_stage_on_ray(
     from ebbflow.online.ray_actor import Folders
     from ebbflow.online.ray_workers import RecoverableStageError
 
-    uris = [str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)]
+    uris = [
+        str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)
+    ]
     model, start = (partial(fetch_once_per_machine, uri) for uri in uris)
     located = {copy: partial(fetch_once_per_machine, uri) for copy, uri in teachers.items()}
     actors = Folders(model, start, located)

@@ -28,7 +28,9 @@ Folder = Annotated[FlyteDirectory, BeforeValidator(_check_exists)]
 
 
 class BaseModelArtifact(BaseModel):
-    """A committed base-model folder; ``finished_at`` (seconds since 1970) tells whether this run made it or the cache had it."""
+    """A committed base-model folder; ``finished_at`` (seconds since 1970) tells whether this run
+    made it or the cache had it.
+    """
 
     folder: Folder
     seconds: float
@@ -42,17 +44,20 @@ class BaseModelArtifact(BaseModel):
 
 
 class FinishedStage(BaseModel):
-    """What a training stage did: its record, and its metrics as a JSON list with one object per step. Both contain wall times."""
+    """What a training stage did: its record, and its metrics as a JSON list with one object per
+    step. Both contain wall times.
+    """
 
     record: StageRecord
     metrics: FlyteFile
 
 
 class TrainedPolicy(BaseModel):
-    """A committed policy folder, with the record and the metrics of the stage that made it (None for the base model).
+    """A committed policy folder, with the record and the metrics of the stage that made it (None
+    for the base model).
 
-    Record and metrics (a JSON list, one object per step) contain wall times. The folder contains none, so that the same recipe
-    gives the same bytes.
+    Record and metrics (a JSON list, one object per step) contain wall times. The folder contains
+    none, so that the same recipe gives the same bytes.
     """
 
     folder: Folder
@@ -66,7 +71,11 @@ class TrainedPolicy(BaseModel):
     @property
     def finished_stages(self) -> list[FinishedStage]:
         """Those of branches, then the policy's own."""
-        own = [FinishedStage(record=self.record, metrics=self.metrics)] if self.record and self.metrics else []
+        own = (
+            [FinishedStage(record=self.record, metrics=self.metrics)]
+            if self.record and self.metrics
+            else []
+        )
         return [*self.branch_stages, *own]
 
 
@@ -83,7 +92,9 @@ class EvaluatedPolicy(BaseModel):
 
 
 class SpecialistPolicy(BaseModel):
-    """What a branch hands on: its best policy if its gate passed that, else the policy that it began with."""
+    """What a branch hands on: its best policy if its gate passed that, else the policy that it
+    began with.
+    """
 
     branch: str
     policy: TrainedPolicy
@@ -97,7 +108,9 @@ class SpecialistPolicy(BaseModel):
 
 
 class ChampionPolicy(BaseModel):
-    """What the candidate must beat: a registered version, or the run's own start if there is none yet."""
+    """What the candidate must beat: a registered version, or the run's own start if there is none
+    yet.
+    """
 
     version: str | None
     evaluated: EvaluatedPolicy

@@ -32,7 +32,9 @@ def write_report(
     decision: GateDecision,
     registration: Registration,
 ) -> Report:
-    """Both files, in the run's folder and the MLflow run, which ends here unless it waits for approval."""
+    """Both files, in the run's folder and the MLflow run, which ends here unless it waits for
+    approval.
+    """
     import json
 
     from ebbflow.tracking import report
@@ -47,12 +49,19 @@ def write_report(
     page, numbers = (node_output(run, "report", name) for name in ("report.html", "summary.json"))
     with node_run(run, "report"):
         shown = history if champion.version is None else [*history, champion.evaluated]
-        finished = {stage.record.label: stage for evaluated in history for stage in evaluated.policy.finished_stages}
+        finished = {
+            stage.record.label: stage
+            for evaluated in history
+            for stage in evaluated.policy.finished_stages
+        }
         inputs = report.ReportInputs(
             recipe=recipe,
             tracked=run,
             evaluations=[(evaluated.evaluation, fetch(evaluated.samples)) for evaluated in shown],
-            stages=[(stage.record, json.loads(fetch(stage.metrics).read_text())) for stage in finished.values()],
+            stages=[
+                (stage.record, json.loads(fetch(stage.metrics).read_text()))
+                for stage in finished.values()
+            ],
             decision=decision,
             registration=registration,
             base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,

@@ -1,4 +1,6 @@
-"""A glyph model with random weights, a recipe of seconds, and a reward that costs nothing: what the numerical tests run on."""
+"""A glyph model with random weights, a recipe of seconds, and a reward that costs nothing: what the
+numerical tests run on.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,40 @@ torch.set_num_threads(1)
 settings.register_profile("ebbflow", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ebbflow")
 
-TINY_SIZES = {"sd3": (64, 64), "flux": (64, 96), "qwen_image": (64, 64), "qwen_image_edit": (64, 64), "wan": (64, 96)}
+TINY_SIZES = {
+    "sd3": (64, 64),
+    "flux": (64, 96),
+    "qwen_image": (64, 64),
+    "qwen_image_edit": (64, 64),
+    "wan": (64, 96),
+}
 
 
-SLOWEST_FIRST = ["test_doc_blocks", "test_pods", "test_again", "test_ray_workers", "test_post_train", "test_ray"]
+SLOWEST_FIRST = [
+    "test_doc_blocks",
+    "test_pods",
+    "test_again",
+    "test_ray_workers",
+    "test_post_train",
+    "test_ray",
+]
 """Files that take minutes: first, or all cores but one would wait for the last of them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: SLOWEST_FIRST.index(item.path.stem) if item.path.stem in SLOWEST_FIRST else len(SLOWEST_FIRST))
+    items.sort(
+        key=lambda item: (
+            SLOWEST_FIRST.index(item.path.stem)
+            if item.path.stem in SLOWEST_FIRST
+            else len(SLOWEST_FIRST)
+        )
+    )
 
 
 class Darkness:
-    """Stub reward: the mean darkness of the image in [0, 1]; fails on the prompts whose target is ``FAIL``."""
+    """Stub reward: the mean darkness of the image in [0, 1]; fails on the prompts whose target is
+    ``FAIL``.
+    """
 
     name = "darkness"
 
@@ -53,7 +76,9 @@ class Darkness:
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         values = 1 - images.mean((1, 2, 3)) / 255
-        failures = {index: "made to fail" for index, prompt in enumerate(prompts) if prompt.target == "FAIL"}
+        failures = {
+            index: "made to fail" for index, prompt in enumerate(prompts) if prompt.target == "FAIL"
+        }
         values[list(failures)] = np.nan
         return RewardResult(values, {"brightness": 1 - values}, failures)
 
@@ -65,13 +90,16 @@ class Darkness:
 def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A committed base-model folder with random weights. Never write into it.
 
-    The transformer has one block instead of three, and so a third of the cost, which is most of what the numerical tests cost.
+    The transformer has one block instead of three, and so a third of the cost, which is most of
+    what the numerical tests cost.
     """
     folder = tmp_path_factory.mktemp("models") / "base"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = new_glyph(GlyphTrainingConfig())
-        model.transformer = SD3Transformer2DModel.from_config({**model.transformer.config, "num_layers": 1})
+        model.transformer = SD3Transformer2DModel.from_config(
+            {**model.transformer.config, "num_layers": 1}
+        )
     with new_folder(folder) as unfinished:
         model.save(unfinished)
     return folder
@@ -85,7 +113,9 @@ def model(base_folder: Path) -> Model:
 
 @pytest.fixture(scope="session")
 def open_pipeline() -> Callable[[Path], StableDiffusion3Pipeline]:
-    """``open_pipeline(folder)``: diffusers' pipeline of a base-model folder, without the parts that the glyph family lacks."""
+    """``open_pipeline(folder)``: diffusers' pipeline of a base-model folder, without the parts that
+    the glyph family lacks.
+    """
 
     def open_folder(folder: Path) -> StableDiffusion3Pipeline:
         absent = ("vae", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
@@ -104,25 +134,35 @@ def scorer() -> Scorer:
 
 @pytest.fixture(scope="session")
 def make_prompts() -> Callable[..., list[Prompt]]:
-    """``make_prompts(3)``: training prompts with ids 0, 1, 2 and four-letter targets; ``split`` as asked."""
+    """``make_prompts(3)``: training prompts with ids 0, 1, 2 and four-letter targets; ``split`` as
+    asked.
+    """
 
     def make(count: int, split: str = "train") -> list[Prompt]:
-        letters = np.random.default_rng(5).integers(ord("A"), ord("Z") + 1, (count, 4), dtype=np.uint8)
+        letters = np.random.default_rng(5).integers(
+            ord("A"), ord("Z") + 1, (count, 4), dtype=np.uint8
+        )
         targets = [row.tobytes().decode() for row in letters]
-        return [Prompt(index, f'"{text}"', "", text, "test", split, "{}") for index, text in enumerate(targets)]
+        return [
+            Prompt(index, f'"{text}"', "", text, "test", split, "{}")
+            for index, text in enumerate(targets)
+        ]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def make_recipe() -> Callable[..., Recipe]:
-    """``make_recipe(online={...}, offline={...}, **rest)``: a recipe with an online and an offline stage that take seconds.
+    """``make_recipe(online={...}, offline={...}, **rest)``: a recipe with an online and an offline
+    stage that take seconds.
 
     What is not given is small, and otherwise as ``small_stage`` has it.
     """
     moving = ("mix_grpo", "flow_dppo", "distillation")
 
-    def make(online: dict[str, Any] | None = None, offline: dict[str, Any] | None = None, **rest: Any) -> Recipe:
+    def make(
+        online: dict[str, Any] | None = None, offline: dict[str, Any] | None = None, **rest: Any
+    ) -> Recipe:
         small = {"group_size": 4, "micro_batch": 8}
         first = {
             "kind": "online",
@@ -144,7 +184,9 @@ def make_recipe() -> Callable[..., Recipe]:
             "sampler": {"name": "ode", "steps": 3},
         }
         stages = [small_stage(first | (online or {})), small_stage(second | (offline or {}))]
-        return Recipe.model_validate({"stages": stages, "evaluation": {"steps": 3, "samples": 1}, **rest})
+        return Recipe.model_validate(
+            {"stages": stages, "evaluation": {"steps": 3, "samples": 1}, **rest}
+        )
 
     return make
 
@@ -154,29 +196,47 @@ def make_keys() -> Callable[..., SampleKeys]:
     """``make_keys(6)``: six keys, two samples for each prompt."""
 
     def make(count: int, seed: int = 3) -> SampleKeys:
-        return SampleKeys(seed, [index // 2 for index in range(count)], [index % 2 for index in range(count)])
+        return SampleKeys(
+            seed, [index // 2 for index in range(count)], [index % 2 for index in range(count)]
+        )
 
     return make
 
 
 @pytest.fixture(scope="session")
 def through_the_gate() -> Callable[..., dict[str, float]]:
-    """``through_the_gate(engine, policy, conditioning, keys, sampler, parity)``: generated and measured as in a stage."""
+    """``through_the_gate(engine, policy, conditioning, keys, sampler, parity)``: generated and
+    measured as in a stage.
+    """
 
     def measure(
-        engine: Any, policy: Any, conditioning: Any, keys: SampleKeys, sampler: Any, parity: Any, micro_batch: int = 64
+        engine: Any,
+        policy: Any,
+        conditioning: Any,
+        keys: SampleKeys,
+        sampler: Any,
+        parity: Any,
+        micro_batch: int = 64,
     ) -> dict[str, float]:
         some = slice(0, parity.samples)
-        conditioning, keys, (sampler, plan) = conditioning.rows(some), keys.rows(some), parity_plan(sampler)
+        conditioning, keys, (sampler, plan) = (
+            conditioning.rows(some),
+            keys.rows(some),
+            parity_plan(sampler),
+        )
         rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
-        return measure_parity(policy, rollouts.trajectory, conditioning, keys, sampler, parity.bar, micro_batch)
+        return measure_parity(
+            policy, rollouts.trajectory, conditioning, keys, sampler, parity.bar, micro_batch
+        )
 
     return measure
 
 
 @pytest.fixture(scope="session")
 def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
-    """``tiny_recipe(family)``: a recipe on the tiny model of a published layout; ``model`` and further keys as asked."""
+    """``tiny_recipe(family)``: a recipe on the tiny model of a published layout; ``model`` and
+    further keys as asked.
+    """
     folders: dict[str, Path] = {}
 
     def make(family: str, model: dict[str, Any] | None = None, **rest: Any) -> Recipe:
@@ -185,7 +245,12 @@ def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recip
             build_tiny(family, folders[family])
         height, width = TINY_SIZES[family]
         base = {"family": family, "path": str(folders[family]), "height": height, "width": width}
-        stages = {"stages": [small_stage(stage) for stage in rest.get("stages", [{"kind": "online"}, {"kind": "offline"}])]}
+        stages = {
+            "stages": [
+                small_stage(stage)
+                for stage in rest.get("stages", [{"kind": "online"}, {"kind": "offline"}])
+            ]
+        }
         return Recipe.model_validate({"model": base | (model or {}), **rest, **stages})
 
     return make

@@ -1,4 +1,6 @@
-"""A bound on computing: what takes quadratic time on a large input would take hours, and fails here within a minute."""
+"""A bound on computing: what takes quadratic time on a large input would take hours, and fails here
+within a minute.
+"""
 
 from __future__ import annotations
 

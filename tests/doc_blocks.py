@@ -1,14 +1,15 @@
 """The fenced blocks of a page, and how each is run.
 
-A fence names its language. ``sh`` and ``python`` blocks are commands and code, ``yaml`` blocks are keys of a recipe; those of a
-page run in their order, in one folder that looks like a clone. What is special about a block stands in a comment above it, which
-readers do not see:
+A fence names its language. ``sh`` and ``python`` blocks are commands and code, ``yaml`` blocks are
+keys of a recipe; those of a page run in their order, in one folder that looks like a clone. What is
+special about a block stands in a comment above it, which readers do not see:
 
 - ``<!-- test: exhaustive -->``: it takes minutes, so only ``make test-all`` runs it.
-- ``<!-- test: no, needs docker -->``: no test runs it, and why. Its commands must exist all the same.
+- ``<!-- test: no, needs docker -->``: no test runs it, and why. Its commands must exist all the
+  same.
 
-A block below a paragraph that is nothing but a path in backticks is that file. An ``output`` block is what the block above it
-prints; ``...`` stands for anything.
+A block below a paragraph that is nothing but a path in backticks is that file. An ``output`` block
+is what the block above it prints; ``...`` stands for anything.
 """
 
 from __future__ import annotations
@@ -37,13 +38,25 @@ from ebbflow.recipe import Recipe, RecipeError
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<!-- test: (exhaustive|no, (?:.+)) -->")
-FOLDERS = ("benchmarks", "containers", "datasets", "docs", "ebbflow", "examples", "tasks", "tests", "workflows")
+FOLDERS = (
+    "benchmarks",
+    "containers",
+    "datasets",
+    "docs",
+    "ebbflow",
+    "examples",
+    "tasks",
+    "tests",
+    "workflows",
+)
 FILES = ("Makefile", "README.md", "constraints.txt", "pyproject.toml")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``file`` is the path that it has, if it is a file, and ``output`` what it prints, if its page says so."""
+    """A fenced block; ``file`` is the path that it has, if it is a file, and ``output`` what it
+    prints, if its page says so.
+    """
 
     page: str
     line: int
@@ -74,12 +87,19 @@ def blocks_of(text: str, page: str) -> list[Block]:
             blocks[-1] = Block(**{**vars(blocks[-1]), "output": token.content})
             continue
         before = tokens[index - 1] if index else None
-        comment = before.content.strip() if before is not None and before.type == "html_block" else ""
+        comment = (
+            before.content.strip() if before is not None and before.type == "html_block" else ""
+        )
         mark = MARK.fullmatch(comment)
         if comment.startswith("<!-- test") and not mark:
-            raise BlockError(f"{page}:{token.map[0]}: {comment!r} is no mark; take 'test: exhaustive' or 'test: no, REASON'")
+            raise BlockError(
+                f"{page}:{token.map[0]}: {comment!r} is no mark; take 'test: exhaustive' or 'test:"
+                " no, REASON'"
+            )
         path = (
-            re.fullmatch(r"`([\w./-]+)`", tokens[index - 2].content) if index > 1 and tokens[index - 2].type == "inline" else None
+            re.fullmatch(r"`([\w./-]+)`", tokens[index - 2].content)
+            if index > 1 and tokens[index - 2].type == "inline"
+            else None
         )
         found = (mark.group(1) if mark else "", path.group(1) if path else None)
         blocks.append(Block(page, token.map[0] + 1, token.info, token.content, *found, None))
@@ -87,10 +107,14 @@ def blocks_of(text: str, page: str) -> list[Block]:
 
 
 def make_clone(folder: Path) -> Path:
-    """A folder with copies of the repository's files, and a link to the environment in ``.venv``, as after ``make setup``."""
+    """A folder with copies of the repository's files, and a link to the environment in ``.venv``,
+    as after ``make setup``.
+    """
     folder.mkdir()
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "reference"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "reference")
+        )
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(sys.prefix)
@@ -117,7 +141,9 @@ def run_block(block: Block, clone: Path, names: Mapping[str, str] | None = None)
         elif path.read_text() != text:
             raise BlockError(f"{block.where}: {block.file} is another file in the repository")
         return
-    printed = {"sh": _run_shell, "python": _run_python, "yaml": _read_keys}[block.language](block, text, clone)
+    printed = {"sh": _run_shell, "python": _run_python, "yaml": _read_keys}[block.language](
+        block, text, clone
+    )
     if block.output is not None and not _matches(block.output, printed):
         raise BlockError(f"{block.where} prints\n{printed}\nand not\n{block.output}")
 
@@ -133,9 +159,14 @@ def _run_shell(block: Block, text: str, clone: Path) -> str:
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     command = ["bash", "-euo", "pipefail", "-c", text]
-    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=3600)
+    done = subprocess.run(
+        command, cwd=clone, env=environment, capture_output=True, text=True, timeout=3600
+    )
     if done.returncode:
-        raise BlockError(f"{block.where} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+        raise BlockError(
+            f"{block.where} ended with"
+            f" {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 
@@ -166,15 +197,28 @@ def _matches(expected: str, printed: str) -> bool:
 
 
 def unknown_commands(text: str) -> list[str]:
-    """Of a shell block that is not run: ``make``, ``ebbflow``, ``python -m`` and ``pytest`` on what does not exist."""
+    """Of a shell block that is not run: ``make``, ``ebbflow``, ``python -m`` and ``pytest`` on what
+    does not exist.
+    """
     lines = text.replace("\\\n", " ").splitlines()
-    commands = [command for line in lines for command in re.split(r"\s[|;&]+\s", line.partition(" #")[0])]
-    return [f"{command.strip()}: {problem}" for command in commands if (problem := _problem(_words(command)))]
+    commands = [
+        command for line in lines for command in re.split(r"\s[|;&]+\s", line.partition(" #")[0])
+    ]
+    return [
+        f"{command.strip()}: {problem}"
+        for command in commands
+        if (problem := _problem(_words(command)))
+    ]
 
 
 def _words(command: str) -> list[str]:
-    """The words of a command, without the variables that are set for it; placeholders such as <run> are words."""
-    words = shlex.split(re.sub(r"<([\w ]+)>", lambda found: found.group(1).replace(" ", "-"), command), comments=True)
+    """The words of a command, without the variables that are set for it; placeholders such as <run>
+    are words.
+    """
+    words = shlex.split(
+        re.sub(r"<([\w ]+)>", lambda found: found.group(1).replace(" ", "-"), command),
+        comments=True,
+    )
     while words and re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
     return [Path(words[0]).name, *words[1:]] if words else []
@@ -182,20 +226,28 @@ def _words(command: str) -> list[str]:
 
 def _problem(words: list[str]) -> str | None:
     match words:
-        case ["make", target, *_] if not re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        case ["make", target, *_] if not re.search(
+            rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE
+        ):
             return "the Makefile has no such target"
         case ["ebbflow", name, *arguments]:
             command = main.commands.get(name)
             if command is None:
                 return "ebbflow has no such command"
             try:
-                command.make_parser(click.Context(command, info_name=name)).parse_args(list(arguments))
+                command.make_parser(click.Context(command, info_name=name)).parse_args(
+                    list(arguments)
+                )
             except click.UsageError as error:
                 return error.format_message()
-        case ["python", "-m", module, *_] if module.startswith("benchmarks.") and importlib.util.find_spec(module) is None:
+        case ["python", "-m", module, *_] if (
+            module.startswith("benchmarks.") and importlib.util.find_spec(module) is None
+        ):
             return "there is no such module"
         case ["pytest", *paths] if missing := [
-            path for path in paths if not path.startswith("-") and not (ROOT / path.partition("::")[0]).exists()
+            path
+            for path in paths
+            if not path.startswith("-") and not (ROOT / path.partition("::")[0]).exists()
         ]:
             return f"{missing} is not there"
     return None

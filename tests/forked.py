@@ -1,8 +1,10 @@
-"""Programs that start at once: forks of a process that has imported what takes seconds, in place of new interpreters.
+"""Programs that start at once: forks of a process that has imported what takes seconds, in place of
+new interpreters.
 
-A program gets the arguments, environment, working directory and output files that a process of its own would have, and imports
-``tasks`` and ``workflows`` itself, because these read the environment as they are imported. Ebbflow's own start-up is tested on
-real interpreters (tests/test_house.py, the first pod of tests/pipeline/test_pods.py, the command line).
+A program gets the arguments, environment, working directory and output files that a process of its
+own would have, and imports ``tasks`` and ``workflows`` itself, because these read the environment
+as they are imported. Ebbflow's own start-up is tested on real interpreters (tests/test_house.py,
+the first pod of tests/pipeline/test_pods.py, the command line).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ PRELOADED = [
     "rapidocr",
 ]
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Of all processes that tests fork: a process has one fork server, with one list of what it imports."""
+"""Of all processes that tests fork: a process has one fork server, with one list of what it
+imports.
+"""
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 
@@ -55,11 +59,19 @@ class ForkedProgram:
     """
 
     def __init__(
-        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], output: Sequence[Path], new_session: bool = False
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str],
+        output: Sequence[Path],
+        new_session: bool = False,
     ) -> None:
         arguments = [str(part) for part in command if str(part) != sys.executable]
         streams = [str(output[0]), str(output[-1])]
-        self.process = CONTEXT.Process(target=_run, args=(arguments, str(cwd), dict(env), streams, new_session))
+        self.process = CONTEXT.Process(
+            target=_run, args=(arguments, str(cwd), dict(env), streams, new_session)
+        )
         self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
@@ -92,7 +104,9 @@ def run_forked(
     """
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("out", "err")]
-        program = ForkedProgram(command, cwd=cwd, env=env, output=streams, new_session=watch is not None)
+        program = ForkedProgram(
+            command, cwd=cwd, env=env, output=streams, new_session=watch is not None
+        )
         try:
             while watch and program.poll() is None:
                 watch(program.pid)
@@ -104,7 +118,9 @@ def run_forked(
     return subprocess.CompletedProcess(command, ended, out, err)
 
 
-def _run(command: list[str], cwd: str, env: dict[str, str], output: list[str], new_session: bool) -> None:
+def _run(
+    command: list[str], cwd: str, env: dict[str, str], output: list[str], new_session: bool
+) -> None:
     """Become the program."""
     if new_session:
         os.setsid()
@@ -114,9 +130,14 @@ def _run(command: list[str], cwd: str, env: dict[str, str], output: list[str], n
     os.environ.update(env)
     os.chdir(cwd)
     script = shutil.which(command[0]) or command[0]
-    own = [os.path.dirname(os.path.abspath(script)), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    own = [
+        os.path.dirname(os.path.abspath(script)),
+        *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     of_pytest = (str(ROOT), str(ROOT / "tests"))
-    sys.path[:] = own + [path for path in sys.path if path != of_pytest[0] and not path.startswith(of_pytest[1])]
+    sys.path[:] = own + [
+        path for path in sys.path if path != of_pytest[0] and not path.startswith(of_pytest[1])
+    ]
     sys.argv = [script, *command[1:]]
     tempfile.tempdir = None
     from flytekit import FlyteContextManager
@@ -125,7 +146,8 @@ def _run(command: list[str], cwd: str, env: dict[str, str], output: list[str], n
     FlyteContextManager.initialize()  # its temporary folder is that of the environment
     try:
         runpy.run_path(script, run_name="__main__")
-    finally:  # what a process of multiprocessing leaves without, and what an interpreter closes as it ends
+    finally:
+        # A process of multiprocessing leaves without closing what an interpreter closes.
         atexit._run_exitfuncs()
         if LocalTaskCache._initialized:
             LocalTaskCache._cache.close()

@@ -1,4 +1,6 @@
-"""Stages for the small models of the tests: defaults are the published ones, for models with fifty times the latent elements."""
+"""Stages for the small models of the tests: defaults are the published ones, for models with fifty
+times the latent elements.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ SIX = {"name": "flow_sde", "steps": 6}
 MOVING = {"kind": "progressive", "size": 3, "limit": 0.5, "steps_per_window": 10}
 KL = {"weight": 0.02, "penalty": "kl"}
 SMALL: dict[str, dict[str, Any]] = {
-    "flow_grpo": {"algorithm": {"clip_range": 1e-3}, "sampler": SIX, "window": {"kind": "all"}, "reference": KL},
+    "flow_grpo": {
+        "algorithm": {"clip_range": 1e-3},
+        "sampler": SIX,
+        "window": {"kind": "all"},
+        "reference": KL,
+    },
     "flow_grpo_fast": {
         "algorithm": {"clip_range": 1e-3},
         "sampler": SIX | {"eta": 0.7},
@@ -50,29 +57,40 @@ SMALL: dict[str, dict[str, Any]] = {
         "advantages": {"std": "global"},
         "reference": {"weight": 0.0},
     },
-    "crd": {"algorithm": {"noise_levels": 2}, "reference": {"guidance": 1}},  # the glyph model has no guidance
+    "crd": {
+        "algorithm": {"noise_levels": 2},
+        "reference": {"guidance": 1},
+    },  # the glyph model has no guidance
     "sft": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
     "refl": {"algorithm": {"weight": 1.0}, "sampler": {"name": "ode", "steps": 6}},
     "draft": {"sampler": {"name": "ode", "steps": 6}, "reference": {"weight": 0.0}},
     "srpo": {"sampler": {"name": "ode", "steps": 6}},
     "rwr": {"algorithm": {"noise_levels": 2}, "sampler": {"name": "ode", "steps": 6}},
 }
-"""By algorithm, the keys of a stage in which a small model wants other values than the published defaults."""
+"""By algorithm, the keys of a stage in which a small model wants other values than the published
+defaults.
+"""
 
 
 def small_stage(stage: dict[str, Any]) -> dict[str, Any]:
     """The keys of a stage, with those of ``SMALL`` that it leaves out."""
     kind = stage.get("kind", "online")
-    algorithm = stage.get("algorithm") or {"name": {"online": "mix_grpo"}.get(kind, "diffusion_nft")}
+    algorithm = stage.get("algorithm") or {
+        "name": {"online": "mix_grpo"}.get(kind, "diffusion_nft")
+    }
     small = {"optimizer": {"lr": 3e-4, "weight_decay": 0.0}} | SMALL.get(algorithm["name"], {})
     if kind == "online":
         small["updates_per_step"] = 2
     merged = small | stage | {"algorithm": algorithm}
-    return merged | {key: _over(key, small[key], merged[key]) for key in small if isinstance(small[key], dict)}
+    return merged | {
+        key: _over(key, small[key], merged[key]) for key in small if isinstance(small[key], dict)
+    }
 
 
 def _over(block: str, small: dict[str, Any], given: Any) -> Any:
-    """As a recipe's keys go over an algorithm's defaults: those of another sampler or window belong to it alone."""
+    """As a recipe's keys go over an algorithm's defaults: those of another sampler or window belong
+    to it alone.
+    """
     choice = {"sampler": "name", "window": "kind"}.get(block, "")
     if not isinstance(given, dict) or given.get(choice, small.get(choice)) != small.get(choice):
         return given

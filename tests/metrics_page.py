@@ -10,9 +10,16 @@ PLACEHOLDER = re.compile(r"<[^>]*>")
 
 
 def explained() -> list[str]:
-    """The names in the first column of the page's tables of metrics, with placeholders as ``<reward>``."""
+    """The names in the first column of the page's tables of metrics, with placeholders as
+    ``<reward>``.
+    """
     tables = re.findall(r"^\| metric \|.*\n(?:\|.*\n)+", PAGE.read_text(), re.MULTILINE)
-    return [name for table in tables for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    return [
+        name
+        for table in tables
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1])
+    ]
 
 
 def fits(pattern: str, name: str) -> bool:
@@ -21,6 +28,10 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def unexplained(names: set[str]) -> list[str]:
-    """Those of the names that no row stands for. ``<stage>/<metric>`` stands for no name that has no row of its own."""
+    """Those of the names that no row stands for. ``<stage>/<metric>`` stands for no name that has
+    no row of its own.
+    """
     rows = [name for name in explained() if name != "<stage>/<metric>"]
-    return sorted(name for name in names if not any(fits(row, name) or fits(name, row) for row in rows))
+    return sorted(
+        name for name in names if not any(fits(row, name) or fits(name, row) for row in rows)
+    )

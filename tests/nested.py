@@ -7,7 +7,13 @@ from typing import Any
 
 def paths(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The keys and indices that lead to each; the first leads to the whole."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(deeper for key, inner in inside for deeper in paths(inner, (*path, key)))]
 
 

@@ -21,16 +21,26 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
 
 
-def write_offline_stage(folder: Path, recipe: Recipe, base: Path, prompts: Sequence[Prompt], scorer: Scorer) -> None:
-    """Write prompts, the starting policy, two shards of rollouts and the advantages for the recipe's second stage."""
-    ctx, table, start = StageContext(recipe, 0, 1), folder / "prompts.parquet", folder / "start"
+def write_offline_stage(
+    folder: Path, recipe: Recipe, base: Path, prompts: Sequence[Prompt], scorer: Scorer
+) -> None:
+    """Write prompts, the starting policy, two shards of rollouts and the advantages for the
+    recipe's second stage.
+    """
+    ctx = StageContext(recipe, 0, 1)
+    table = folder / "prompts.parquet"
+    start = folder / "start"
     write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), table)
     write_base_policy(start, verify(base), recipe.digest, recipe.policy)
     model = load_model(base, recipe.model)
-    untouched, trained_on, scores = Policy(model, recipe.policy, 0), read_prompts(table, "train"), []
+    untouched = Policy(model, recipe.policy, 0)
+    trained_on = read_prompts(table, "train")
+    scores = []
     untouched.ensure("old")
     for shard in range(2):
-        generate_shard(ctx, model, untouched, 0, trained_on, shard, folder / f"rollouts-{shard}.parquet")
+        generate_shard(
+            ctx, model, untouched, 0, trained_on, shard, folder / f"rollouts-{shard}.parquet"
+        )
         scores.append(folder / f"scores-{shard}.parquet")
         score_shard(ctx, scorer, trained_on, folder / f"rollouts-{shard}.parquet", scores[-1])
     write_advantages(ctx, scores, folder / "advantages.parquet")

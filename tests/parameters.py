@@ -18,7 +18,10 @@ def values(policy: Policy) -> dict[str, Tensor]:
 def moved(policy: Policy, size: float = 0.02, seed: int = 0) -> dict[str, Tensor]:
     """Those of another policy nearby."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: value + size * torch.randn(value.shape, generator=generator) for name, value in values(policy).items()}
+    return {
+        name: value + size * torch.randn(value.shape, generator=generator)
+        for name, value in values(policy).items()
+    }
 
 
 def move(policy: Policy, size: float = 0.02, seed: int = 0) -> None:
@@ -32,4 +35,6 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 def changed(policy: Policy, before: Mapping[str, Tensor]) -> set[str]:
     """Which of them."""
-    return {name for name, value in policy.parameters.items() if not torch.equal(value, before[name])}
+    return {
+        name for name, value in policy.parameters.items() if not torch.equal(value, before[name])
+    }

@@ -1,11 +1,13 @@
 """A night of kills and bad inputs: ``make soak``.
 
-Whole runs are killed with SIGKILL, all processes at once, at random times, and started again until they end. Each must end as
-the run that nothing happened to: the same policies, the same metrics, no files left over. Then every test of generated bad inputs
-runs with more inputs than in ``make test``, drawn anew. The summary names what failed, with the seed that draws it again.
+Whole runs are killed with SIGKILL, all processes at once, at random times, and started again until
+they end. Each must end as the run that nothing happened to: the same policies, the same metrics, no
+files left over. Then every test of generated bad inputs runs with more inputs than in ``make
+test``, drawn anew. The summary names what failed, with the seed that draws it again.
 
-``EBBFLOW_SOAK_POINTS`` (1,000) kills and ``EBBFLOW_SOAK_INPUTS`` (100,000) inputs, ``EBBFLOW_SOAK_SEED`` (the time) draws them,
-``EBBFLOW_SOAK_MINUTES`` (no limit) ends either half earlier. A run that failed stays in ``build/soak``.
+``EBBFLOW_SOAK_POINTS`` (1,000) kills and ``EBBFLOW_SOAK_INPUTS`` (100,000) inputs,
+``EBBFLOW_SOAK_SEED`` (the time) draws them, ``EBBFLOW_SOAK_MINUTES`` (no limit) ends either half
+earlier. A run that failed stays in ``build/soak``.
 """
 
 from __future__ import annotations
@@ -42,28 +44,43 @@ def main() -> None:
 
 
 def kills(seed: int) -> list[str]:
-    """Kill runs until the number of points is reached; a line for each run that did not end as the undisturbed one."""
+    """Kill runs until the number of points is reached; a line for each run that did not end as the
+    undisturbed one.
+    """
     from tests.faults.again_cases import run_pipeline_until
     from tests.faults.test_again import RECIPE
 
-    points, end = int(os.environ.get("EBBFLOW_SOAK_POINTS", "1000")), _end()
-    run_pipeline_until(FOLDER / "warm", RECIPE)  # the fork server has imported everything: the next run's time is a run's
+    points = int(os.environ.get("EBBFLOW_SOAK_POINTS", "1000"))
+    end = _end()
+    run_pipeline_until(
+        FOLDER / "warm", RECIPE
+    )  # the fork server has imported everything: the next run's time is a run's
     start = time.monotonic()
     run_pipeline_until(FOLDER / "whole", RECIPE)
-    whole, seconds = outcome(FOLDER / "whole"), time.monotonic() - start
-    done, failures, runs = 0, [], 0
+    whole = outcome(FOLDER / "whole")
+    seconds = time.monotonic() - start
+    done = 0
+    failures = []
+    runs = 0
     with tqdm(total=points, unit="kill") as bar:
         while done < points and time.monotonic() < end:
-            folder, draws, runs = FOLDER / f"run-{runs}", random.Random(f"{seed} {runs}"), runs + 1
+            folder = FOLDER / f"run-{runs}"
+            draws = random.Random(f"{seed} {runs}")
+            runs = runs + 1
             folder.mkdir()
             killed = _kill_until_it_ends(folder, RECIPE, seconds, draws)
             done += len(killed)
             bar.update(len(killed))
             if problem := killed.problem or _difference(folder, whole):
-                failures.append(f"- FAILED {folder.relative_to(ROOT)}, killed after {killed} s: {problem}")
+                failures.append(
+                    f"- FAILED {folder.relative_to(ROOT)}, killed after {killed} s: {problem}"
+                )
             else:
                 shutil.rmtree(folder)
-    summary = f"{done} kills of {runs} runs of {seconds:.1f} s; {len(failures)} runs did not end as an undisturbed one."
+    summary = (
+        f"{done} kills of {runs} runs of {seconds:.1f} s; {len(failures)} runs did not end as an"
+        " undisturbed one."
+    )
     return [summary, *failures]
 
 
@@ -73,12 +90,15 @@ class _Kills(list[float]):
     problem: str | None = None
 
 
-def _kill_until_it_ends(folder: Path, recipe: dict[str, Any], seconds: float, draws: random.Random) -> _Kills:
+def _kill_until_it_ends(
+    folder: Path, recipe: dict[str, Any], seconds: float, draws: random.Random
+) -> _Kills:
     from tests.faults.again_cases import start_pipeline
 
     killed = _Kills()
     while True:
-        delay, process = round(draws.uniform(0, seconds), 3), start_pipeline(folder, recipe)
+        delay = round(draws.uniform(0, seconds), 3)
+        process = start_pipeline(folder, recipe)
         try:
             ended = process.wait(delay)
         except subprocess.TimeoutExpired:
@@ -92,7 +112,9 @@ def _kill_until_it_ends(folder: Path, recipe: dict[str, Any], seconds: float, dr
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a run left, apart from times: policies by digest, metrics, nodes with their state, files."""
+    """What a run left, apart from times: policies by digest, metrics, nodes with their state,
+    files.
+    """
     from tests.faults.test_again import _nodes, _policies, _series
 
     (run,) = (path for path in (folder / "runs").glob("tiny-*") if path.is_dir())
@@ -100,7 +122,9 @@ def outcome(folder: Path) -> dict[str, Any]:
         "policies": _policies(folder),
         "metrics": list(_series(folder)),
         "nodes": [(name, node.info.status) for name, node in _nodes(folder)],
-        "files": sorted(path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()),
+        "files": sorted(
+            path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()
+        ),
     }
 
 
@@ -115,16 +139,27 @@ def _difference(folder: Path, expected: dict[str, Any]) -> str | None:
 
 def inputs(seed: int) -> list[str]:
     """Run the tests of bad inputs; the lines of pytest that say what failed."""
-    count, minutes = int(os.environ.get("EBBFLOW_SOAK_INPUTS", "100000")), os.environ.get("EBBFLOW_SOAK_MINUTES")
+    count = int(os.environ.get("EBBFLOW_SOAK_INPUTS", "100000"))
+    minutes = os.environ.get("EBBFLOW_SOAK_MINUTES")
     tests = sum(path.read_text().count("\n@cases(") for path in BAD_INPUTS)
-    options = ["--no-header", "--maxfail", "20", "--hypothesis-seed", str(seed), "-p", "no:cacheprovider"]
+    options = [
+        "--no-header",
+        "--maxfail",
+        "20",
+        "--hypothesis-seed",
+        str(seed),
+        "-p",
+        "no:cacheprovider",
+    ]
     command = [sys.executable, "-m", "pytest", *map(str, BAD_INPUTS), *options]
     environment = os.environ | {SOAK_CASES: str(max(1, count // tests))}
     log = FOLDER / "inputs.txt"
     with log.open("w") as output:
         # A shell that starts the soak in the background lets its processes ignore SIGINT.
         heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, preexec_fn=heard)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, preexec_fn=heard
+        )
         try:
             process.wait(float(minutes) * 60 if minutes else None)
         except subprocess.TimeoutExpired:
@@ -134,7 +169,13 @@ def inputs(seed: int) -> list[str]:
     over = ", stopped as the time was over" if "KeyboardInterrupt" in printed else ""
     failed = [f"- {line}" for line in printed.splitlines() if line.startswith("FAILED")]
     ended = re.findall(r"^.*(?:passed|failed).*$", printed, re.MULTILINE)[-1:]
-    return [f"Bad inputs, about {count}: {' '.join(ended) or 'FAILED to start'}{over} ({log.relative_to(ROOT)}).", *failed]
+    return [
+        (
+            f"Bad inputs, about {count}: {' '.join(ended) or 'FAILED to start'}{over}"
+            f" ({log.relative_to(ROOT)})."
+        ),
+        *failed,
+    ]
 
 
 def _end() -> float:

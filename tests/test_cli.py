@@ -38,7 +38,11 @@ def test_check_names_a_missing_file(tmp_path: Path) -> None:
 
 def test_keys_reach_into_every_choice() -> None:
     shown = CliRunner().invoke(main, ["keys"]).output
-    for key in ("rounds = 1", "stages[](OnlineStage).algorithm(FlowGRPO).clip_range = ", "rewards[](Ocr).layout = line"):
+    for key in (
+        "rounds = 1",
+        "stages[](OnlineStage).algorithm(FlowGRPO).clip_range = ",
+        "rewards[](Ocr).layout = line",
+    ):
         assert key in shown
     assert "Prompts that choose the best round." in shown
 
@@ -62,10 +66,15 @@ def test_list_has_everything_that_a_recipe_can_name() -> None:
     tables = listed()
     assert list(tables["windows"]) == schema["WindowConfig"]["properties"]["kind"]["enum"]
     assert list(tables["samplers"]) == list(SAMPLERS)
-    assert all(f"{name}: " in schema["SamplerConfig"]["properties"]["name"]["description"] for name in SAMPLERS)
+    assert all(
+        f"{name}: " in schema["SamplerConfig"]["properties"]["name"]["description"]
+        for name in SAMPLERS
+    )
     algorithms = schema["OnlineStageConfig"]["properties"]["algorithm"]["discriminator"]["mapping"]
     assert set(tables["algorithms"]) == set(algorithms) - {"custom"}
-    assert list(tables["rewards"])[: len(REWARDS)] == list(REWARDS)  # why some are not here comes after them
+    assert list(tables["rewards"])[: len(REWARDS)] == list(
+        REWARDS
+    )  # why some are not here comes after them
     assert all(text for table in tables.values() for text in table.values())
 
 
@@ -73,7 +82,11 @@ def test_list_says_where_an_algorithm_runs_and_what_a_sampler_gives() -> None:
     tables = listed()
     assert tables["algorithms"]["flow_grpo"].startswith("online  ")
     assert tables["algorithms"]["diffusion_nft"].startswith("online, offline  ")
-    assert {name for name, text in tables["samplers"].items() if text.startswith("log-probs")} == {"flow_sde", "dance_sde", "cps"}
+    assert {name for name, text in tables["samplers"].items() if text.startswith("log-probs")} == {
+        "flow_sde",
+        "dance_sde",
+        "cps",
+    }
 
 
 def test_list_says_which_reward_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +105,16 @@ def test_list_leads_to_the_page_about_ones_own() -> None:
 
 
 def test_version_is_the_packages() -> None:
-    assert CliRunner().invoke(main, ["--version"], prog_name="ebbflow").output == f"ebbflow {version('ebbflow')}\n"
+    assert (
+        CliRunner().invoke(main, ["--version"], prog_name="ebbflow").output
+        == f"ebbflow {version('ebbflow')}\n"
+    )
 
 
-@pytest.mark.parametrize(("given", "processes"), [({}, "2"), ({"PROCESSES": "3"}, "3"), ({"PROCESSES": "3", "NODES": "2"}, "6")])
+@pytest.mark.parametrize(
+    ("given", "processes"),
+    [({}, "2"), ({"PROCESSES": "3"}, "3"), ({"PROCESSES": "3", "NODES": "2"}, "6")],
+)
 def test_a_replay_has_the_processes_of_all_nodes(monkeypatch, given, processes):
     for name in ("PROCESSES", "NODES"):
         monkeypatch.delenv(f"EBBFLOW_TRAIN_{name}", raising=False)

@@ -1,4 +1,6 @@
-"""What a recipe with ``deterministic`` sets, and that every kind of process that computes sets it before anything else."""
+"""What a recipe with ``deterministic`` sets, and that every kind of process that computes sets it
+before anything else.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import changed, same, values
 
-PLAIN, DETERMINISTIC = Recipe(threads=1), Recipe(threads=1, deterministic=True)
+PLAIN = Recipe(threads=1)
+DETERMINISTIC = Recipe(threads=1, deterministic=True)
 ON_IMPORT = """
 import json, os, sys
 from ebbflow.compute import set_up_process
@@ -37,7 +40,8 @@ from ebbflow.recipe import Recipe
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch" and not seen:
-            seen.append({variable: os.environ.get(variable) for variable in json.loads(sys.argv[1])})
+            variables = json.loads(sys.argv[1])
+            seen.append({variable: os.environ.get(variable) for variable in variables})
 
 seen = []
 sys.meta_path.insert(0, Watch())
@@ -98,7 +102,8 @@ def test_threads_are_set_either_way(monkeypatch):
 
 
 def test_an_operation_without_a_deterministic_kernel_is_refused_by_name():
-    values, twice = torch.zeros(2), torch.tensor([0, 0])
+    values = torch.zeros(2)
+    twice = torch.tensor([0, 0])
     values.put_(twice, torch.ones(2))
     set_up_process(DETERMINISTIC)
     with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
@@ -109,14 +114,19 @@ def test_the_variables_are_there_before_torch():
     command = [sys.executable, "-c", ON_IMPORT, json.dumps(list(VARIABLES))]
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     folder = Path(__file__).parents[1]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [VARIABLES]
 
 
 def test_a_cuda_that_has_started_without_the_variables_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="CUDA has started in this process without CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+    with pytest.raises(
+        RuntimeError,
+        match="CUDA has started in this process without CUBLAS_WORKSPACE_CONFIG=:4096:8",
+    ):
         use_deterministic_kernels()
     use_deterministic_kernels()  # the next task of the same process, whose variables are there
     assert state() == SET
@@ -142,7 +152,9 @@ def context(recipe):
 
 
 def test_pods_that_load_the_model(monkeypatch, tmp_path):
-    """Online stages in one process, rollouts and training of offline ones, the start policy, pairs, replays."""
+    """Online stages in one process, rollouts and training of offline ones, the start policy, pairs,
+    replays.
+    """
     seen = stop_at(monkeypatch, policy_io, "load_model")
     with pytest.raises(Reached):
         policy_io.open_model(DETERMINISTIC, tmp_path)
@@ -160,14 +172,25 @@ def arguments_of_a_task(monkeypatch, module):
     """What its body gets, with inputs that are only handed on."""
     monkeypatch.setattr(module, "node_output", lambda *named: None)
     monkeypatch.setattr(module, "fetch", lambda artifact: None, raising=False)
-    return {"recipe": DETERMINISTIC, "run": SimpleNamespace(), "prompts": None, "round": 0, "stage": 1}
+    return {
+        "recipe": DETERMINISTIC,
+        "run": SimpleNamespace(),
+        "prompts": None,
+        "round": 0,
+        "stage": 1,
+    }
 
 
 def test_ranks_before_they_join_their_group(monkeypatch):
     from tasks import train_offline as module
 
     seen = stop_at(monkeypatch, distributed, "process_group")
-    given = arguments_of_a_task(monkeypatch, module) | {"base": None, "policy": None, "rollouts": [], "advantages": None}
+    given = arguments_of_a_task(monkeypatch, module) | {
+        "base": None,
+        "policy": None,
+        "rollouts": [],
+        "advantages": None,
+    }
     with pytest.raises(Reached):
         module.train_offline.task_function(**given)
     assert seen == [SET]
@@ -185,7 +208,9 @@ def test_pods_that_score_before_they_load_a_network(monkeypatch):
     monkeypatch.setattr(prompts, "read_prompts", lambda *arguments: [])
     monkeypatch.setattr(child_run, "node_run", lambda run, node: torch.no_grad())
     with pytest.raises(Reached):
-        module.score_rollouts.task_function(**arguments_of_a_task(monkeypatch, module), rollouts=None)
+        module.score_rollouts.task_function(
+            **arguments_of_a_task(monkeypatch, module), rollouts=None
+        )
     assert seen == [SET]
 
 
@@ -203,7 +228,9 @@ def test_reward_workers_take_threads_from_their_actor(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr("ebbflow.online.ray_actor.ship_tensors", lambda: None)
     with pytest.raises(Reached):
-        WorkerActor("reward", WorkersConfig(), []).open(open_reward_worker, StageContext(DETERMINISTIC, 0, 0), None, 0)
+        WorkerActor("reward", WorkersConfig(), []).open(
+            open_reward_worker, StageContext(DETERMINISTIC, 0, 0), None, 0
+        )
     assert (threads, seen) == ([1], [SET])
 
 
@@ -211,10 +238,14 @@ def test_reward_workers_take_threads_from_their_actor(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mix_grpo", "awm", "dgpo"])
-def test_on_a_cpu_every_operation_has_a_deterministic_kernel_and_bytes_stay(name, make_recipe, make_prompts, base_folder, scorer):
+def test_on_a_cpu_every_operation_has_a_deterministic_kernel_and_bytes_stay(
+    name, make_recipe, make_prompts, base_folder, scorer
+):
     after = []
     for deterministic in (False, True):
-        recipe = make_recipe(online={"algorithm": {"name": name}, "steps": 1}, deterministic=deterministic)
+        recipe = make_recipe(
+            online={"algorithm": {"name": name}, "steps": 1}, deterministic=deterministic
+        )
         ctx = StageContext(recipe, 0, 0)
         policy = Policy(policy_io.open_model(recipe, base_folder), recipe.policy, 0)
         for copy in ctx.following:
@@ -232,7 +263,9 @@ def test_on_a_cpu_every_operation_has_a_deterministic_kernel_and_bytes_stay(name
 def test_attention_that_is_not_torchs_own_is_refused(attention):
     """torch cannot know how it adds, and would not refuse it."""
     model = {"family": "sd3", "path": "base", "attention": attention}
-    with pytest.raises(RecipeError, match=f"model.attention = '{attention}'.*take native, or leave it out"):
+    with pytest.raises(
+        RecipeError, match=f"model.attention = '{attention}'.*take native, or leave it out"
+    ):
         Recipe.model_validate({"deterministic": True, "model": model})
     assert Recipe.model_validate({"model": model}).model.attention == attention
 

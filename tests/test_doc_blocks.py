@@ -1,4 +1,6 @@
-"""Every block of the documentation is run as it stands on its page, or says why it is not (tests/doc_blocks.py)."""
+"""Every block of the documentation is run as it stands on its page, or says why it is not
+(tests/doc_blocks.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import mlflow
 import pytest
 from PIL import Image
 
-from tests.doc_blocks import ROOT, Block, BlockError, blocks_of, make_clone, run_block, unknown_commands
+from tests.doc_blocks import (
+    ROOT,
+    Block,
+    BlockError,
+    blocks_of,
+    make_clone,
+    run_block,
+    unknown_commands,
+)
 
 PAGES = [
     *("README.md", "CONTRIBUTING.md"),
@@ -20,7 +30,9 @@ PAGES = [
         for path in sorted((ROOT / folder).rglob("*.md"))
     ),
 ]
-BLOCKS = {page: blocks_of((ROOT / page).read_text(), page) for page in PAGES if "reference" not in page}
+BLOCKS = {
+    page: blocks_of((ROOT / page).read_text(), page) for page in PAGES if "reference" not in page
+}
 RUN = {"sh", "python", "yaml"}
 SHOWN = {"text", "json", "dockerfile", "output", "{toctree}", "{eval-rst}"}
 MADE_UP_RUN = "glyph-1a2b3c4d"
@@ -48,10 +60,17 @@ def test_every_block_names_a_language_that_is_run_or_shown() -> None:
 
 
 def test_a_block_that_is_only_shown_has_no_mark() -> None:
-    assert [block.where for found in BLOCKS.values() for block in found if block.mark and block.language not in RUN] == []
+    assert [
+        block.where
+        for found in BLOCKS.values()
+        for block in found
+        if block.mark and block.language not in RUN
+    ] == []
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if any(map(quick, blocks))])
+@pytest.mark.parametrize(
+    "page", [page for page, blocks in BLOCKS.items() if any(map(quick, blocks))]
+)
 def test_the_blocks_of_a_page_run(page: str, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     for block in filter(quick, BLOCKS[page]):
@@ -60,7 +79,9 @@ def test_the_blocks_of_a_page_run(page: str, clone: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.exhaustive
 def test_all_blocks_run_in_one_clone(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a reader who goes through all pages; the demo of the README leaves the run that other pages look at."""
+    """As a reader who goes through all pages; the demo of the README leaves the run that other
+    pages look at.
+    """
     monkeypatch.syspath_prepend(ROOT / "examples")
     names: dict[str, str] = {}
     for blocks in BLOCKS.values():
@@ -73,10 +94,17 @@ def test_all_blocks_run_in_one_clone(clone: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "page", [page for page, blocks in BLOCKS.items() if any(block.mark.startswith("no") for block in blocks)]
+    "page",
+    [
+        page
+        for page, blocks in BLOCKS.items()
+        if any(block.mark.startswith("no") for block in blocks)
+    ],
 )
 def test_commands_that_no_test_runs_exist(page: str) -> None:
-    skipped = [block for block in BLOCKS[page] if block.mark.startswith("no") and block.language == "sh"]
+    skipped = [
+        block for block in BLOCKS[page] if block.mark.startswith("no") and block.language == "sh"
+    ]
     assert [problem for block in skipped for problem in unknown_commands(block.text)] == []
 
 
@@ -129,10 +157,18 @@ def test_a_block_that_fails_is_found(text: str, clone: Path) -> None:
 
 
 def test_dots_of_an_output_are_anything(clone: Path) -> None:
-    run_block(only("```sh\nprintf 'took 1.5 s\\nand 2\\n'\n```\n\n```output\ntook ... s\nand 2\n```\n"), clone)
+    run_block(
+        only("```sh\nprintf 'took 1.5 s\\nand 2\\n'\n```\n\n```output\ntook ... s\nand 2\n```\n"),
+        clone,
+    )
 
 
 def test_code_leaves_no_variable_and_no_store_behind(clone: Path) -> None:
     before = dict(os.environ), mlflow.get_tracking_uri()
-    run_block(only('```python\nimport mlflow\nmlflow.set_tracking_uri("sqlite:///runs/mlflow.db")\n```\n'), clone)
+    run_block(
+        only(
+            '```python\nimport mlflow\nmlflow.set_tracking_uri("sqlite:///runs/mlflow.db")\n```\n'
+        ),
+        clone,
+    )
     assert (dict(os.environ), mlflow.get_tracking_uri()) == before

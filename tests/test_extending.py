@@ -1,4 +1,6 @@
-"""docs/extending.md: its code is that of examples/, its examples run, and its errors are those that appear."""
+"""docs/extending.md: its code is that of examples/, its examples run, and its errors are those that
+appear.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,11 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 DOC = (ROOT / "docs" / "extending.md").read_text()
 REINFORCE = {"name": "custom", "path": "mine.reinforce:ALGORITHM"}
-CONTRAST, SHIFTED = "mine.contrast:Contrast", "mine.shifted:ShiftedGlyph"
-FADING, COPY, SOUP = "mine.fading:FADING", "mine.second_copy:SecondCopy", "mine.soup:average_with_base"
+CONTRAST = "mine.contrast:Contrast"
+SHIFTED = "mine.shifted:ShiftedGlyph"
+FADING = "mine.fading:FADING"
+COPY = "mine.second_copy:SecondCopy"
+SOUP = "mine.soup:average_with_base"
 MODEL = ModelConfig(family=SHIFTED, path="base")
 
 
@@ -68,8 +73,15 @@ def _on_the_path(monkeypatch):
 
 
 def test_the_code_of_the_page_is_that_of_the_examples():
-    shown = dict(re.findall(r"^`(examples/\S+)`\n\n```\w+\n(.*?)^```", DOC, re.DOTALL | re.MULTILINE))
-    files = [file for kind in ("*.py", "*.yaml") for file in EXAMPLES.rglob(kind) if file.name != "__init__.py"]
+    shown = dict(
+        re.findall(r"^`(examples/\S+)`\n\n```\w+\n(.*?)^```", DOC, re.DOTALL | re.MULTILINE)
+    )
+    files = [
+        file
+        for kind in ("*.py", "*.yaml")
+        for file in EXAMPLES.rglob(kind)
+        if file.name != "__init__.py"
+    ]
     assert shown == {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 
@@ -80,7 +92,9 @@ def test_the_page_counts_the_lines_of_the_examples():
     assert rows == [str(len(text.splitlines())) for text in texts]
 
 
-@pytest.mark.parametrize("statement", sorted(set(re.findall(r"^from ebbflow[\w.]* import [\w, ]+$", DOC, re.MULTILINE))))
+@pytest.mark.parametrize(
+    "statement", sorted(set(re.findall(r"^from ebbflow[\w.]* import [\w, ]+$", DOC, re.MULTILINE)))
+)
 def test_every_import_of_the_page_is_right(statement):
     exec(statement, {})
 
@@ -97,26 +111,36 @@ CHECK = [str(Path(sys.executable).with_name("ebbflow")), "check", str(EXAMPLES /
 def test_check_accepts_a_recipe_that_uses_them_all(tmp_path, base_folder):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base").symlink_to(base_folder)
-    done = run_forked(CHECK, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES)}, timeout=300)
+    done = run_forked(
+        CHECK, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES)}, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "runs" / "resolved.yaml").write_text(done.stdout)
     resolved = load_recipe(tmp_path / "runs" / "resolved.yaml")
     assert resolved == load_recipe(EXAMPLES / "recipe.yaml")
-    assert resolved.stages[0].window.kind == "random"  # which the algorithm asked for, not the recipe
+    assert (
+        resolved.stages[0].window.kind == "random"
+    )  # which the algorithm asked for, not the recipe
     assert resolved.stages[0].hyper.negatives == 0.5
     assert set(resolved.own_paths) == {SHIFTED, CONTRAST, COPY, SOUP}
 
 
 def test_check_says_what_to_do_when_the_package_is_not_on_the_path():
     environment = os.environ | {"PYTHONPATH": ""}
-    done = subprocess.run(CHECK, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        CHECK, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
     found = [re.sub(r"^\S+/recipe.yaml:\d+: ", "", line) for line in done.stderr.splitlines()[1:]]
     assert found == [line for line in DOC.splitlines() if "No module named 'mine'" in line]
 
 
 def stage(kind="online", path=REINFORCE["path"], **options):
-    return {"stages": [{"kind": kind, "algorithm": {"name": "custom", "path": path, "options": options}}]}
+    return {
+        "stages": [
+            {"kind": kind, "algorithm": {"name": "custom", "path": path, "options": options}}
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -137,7 +161,8 @@ def test_a_recipe_that_cannot_be_run_is_refused_as_the_page_shows(changes):
 
 
 @pytest.mark.parametrize(
-    ("path", "error"), [("mine.contrast:Brightness", RecipeError), ("mine.reinforce:ReinforceConfig", RewardError)]
+    ("path", "error"),
+    [("mine.contrast:Brightness", RecipeError), ("mine.reinforce:ReinforceConfig", RewardError)],
 )
 def test_the_first_task_refuses_a_wrong_reward_as_the_page_shows(tmp_path, path, error):
     recipe = Recipe.model_validate({"output": str(tmp_path), "rewards": [{"name": path}]})
@@ -148,24 +173,35 @@ def test_the_first_task_refuses_a_wrong_reward_as_the_page_shows(tmp_path, path,
 
 def test_the_first_task_refuses_a_wrong_family(tmp_path, base_folder):
     def first_task(family):
-        recipe = Recipe.model_validate({"output": str(tmp_path), "model": {"family": family, "path": str(base_folder)}})
+        recipe = Recipe.model_validate(
+            {"output": str(tmp_path), "model": {"family": family, "path": str(base_folder)}}
+        )
         check_recipe(recipe, "https://mlflow.example", on_cluster=False)
 
     first_task(SHIFTED)
-    with pytest.raises(RecipeError, match="the module 'mine.shifted' has no 'ShiftedGlif'; did you mean 'ShiftedGlyph'"):
+    with pytest.raises(
+        RecipeError,
+        match="the module 'mine.shifted' has no 'ShiftedGlif'; did you mean 'ShiftedGlyph'",
+    ):
         first_task("mine.shifted:ShiftedGlif")
 
 
 @pytest.fixture
 def train(make_recipe, make_prompts, base_folder, scorer):
-    """Run an online stage of an algorithm; returns the updater, its parameters before, logged metrics and the record."""
+    """Run an online stage of an algorithm; returns the updater, its parameters before, logged
+    metrics and the record.
+    """
 
     def run(algorithm, judge=scorer, **online):
         recipe = make_recipe(online={"algorithm": algorithm, "reference": {"weight": 0}, **online})
-        ctx, model, recorder = StageContext(recipe, 0, 0), load_model(base_folder), MetricsRecorder()
+        ctx = StageContext(recipe, 0, 0)
+        model = load_model(base_folder)
+        recorder = MetricsRecorder()
         updater = PolicyUpdater(Policy(model, recipe.policy, 0), ctx.online)
         before = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
-        record = run_online_stage(ctx, local_workers(ctx, updater, judge), make_prompts(6), recorder)
+        record = run_online_stage(
+            ctx, local_workers(ctx, updater, judge), make_prompts(6), recorder
+        )
         return updater, before, recorder.metrics, record
 
     return run
@@ -173,18 +209,33 @@ def train(make_recipe, make_prompts, base_folder, scorer):
 
 def test_an_online_stage_trains_with_the_algorithm(train):
     updater, before, logged, record = train(REINFORCE)
-    assert any(not torch.equal(value, before[name]) for name, value in updater.policy.parameters.items())
-    assert (record.algorithm, record.optimizer_steps, len(logged)) == ("mine.reinforce:ALGORITHM", 2, 2)
+    assert any(
+        not torch.equal(value, before[name]) for name, value in updater.policy.parameters.items()
+    )
+    assert (record.algorithm, record.optimizer_steps, len(logged)) == (
+        "mine.reinforce:ALGORITHM",
+        2,
+        2,
+    )
     for metrics in logged:
         assert metrics.keys() >= {"loss", "reinforce/log_prob", "grad_norm", "reward/mean"}
         assert all(np.isfinite(value) for value in metrics.values())
 
 
 def test_at_ratio_one_it_is_the_policy_gradient_of_flow_grpo(train):
-    """The gradient of A rho at rho = 1 is that of A log_prob, and the first update of fresh samples is there."""
-    same = {"steps": 1, "sampler": {"name": "flow_sde", "steps": 4}, "window": {"kind": "fixed", "size": 2}}
+    """The gradient of A rho at rho = 1 is that of A log_prob, and the first update of fresh samples
+    is there.
+    """
+    same = {
+        "steps": 1,
+        "sampler": {"name": "flow_sde", "steps": 4},
+        "window": {"kind": "fixed", "size": 2},
+    }
     updaters = [train(algorithm, **same)[0] for algorithm in (REINFORCE, {"name": "flow_grpo"})]
-    gradients = [torch.cat([value.grad.flatten() for value in updater.policy.parameters.values()]) for updater in updaters]
+    gradients = [
+        torch.cat([value.grad.flatten() for value in updater.policy.parameters.values()])
+        for updater in updaters
+    ]
     assert gradients[0].norm() > 1e-3
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
 
@@ -192,7 +243,8 @@ def test_at_ratio_one_it_is_the_policy_gradient_of_flow_grpo(train):
 @pytest.mark.parametrize("negatives", [0.0, 0.25, 1.0])
 def test_its_option_reaches_the_loss(negatives):
     given = CustomAlgorithmConfig(path=REINFORCE["path"], options={"negatives": negatives})
-    algorithm, hyper = algorithm_of(given), given.load()[1]
+    algorithm = algorithm_of(given)
+    hyper = given.load()[1]
     log_prob = torch.tensor([-0.5, -0.25, 2.0], requires_grad=True)
     advantage = torch.tensor([2.0, -1.0, 0.0])
     nothing = torch.zeros(3)
@@ -207,8 +259,14 @@ def test_its_option_reaches_the_loss(negatives):
 def test_the_stage_gets_its_defaults_and_the_recipe_overrides_them():
     plain = OnlineStageConfig.model_validate({"algorithm": REINFORCE})
     assert (plain.sampler.name, plain.window.kind, plain.window.size) == ("flow_sde", "random", 2)
-    changed = OnlineStageConfig.model_validate({"algorithm": REINFORCE, "sampler": {"name": "dance_sde"}, "window": {"size": 1}})
-    assert (changed.sampler.name, changed.window.kind, changed.window.size) == ("dance_sde", "random", 1)
+    changed = OnlineStageConfig.model_validate(
+        {"algorithm": REINFORCE, "sampler": {"name": "dance_sde"}, "window": {"size": 1}}
+    )
+    assert (changed.sampler.name, changed.window.kind, changed.window.size) == (
+        "dance_sde",
+        "random",
+        1,
+    )
 
 
 def scored(images):
@@ -234,13 +292,20 @@ def test_the_reward_is_of_the_image_alone():
 
 def test_a_stage_trains_on_the_reward(train):
     logged = train({"name": "flow_grpo"}, judge=load_scorer([reward(CONTRAST)], []))[2]
-    assert all(metrics["score/Contrast"] == pytest.approx(metrics["reward/mean"]) for metrics in logged)
+    assert all(
+        metrics["score/Contrast"] == pytest.approx(metrics["reward/mean"]) for metrics in logged
+    )
     assert all(0 < metrics["score/Contrast"] < 1 for metrics in logged)
 
 
 def test_a_reward_that_reads_no_text_takes_prompts_without_one(tmp_path):
     file = tmp_path / "prompts.txt"
-    file.write_text("".join(f"a {colour} bird\n" for colour in ("red", "green", "blue", "white", "black", "grey", "pink")))
+    file.write_text(
+        "".join(
+            f"a {colour} bird\n"
+            for colour in ("red", "green", "blue", "white", "black", "grey", "pink")
+        )
+    )
     prompts = {"source": str(file), "validation": 2, "held_out": 2}
     changes = {"model": {"family": SHIFTED, "path": "base"}, "prompts": prompts}
     stages = [{"kind": "online", "prompts_per_step": 3}]
@@ -248,7 +313,9 @@ def test_a_reward_that_reads_no_text_takes_prompts_without_one(tmp_path):
     table, _ = prepare(recipe, file)
     assert table.num_rows == 7
     with pytest.raises(PromptError):
-        prepare(Recipe.model_validate(changes | {"stages": stages}), file)  # the default reward is the OCR
+        prepare(
+            Recipe.model_validate(changes | {"stages": stages}), file
+        )  # the default reward is the OCR
 
 
 @pytest.fixture
@@ -260,7 +327,9 @@ def draw(model, prompts, seed=0):
     """Images of the deterministic sampler with the recipe's default number of steps."""
     keys = SampleKeys(seed, [0] * len(prompts), [0] * len(prompts))
     return model.decode(
-        generate(model, model.encode_texts(prompts), keys, SamplerConfig(steps=Recipe().evaluation.steps)).latents
+        generate(
+            model, model.encode_texts(prompts), keys, SamplerConfig(steps=Recipe().evaluation.steps)
+        ).latents
     )
 
 
@@ -281,16 +350,30 @@ def test_the_family_rolls_out(shifted, model):
 
 def test_a_copied_base_model_is_of_the_family(base_folder, tmp_path):
     copy_base(base_folder, tmp_path / "copy", MODEL)
-    assert torch.equal(load_model(tmp_path / "copy", MODEL).sigmas(4), load_model(base_folder, MODEL).sigmas(4))
+    assert torch.equal(
+        load_model(tmp_path / "copy", MODEL).sigmas(4), load_model(base_folder, MODEL).sigmas(4)
+    )
 
 
-def test_a_registered_policy_is_served_by_its_family(base_folder, tmp_path, shifted, model, monkeypatch):
+def test_a_registered_policy_is_served_by_its_family(
+    base_folder, tmp_path, shifted, model, monkeypatch
+):
     monkeypatch.setenv("EBBFLOW_ALLOW_CODE", SHIFTED)
     for family, drawn in ((SHIFTED, shifted), ("glyph", model)):
         folder = tmp_path / family.replace(":", "-")
-        write_base_policy(folder, verify(base_folder), "recipe", PolicyConfig(), ModelConfig(family=family, path="base"))
-        (served,) = generate_images(base_folder, folder, [Prompt(0, '"EBBS"', "", None, "", "", "{}")], [0])
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(served.image))), draw(drawn, ['"EBBS"'])[0])
+        write_base_policy(
+            folder,
+            verify(base_folder),
+            "recipe",
+            PolicyConfig(),
+            ModelConfig(family=family, path="base"),
+        )
+        (served,) = generate_images(
+            base_folder, folder, [Prompt(0, '"EBBS"', "", None, "", "", "{}")], [0]
+        )
+        assert np.array_equal(
+            np.asarray(Image.open(io.BytesIO(served.image))), draw(drawn, ['"EBBS"'])[0]
+        )
 
 
 # A sampler, an engine, a stage kind
@@ -316,17 +399,24 @@ def test_a_sampler_or_engine_that_is_none_is_refused_as_the_page_shows(changes, 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"engine": "mine.second_copy:Second"}, {"kind": "custom", "path": "mine.soup:average_with_bas"}],
+    [
+        {"engine": "mine.second_copy:Second"},
+        {"kind": "custom", "path": "mine.soup:average_with_bas"},
+    ],
     ids=["engine", "stage kind"],
 )
 def test_the_first_task_refuses_a_path_that_leads_nowhere(tmp_path, changes):
-    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "offline", **changes}]})
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "stages": [{"kind": "offline", **changes}]}
+    )
     with pytest.raises(RecipeError, match="has no '(Second|average_with_bas)'; did you mean"):
         check_recipe(recipe, "https://mlflow.example", on_cluster=False)
 
 
 def test_the_sampler_is_an_sde_whose_noise_fades():
-    sigmas, latents, velocity = torch.linspace(1, 0, 5), torch.randn(3, 2, 4), torch.randn(3, 2, 4)
+    sigmas = torch.linspace(1, 0, 5)
+    latents = torch.randn(3, 2, 4)
+    velocity = torch.randn(3, 2, 4)
     early, late = (transition(FADING, latents, velocity, sigmas, step) for step in (0, 2))
     assert early.sampler == FADING
     assert early.std.item() == pytest.approx(0.5 * 1.0 * 0.25**0.5)
@@ -334,13 +424,21 @@ def test_the_sampler_is_an_sde_whose_noise_fades():
     rows = transition(FADING, latents, velocity, sigmas, torch.tensor([0, 2, 2]))
     torch.testing.assert_close(rows.mean[0], early.mean[0])
     torch.testing.assert_close(rows.mean[1:], late.mean[1:])
-    torch.testing.assert_close(transition(FADING, latents, velocity, sigmas, 1, eta=0.0).mean, latents - 0.25 * velocity)
+    torch.testing.assert_close(
+        transition(FADING, latents, velocity, sigmas, 1, eta=0.0).mean, latents - 0.25 * velocity
+    )
 
 
 def test_a_stage_trains_on_the_trajectories_of_the_sampler(train):
-    updater, before, logged, _ = train({"name": "mix_grpo"}, sampler={"name": FADING, "steps": 4, "eta": 0.7})
-    assert any(not torch.equal(value, before[name]) for name, value in updater.policy.parameters.items())
-    assert all(metrics["ratio/deviation"] < 1e-3 for metrics in logged)  # training scores the steps that rollouts sampled
+    updater, before, logged, _ = train(
+        {"name": "mix_grpo"}, sampler={"name": FADING, "steps": 4, "eta": 0.7}
+    )
+    assert any(
+        not torch.equal(value, before[name]) for name, value in updater.policy.parameters.items()
+    )
+    assert all(
+        metrics["ratio/deviation"] < 1e-3 for metrics in logged
+    )  # training scores the steps that rollouts sampled
 
 
 def test_a_deterministic_sampler_of_ones_own_has_no_log_probs(monkeypatch):
@@ -394,15 +492,25 @@ def test_what_is_no_engine_is_named(make_recipe, base_folder):
 
 def test_a_stage_kind_leaves_a_policy_folder(make_recipe, base_folder, tmp_path):
     stages = [{"kind": "custom", "path": SOUP, "options": {"share": 0.25}}]
-    recipe = make_recipe().model_copy(update={"stages": Recipe.model_validate({"stages": stages}).stages})
-    ctx, start, prompts = StageContext(recipe, 0, 0), tmp_path / "start", tmp_path / "prompts.parquet"
+    recipe = make_recipe().model_copy(
+        update={"stages": Recipe.model_validate({"stages": stages}).stages}
+    )
+    ctx = StageContext(recipe, 0, 0)
+    start = tmp_path / "start"
+    prompts = tmp_path / "prompts.parquet"
     policy = Policy(load_model(base_folder), recipe.policy, recipe.seed)
     base = {name: value.detach().clone() for name, value in policy.parameters.items()}
     policy.assign({name: value + 1 for name, value in base.items()})
-    write_base_policy(tmp_path / "untrained", verify(base_folder), recipe.digest, recipe.policy, recipe.model)
-    policy.save(start, read_policy_metadata(tmp_path / "untrained").model_copy(update={"version": 3}))
+    write_base_policy(
+        tmp_path / "untrained", verify(base_folder), recipe.digest, recipe.policy, recipe.model
+    )
+    policy.save(
+        start, read_policy_metadata(tmp_path / "untrained").model_copy(update={"version": 3})
+    )
     recorder = MetricsRecorder()
-    record = train_custom_folder(ctx, StageFolders(base_folder, start, prompts, tmp_path / "trained"), recorder)
+    record = train_custom_folder(
+        ctx, StageFolders(base_folder, start, prompts, tmp_path / "trained"), recorder
+    )
     assert (record.label, recorder.metrics) == ("1.1 custom", [{"step": 0, "soup/share": 0.25}])
     trained = Policy(load_model(base_folder), recipe.policy, recipe.seed)
     assert trained.load(tmp_path / "trained").stages[-1] == "1.1 custom"
@@ -418,15 +526,24 @@ def test_a_stage_that_returns_no_record_is_named(make_recipe, base_folder, tmp_p
         train_custom_folder(StageContext(recipe, 0, 0), folders, MetricsRecorder())
 
 
-def test_an_online_stage_generates_with_the_engine(make_recipe, make_prompts, base_folder, tmp_path):
+def test_an_online_stage_generates_with_the_engine(
+    make_recipe, make_prompts, base_folder, tmp_path
+):
     """Its first samples, before any weights are pushed, and all others are those of diffusers."""
-    prompts, policies = tmp_path / "prompts.parquet", {}
-    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), prompts)
+    prompts = tmp_path / "prompts.parquet"
+    policies = {}
+    write_prompts(
+        pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), prompts
+    )
     for name in (COPY, "diffusers"):
         recipe = make_recipe(online={"engine": name}, rewards=[CONTRAST], guardrails=[])
-        ctx, start, trained = StageContext(recipe, 0, 0), tmp_path / "start", tmp_path / f"trained-{len(policies)}"
+        ctx = StageContext(recipe, 0, 0)
+        start = tmp_path / "start"
+        trained = tmp_path / f"trained-{len(policies)}"
         if not start.exists():
-            write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy, recipe.model)
+            write_base_policy(
+                start, verify(base_folder), recipe.digest, recipe.policy, recipe.model
+            )
         train_online_folder(ctx, base_folder, start, prompts, trained, MetricsRecorder())
         policies[name] = Policy(load_model(base_folder), recipe.policy, recipe.seed)
         policies[name].load(trained)

@@ -31,8 +31,17 @@ def test_numbers_have_significant_digits_on_every_scale(value: float | None, tex
 
 
 def test_a_difference_has_a_sign() -> None:
-    assert [signed(value) for value in (0.25, -0.25, 0.0, -2e-6)] == ["+0.250", "-0.250", "+0", "-2.00e-6"]
+    assert [signed(value) for value in (0.25, -0.25, 0.0, -2e-6)] == [
+        "+0.250",
+        "-0.250",
+        "+0",
+        "-2.00e-6",
+    ]
 
 
 def test_a_duration_has_its_two_largest_units() -> None:
-    assert [duration(seconds) for seconds in (4.21, 95, 7260)] == ["4.2 s", "1 min 35 s", "2 h 01 min"]
+    assert [duration(seconds) for seconds in (4.21, 95, 7260)] == [
+        "4.2 s",
+        "1 min 35 s",
+        "2 h 01 min",
+    ]

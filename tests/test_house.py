@@ -22,7 +22,9 @@ from benchmarks.startup import imported
 
 ROOT = Path(__file__).parents[1]
 ROOMS = re.findall(r"^- (\w+): ", ebbflow.__doc__ or "", re.MULTILINE)
-"""Lowest first, as the docstring of ``ebbflow`` lists them; a room is a package or a module right below ``ebbflow``."""
+"""Lowest first, as the docstring of ``ebbflow`` lists them; a room is a package or a module right
+below ``ebbflow``.
+"""
 ALL_OF_THE_LIBRARY = (
     "import importlib, pkgutil, ebbflow; "
     "[importlib.import_module(m.name) for m in pkgutil.walk_packages(ebbflow.__path__, 'ebbflow.')]"
@@ -33,9 +35,11 @@ FORKS = """
 import json, logging, os, sys
 
 def report():
-    modules = [name for name, module in sys.modules.items() if type(module).__name__ != "_LazyModule"]
+    lazy = "_LazyModule"
+    modules = [name for name, module in sys.modules.items() if type(module).__name__ != lazy]
     root, ours = logging.getLogger(), logging.getLogger("ebbflow")
-    print(json.dumps([sorted({name.split(".")[0] for name in modules}), len(root.handlers), ours.level]), flush=True)
+    packages = sorted({name.split(".")[0] for name in modules})
+    print(json.dumps([packages, len(root.handlers), ours.level]), flush=True)
 
 common, *statements = json.loads(sys.argv[1])
 exec(common)
@@ -50,7 +54,9 @@ for statement in statements:
 
 
 class State(NamedTuple):
-    """Of an interpreter: top-level packages in memory, not those that flytekit would load lazily, and its logging."""
+    """Of an interpreter: top-level packages in memory, not those that flytekit would load lazily,
+    and its logging.
+    """
 
     loaded: set[str]
     handlers: int
@@ -59,7 +65,9 @@ class State(NamedTuple):
 
 
 def _after(*statements: str, common: str = "") -> list[State]:
-    """The state after each statement: forks of one fresh interpreter, which runs ``common`` before them."""
+    """The state after each statement: forks of one fresh interpreter, which runs ``common`` before
+    them.
+    """
     command = [sys.executable, "-c", FORKS, json.dumps([common, *statements])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -108,19 +116,31 @@ def light_pods() -> dict[str, State]:
     modules = {task: imported(ROOT / "tasks" / f"{task}.py") for task in WITHOUT_TORCH}
     assert all(modules.values())
     imports = [f"import tasks.{task}, {', '.join(names)}" for task, names in modules.items()]
-    states = _after(*imports, common="import tasks, mlflow, pandas, pyarrow")  # the slow ones of those that are allowed
+    states = _after(
+        *imports, common="import tasks, mlflow, pandas, pyarrow"
+    )  # the slow ones of those that are allowed
     return dict(zip(WITHOUT_TORCH, states, strict=True))
 
 
 @pytest.mark.parametrize("task", WITHOUT_TORCH)
-def test_a_pod_that_computes_nothing_imports_no_torch(task: str, light_pods: dict[str, State]) -> None:
+def test_a_pod_that_computes_nothing_imports_no_torch(
+    task: str, light_pods: dict[str, State]
+) -> None:
     assert "flytekit" in light_pods[task].loaded
     assert not light_pods[task].loaded & {"torch", "diffusers", "transformers", "ray"}
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("tasks/*.py"), *ROOT.glob("workflows/*.py")]), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*ROOT.glob("tasks/*.py"), *ROOT.glob("workflows/*.py")]),
+    ids=lambda path: path.name,
+)
 def test_tasks_and_workflows_import_nothing_heavy_at_the_top(path: Path) -> None:
-    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    imports = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in names} & HEAVY
@@ -133,7 +153,9 @@ def test_recipes_are_light() -> None:
 
 def test_datasets_is_no_package() -> None:
     assert (ROOT / "datasets").is_dir()
-    assert not list((ROOT / "datasets").rglob("__init__.py")), "it would shadow Hugging Face's datasets"
+    assert not list((ROOT / "datasets").rglob("__init__.py")), (
+        "it would shadow Hugging Face's datasets"
+    )
 
 
 class Import(NamedTuple):
@@ -149,7 +171,9 @@ class Import(NamedTuple):
 
 @cache
 def _modules() -> dict[str, Path]:
-    paths = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "ebbflow").rglob("*.py")}
+    paths = {
+        path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "ebbflow").rglob("*.py")
+    }
     return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
 
 
@@ -163,7 +187,11 @@ def _imports() -> Iterator[Import]:
                 assert not node.level, f"{by}:{node.lineno}: import by the full name"
                 below = [f"{node.module}.{alias.name}" for alias in node.names]
                 names = [name if name in _modules() else node.module or "" for name in below]
-            yield from (Import(by, node.lineno, name) for name in names if name.split(".")[0] == "ebbflow" and name != by)
+            yield from (
+                Import(by, node.lineno, name)
+                for name in names
+                if name.split(".")[0] == "ebbflow" and name != by
+            )
 
 
 def _room(module: str) -> str:
@@ -175,7 +203,9 @@ def test_every_room_is_in_the_list() -> None:
 
 
 def test_rooms_import_only_lower_ones() -> None:
-    upward = [one for one in _imports() if ROOMS.index(_room(one.module)) > ROOMS.index(_room(one.by))]
+    upward = [
+        one for one in _imports() if ROOMS.index(_room(one.module)) > ROOMS.index(_room(one.by))
+    ]
     assert not upward, "\n".join(map(str, upward))
 
 
@@ -187,6 +217,12 @@ def test_modules_import_in_no_circle() -> None:
 
 
 def test_test_files_have_names_of_their_own() -> None:
-    """Pytest imports a test file of a folder that is no package by its name alone, and refuses the second of a name."""
-    loose = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    """Pytest imports a test file of a folder that is no package by its name alone, and refuses the
+    second of a name.
+    """
+    loose = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if not (path.parent / "__init__.py").exists()
+    ]
     assert [name for name, count in Counter(path.name for path in loose).items() if count > 1] == []

@@ -1,4 +1,5 @@
-"""``ebbflow run``: what a person reads when a run ends early, and the environment that it runs in."""
+"""``ebbflow run``: what a person reads when a run ends early, and the environment that it runs
+in."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_an_error_that_explains_itself_is_its_own_message() -> None:
-    assert launch.explain(RewardError(IN_TASK + "reward 'x' cannot run: install it")) == (
-        "train_online: reward 'x' cannot run: install it"
+    assert (
+        launch.explain(RewardError(IN_TASK + "reward 'x' cannot run: install it"))
+        == "train_online: reward 'x' cannot run: install it"
     )
 
 
@@ -41,23 +43,37 @@ def test_any_other_error_has_its_type_and_a_traceback_in_a_file(tmp_path: Path) 
     except ValueError as error:
         said = launch.explain(error).splitlines()
     file = tmp_path / f"ebbflow-{os.getuid()}" / f"traceback-{os.getpid()}.txt"
-    assert said == ["train_online: ValueError: no such thing", f"the traceback is in {file}; --debug shows it"]
+    assert said == [
+        "train_online: ValueError: no such thing",
+        f"the traceback is in {file}; --debug shows it",
+    ]
     assert file.read_text().startswith("Traceback (most recent call last)")
     assert __file__ in file.read_text()
 
 
 def test_where_no_file_can_be_written_the_error_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / f"ebbflow-{os.getuid()}").write_text("made by another user first")
-    assert launch.explain(ValueError("no such thing")) == "ValueError: no such thing\n--debug shows the traceback"
+    assert (
+        launch.explain(ValueError("no such thing"))
+        == "ValueError: no such thing\n--debug shows the traceback"
+    )
 
 
 def test_of_a_training_group_the_first_failure_is_said(tmp_path: Path) -> None:
     reply = tmp_path / "error.json"
-    message = {"message": "TrainingError: the loss is NaN", "extraInfo": {"timestamp": "7", "py_callstack": "..."}}
+    message = {
+        "message": "TrainingError: the loss is NaN",
+        "extraInfo": {"timestamp": "7", "py_callstack": "..."},
+    }
     reply.write_text(json.dumps({"message": message}))
     failed = ChildFailedError("spawn_helper", {1: ProcessFailure(1, 99, 1, str(reply))})
     error = FlyteUserRuntimeException(failed)
-    error.args = (f"{ROUNDS}Error encountered while executing 'tasks.train_offline.train_offline':\n  {error}",)
+    error.args = (
+        (
+            f"{ROUNDS}Error encountered while executing 'tasks.train_offline.train_offline':\n "
+            f" {error}"
+        ),
+    )
     assert launch.explain(error).splitlines()[0] == "train_offline: TrainingError: the loss is NaN"
 
 
@@ -70,7 +86,9 @@ def test_temporary_files_lie_in_the_output_folder(tmp_path: Path) -> None:
 
 def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RecipeError, match=r"output = .*file/runs.* cannot be written .*set another folder"):
+    with pytest.raises(
+        RecipeError, match=r"output = .*file/runs.* cannot be written .*set another folder"
+    ):
         launch._prepare(Recipe(output=str(tmp_path / "file" / "runs")))
 
 
@@ -92,13 +110,31 @@ launch.launch(Path(sys.argv[2]), debug=False)
 @pytest.mark.parametrize(
     ("opened", "said"),
     [
-        (False, ["interrupted before the run was opened", "start again with: ebbflow run 'my recipe.yaml'"]),
-        (True, ["interrupted", "runs/mine-1 keeps what is finished; resume with: ebbflow run 'my recipe.yaml'"]),
+        (
+            False,
+            [
+                "interrupted before the run was opened",
+                "start again with: ebbflow run 'my recipe.yaml'",
+            ],
+        ),
+        (
+            True,
+            [
+                "interrupted",
+                "runs/mine-1 keeps what is finished; resume with: ebbflow run 'my recipe.yaml'",
+            ],
+        ),
     ],
 )
 def test_ctrl_c_ends_in_two_lines(tmp_path: Path, opened: bool, said: list[str]) -> None:
     program = f"OPENED = {opened}\n{INTERRUPTED}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 130
     assert done.stderr.strip().splitlines() == said

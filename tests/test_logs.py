@@ -22,9 +22,17 @@ logging.getLogger("other").info("not ours")
 
 
 def run(program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("EBBFLOW_LOG_LEVEL", "RANK")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("EBBFLOW_LOG_LEVEL", "RANK")
+    }
     return subprocess.run(
-        [sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -41,11 +49,16 @@ def run(program: str = PROGRAM, **environment: str) -> subprocess.CompletedProce
 def test_lines_are_shown_by_level_and_rank(environment: dict[str, str], shown: list[str]) -> None:
     done = run(**environment)
     assert done.stdout == ""
-    assert [line.partition("ebbflow.online.loop: ")[2] for line in done.stderr.splitlines()] == shown
+    assert [
+        line.partition("ebbflow.online.loop: ")[2] for line in done.stderr.splitlines()
+    ] == shown
 
 
 def test_an_unknown_level_is_an_error() -> None:
-    assert "EBBFLOW_LOG_LEVEL=LOUD is no log level; set DEBUG, INFO" in run(EBBFLOW_LOG_LEVEL="LOUD").stderr
+    assert (
+        "EBBFLOW_LOG_LEVEL=LOUD is no log level; set DEBUG, INFO"
+        in run(EBBFLOW_LOG_LEVEL="LOUD").stderr
+    )
 
 
 def test_handlers_of_the_program_are_left_alone() -> None:

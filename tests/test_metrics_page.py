@@ -42,10 +42,14 @@ def keys_of(node: ast.AST) -> list[ast.expr | None]:
 
 
 def named(path: Path) -> Iterator[str]:
-    """The keys of dictionaries that look like metrics: of several parts, as no other keys of these rooms are."""
+    """The keys of dictionaries that look like metrics: of several parts, as no other keys of these
+    rooms are.
+    """
     for key in chain.from_iterable(map(keys_of, ast.walk(ast.parse(path.read_text())))):
         name = as_name(key)
-        if name and "/" in name and " " not in name and not name.startswith("<>"):  # that fits everything
+        if (
+            name and "/" in name and " " not in name and not name.startswith("<>")
+        ):  # that fits everything
             yield name
 
 
@@ -55,22 +59,39 @@ def in_code() -> set[str]:
 
 def test_every_metric_of_the_code_is_explained() -> None:
     names = in_code()
-    assert {"reward/mean", "clip/up", "score/<>", "held_out_<>/<>", "parity/log_prob_max", "seconds/<>"} <= names
+    assert {
+        "reward/mean",
+        "clip/up",
+        "score/<>",
+        "held_out_<>/<>",
+        "parity/log_prob_max",
+        "seconds/<>",
+    } <= names
     assert unexplained(names) == []
 
 
 def test_what_is_not_explained_is_found() -> None:
-    assert unexplained({"reward/mean", "reward/median", "1.1 online/loss"}) == ["1.1 online/loss", "reward/median"]
+    assert unexplained({"reward/mean", "reward/median", "1.1 online/loss"}) == [
+        "1.1 online/loss",
+        "reward/median",
+    ]
 
 
 def test_every_metric_on_the_page_is_in_the_code() -> None:
-    names, rooms = in_code(), (LIBRARY, LIBRARY.parent / "tasks")
+    names = in_code()
+    rooms = (LIBRARY, LIBRARY.parent / "tasks")
     text = "".join(path.read_text() for room in rooms for path in room.rglob("*.py"))
-    rows = [row for row in explained() if not row.startswith("system/") and row != "<stage>/<metric>"]  # MLflow's; any
+    rows = [
+        row for row in explained() if not row.startswith("system/") and row != "<stage>/<metric>"
+    ]  # MLflow's; any
     left = [row for row in rows if not any(fits(row, name) or fits(name, row) for name in names)]
-    words = {row.removeprefix("<metric>/") for row in left}  # as a key, or as a field of the gate's comparison
+    words = {
+        row.removeprefix("<metric>/") for row in left
+    }  # as a key, or as a field of the gate's comparison
     assert [
-        word for word in words if not re.search(rf'"{re.escape(word)}"|^    {re.escape(word)}: float', text, re.MULTILINE)
+        word
+        for word in words
+        if not re.search(rf'"{re.escape(word)}"|^    {re.escape(word)}: float', text, re.MULTILINE)
     ] == []
 
 

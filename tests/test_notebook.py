@@ -1,4 +1,5 @@
-"""The notebook runs in a kernel, from its first cell to its last, and shows what is stored in it."""
+"""The notebook runs in a kernel, from its first cell to its last, and shows what is stored in
+it."""
 
 from __future__ import annotations
 
@@ -20,19 +21,30 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 def execute(notebook: NotebookNode) -> NotebookNode:
     """A copy with new outputs."""
     done = copy.deepcopy(notebook)
-    NotebookClient(done, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    NotebookClient(
+        done, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(ROOT)}}
+    ).execute()
     return done
 
 
 def shown(notebook: NotebookNode) -> list[list[tuple[str, str]]]:
-    """What every code cell prints and returns, without the numbers, which differ between machines, and without what is logged."""
+    """What every code cell prints and returns, without the numbers, which differ between machines,
+    and without what is logged.
+    """
     return [_shown_by(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def _shown_by(outputs: list[NotebookNode]) -> list[tuple[str, str]]:
     """The text that was printed, which arrives in parts, and the kind of each result."""
-    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
-    return [("stdout", NUMBER.sub("0", printed)), *(_shown(output) for output in outputs if output.output_type != "stream")]
+    printed = "".join(
+        output.text
+        for output in outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
+    return [
+        ("stdout", NUMBER.sub("0", printed)),
+        *(_shown(output) for output in outputs if output.output_type != "stream"),
+    ]
 
 
 def _shown(output: NotebookNode) -> tuple[str, str]:
@@ -55,6 +67,14 @@ def test_a_cell_that_fails_is_found() -> None:
 
 
 def test_what_is_stored_names_no_folder_of_the_machine_that_made_it() -> None:
-    printed = [str(output) for cell in nbformat.read(NOTEBOOK, as_version=4).cells for output in cell.get("outputs", [])]
+    printed = [
+        str(output)
+        for cell in nbformat.read(NOTEBOOK, as_version=4).cells
+        for output in cell.get("outputs", [])
+    ]
     assert len(printed) > 5
-    assert [text[:200] for text in printed if re.search(r"(?<![\w/])/(home|root|tmp|usr|opt|work|dev)/", text)] == []
+    assert [
+        text[:200]
+        for text in printed
+        if re.search(r"(?<![\w/])/(home|root|tmp|usr|opt|work|dev)/", text)
+    ] == []

@@ -1,4 +1,6 @@
-"""The plan of an online stage: its simulation against the loop's own queue, what more GPUs change, and what is measured."""
+"""The plan of an online stage: its simulation against the loop's own queue, what more GPUs change,
+and what is measured.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,15 @@ SIZES = Sizes(
     text_width=1,
     stored=0,
 )
-SAMPLE = Sample((16, 64, 64), pixels=512 * 512, tokens=1124, joint=True, text_tokens=100, conditioning=1, passes=1)
+SAMPLE = Sample(
+    (16, 64, 64),
+    pixels=512 * 512,
+    tokens=1124,
+    joint=True,
+    text_tokens=100,
+    conditioning=1,
+    passes=1,
+)
 MODES = ("sync", "one_step_off", "async")
 
 
@@ -56,7 +66,7 @@ def stage_of(mode: str = "sync", staleness: int = 1, **keys: Any) -> StageContex
     return StageContext(Recipe.model_validate({"stages": [stage]}), 0, 0)
 
 
-# --- the simulation is the loop: the same queue and pools, on a clock that jumps from one event to the next
+# --- the simulation is the loop: the same queue and pools, on a clock that jumps between events
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
@@ -75,13 +85,16 @@ class SleepingWorker:
     """A worker that takes seconds."""
 
     def __init__(self, index: int, seconds: TaskSeconds) -> None:
-        self.index, self.seconds, self.version = index, seconds, -1
+        self.index = index
+        self.seconds = seconds
+        self.version = -1
 
     async def call(self, method: str, *arguments: Any) -> Any:
         if method == "score":
             return await asyncio.sleep(self.seconds.scoring)
         version = arguments[1].version
-        taken, self.version = self.seconds.rollout + self.seconds.receive * (version != self.version), version
+        taken = self.seconds.rollout + self.seconds.receive * (version != self.version)
+        self.version = version
         await asyncio.sleep(taken)
         return version
 
@@ -92,7 +105,9 @@ class Queue(RolloutQueue):
     def requests(self, step: int, chosen: object = None) -> Any:
         return [SimpleNamespace(step=step)] * self.num_requests
 
-    async def generate_and_score(self, request: Any, weights: Any, with_guards: bool = False) -> Any:
+    async def generate_and_score(
+        self, request: Any, weights: Any, with_guards: bool = False
+    ) -> Any:
         version = await self.workers.rollout.call("generate", lambda: (request, weights()))
         await self.workers.reward.call("score", lambda: ())
         return SimpleNamespace(request=request, report=SimpleNamespace(version=version))
@@ -101,17 +116,24 @@ class Queue(RolloutQueue):
         return True
 
 
-def looped(ctx: StageContext, seconds: TaskSeconds, requests: int, rollout: int, reward: int) -> list[float]:
+def looped(
+    ctx: StageContext, seconds: TaskSeconds, requests: int, rollout: int, reward: int
+) -> list[float]:
     """When the steps of a stage end, its queue and pools being real."""
 
     async def run() -> list[float]:
         pools = {
-            role: WorkerPool(role, [SleepingWorker(index, seconds) for index in range(number)], None)
+            role: WorkerPool(
+                role, [SleepingWorker(index, seconds) for index in range(number)], None
+            )
             for role, number in (("rollout", rollout), ("reward", reward))
         }
-        queue, ends = Queue(ctx, SimpleNamespace(**pools), [], None), []
+        queue = Queue(ctx, SimpleNamespace(**pools), [], None)
+        ends = []
         queue.num_requests = requests
-        for step in range(ctx.online.steps - max_steps_ahead(ctx.online)):  # at the end nothing is generated ahead
+        for step in range(
+            ctx.online.steps - max_steps_ahead(ctx.online)
+        ):  # at the end nothing is generated ahead
             queue.weights = WeightsVersion(step)
             await queue.start()
             await queue.next_batch(step)
@@ -124,7 +146,9 @@ def looped(ctx: StageContext, seconds: TaskSeconds, requests: int, rollout: int,
         return runner.run(run())
 
 
-@pytest.mark.parametrize("training", [0.7, 3.1, 9.3], ids=["rollouts are slow", "balanced", "training is slow"])
+@pytest.mark.parametrize(
+    "training", [0.7, 3.1, 9.3], ids=["rollouts are slow", "balanced", "training is slow"]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_simulation_is_the_loop(mode: str, training: float) -> None:
     ctx = stage_of(mode, staleness=2)
@@ -151,7 +175,9 @@ def test_what_a_mode_costs_in_closed_form() -> None:
 # --- the best split
 
 
-def work_and_times(tflops: float = 100, network: float = 50, mode: str = "sync", **keys: Any) -> tuple[Any, TaskTimes]:
+def work_and_times(
+    tflops: float = 100, network: float = 50, mode: str = "sync", **keys: Any
+) -> tuple[Any, TaskTimes]:
     ctx = stage_of(mode, **keys)
     made = estimate_of(ctx.recipe, 1, SIZES, SAMPLE)
     work = online_work(made, ctx)
@@ -164,7 +190,12 @@ def test_the_best_split_is_that_of_trying_all() -> None:
         best = best_plan(work, times, mode, 12)
         stage = Stage(work.requests, work.steps_ahead(mode), newest=mode == "async")
         every = [
-            simulate(stage, seconds_of(work, times, Split(ranks, 12 - ranks, 0)), 12 - ranks, work.requests).step
+            simulate(
+                stage,
+                seconds_of(work, times, Split(ranks, 12 - ranks, 0)),
+                12 - ranks,
+                work.requests,
+            ).step
             for ranks in range(1, 12)
         ]
         assert best.schedule.step == pytest.approx(min(every)), mode
@@ -183,14 +214,17 @@ def test_more_gpus_are_never_worse_and_stop_being_better() -> None:
 
 def test_ranks_on_several_nodes_wait_for_a_slow_network() -> None:
     (work, fast), (_, slow) = work_and_times(), work_and_times(network=0.01)
-    one_node, two_nodes = Split(8, 1, 0), Split(16, 1, 0)
+    one_node = Split(8, 1, 0)
+    two_nodes = Split(16, 1, 0)
     assert seconds_of(work, slow, one_node).training == seconds_of(work, fast, one_node).training
     assert seconds_of(work, fast, two_nodes).training < seconds_of(work, fast, one_node).training
     assert seconds_of(work, slow, two_nodes).training > seconds_of(work, fast, one_node).training
 
 
 def test_rewards_on_gpus_get_their_share() -> None:
-    work, times = work_and_times(resources={"reward": {"gpus": 1}}, prompts_per_step=32, micro_batch=16)
+    work, times = work_and_times(
+        resources={"reward": {"gpus": 1}}, prompts_per_step=32, micro_batch=16
+    )
     busy = TaskTimes(times.rollout, times.rollout, times.training, times.between, times.network)
     split = best_plan(work, busy, "one_step_off", 32).split
     assert abs(split.reward - split.rollout) <= 1
@@ -200,10 +234,15 @@ def test_rewards_on_gpus_get_their_share() -> None:
 
 def test_an_optimizer_that_cannot_be_divided_trains_in_one_process() -> None:
     work, times = work_and_times(optimizer={"name": "adamw_8bit"}, updates_per_step=1)
-    slow = TaskTimes(times.rollout, times.scoring, 1e3 * times.rollout, times.between, times.network)
+    slow = TaskTimes(
+        times.rollout, times.scoring, 1e3 * times.rollout, times.between, times.network
+    )
     plan = best_plan(work, slow, "one_step_off", 16)
     assert plan.split.training == 1
-    assert why_not_further(work, slow, plan) == "optimizer.name = 'adamw_8bit' trains in one process: take adamw"
+    assert (
+        why_not_further(work, slow, plan)
+        == "optimizer.name = 'adamw_8bit' trains in one process: take adamw"
+    )
 
 
 # --- times of a run
@@ -211,14 +250,22 @@ def test_an_optimizer_that_cannot_be_divided_trains_in_one_process() -> None:
 
 def timeline(tmp_path: Any, steps: int = 6) -> Any:
     """Steps of 10 s: 4 of rollouts and rewards, 5 of training on two ranks, and 1 of nothing."""
-    spans, long = [], []
+    spans = []
+    long = []
     for step in range(steps):
         start = 10.0 * step
         long.append({"step": step, "start": start, "end": start + 10})
         tasks = [("rollout", "rollout", 0, 0, 3), ("reward", "scoring", 0, 3, 4)]
         tasks += [("training", "training", rank, 4, 9) for rank in (0, 1)]
         spans += [
-            {"role": role, "worker": worker, "task": task, "step": step, "start": start + begin, "end": start + end}
+            {
+                "role": role,
+                "worker": worker,
+                "task": task,
+                "step": step,
+                "start": start + begin,
+                "end": start + end,
+            }
             for role, task, worker, begin, end in tasks
         ]
     (tmp_path / "timeline.json").write_text(json.dumps({"steps": long, "spans": spans}))
@@ -228,7 +275,12 @@ def timeline(tmp_path: Any, steps: int = 6) -> Any:
 def test_a_timeline_says_what_tasks_take(tmp_path: Any) -> None:
     work, _ = work_and_times()
     times = measured_times(work, timeline(tmp_path), network=50)
-    assert (times.rollout, times.scoring, times.training, times.between) == (3, 1, pytest.approx(10), pytest.approx(1))
+    assert (times.rollout, times.scoring, times.training, times.between) == (
+        3,
+        1,
+        pytest.approx(10),
+        pytest.approx(1),
+    )
     assert seconds_of(work, times, Split(2, 1, 0)).training == pytest.approx(5)
 
 

@@ -34,31 +34,48 @@ def test_a_cluster_needs_an_output_that_outlives_the_pod(tmp_path: Path) -> None
 
 def test_a_cluster_needs_a_tracking_server() -> None:
     with pytest.raises(RecipeError, match="disk of a pod; set tracking.uri"):
-        check_recipe(Recipe(output="s3://bucket/runs"), "sqlite:////root/mlflow.db", on_cluster=True)
+        check_recipe(
+            Recipe(output="s3://bucket/runs"), "sqlite:////root/mlflow.db", on_cluster=True
+        )
     check_recipe(Recipe(output="s3://bucket/runs"), SERVER, on_cluster=True)
 
 
 def with_pairs(tmp_path: Path, pairs: str) -> Recipe:
-    return Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "online"}, {"kind": "offline", "pairs": pairs}]})
+    return Recipe.model_validate(
+        {
+            "output": str(tmp_path),
+            "stages": [{"kind": "online"}, {"kind": "offline", "pairs": pairs}],
+        }
+    )
 
 
 def test_a_pairs_file_must_be_there(tmp_path: Path) -> None:
     recipe = with_pairs(tmp_path, str(tmp_path / "none.parquet"))
-    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = .*none\.parquet.* no such file; .*Remove it"):
+    with pytest.raises(
+        RecipeError, match=r"stages\.1\.pairs = .*none\.parquet.* no such file; .*Remove it"
+    ):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
 def test_a_pairs_file_must_be_readable(tmp_path: Path) -> None:
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "a.png", "rejected": "b.png"}\n')
-    with pytest.raises(PairError, match=r"pairs\.jsonl, line 1: chosen = 'a\.png' is no image file"):
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"prompt": "p", "chosen": "a.png", "rejected": "b.png"}\n'
+    )
+    with pytest.raises(
+        PairError, match=r"pairs\.jsonl, line 1: chosen = 'a\.png' is no image file"
+    ):
         check_recipe(with_pairs(tmp_path, str(tmp_path / "pairs.jsonl")), SERVER, on_cluster=False)
 
 
 def test_a_cluster_needs_pairs_at_a_uri(tmp_path: Path) -> None:
     recipe = with_pairs(tmp_path, "pairs.parquet").model_copy(update={"output": "s3://bucket/runs"})
-    with pytest.raises(RecipeError, match=r"stages\.1\.pairs = 'pairs\.parquet' is a local path.* give its URI"):
+    with pytest.raises(
+        RecipeError, match=r"stages\.1\.pairs = 'pairs\.parquet' is a local path.* give its URI"
+    ):
         check_recipe(recipe, SERVER, on_cluster=True)
-    there = with_pairs(tmp_path, "s3://bucket/pairs.parquet").model_copy(update={"output": "s3://bucket/runs"})
+    there = with_pairs(tmp_path, "s3://bucket/pairs.parquet").model_copy(
+        update={"output": "s3://bucket/runs"}
+    )
     check_recipe(there, SERVER, on_cluster=True)
 
 
@@ -69,7 +86,9 @@ class Mine(TrajectoryConfig):
     teacher: str = "nowhere"
 
 
-MINE = Algorithm(Mine, lambda rows, config: (-rows.log_prob, {}), copies=lambda config: frozenset({"teacher"}))
+MINE = Algorithm(
+    Mine, lambda rows, config: (-rows.log_prob, {}), copies=lambda config: frozenset({"teacher"})
+)
 BROKEN = Algorithm(TrajectoryConfig, lambda rows, config: (None, {}))
 
 
@@ -86,36 +105,56 @@ def test_a_teacher_is_a_policy_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "key"), [(False, r"stages\.1\.algorithm\.teacher"), (True, r"stages\.1\.algorithm\.options\.teacher")]
+    ("own", "key"),
+    [(False, r"stages\.1\.algorithm\.teacher"), (True, r"stages\.1\.algorithm\.options\.teacher")],
 )
 def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) -> None:
     def check(folder: str) -> None:
-        check_recipe(with_teacher(str(tmp_path), str(tmp_path / folder), own), SERVER, on_cluster=False)
+        check_recipe(
+            with_teacher(str(tmp_path), str(tmp_path / folder), own), SERVER, on_cluster=False
+        )
 
-    with pytest.raises(RecipeError, match=rf"{key} = '.*none' is not the policy folder .*none has no COMMIT"):
+    with pytest.raises(
+        RecipeError, match=rf"{key} = '.*none' is not the policy folder .*none has no COMMIT"
+    ):
         check("none")
     with new_folder(tmp_path / "other") as folder:
         (folder / "readme.txt").write_text("no policy")
-    with pytest.raises(RecipeError, match=rf"{key} = '.*other' is not the policy folder .* is no policy folder"):
+    with pytest.raises(
+        RecipeError, match=rf"{key} = '.*other' is not the policy folder .* is no policy folder"
+    ):
         check("other")
     write_base_policy(tmp_path / "cut", "base", "recipe", PolicyConfig())
     (tmp_path / "cut" / "policy.json").write_text("{")
-    with pytest.raises(RecipeError, match=rf"{key} = '.*cut' is not the policy folder .* does not match its manifest"):
+    with pytest.raises(
+        RecipeError,
+        match=rf"{key} = '.*cut' is not the policy folder .* does not match its manifest",
+    ):
         check("cut")
 
 
 def test_the_teacher_of_every_prompt_set_must_be_there(tmp_path: Path) -> None:
     write_base_policy(tmp_path / "teacher", "base", "recipe", PolicyConfig())
-    stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": {"a": str(tmp_path / "teacher"), "b": "none"}}}
+    stage = {
+        "kind": "online",
+        "algorithm": {
+            "name": "distillation",
+            "teachers": {"a": str(tmp_path / "teacher"), "b": "none"},
+        },
+    }
     for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("\n".join(f'"{name}{other}"' for other in "cdefghijkl"))
+        (tmp_path / f"{name}.txt").write_text(
+            "\n".join(f'"{name}{other}"' for other in "cdefghijkl")
+        )
     prompts = {
         "mixture": [{"name": name, "source": str(tmp_path / f"{name}.txt")} for name in "ab"],
         "validation": 1,
         "held_out": 2,
     }
     recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts, "stages": [stage]})
-    with pytest.raises(RecipeError, match=r"stages\.0\.algorithm\.teachers\.b = 'none' is not the policy folder"):
+    with pytest.raises(
+        RecipeError, match=r"stages\.0\.algorithm\.teachers\.b = 'none' is not the policy folder"
+    ):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
@@ -123,8 +162,14 @@ def test_the_teacher_of_every_prompt_set_must_be_there(tmp_path: Path) -> None:
 def test_a_cluster_needs_a_teacher_at_a_uri(tmp_path: Path, own: bool) -> None:
     write_base_policy(tmp_path / "teacher", "base", "recipe", PolicyConfig())
     with pytest.raises(RecipeError, match=r"teacher = '.*teacher' is a local path.* give its URI"):
-        check_recipe(with_teacher("s3://bucket/runs", str(tmp_path / "teacher"), own), SERVER, on_cluster=True)
-    check_recipe(with_teacher("s3://bucket/runs", "s3://bucket/teacher", own), SERVER, on_cluster=True)
+        check_recipe(
+            with_teacher("s3://bucket/runs", str(tmp_path / "teacher"), own),
+            SERVER,
+            on_cluster=True,
+        )
+    check_recipe(
+        with_teacher("s3://bucket/runs", "s3://bucket/teacher", own), SERVER, on_cluster=True
+    )
 
 
 def with_model(tmp_path: Path, **model: object) -> Recipe:
@@ -134,10 +179,15 @@ def with_model(tmp_path: Path, **model: object) -> Recipe:
 def test_a_base_model_of_another_family_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     folder.mkdir()
-    with pytest.raises(ModelError, match=r"base is not a sd3 base model: model_index.json missing.* as model.revision"):
+    with pytest.raises(
+        ModelError,
+        match=r"base is not a sd3 base model: model_index.json missing.* as model.revision",
+    ):
         check_recipe(with_model(tmp_path, family="sd3", path=str(folder)), SERVER, on_cluster=False)
     (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(ModelError, match="is a FluxPipeline, and model.family = 'sd3' .* set model.family to flux"):
+    with pytest.raises(
+        ModelError, match="is a FluxPipeline, and model.family = 'sd3' .* set model.family to flux"
+    ):
         check_recipe(with_model(tmp_path, family="sd3", path=str(folder)), SERVER, on_cluster=False)
     check_recipe(with_model(tmp_path, family="flux", path=str(folder)), SERVER, on_cluster=False)
 
@@ -147,28 +197,47 @@ def test_a_cluster_needs_a_base_model_that_every_pod_can_fetch(tmp_path: Path) -
     local = with_model(tmp_path, family="sd3", path="models/sd3").model_copy(update=shared)
     with pytest.raises(RecipeError, match="model.path = 'models/sd3' is a local path"):
         check_recipe(local, SERVER, on_cluster=True)
-    pinned = with_model(tmp_path, family="sd3", path="owner/sd3", revision="0" * 40).model_copy(update=shared)
+    pinned = with_model(tmp_path, family="sd3", path="owner/sd3", revision="0" * 40).model_copy(
+        update=shared
+    )
     check_recipe(pinned, SERVER, on_cluster=True)
 
 
 def with_prompts(tmp_path: Path, text: str, **keys: object) -> Recipe:
     (tmp_path / "prompts.txt").write_text(text)
-    return Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / "prompts.txt")}} | keys)
+    return Recipe.model_validate(
+        {"output": str(tmp_path), "prompts": {"source": str(tmp_path / "prompts.txt")}} | keys
+    )
 
 
 def test_a_held_out_file_is_read_and_a_reward_tried_on_it(tmp_path: Path) -> None:
-    (tmp_path / "judged.jsonl").write_text("".join(f'{{"prompt": "\\"Z{letter}\\""}}\n' for letter in "ABCDE"))
+    (tmp_path / "judged.jsonl").write_text(
+        "".join(f'{{"prompt": "\\"Z{letter}\\""}}\n' for letter in "ABCDE")
+    )
     prompts = {"held_out_source": str(tmp_path / "judged.jsonl"), "held_out": 5}
     recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts})
     tried = preflight._check_prompts(recipe, on_cluster=False)
     assert [prompt.split == "held_out" for prompt in tried] == [False, False, True]
     check_recipe(recipe, SERVER, on_cluster=False)
-    missing = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts | {"held_out_source": "nowhere.csv"}})
-    with pytest.raises(RecipeError, match=r"prompts\.held_out_source = 'nowhere\.csv': no such file; .* hold out prompts of the"):
+    missing = Recipe.model_validate(
+        {"output": str(tmp_path), "prompts": prompts | {"held_out_source": "nowhere.csv"}}
+    )
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"prompts\.held_out_source = 'nowhere\.csv': no such file; .* hold out prompts of the"
+        ),
+    ):
         check_recipe(missing, SERVER, on_cluster=False)
-    with pytest.raises(RecipeError, match=r"prompts\.held_out_source = 'nowhere\.csv' is a local path"):
-        check_recipe(missing.model_copy(update={"output": "s3://bucket/runs"}), SERVER, on_cluster=True)
-    elsewhere = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts | {"held_out_source": "s3://b/geneval.jsonl"}})
+    with pytest.raises(
+        RecipeError, match=r"prompts\.held_out_source = 'nowhere\.csv' is a local path"
+    ):
+        check_recipe(
+            missing.model_copy(update={"output": "s3://bucket/runs"}), SERVER, on_cluster=True
+        )
+    elsewhere = Recipe.model_validate(
+        {"output": str(tmp_path), "prompts": prompts | {"held_out_source": "s3://b/geneval.jsonl"}}
+    )
     assert preflight._check_prompts(elsewhere, on_cluster=False) == []
 
 
@@ -181,8 +250,15 @@ def test_prompts_are_read_as_the_run_will(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_cluster", [True, False])
 def test_a_prompt_file_that_ebbflow_does_not_ship(tmp_path: Path, on_cluster: bool) -> None:
-    recipe = Recipe.model_validate({"output": "s3://bucket", "prompts": {"source": "ebbflow:datasets/sings/prompts.txt"}})
-    with pytest.raises(RecipeError, match=r"Ebbflow ships no such file; take .* ebbflow:datasets/signs/prompts\.txt or ebbflow:"):
+    recipe = Recipe.model_validate(
+        {"output": "s3://bucket", "prompts": {"source": "ebbflow:datasets/sings/prompts.txt"}}
+    )
+    with pytest.raises(
+        RecipeError,
+        match=(
+            r"Ebbflow ships no such file; take .* ebbflow:datasets/signs/prompts\.txt or ebbflow:"
+        ),
+    ):
         check_recipe(recipe, SERVER, on_cluster)
 
 
@@ -190,10 +266,15 @@ def test_a_prompt_file_that_ebbflow_does_not_ship(tmp_path: Path, on_cluster: bo
     ("size", "says"),
     [
         ({"frames": 8}, "model.frames = 8: wan draws 1 . a multiple of 4 frames; take 9"),
-        ({"height": 100, "width": 96}, "model.height = 100: wan draws multiples of 32 pixels; take 96"),
+        (
+            {"height": 100, "width": 96},
+            "model.height = 100: wan draws multiples of 32 pixels; take 96",
+        ),
     ],
 )
-def test_a_size_that_the_base_model_cannot_draw(tmp_path: Path, size: dict[str, int], says: str) -> None:
+def test_a_size_that_the_base_model_cannot_draw(
+    tmp_path: Path, size: dict[str, int], says: str
+) -> None:
     build_tiny("wan", tmp_path / "wan")
     model = {"family": "wan", "path": str(tmp_path / "wan"), "height": 64, "width": 96}
     check_recipe(with_model(tmp_path, **model, frames=5), SERVER, on_cluster=False)
@@ -202,15 +283,24 @@ def test_a_size_that_the_base_model_cannot_draw(tmp_path: Path, size: dict[str, 
 
 
 def test_the_size_of_a_published_model_is_checked_without_it(tmp_path: Path) -> None:
-    model = {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "revision": "0" * 40, "frames": 10}
+    model = {
+        "family": "wan",
+        "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+        "revision": "0" * 40,
+        "frames": 10,
+    }
     with pytest.raises(ModelError, match=r"model.frames = 10: .* take 9"):
         check_recipe(with_model(tmp_path, **model), SERVER, on_cluster=False)
 
 
 def test_a_loss_of_ones_own_is_called(tmp_path: Path) -> None:
     custom = {"name": "custom", "path": f"{__name__}:BROKEN"}
-    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": [{"kind": "online", "algorithm": custom}]})
-    with pytest.raises(RecipeError, match=r"the loss of .*:BROKEN, .*<lambda>, returned \(a NoneType, a dict\)"):
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "stages": [{"kind": "online", "algorithm": custom}]}
+    )
+    with pytest.raises(
+        RecipeError, match=r"the loss of .*:BROKEN, .*<lambda>, returned \(a NoneType, a dict\)"
+    ):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
@@ -223,47 +313,92 @@ def test_a_start_is_a_policy_or_a_lora(tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "notes.txt").touch()
     start = {"train": "lora", "start": {"path": str(tmp_path / "start")}}
-    with pytest.raises(RecipeError, match=r"is no policy folder and holds no LoRA \(.safetensors\); name one of them"):
-        check_recipe(Recipe.model_validate({"output": str(tmp_path), "policy": start}), SERVER, on_cluster=False)
+    with pytest.raises(
+        RecipeError,
+        match=r"is no policy folder and holds no LoRA \(.safetensors\); name one of them",
+    ):
+        check_recipe(
+            Recipe.model_validate({"output": str(tmp_path), "policy": start}),
+            SERVER,
+            on_cluster=False,
+        )
 
 
 def test_a_start_must_be_there(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate({"output": str(tmp_path), "policy": {"train": "lora", "start": {"path": "owner/lora"}}})
-    with pytest.raises(RecipeError, match=r"policy.start.path = 'owner/lora': no such .* policy.start.revision"):
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "policy": {"train": "lora", "start": {"path": "owner/lora"}}}
+    )
+    with pytest.raises(
+        RecipeError, match=r"policy.start.path = 'owner/lora': no such .* policy.start.revision"
+    ):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
-def test_an_algorithm_on_the_gradient_of_the_reward_needs_rewards_that_have_one(tmp_path: Path) -> None:
+def test_an_algorithm_on_the_gradient_of_the_reward_needs_rewards_that_have_one(
+    tmp_path: Path,
+) -> None:
     stages = [{"kind": "online", "algorithm": {"name": "draft"}}]
-    recipe = {"output": str(tmp_path), "rewards": ["similarity"], "guardrails": [], "stages": stages}
-    with pytest.raises(RewardError, match="draft learns from the gradient of the rewards, and 'similarity' has none; train on"):
+    recipe = {
+        "output": str(tmp_path),
+        "rewards": ["similarity"],
+        "guardrails": [],
+        "stages": stages,
+    }
+    with pytest.raises(
+        RewardError,
+        match="draft learns from the gradient of the rewards, and 'similarity' has none; train on",
+    ):
         check_recipe(Recipe.model_validate(recipe), SERVER, on_cluster=False)
 
 
 def older_family() -> type:
     """A user's own family, written for other recipes: the members of the glyph model but two."""
     left_out = ("pixels", "resize")
-    members = {name: value for name, value in vars(GlyphModel).items() if name not in left_out and not name.startswith("__")}
+    members = {
+        name: value
+        for name, value in vars(GlyphModel).items()
+        if name not in left_out and not name.startswith("__")
+    }
     return type("OlderFamily", (), members)
 
 
 OLDER_FAMILY = older_family()
 
 
-def test_an_algorithm_on_the_gradient_of_the_reward_needs_a_family_that_decodes_with_gradient(tmp_path: Path) -> None:
+def test_an_algorithm_on_the_gradient_of_the_reward_needs_a_family_that_decodes_with_gradient(
+    tmp_path: Path,
+) -> None:
     model = {"family": f"{__name__}:OLDER_FAMILY", "path": "s3://bucket/base"}
     recipe = {"output": str(tmp_path), "rewards": ["recognizer"], "guardrails": [], "model": model}
-    with pytest.raises(ModelError, match=r"draft learns from .* rewards, and OlderFamily has no pixels\(latents\)"):
-        check_recipe(Recipe.model_validate(recipe | {"stages": [on_gradient("draft")]}), SERVER, on_cluster=False)
-    check_recipe(Recipe.model_validate(recipe | {"stages": [on_gradient("mix_grpo")]}), SERVER, on_cluster=False)
+    with pytest.raises(
+        ModelError, match=r"draft learns from .* rewards, and OlderFamily has no pixels\(latents\)"
+    ):
+        check_recipe(
+            Recipe.model_validate(recipe | {"stages": [on_gradient("draft")]}),
+            SERVER,
+            on_cluster=False,
+        )
+    check_recipe(
+        Recipe.model_validate(recipe | {"stages": [on_gradient("mix_grpo")]}),
+        SERVER,
+        on_cluster=False,
+    )
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"stages": [{"kind": "online", "sizes": [{"height": 64, "width": 64}]}]}, {"evaluation": {"height": 64}}],
+    [
+        {"stages": [{"kind": "online", "sizes": [{"height": 64, "width": 64}]}]},
+        {"evaluation": {"height": 64}},
+    ],
 )
-def test_several_sizes_need_a_family_that_generates_in_them(tmp_path: Path, settings: dict[str, object]) -> None:
-    recipe = {"output": str(tmp_path), "model": {"family": f"{__name__}:OLDER_FAMILY", "path": "s3://bucket/base"}}
+def test_several_sizes_need_a_family_that_generates_in_them(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    recipe = {
+        "output": str(tmp_path),
+        "model": {"family": f"{__name__}:OLDER_FAMILY", "path": "s3://bucket/base"},
+    }
     with pytest.raises(ModelError, match=r"OlderFamily has no resize\(height, width\); write one"):
         check_recipe(Recipe.model_validate(recipe | settings), SERVER, on_cluster=False)
 
@@ -274,18 +409,27 @@ def on_gradient(algorithm: str) -> dict[str, object]:
 
 def test_the_sizes_of_a_stage_must_be_drawable(tmp_path: Path) -> None:
     build_tiny("sd3", tmp_path / "sd3")
-    stages = [{"kind": "online", "sizes": [{"height": 64, "width": 64}, {"height": 40, "width": 64}]}]
+    stages = [
+        {"kind": "online", "sizes": [{"height": 64, "width": 64}, {"height": 40, "width": 64}]}
+    ]
     model = {"family": "sd3", "path": str(tmp_path / "sd3"), "height": 64, "width": 64}
     recipe = Recipe.model_validate({"output": str(tmp_path), "model": model, "stages": stages})
-    with pytest.raises(ModelError, match=r"stages\.0\.sizes\.1\.height = 40: sd3 draws multiples of 16 pixels; take 32"):
+    with pytest.raises(
+        ModelError,
+        match=r"stages\.0\.sizes\.1\.height = 40: sd3 draws multiples of 16 pixels; take 32",
+    ):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
 def test_the_size_of_an_evaluation_must_be_drawable(tmp_path: Path) -> None:
     build_tiny("sd3", tmp_path / "sd3")
     model = {"family": "sd3", "path": str(tmp_path / "sd3"), "height": 64, "width": 64}
-    recipe = Recipe.model_validate({"output": str(tmp_path), "model": model, "evaluation": {"height": 96, "width": 68}})
-    with pytest.raises(ModelError, match=r"evaluation\.width = 68: sd3 draws multiples of 16 pixels; take 64"):
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "model": model, "evaluation": {"height": 96, "width": 68}}
+    )
+    with pytest.raises(
+        ModelError, match=r"evaluation\.width = 68: sd3 draws multiples of 16 pixels; take 64"
+    ):
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
@@ -302,12 +446,17 @@ class OnlySigns:
 
 def test_a_reward_of_a_prompt_set_is_tried_on_its_prompts(tmp_path: Path) -> None:
     for name in ("words", "signs"):
-        (tmp_path / f"{name}.txt").write_text("\n".join(f'"{name[0]}{other}"' for other in "cdefghijkl"))
+        (tmp_path / f"{name}.txt").write_text(
+            "\n".join(f'"{name[0]}{other}"' for other in "cdefghijkl")
+        )
     sets = [{"name": name, "source": str(tmp_path / f"{name}.txt")} for name in ("words", "signs")]
     settings = {
         "output": str(tmp_path),
         "prompts": {"mixture": sets, "validation": 1, "held_out": 2},
-        "rewards": [{"name": "similarity", "prompts": ["words"]}, {"name": f"{__name__}:OnlySigns", "prompts": ["signs"]}],
+        "rewards": [
+            {"name": "similarity", "prompts": ["words"]},
+            {"name": f"{__name__}:OnlySigns", "prompts": ["signs"]},
+        ],
         "stages": [{"kind": "online", "prompts_per_step": 2}],
         "guardrails": [],
     }
@@ -315,18 +464,28 @@ def test_a_reward_of_a_prompt_set_is_tried_on_its_prompts(tmp_path: Path) -> Non
 
 
 STUDENT = {"kind": "online", "algorithm": {"name": "dmd2"}}
-LEARNING_ON = {"kind": "online", "algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 4}}
+LEARNING_ON = {
+    "kind": "online",
+    "algorithm": {"name": "diffusion_nft"},
+    "sampler": {"name": "ode", "steps": 4},
+}
 
 
 @pytest.mark.parametrize("stages", [[STUDENT], [{"kind": "online"}, STUDENT, LEARNING_ON]])
-def test_a_student_that_is_evaluated_with_another_sampler_is_warned_of(tmp_path: Path, stages: list[dict[str, object]]) -> None:
+def test_a_student_that_is_evaluated_with_another_sampler_is_warned_of(
+    tmp_path: Path, stages: list[dict[str, object]]
+) -> None:
     of_student = {"sampler": "cps", "eta": 1.0, "steps": 4}
     for other in ({}, {"steps": 4}, of_student | {"eta": 0.8}, of_student | {"steps": 8}):
-        recipe = Recipe.model_validate({"output": str(tmp_path), "stages": stages, "evaluation": other})
+        recipe = Recipe.model_validate(
+            {"output": str(tmp_path), "stages": stages, "evaluation": other}
+        )
         says = rf"stages\.{len(stages) // 2} .*set evaluation: \{{sampler: cps, eta: 1, steps: 4\}}"
         with pytest.warns(UserWarning, match=says):
             check_recipe(recipe, SERVER, on_cluster=False)
-    recipe = Recipe.model_validate({"output": str(tmp_path), "stages": stages, "evaluation": of_student})
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "stages": stages, "evaluation": of_student}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_recipe(recipe, SERVER, on_cluster=False)

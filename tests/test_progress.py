@@ -23,7 +23,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == module.__name__]
 
 
-def test_a_log_gets_a_line_at_every_interval_and_at_the_end(caplog: pytest.LogCaptureFixture, clock: list[float]) -> None:
+def test_a_log_gets_a_line_at_every_interval_and_at_the_end(
+    caplog: pytest.LogCaptureFixture, clock: list[float]
+) -> None:
     caplog.set_level(logging.INFO)
     with progress("1.1 online", "step", total=100, done=10) as monitored:
         for _ in range(90):
@@ -43,7 +45,10 @@ def test_a_unit_has_its_plural(caplog: pytest.LogCaptureFixture, clock: list[flo
         with progress("work", unit, total=2) as monitored:
             clock.append(clock[-1] + 2 * INTERVAL)
             monitored.update(2)
-    assert [line.partition(",")[0] for line in lines(caplog)] == ["work: 2 of 2 steps", "work: 2 of 2 batches"]
+    assert [line.partition(",")[0] for line in lines(caplog)] == [
+        "work: 2 of 2 steps",
+        "work: 2 of 2 batches",
+    ]
 
 
 def test_short_work_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,7 +58,9 @@ def test_short_work_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quiet: bool) -> None:
+def test_a_terminal_gets_a_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quiet: bool
+) -> None:
     caplog.set_level(logging.INFO)
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)

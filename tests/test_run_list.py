@@ -14,7 +14,13 @@ from ebbflow.run_list import RESOLVED_RECIPE, ListedRun, list_runs
 from ebbflow.storage.locks import LOCK, exclusive_lock
 
 
-def new_run(folder: Path, name: str, started: int, nodes: list[str], summary: dict[str, object] | None = None) -> Path:
+def new_run(
+    folder: Path,
+    name: str,
+    started: int,
+    nodes: list[str],
+    summary: dict[str, object] | None = None,
+) -> Path:
     home = folder / name
     for seconds, node in enumerate(nodes):
         (home / "nodes" / node).mkdir(parents=True)
@@ -28,7 +34,12 @@ def new_run(folder: Path, name: str, started: int, nodes: list[str], summary: di
     return home
 
 
-SUMMARY = {"before": {"reward": 0.5231}, "after": {"reward": 0.9734}, "promoted": True, "model_version": "4"}
+SUMMARY = {
+    "before": {"reward": 0.5231},
+    "after": {"reward": 0.9734},
+    "promoted": True,
+    "model_version": "4",
+}
 
 
 def test_every_run_has_its_state_and_verdict_the_newest_first(tmp_path: Path) -> None:
@@ -45,21 +56,37 @@ def test_every_run_has_its_state_and_verdict_the_newest_first(tmp_path: Path) ->
         ("glyph-1", "finished"),
         ("glyph-4", "stopped"),
     ]
-    assert found[2].cells()[:6] == ("glyph-1", "glyph", "3", "finished", "0.523 -> 0.973", "promoted, version 4")
+    assert found[2].cells()[:6] == (
+        "glyph-1",
+        "glyph",
+        "3",
+        "finished",
+        "0.523 -> 0.973",
+        "promoted, version 4",
+    )
     assert found[0].cells()[4:6] == ("-", "-")
     with exclusive_lock(busy):
         pass  # looking at a run leaves it unlocked
 
 
 def test_a_reward_of_any_scale_can_be_read() -> None:
-    small, large = (ListedRun("a", "a", "0", "finished", 0.0, reward) for reward in ((0.00123, 0.00234), (-21012.5, -20400.2)))
+    small, large = (
+        ListedRun("a", "a", "0", "finished", 0.0, reward)
+        for reward in ((0.00123, 0.00234), (-21012.5, -20400.2))
+    )
     assert (small.cells()[4], large.cells()[4]) == ("0.00123 -> 0.00234", "-21,012 -> -20,400")
 
 
 def test_a_run_without_its_recipe_is_listed_by_its_folder(tmp_path: Path) -> None:
     home = new_run(tmp_path, "my-own-1a2b", 100, [], SUMMARY | {"promoted": False})
     (home / RESOLVED_RECIPE).unlink()
-    assert list_runs(tmp_path)[0].cells()[1:6] == ("my-own", "-", "finished", "0.523 -> 0.973", "not promoted, version 4")
+    assert list_runs(tmp_path)[0].cells()[1:6] == (
+        "my-own",
+        "-",
+        "finished",
+        "0.523 -> 0.973",
+        "not promoted, version 4",
+    )
 
 
 def test_the_command_prints_a_table_or_how_to_start(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The sizes of models: of tiny folders as they are loaded, of published ones as they were counted once."""
+"""The sizes of models: of tiny folders as they are loaded, of published ones as they were counted
+once.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,10 @@ from ebbflow.recipe.model import ModelConfig
 from tests.conftest import TINY_SIZES
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
-SD35, FLUX, QWEN, WAN = (
-    "stabilityai/stable-diffusion-3.5-medium",
-    "black-forest-labs/FLUX.1-dev",
-    "Qwen/Qwen-Image",
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-)
+SD35 = "stabilityai/stable-diffusion-3.5-medium"
+FLUX = "black-forest-labs/FLUX.1-dev"
+QWEN = "Qwen/Qwen-Image"
+WAN = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 
 
 def numel(module: nn.Module) -> int:
@@ -66,15 +66,28 @@ def numel(module: nn.Module) -> int:
 @pytest.mark.parametrize("family", TINY_SIZES)
 def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
     recipe = tiny_recipe(family)
-    model, (sizes, sample) = load_model(Path(recipe.model.path), recipe.model), measure(recipe.model)
+    model, (sizes, sample) = (
+        load_model(Path(recipe.model.path), recipe.model),
+        measure(recipe.model),
+    )
     assert sizes.parameters == numel(model.transformer)
-    assert sizes.buffers == sum(value.numel() for value in model.transformer.state_dict().values()) - sizes.parameters
+    assert (
+        sizes.buffers
+        == sum(value.numel() for value in model.transformer.state_dict().values())
+        - sizes.parameters
+    )
     assert sizes.blocks == len(model.blocks())
     assert sizes.vae == numel(model.pipeline.vae)
     encoders = [getattr(model.pipeline, part) for part in model.text_parts if part != "vae"]
     assert sizes.text_encoders == sum(map(numel, encoders))
-    linears = {name: layer for name, layer in model.transformer.named_modules() if isinstance(layer, nn.Linear)}
-    assert sizes.linears == {name: (layer.in_features, layer.out_features) for name, layer in linears.items()}
+    linears = {
+        name: layer
+        for name, layer in model.transformer.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    assert sizes.linears == {
+        name: (layer.in_features, layer.out_features) for name, layer in linears.items()
+    }
     assert sample.latent_shape == model.latent_shape
     assert sample.pixels == model.height * model.width
 
@@ -82,11 +95,14 @@ def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
 def test_tokens_and_prompts_are_those_that_the_network_gets(tiny_recipe, family):
     recipe = tiny_recipe(family, {"max_tokens": 24})
-    model, seen = load_model(Path(recipe.model.path), recipe.model), []
+    model = load_model(Path(recipe.model.path), recipe.model)
+    seen = []
     _, sample = measure(recipe.model)
     conditioning = model.encode([Prompt(0, "a cup", "", None, "test", "train", "{}")])
     model.blocks()[0].register_forward_pre_hook(
-        lambda block, args, keys: seen.append((keys.get("hidden_states", *args[:1]), keys.get("encoder_hidden_states"))),
+        lambda block, args, keys: seen.append(
+            (keys.get("hidden_states", *args[:1]), keys.get("encoder_hidden_states"))
+        ),
         with_kwargs=True,
     )
     model.velocity(torch.zeros(1, *model.latent_shape), torch.full((1,), 0.5), conditioning)
@@ -104,32 +120,55 @@ def test_videos_have_frames_and_tokens_for_them(tiny_recipe):
 
 def test_the_vae_takes_a_latents_frames_at_a_time(tiny_recipe):
     large = {"height": 704, "width": 1280}
-    taken = [estimate(tiny_recipe("wan", large | {"frames": frames})).memory["evaluation"].activations for frames in (1, 5, 9)]
+    taken = [
+        estimate(tiny_recipe("wan", large | {"frames": frames})).memory["evaluation"].activations
+        for frames in (1, 5, 9)
+    ]
     assert taken[0] < taken[1] == taken[2]
 
 
 def test_the_glyph_model_trained_here_is_as_large_as_its_folder(tmp_path):
-    here, there = Recipe(), Recipe.model_validate({"model": {"path": str(tmp_path)}})
+    here = Recipe()
+    there = Recipe.model_validate({"model": {"path": str(tmp_path)}})
     model = new_glyph(here.model.training)
     model.save(tmp_path)
     samples = []
     for recipe in (here, there):
         sizes, sample = measure(recipe.model)
         samples.append(sample)
-        assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (numel(model.transformer), numel(model.text_encoder), 0)
+        assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (
+            numel(model.transformer),
+            numel(model.text_encoder),
+            0,
+        )
         assert sample.latent_shape == model.latent_shape
     assert samples[0] == samples[1]
 
 
-# --- the published models, against the same classes with configurations of their own and against the numbers of the hub
+# --- the published models, against the same classes with other configurations and the hub's numbers
 
 CLIP_L = CLIPTextConfig(
-    hidden_size=768, intermediate_size=3072, projection_dim=768, num_hidden_layers=12, num_attention_heads=12
+    hidden_size=768,
+    intermediate_size=3072,
+    projection_dim=768,
+    num_hidden_layers=12,
+    num_attention_heads=12,
 ).to_dict()
 CLIP_G = CLIPTextConfig(
-    hidden_size=1280, intermediate_size=5120, projection_dim=1280, num_hidden_layers=32, num_attention_heads=20
+    hidden_size=1280,
+    intermediate_size=5120,
+    projection_dim=1280,
+    num_hidden_layers=32,
+    num_attention_heads=20,
 ).to_dict()
-T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+T5_XXL = {
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
 QWEN_VL = {
     "text_config": {
         "vocab_size": 152064,
@@ -139,7 +178,13 @@ QWEN_VL = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+    },
 }
 TRANSFORMERS = {
     SD35: lambda: SD3Transformer2DModel(
@@ -154,7 +199,9 @@ TRANSFORMERS = {
     ),
     FLUX: lambda: FluxTransformer2DModel(guidance_embeds=True),
     QWEN: lambda: QwenImageTransformer2DModel(),
-    WAN: lambda: WanTransformer3DModel(num_layers=30, num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336),
+    WAN: lambda: WanTransformer3DModel(
+        num_layers=30, num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336
+    ),
 }
 PARTS = {
     "CLIP_L": lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)),
@@ -162,7 +209,9 @@ PARTS = {
     "CLIP_G": lambda: CLIPTextModelWithProjection(CLIPTextConfig(**CLIP_G)),
     "T5_XXL": lambda: T5EncoderModel(T5Config(vocab_size=32128, **T5_XXL)),
     "UMT5_XXL": lambda: UMT5EncoderModel(UMT5Config(vocab_size=256384, **T5_XXL)),
-    "QWEN25_VL_7B": lambda: Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**QWEN_VL, tie_word_embeddings=False)),
+    "QWEN25_VL_7B": lambda: Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(**QWEN_VL, tie_word_embeddings=False)
+    ),
     "VAE_16_CHANNELS": lambda: AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -212,10 +261,23 @@ PARAMETERS = {
 
 
 def clip(width, layers, text_width, text_layers):
-    text = {"hidden_size": text_width, "intermediate_size": 4 * text_width, "num_hidden_layers": text_layers}
-    vision = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "patch_size": 14}
+    text = {
+        "hidden_size": text_width,
+        "intermediate_size": 4 * text_width,
+        "num_hidden_layers": text_layers,
+    }
+    vision = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "patch_size": 14,
+    }
     heads = {"num_attention_heads": 16}
-    return CLIPModel(CLIPConfig(text_config=text | heads, vision_config=vision | heads, projection_dim=text_width))
+    return CLIPModel(
+        CLIPConfig(
+            text_config=text | heads, vision_config=vision | heads, projection_dim=text_width
+        )
+    )
 
 
 def published(name: str, family: str):
@@ -226,11 +288,18 @@ def published(name: str, family: str):
 def test_a_published_transformer_is_as_large_as_its_class_builds_it(name):
     with torch.device("meta"):
         transformer = TRANSFORMERS[name]()
-    layers = {key: layer for key, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {
+        key: layer for key, layer in transformer.named_modules() if isinstance(layer, nn.Linear)
+    }
     sizes = published(name, FAMILY[name])
     assert sizes.parameters == numel(transformer) == PARAMETERS[name]
-    assert sizes.buffers == sum(value.numel() for value in transformer.state_dict().values()) - sizes.parameters
-    assert sizes.linears == {key: (layer.in_features, layer.out_features) for key, layer in layers.items()}
+    assert (
+        sizes.buffers
+        == sum(value.numel() for value in transformer.state_dict().values()) - sizes.parameters
+    )
+    assert sizes.linears == {
+        key: (layer.in_features, layer.out_features) for key, layer in layers.items()
+    }
     config = transformer.config
     assert sizes.width == config.num_attention_heads * config.attention_head_dim
     assert sizes.blocks == config.num_layers + config.get("num_single_layers", 0)
@@ -250,7 +319,10 @@ def test_a_published_part_is_as_large_as_its_class_builds_it(name):
 def test_a_published_model_has_the_text_encoders_and_the_vae_of_these_sizes(name):
     *encoders, vae = OTHERS[name]
     sizes = published(name, FAMILY[name])
-    assert (sizes.text_encoders, sizes.vae) == (sum(PARAMETERS[part] for part in encoders), PARAMETERS[vae])
+    assert (sizes.text_encoders, sizes.vae) == (
+        sum(PARAMETERS[part] for part in encoders),
+        PARAMETERS[vae],
+    )
 
 
 def test_decoding_takes_three_maps_of_the_widest_block_at_full_resolution():
@@ -258,10 +330,18 @@ def test_decoding_takes_three_maps_of_the_widest_block_at_full_resolution():
     assert published(SD35, "sd3").decoding == pytest.approx(3 * 256 * 4, rel=0.03)
 
 
-@pytest.mark.parametrize(("family", "model"), [("sd3", {}), ("wan", {"frames": 5})], ids=["image", "video"])
-def test_decoding_with_gradient_takes_what_autograd_keeps_and_little_more(tiny_recipe, family, model):
+@pytest.mark.parametrize(
+    ("family", "model"), [("sd3", {}), ("wan", {"frames": 5})], ids=["image", "video"]
+)
+def test_decoding_with_gradient_takes_what_autograd_keeps_and_little_more(
+    tiny_recipe, family, model
+):
     recipe = tiny_recipe(family, model | {"height": 128, "width": 128})
-    loaded, (sizes, sample), kept = load_model(Path(recipe.model.path), recipe.model), measure(recipe.model), {}
+    loaded, (sizes, sample), kept = (
+        load_model(Path(recipe.model.path), recipe.model),
+        measure(recipe.model),
+        {},
+    )
     own = {value.untyped_storage().data_ptr() for value in loaded.pipeline.vae.parameters()}
 
     def keep(value):
@@ -271,12 +351,17 @@ def test_decoding_with_gradient_takes_what_autograd_keeps_and_little_more(tiny_r
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         loaded.pixels(torch.zeros(1, *loaded.latent_shape).requires_grad_())
-    assert sizes.decoding < 0.8 * sum(kept.values()) / sample.pixels < 0.8 * sizes.decoding_with_gradient * 1.05
+    assert (
+        sizes.decoding
+        < 0.8 * sum(kept.values()) / sample.pixels
+        < 0.8 * sizes.decoding_with_gradient * 1.05
+    )
     assert sizes.decoding_with_gradient < 1.4 * sum(kept.values()) / sample.pixels
 
 
 def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
-    plain, editing = published(QWEN, "qwen_image"), published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
+    plain = published(QWEN, "qwen_image")
+    editing = published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
     assert editing == replace(plain, vae_encodes_prompts=True)
 
 
@@ -284,28 +369,67 @@ def test_a_model_for_editing_has_the_parts_of_the_one_that_it_comes_from():
     ("family", "name", "transformer", "encoders", "vae"),
     [
         ("z_image", "Tongyi-MAI/Z-Image", 6_154_908_736, 4_022_468_096, 83_819_683),
-        ("sana", "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", 1_604_641_952, 2_614_341_888, 312_250_275),
-        ("sana", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", 4_721_825_952, 2_614_341_888, 312_250_275),
+        (
+            "sana",
+            "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+            1_604_641_952,
+            2_614_341_888,
+            312_250_275,
+        ),
+        (
+            "sana",
+            "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+            4_721_825_952,
+            2_614_341_888,
+            312_250_275,
+        ),
         ("flux2", "black-forest-labs/FLUX.2-dev", 32_223_281_152, 24_011_361_280, 84_046_115),
-        ("hunyuan_video", "hunyuanvideo-community/HunyuanVideo", 12_821_012_544, 7_628_247_296, 246_478_803),
+        (
+            "hunyuan_video",
+            "hunyuanvideo-community/HunyuanVideo",
+            12_821_012_544,
+            7_628_247_296,
+            246_478_803,
+        ),
         ("ltx_video", "Lightricks/LTX-Video", 1_923_385_472, 4_762_310_656, 419_193_649),
         ("ltx2", "Lightricks/LTX-2", 18_876_174_592, 12_187_325_040 + 1_431_475_200, 1_222_479_601),
         ("lumina2", "Alpha-VLLM/Lumina-Image-2.0", 2_609_769_152, 2_614_341_888, 83_819_683),
-        ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-4B", 3_875_544_576, 4_022_468_096, 84_046_115),
-        ("flux2_klein", "black-forest-labs/FLUX.2-klein-base-9B", 9_078_581_248, 8_190_735_360, 84_046_115),
+        (
+            "flux2_klein",
+            "black-forest-labs/FLUX.2-klein-base-4B",
+            3_875_544_576,
+            4_022_468_096,
+            84_046_115,
+        ),
+        (
+            "flux2_klein",
+            "black-forest-labs/FLUX.2-klein-base-9B",
+            9_078_581_248,
+            8_190_735_360,
+            84_046_115,
+        ),
     ],
 )
 def test_newer_models_have_the_numbers_of_the_hub(family, name, transformer, encoders, vae):
-    """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 2, 19, 2.6, 3.9 (7.75 GB) and 9 billion parameters; of the text
-    encoders Qwen3's 4.02 and 8.19 billion, Gemma 2's 2.61, Mistral Small 3.2's 24.0, Llama 3's 7.5 without its head, and
-    Gemma 3's 12.19 beside the connectors of LTX-2."""
+    """Of the networks 6.15, 1.6, 4.7 (SANA's "4.8"), 32, 13, 2, 19, 2.6, 3.9 (7.75 GB) and 9
+    billion parameters; of the text encoders Qwen3's 4.02 and 8.19 billion, Gemma 2's 2.61, Mistral
+    Small 3.2's 24.0, Llama 3's 7.5 without its head, and Gemma 3's 12.19 beside the connectors of
+    LTX-2.
+    """
     sizes = published(name, family)
     assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (transformer, encoders, vae)
 
 
 def test_the_transformer_that_is_not_trained_takes_memory_too():
-    model = {"family": "wan_a14b", "path": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "revision": "0" * 40, "precision": "bfloat16"}
-    recipe = Recipe.model_validate({"model": model, "policy": {"train": "lora", "rank": 8, "alpha": 8}})
+    model = {
+        "family": "wan_a14b",
+        "path": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        "revision": "0" * 40,
+        "precision": "bfloat16",
+    }
+    recipe = Recipe.model_validate(
+        {"model": model, "policy": {"train": "lora", "rank": 8, "alpha": 8}}
+    )
     made = estimate(recipe)
     assert made.sizes.frozen == made.sizes.parameters == 14_288_491_584
     assert made.memory["evaluation"].weights > 2 * 2 * 14_288_491_584
@@ -315,7 +439,9 @@ def test_the_transformer_that_is_not_trained_takes_memory_too():
 
 def test_an_image_that_the_network_sees_beside_its_latents_counts_with_the_prompt():
     """Four channels of a mask and sixteen of latents, of 81 frames of 480 x 832."""
-    model = ModelConfig(family="wan_i2v", path="Wan-AI/Wan2.2-I2V-A14B-Diffusers", revision="0" * 40, frames=81)
+    model = ModelConfig(
+        family="wan_i2v", path="Wan-AI/Wan2.2-I2V-A14B-Diffusers", revision="0" * 40, frames=81
+    )
     sizes, sample = measure(model)
     assert (sizes.parameters, sizes.frozen) == (14_288_901_184, 14_288_901_184)
     assert sample.conditioning == 512 * 4096 + (4 + 16) * 21 * 60 * 104
@@ -324,29 +450,45 @@ def test_an_image_that_the_network_sees_beside_its_latents_counts_with_the_promp
 def test_later_models_for_editing_have_the_parts_of_the_earlier_ones():
     plus = published("Qwen/Qwen-Image-Edit-2511", "qwen_image_edit_plus")
     assert plus == published("Qwen/Qwen-Image-Edit", "qwen_image_edit")
-    plain, kontext = published(FLUX, "flux"), published("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext")
+    plain = published(FLUX, "flux")
+    kontext = published("black-forest-labs/FLUX.1-Kontext-dev", "flux_kontext")
     assert kontext == replace(plain, vae_encodes_prompts=True)
 
 
 def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
     with torch.device("meta"):
-        huge, large = clip(1280, 32, 1024, 24), clip(1024, 24, 768, 12)
+        huge = clip(1280, 32, 1024, 24)
+        large = clip(1024, 24, 768, 12)
     assert REWARD_PARAMETERS["pickscore"] == REWARD_PARAMETERS["hps"] == numel(huge)
     assert REWARD_PARAMETERS["clipscore"] == REWARD_PARAMETERS["aesthetic"] == numel(large)
 
 
 def test_geneval_has_a_mask2former_and_a_large_clip():
-    stages = {"depths": [2, 2, 18, 2], "embed_dim": 96, "num_heads": [3, 6, 12, 24], "window_size": 7}
+    stages = {
+        "depths": [2, 2, 18, 2],
+        "embed_dim": 96,
+        "num_heads": [3, 6, 12, 24],
+        "window_size": 7,
+    }
     backbone = SwinConfig(**stages, out_features=["stage1", "stage2", "stage3", "stage4"])
     with torch.device("meta"):
-        detector = Mask2FormerForUniversalSegmentation(Mask2FormerConfig(backbone_config=backbone, num_labels=80))
+        detector = Mask2FormerForUniversalSegmentation(
+            Mask2FormerConfig(backbone_config=backbone, num_labels=80)
+        )
     assert REWARD_PARAMETERS["geneval"] == numel(detector) + REWARD_PARAMETERS["clipscore"]
 
 
 def test_hpsv3_is_a_qwen2_vl_with_one_more_token_and_a_head():
-    published = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    published = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+    }
     scaling = {"type": "mrope", "mrope_section": [16, 24, 24]}
-    config = Qwen2VLConfig(**published, num_key_value_heads=4, vocab_size=151657 + 1, rope_scaling=scaling)
+    config = Qwen2VLConfig(
+        **published, num_key_value_heads=4, vocab_size=151657 + 1, rope_scaling=scaling
+    )
     with torch.device("meta"):
         network = Qwen2VLModel(config)
         head = nn.Sequential(nn.Linear(3584, 1024), nn.Linear(1024, 16), nn.Linear(16, 2))
@@ -354,15 +496,28 @@ def test_hpsv3_is_a_qwen2_vl_with_one_more_token_and_a_head():
 
 
 def test_videoalign_is_a_qwen2_vl_with_three_more_tokens_and_a_head():
-    published = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-    scaling, vision = {"type": "mrope", "mrope_section": [16, 24, 24]}, {"hidden_size": 1536}
-    sizes = {"num_key_value_heads": 2, "vocab_size": 151657 + 3, "rope_scaling": scaling, "vision_config": vision}
+    published = {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    }
+    scaling = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    vision = {"hidden_size": 1536}
+    sizes = {
+        "num_key_value_heads": 2,
+        "vocab_size": 151657 + 3,
+        "rope_scaling": scaling,
+        "vision_config": vision,
+    }
     with torch.device("meta"):
         network = Qwen2VLModel(Qwen2VLConfig(**published, **sizes))
     assert REWARD_PARAMETERS["videoalign"] == numel(network) + 1536
 
 
 def test_a_published_lora_has_382_matrices_of_rank_32():
-    """As a run of Flow-GRPO's script on SD3.5-medium counted: 18,776,064 parameters, 382 tensors of 32 x 1536."""
+    """As a run of Flow-GRPO's script on SD3.5-medium counted: 18,776,064 parameters, 382 tensors of
+    32 x 1536.
+    """
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
     assert trained_parameters(recipe, measure(recipe.model)[0]) == 382 * 32 * 1536 == 18_776_064

@@ -12,7 +12,16 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BUILT_FROM = ("LICENSE", "NOTICE", "README.md", "pyproject.toml", "datasets", "ebbflow", "tasks", "workflows")
+BUILT_FROM = (
+    "LICENSE",
+    "NOTICE",
+    "README.md",
+    "pyproject.toml",
+    "datasets",
+    "ebbflow",
+    "tasks",
+    "workflows",
+)
 BUILD = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"
 
 
@@ -31,8 +40,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clone.mkdir()
     for name in BUILT_FROM:  # in a copy, as setuptools leaves folders behind
         source = ROOT / name
-        shutil.copytree(source, clone / name, symlinks=True) if source.is_dir() else shutil.copy(source, clone)
-    built = subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=clone, capture_output=True, text=True, timeout=300)
+        shutil.copytree(source, clone / name, symlinks=True) if source.is_dir() else shutil.copy(
+            source, clone
+        )
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, str(folder)],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert built.returncode == 0, built.stderr
     (found,) = folder.glob("*.whl")
     return found
@@ -41,22 +58,39 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_has_the_files_that_are_no_modules(wheel: Path) -> None:
     with ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
-    assert {name.split("/")[0] for name in names} == {"ebbflow", "tasks", "workflows"}, "'datasets' would be Hugging Face's"
+    assert {name.split("/")[0] for name in names} == {"ebbflow", "tasks", "workflows"}, (
+        "'datasets' would be Hugging Face's"
+    )
     data = [
-        path for folder in ("ebbflow", "workflows") for path in (ROOT / folder).rglob("*") if path.suffix in (".html", ".yaml")
+        path
+        for folder in ("ebbflow", "workflows")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".html", ".yaml")
     ] + list(ROOT.glob("ebbflow/rewards/templates/*.txt"))
     assert {path.relative_to(ROOT).as_posix() for path in data} <= names
-    prompts = {f"ebbflow/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("datasets/*/prompts.txt")}
+    prompts = {
+        f"ebbflow/{path.relative_to(ROOT).as_posix()}"
+        for path in ROOT.glob("datasets/*/prompts.txt")
+    }
     assert len(prompts) == 6
     assert prompts <= names
 
 
-def test_what_is_installed_reads_its_prompts_and_writes_beside_the_runs(wheel: Path, tmp_path: Path) -> None:
+def test_what_is_installed_reads_its_prompts_and_writes_beside_the_runs(
+    wheel: Path, tmp_path: Path
+) -> None:
     with ZipFile(wheel) as opened:
         opened.extractall(tmp_path / "site")
-    environment = {name: value for name, value in os.environ.items() if name != "EBBFLOW_LOCAL_CACHE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "EBBFLOW_LOCAL_CACHE"
+    }
     environment |= {"PYTHONPATH": str(tmp_path / "site")}
     used = subprocess.run(
-        [sys.executable, "-c", USED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", USED],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert used.stdout.split() == ["True", str(tmp_path / "runs" / "flyte" / "cache")], used.stderr

@@ -1,4 +1,5 @@
-"""A function run by two processes that train together, this one and a forked one (tests/forked.py)."""
+"""A function run by two processes that train together, this one and a forked one
+(tests/forked.py)."""
 
 from __future__ import annotations
 
@@ -16,30 +17,44 @@ from ebbflow.training import distributed
 
 
 def as_two_ranks(work: Callable[..., object], *arguments: Any, **environment: str) -> None:
-    """``work(*arguments)`` as rank 0 here and as rank 1 in another process, each with the environment of an elastic launcher.
+    """``work(*arguments)`` as rank 0 here and as rank 1 in another process, each with the
+    environment of an elastic launcher.
 
-    ``work`` is a function of a module, which joins with ``process_group()``; ``environment`` is for both processes.
+    ``work`` is a function of a module, which joins with ``process_group()``; ``environment`` is for
+    both processes.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (group | environment).items():
             patch.setenv(name, value)
         patch.setattr(distributed, "TIMEOUT", timedelta(minutes=3))
         given = (work, arguments, dict(os.environ))
-        other = torch.multiprocessing.start_processes(_second, given, nprocs=1, join=False, start_method="forkserver")
+        other = torch.multiprocessing.start_processes(
+            _second, given, nprocs=1, join=False, start_method="forkserver"
+        )
         try:
             work(*arguments)
         except Exception:
-            other.join(timeout=60)  # raises what the other one raised, if it did: then this one only lost its partner
+            other.join(
+                timeout=60
+            )  # raises what the other one raised, if it did: then this one only lost its partner
             raise
         while not other.join():
             pass
 
 
-def _second(_: int, work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+def _second(
+    _: int, work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"

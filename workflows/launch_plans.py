@@ -1,4 +1,5 @@
-"""Launch plans: start the pipeline on a schedule or by hand. With the default recipe, both ask a person before promoting.
+"""Launch plans: start the pipeline on a schedule or by hand. With the default recipe, both ask a
+person before promoting.
 
 ``EBBFLOW_RECIPE`` names that recipe when you register; default: recipes/glyph.yaml.
 """
@@ -22,8 +23,12 @@ APPROVAL_HOURS = 72.0
 
 def _recipe() -> Recipe:
     """The recipe, always with approval by a person."""
-    recipe = load_recipe(os.environ.get("EBBFLOW_RECIPE") or Path(__file__).parent / "recipes" / "glyph.yaml")
-    promotion = recipe.promotion.model_copy(update={"approval": recipe.promotion.approval or APPROVAL_HOURS})
+    recipe = load_recipe(
+        os.environ.get("EBBFLOW_RECIPE") or Path(__file__).parent / "recipes" / "glyph.yaml"
+    )
+    promotion = recipe.promotion.model_copy(
+        update={"approval": recipe.promotion.approval or APPROVAL_HOURS}
+    )
     return recipe.model_copy(update={"promotion": promotion})
 
 
@@ -32,7 +37,9 @@ def _notifications() -> list[Notification]:
     config = DEPLOYMENT.notifications
     phases = [getattr(WorkflowExecutionPhase, phase) for phase in config.phases]
     kinds = ((Email, config.email), (Slack, config.slack))
-    return [kind(phases=phases, recipients_email=addresses) for kind, addresses in kinds if addresses]
+    return [
+        kind(phases=phases, recipients_email=addresses) for kind, addresses in kinds if addresses
+    ]
 
 
 nightly = LaunchPlan.get_or_create(

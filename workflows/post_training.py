@@ -1,4 +1,6 @@
-"""The pipeline: prepare, alternate online and offline stages, evaluate after each, promote the winner."""
+"""The pipeline: prepare, alternate online and offline stages, evaluate after each, promote the
+winner.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,13 @@ from tasks.train_custom import train_custom
 from tasks.train_offline import train_offline
 from tasks.train_online import train_online
 from tasks.train_online_ray import train_online_ray
-from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, SpecialistPolicy, TrainedPolicy
+from tasks.types import (
+    BaseModelArtifact,
+    ChampionPolicy,
+    EvaluatedPolicy,
+    SpecialistPolicy,
+    TrainedPolicy,
+)
 from tasks.write_report import write_report
 
 logger = logging.getLogger(__name__)
@@ -76,9 +84,13 @@ def post_train(recipe: Recipe) -> PostTraining:
     prompts = prepare_prompts(recipe=recipe, run=run)
     base = prepare_base_model(recipe=recipe, run=run)
     untrained = prepare_policy(recipe=recipe, run=run, base=base)
-    before = evaluate_policy(recipe=recipe, run=run, base=base, policy=untrained, prompts=prompts, label="before")
+    before = evaluate_policy(
+        recipe=recipe, run=run, base=base, policy=untrained, prompts=prompts, label="before"
+    )
     champion = evaluate_champion(recipe=recipe, run=run, base=base, prompts=prompts, before=before)
-    history = train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=[before], round=0)
+    history = train_rounds(
+        recipe=recipe, run=run, base=base, prompts=prompts, history=[before], round=0
+    )
     candidate = choose_candidate(run=run, history=history)
     decision = decide_promotion(recipe=recipe, run=run, candidate=candidate, champion=champion)
     report, summary, registration = conclude(
@@ -96,13 +108,17 @@ def post_train(recipe: Recipe) -> PostTraining:
 
 @workflow
 def dry_run(recipe: Recipe) -> str:
-    """What a run of the recipe would need, as text: resolved recipe, machines, memory, work, storage. It runs nothing."""
+    """What a run of the recipe would need, as text: resolved recipe, machines, memory, work,
+    storage. It runs nothing.
+    """
     return plan_run(recipe=recipe)
 
 
 @dynamic(**light())
 def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
-    """The base model that the recipe names or trains. What cannot have changed since an earlier run is cached."""
+    """The base model that the recipe names or trains. What cannot have changed since an earlier run
+    is cached.
+    """
     model = recipe.model
     if model.path is None:
         return train_base_model(training=model.training, threads=recipe.threads, run=run)
@@ -120,35 +136,63 @@ def prepare_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> 
 
 @dynamic(**light())
 def train_rounds(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, prompts: FlyteFile, history: list[EvaluatedPolicy], round: int
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    prompts: FlyteFile,
+    history: list[EvaluatedPolicy],
+    round: int,
 ) -> list[EvaluatedPolicy]:
-    """This round and all that follow, until the stop rule ends training; the policy of every stage is evaluated.
+    """This round and all that follow, until the stop rule ends training; the policy of every stage
+    is evaluated.
 
-    Recursive, because only the inputs of a dynamic have values: the next round is a dynamic of its own, which sees this round's
-    evaluations and can decide to stop.
+    Recursive, because only the inputs of a dynamic have values: the next round is a dynamic of its
+    own, which sees this round's evaluations and can decide to stop.
     """
     if reason := stop_reason(recipe, [evaluated.evaluation for evaluated in history], round):
         logger.info("%s", reason)
         return history
-    inputs: dict[str, Any] = {"recipe": recipe, "run": run, "base": base, "prompts": prompts, "round": round}
-    policy, specialists = history[-1].policy, {}
+    inputs: dict[str, Any] = {
+        "recipe": recipe,
+        "run": run,
+        "base": base,
+        "prompts": prompts,
+        "round": round,
+    }
+    policy = history[-1].policy
+    specialists = {}
     for stage, config in enumerate(recipe.stages):
         if config.branch:  # none waits for another, and all begin with the same policy
             if config.branch not in specialists:
-                specialists[config.branch] = train_branch(**inputs, policy=policy, branch=config.branch)
+                specialists[config.branch] = train_branch(
+                    **inputs, policy=policy, branch=config.branch
+                )
             continue
         teachers = [specialists[name] for name in taught_by(config)]
         policy = train_stage(**inputs, policy=policy, stage=stage, specialists=teachers)
         evaluated = evaluate_policy(
-            recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, label=recipe.stage_label(round, stage)
+            recipe=recipe,
+            run=run,
+            base=base,
+            policy=policy,
+            prompts=prompts,
+            label=recipe.stage_label(round, stage),
         )
         history = [*history, evaluated]
-    return train_rounds(recipe=recipe, run=run, base=base, prompts=prompts, history=history, round=round + 1)
+    return train_rounds(
+        recipe=recipe, run=run, base=base, prompts=prompts, history=history, round=round + 1
+    )
 
 
 @dynamic(**light())
 def train_branch(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, branch: str
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    branch: str,
 ) -> SpecialistPolicy:
     """The stages of a branch on its own prompts, with its own rewards, evaluations and gate."""
     shared: dict[str, Any] = {"recipe": recipe, "run": run}
@@ -157,7 +201,15 @@ def train_branch(
     history = [evaluate(policy=policy, label=f"{recipe.branch_label(round, branch)} before")]
     for stage, config in enumerate(recipe.stages):
         if config.branch == branch:
-            policy = train_stage(**shared, base=base, policy=policy, prompts=own, round=round, stage=stage, specialists=[])
+            policy = train_stage(
+                **shared,
+                base=base,
+                policy=policy,
+                prompts=own,
+                round=round,
+                stage=stage,
+                specialists=[],
+            )
             history = [*history, evaluate(policy=policy, label=recipe.stage_label(round, stage))]
     return choose_specialist(**shared, round=round, branch=branch, history=history)
 
@@ -173,14 +225,18 @@ def conclude(
     champion: ChampionPolicy,
     decision: GateDecision,
 ) -> Conclusion:
-    """Register the candidate as challenger, and promote it if the gate and, if the recipe asks for one, a person approve.
+    """Register the candidate as challenger, and promote it if the gate and, if the recipe asks for
+    one, a person approve.
 
-    A person decides by the report, so it is written before the gate node and again after it. If nobody approves in time, the
-    node fails and with it the execution; challenger and report exist by then.
+    A person decides by the report, so it is written before the gate node and again after it. If
+    nobody approves in time, the node fails and with it the execution; challenger and report exist
+    by then.
     """
     inputs: dict[str, Any] = {"recipe": recipe, "run": run, "decision": decision}
     write = partial(write_report, **inputs, base=base, history=history, champion=champion)
-    registration = register_policy(**inputs, base=base, prompts=prompts, candidate=candidate, champion=champion)
+    registration = register_policy(
+        **inputs, base=base, prompts=prompts, candidate=candidate, champion=champion
+    )
     if not decision.promote:
         report, summary = write(registration=registration)
         return Conclusion(report, summary, registration)
@@ -189,12 +245,16 @@ def conclude(
         report, _ = write(registration=registration)
         question = request_approval(**inputs, registration=registration, report=report)
         approved = approve(question, GATE, timedelta(hours=recipe.promotion.approval))
-    promoted = promote_policy(run=run, champion=champion, registration=registration, approved=approved)
+    promoted = promote_policy(
+        run=run, champion=champion, registration=registration, approved=approved
+    )
     report, summary = write(registration=promoted)
     return Conclusion(report, summary, promoted)
 
 
-def train_stage(recipe: Recipe, stage: int, specialists: list[SpecialistPolicy], **inputs: Any) -> TrainedPolicy:
+def train_stage(
+    recipe: Recipe, stage: int, specialists: list[SpecialistPolicy], **inputs: Any
+) -> TrainedPolicy:
     """A stage of any kind; ``specialists`` are the branches that it learns from."""
     kind = recipe.stages[stage].kind
     if specialists:
@@ -212,27 +272,57 @@ def distill_stage(recipe: Recipe, stage: int, **inputs: Any) -> TrainedPolicy:
 
 
 def online_stage(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
 ) -> TrainedPolicy:
     """Generate, score and update step by step: one task, in one process or on a Ray cluster."""
     config = recipe.stages[stage]
     assert config.kind == "online"
     train = train_online_ray if config.placement == "ray" else train_online
-    return train(recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, round=round, stage=stage)
+    return train(
+        recipe=recipe, run=run, base=base, policy=policy, prompts=prompts, round=round, stage=stage
+    )
 
 
 def offline_stage(
-    recipe: Recipe, run: TrackedRun, base: BaseModelArtifact, policy: TrainedPolicy, prompts: FlyteFile, round: int, stage: int
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    policy: TrainedPolicy,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
 ) -> TrainedPolicy:
-    """Generate and score a large batch once, in shards, or import one; then train epochs over it in a group of processes."""
+    """Generate and score a large batch once, in shards, or import one; then train epochs over it in
+    a group of processes.
+    """
     config = recipe.stages[stage]
     assert config.kind == "offline"
     stage_inputs: dict[str, Any] = {"recipe": recipe, "run": run, "round": round, "stage": stage}
     if config.pairs:
         prompts, rollouts, advantages = import_pairs(**stage_inputs, base=base, prompts=prompts)
-        return train_offline(**stage_inputs, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)
+        return train_offline(
+            **stage_inputs,
+            base=base,
+            policy=policy,
+            prompts=prompts,
+            rollouts=rollouts,
+            advantages=advantages,
+        )
     roll_out = partial(generate_rollouts, **stage_inputs, base=base, policy=policy, prompts=prompts)
     rollouts = mapped(roll_out, shard=list(range(config.shards)))
     scores = mapped(partial(score_rollouts, **stage_inputs, prompts=prompts), rollouts=rollouts)
     advantages = compute_advantages(**stage_inputs, scores=scores)
-    return train_offline(**stage_inputs, base=base, policy=policy, prompts=prompts, rollouts=rollouts, advantages=advantages)
+    return train_offline(
+        **stage_inputs,
+        base=base,
+        policy=policy,
+        prompts=prompts,
+        rollouts=rollouts,
+        advantages=advantages,
+    )

@@ -1,4 +1,6 @@
-"""The recipe that ``pyflyte run --recipe`` is given, read as ``ebbflow check`` reads it: a key given twice is an error."""
+"""The recipe that ``pyflyte run --recipe`` is given, read as ``ebbflow check`` reads it: a key
+given twice is an error.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.recipe import SHIPPED, parse_recipe
 
 EXAMPLE = f"{SHIPPED}/glyph.yaml"
-HELP = f"A YAML file such as {EXAMPLE}, or its text. `ebbflow keys` explains every key, `ebbflow check FILE` checks one."
+HELP = (
+    f"A YAML file such as {EXAMPLE}, or its text. `ebbflow keys` explains every key, `ebbflow check"
+    " FILE` checks one."
+)
 COMMAND = "flytekit.clis.sdk_in_container.run"
 """The module of ``pyflyte run``."""
 
@@ -34,9 +39,11 @@ def _parse(option: JsonParamType, value: Any, param: Any) -> Any:
 
 
 def read_recipes_strictly() -> None:
-    """Let ``pyflyte run`` read recipes in this way: flytekit makes the option itself, and nothing can name another.
+    """Let ``pyflyte run`` read recipes in this way: flytekit makes the option itself, and nothing
+    can name another.
 
-    Flytekit prints the JSON schema of an option's type, for a recipe 1,800 lines, as its help: a recipe's has a sentence instead.
+    Flytekit prints the JSON schema of an option's type, for a recipe 1,800 lines, as its help: a
+    recipe's has a sentence instead.
     """
     JsonParamType._parse = _parse
     if command := sys.modules.get(COMMAND):  # not in pods, which have no options
@@ -46,7 +53,14 @@ def read_recipes_strictly() -> None:
 def _explain_in_a_sentence(command: Any) -> None:
     make = command.to_click_option
 
-    def to_click_option(ctx: Any, flyte_ctx: Any, input_name: str, literal_var: Variable, python_type: Any, *rest: Any) -> Any:
+    def to_click_option(
+        ctx: Any,
+        flyte_ctx: Any,
+        input_name: str,
+        literal_var: Variable,
+        python_type: Any,
+        *rest: Any,
+    ) -> Any:
         if python_type is not Recipe:
             return make(ctx, flyte_ctx, input_name, literal_var, python_type, *rest)
         without_schema = Variable(LiteralType(simple=literal_var.type.simple), HELP)
@@ -57,7 +71,9 @@ def _explain_in_a_sentence(command: Any) -> None:
     command.to_click_option = to_click_option
 
 
-def _require(convert: Callable[..., Any], ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+def _require(
+    convert: Callable[..., Any], ctx: click.Context, param: click.Parameter, value: Any
+) -> Any:
     """Flytekit passes ``default=None``, which click takes for a value."""
     if value is None:
         raise click.MissingParameter(f"Name a recipe, such as --recipe {EXAMPLE}", ctx, param)

@@ -9,16 +9,21 @@ from flytekit import FlyteContextManager
 from ebbflow.recipe import Recipe
 from ebbflow.resume import end_interrupted
 
-FlyteContextManager.add_signal_handler(end_interrupted)  # flytekit has replaced the handler of SIGINT
+FlyteContextManager.add_signal_handler(
+    end_interrupted
+)  # flytekit has replaced the handler of SIGINT
 
 
 def run(recipe: Recipe) -> None:
     """Execute ``post_train`` on this machine. What a person reads of it, tasks have printed.
 
     Raises:
-        Exception: what a task raised, with the names of the task and of its workflows before the message.
+        Exception: what a task raised, with the names of the task and of its workflows before the
+            message.
     """
-    logging.getLogger("flytekit").setLevel(logging.CRITICAL)  # as pyflyte does: errors are raised, too
+    logging.getLogger("flytekit").setLevel(
+        logging.CRITICAL
+    )  # as pyflyte does: errors are raised, too
     from workflows.post_training import post_train
 
     post_train(recipe=recipe)

@@ -4,13 +4,15 @@ r"""From rewards to advantages, on sample-level rewards R_k of K rewards with we
     A    = z(sum_k w_k R_k)                             combine = "sum" (Flow-GRPO, 2505.05470)
     A    = sum_k w_k z(R_k)                             combine = "per_reward" (MixGRPO, 2507.21802)
 
-baseline: the mean of the group; with ``trim`` the mean of what is left without floor(trim * count) rewards at either end; with
-``running`` the mean over all samples of the prompt so far. std (unbiased): of the whole batch; of the group, with ``running`` of
-the prompt so far; or none, a divisor of 1. All are over samples: over rewards repeated for each denoising step the std shrinks.
+baseline: the mean of the group; with ``trim`` the mean of what is left without floor(trim * count)
+rewards at either end; with ``running`` the mean over all samples of the prompt so far. std
+(unbiased): of the whole batch; of the group, with ``running`` of the prompt so far; or none, a
+divisor of 1. All are over samples: over rewards repeated for each denoising step the std shrinks.
 
 A reward that scores some prompt sets only has no part in the sums of the other prompts.
 
-Of a tree (BranchGRPO, 2509.06040) the same, for the nodes after each denoising step by themselves, with
+Of a tree (BranchGRPO, 2509.06040) the same, for the nodes after each denoising step by themselves,
+with
 
     R(node) = mean of R over its leaves
 """
@@ -37,11 +39,13 @@ class AdvantageResult:
 
     Attributes:
         values: float32 [N], clamped if asked; 0 where ``keep`` is False.
-        keep: bool [N]; False for samples without a score, for groups that say nothing (fewer than two scores, or no spread), and
-            for the middle of a group where only its extremes are trained on.
+        keep: bool [N]; False for samples without a score, for groups that say nothing (fewer than
+            two scores, or no spread), and for the middle of a group where only its extremes are
+            trained on.
         metrics: statistics of rewards (their weighted sum), groups and advantages.
-        of_steps: of a tree, those of the W trained steps of each sample, float32 [N, W]: of a node at its first sample, NaN at
-            the others and where nothing is trained. ``values`` are those of the leaves.
+        of_steps: of a tree, those of the W trained steps of each sample, float32 [N, W]: of a node
+            at its first sample, NaN at the others and where nothing is trained. ``values`` are
+            those of the leaves.
     """
 
     values: np.ndarray
@@ -52,7 +56,9 @@ class AdvantageResult:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the rewards of G groups: ``count`` integer [G]; ``mean`` and ``m2``, the sum of squared deviations, float64 [G]."""
+    """Of the rewards of G groups: ``count`` integer [G]; ``mean`` and ``m2``, the sum of squared
+    deviations, float64 [G].
+    """
 
     count: np.ndarray
     mean: np.ndarray
@@ -66,8 +72,13 @@ class Moments:
     def merge(self, other: Moments) -> Moments:
         """Moments of both sets of samples together (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
-        difference, share = other.mean - self.mean, other.count / np.maximum(count, 1)
-        return Moments(count, self.mean + difference * share, self.m2 + other.m2 + difference**2 * self.count * share)
+        difference = other.mean - self.mean
+        share = other.count / np.maximum(count, 1)
+        return Moments(
+            count,
+            self.mean + difference * share,
+            self.m2 + other.m2 + difference**2 * self.count * share,
+        )
 
 
 class PromptStatistics:
@@ -84,7 +95,8 @@ class PromptStatistics:
             prompt_ids: the batch's distinct prompts, integer [G].
             batch: the moments of the batch alone.
         """
-        seen, prompts = self._seen.setdefault(reward, {}), prompt_ids.tolist()
+        seen = self._seen.setdefault(reward, {})
+        prompts = prompt_ids.tolist()
         count, mean, m2 = zip(*(seen.get(prompt, (0, 0.0, 0.0)) for prompt in prompts), strict=True)
         merged = Moments(np.array(count), np.array(mean), np.array(m2)).merge(batch)
         rows = zip(merged.count.tolist(), merged.mean.tolist(), merged.m2.tolist(), strict=True)
@@ -93,14 +105,19 @@ class PromptStatistics:
 
     def state(self) -> dict[str, list[list[int | float]]]:
         """For each reward a list of [prompt id, count, mean, m2]; JSON holds it exactly."""
-        return {reward: [[prompt, *moments] for prompt, moments in seen.items()] for reward, seen in self._seen.items()}
+        return {
+            reward: [[prompt, *moments] for prompt, moments in seen.items()]
+            for reward, seen in self._seen.items()
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, list[list[int | float]]]) -> PromptStatistics:
         """What ``state`` described."""
         statistics = cls()
         for reward, rows in state.items():
-            statistics._seen[reward] = {int(prompt): (int(count), mean, m2) for prompt, count, mean, m2 in rows}
+            statistics._seen[reward] = {
+                int(prompt): (int(count), mean, m2) for prompt, count, mean, m2 in rows
+            }
         return statistics
 
 
@@ -115,13 +132,14 @@ def compute_advantages(
     """Group-relative advantages; a group is all samples of one prompt.
 
     Args:
-        scores: float64 [N] of each reward; not finite where scoring failed, which masks the sample (it is not a score), as does
-            a magnitude above ``MAX_SCORE``.
+        scores: float64 [N] of each reward; not finite where scoring failed, which masks the sample
+            (it is not a score), as does a magnitude above ``MAX_SCORE``.
         weights: of the same rewards, positive.
         prompt_ids: integer [N].
-        history: needed by ``config.running``, which adds this batch's scored samples to it: call once per batch.
-        scored: bool [N], the samples that all rewards of their prompt have scored, so that a NaN there is of a reward that their
-            prompt has not. Left out, all prompts have all rewards.
+        history: needed by ``config.running``, which adds this batch's scored samples to it: call
+            once per batch.
+        scored: bool [N], the samples that all rewards of their prompt have scored, so that a NaN
+            there is of a reward that their prompt has not. Left out, all prompts have all rewards.
 
     Raises:
         ValueError: ``config.running`` without a history.
@@ -130,9 +148,11 @@ def compute_advantages(
     prompts, groups = np.unique(prompt_ids, return_inverse=True)
     group = groups[scored]
     if config.combine == "sum":
-        rewards, weights = {"sum": total}, {"sum": 1.0}
+        rewards = {"sum": total}
+        weights = {"sum": 1.0}
 
-    advantage, informative = np.zeros(len(total)), np.zeros(len(prompts), bool)
+    advantage = np.zeros(len(total))
+    informative = np.zeros(len(prompts), bool)
     for name, reward in rewards.items():
         own = np.isfinite(reward)
         normalised, varied = _normalise(name, reward[own], group[own], prompts, config, history)
@@ -142,9 +162,14 @@ def compute_advantages(
     if config.keep_extremes is not None:
         chosen = chosen[_extremes(advantage[chosen], group[chosen], config.keep_extremes)]
 
-    values, keep = np.zeros(len(groups), np.float32), np.zeros(len(groups), np.bool_)
+    values = np.zeros(len(groups), np.float32)
+    keep = np.zeros(len(groups), np.bool_)
     samples = np.flatnonzero(scored)[chosen]
-    values[samples] = advantage[chosen] if config.clip is None else advantage[chosen].clip(-config.clip, config.clip)
+    values[samples] = (
+        advantage[chosen]
+        if config.clip is None
+        else advantage[chosen].clip(-config.clip, config.clip)
+    )
     keep[samples] = True
     return AdvantageResult(values, keep, _metrics(total, len(groups), informative, values[keep]))
 
@@ -157,21 +182,30 @@ def compute_tree_advantages(
     nodes: np.ndarray,
     scored: np.ndarray | None = None,
 ) -> AdvantageResult:
-    """Advantages of every denoising step, among the nodes after it of a prompt; other arguments as of ``compute_advantages``.
+    """Advantages of every denoising step, among the nodes after it of a prompt; other arguments as
+    of ``compute_advantages``.
 
-    A node without other nodes of its prompt says nothing: what is before the first split is not trained.
+    A node without other nodes of its prompt says nothing: what is before the first split is not
+    trained.
 
     Args:
-        nodes: integer [N, W]; samples of a prompt with the same number are in one node after a trained step.
+        nodes: integer [N, W]; samples of a prompt with the same number are in one node after a
+            trained step.
     """
     scored, _, _ = _scored(scores, weights, scored)
     of_steps = np.full(nodes.shape, np.nan, np.float32)
     for column, node in enumerate(nodes.T):
-        _, first, index = np.unique(np.stack([prompt_ids, node]), axis=1, return_index=True, return_inverse=True)
+        _, first, index = np.unique(
+            np.stack([prompt_ids, node]), axis=1, return_index=True, return_inverse=True
+        )
         node_of_leaf = index.reshape(-1)[scored]
         fused = {name: _means(scores[name][scored], node_of_leaf, len(first)) for name in weights}
         found = compute_advantages(
-            fused, weights, prompt_ids[first], config, scored=np.bincount(node_of_leaf, minlength=len(first)) > 0
+            fused,
+            weights,
+            prompt_ids[first],
+            config,
+            scored=np.bincount(node_of_leaf, minlength=len(first)) > 0,
         )
         of_steps[first[found.keep], column] = found.values[found.keep]
     leaves = compute_advantages(scores, weights, prompt_ids, config, scored=scored)
@@ -186,11 +220,15 @@ def varied_prompts(
     config: AdvantagesConfig,
     scored: np.ndarray | None = None,
 ) -> list[int]:
-    """The prompts whose samples of this batch score differently, ascending. Arguments as of ``compute_advantages``."""
+    """The prompts whose samples of this batch score differently, ascending. Arguments as of
+    ``compute_advantages``.
+    """
     scored, rewards, total = _scored(scores, weights, scored)
     prompts, groups = np.unique(prompt_ids, return_inverse=True)
     columns = [total] if config.combine == "sum" else list(rewards.values())
-    found = [(column[own], groups[scored][own]) for column in columns for own in [np.isfinite(column)]]
+    found = [
+        (column[own], groups[scored][own]) for column in columns for own in [np.isfinite(column)]
+    ]
     spread = [_moments(column, group, len(prompts)).std for column, group in found]
     varied: list[int] = prompts[np.max(spread, axis=0) > NO_SPREAD].tolist()
     return varied
@@ -214,13 +252,19 @@ def _scored(
     """(which samples have all scores [N], those scores of each reward [n], their weighted sum [n]).
 
     Args:
-        given: as ``scored`` of ``compute_advantages``; the scores then are NaN where a sample has not that reward.
+        given: as ``scored`` of ``compute_advantages``; the scores then are NaN where a sample has
+            not that reward.
     """
     columns = np.stack([scores[name] for name in weights])
     usable = np.abs(columns) <= MAX_SCORE
-    scored = usable.all(axis=0) if given is None else given & (usable | np.isnan(columns)).all(axis=0)
+    scored = (
+        usable.all(axis=0) if given is None else given & (usable | np.isnan(columns)).all(axis=0)
+    )
     rewards = {name: scores[name][scored] for name in weights}
-    parts = [np.where(np.isnan(rewards[name]), 0.0, weight * rewards[name]) for name, weight in weights.items()]
+    parts = [
+        np.where(np.isnan(rewards[name]), 0.0, weight * rewards[name])
+        for name, weight in weights.items()
+    ]
     return scored, rewards, np.sum(parts, axis=0)
 
 
@@ -238,13 +282,22 @@ def _normalise(
     config: AdvantagesConfig,
     history: PromptStatistics | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(z of each scored sample [n], which groups have scores and a spread [G]); z is 0 in a group without a spread."""
+    """(z of each scored sample [n], which groups have scores and a spread [G]); z is 0 in a group
+    without a spread.
+    """
     batch = moments = _moments(reward, group, len(prompts))
     if config.running:
         if history is None:
-            raise ValueError("advantages.running = true needs the prompts' statistics so far; pass history=PromptStatistics()")
+            raise ValueError(
+                "advantages.running = true needs the prompts' statistics so far; pass"
+                " history=PromptStatistics()"
+            )
         moments = history.update(name, prompts, batch)
-    baseline = moments.mean if config.running or config.trim == 0 else _trimmed_mean(reward, group, batch.count, config.trim)
+    baseline = (
+        moments.mean
+        if config.running or config.trim == 0
+        else _trimmed_mean(reward, group, batch.count, config.trim)
+    )
     varied = (batch.count > 0) & (moments.std > NO_SPREAD)
     centred = np.where(varied[group], reward - baseline[group], 0.0)
     return centred / _divisor(config, reward, moments)[group], varied
@@ -261,11 +314,15 @@ def _divisor(config: AdvantagesConfig, reward: np.ndarray, moments: Moments) -> 
     if config.std == "group":
         return moments.std + EPSILON
     if config.std == "global":
-        return np.full_like(moments.mean, (reward.std(ddof=1) if len(reward) > 1 else 0.0) + EPSILON)
+        return np.full_like(
+            moments.mean, (reward.std(ddof=1) if len(reward) > 1 else 0.0) + EPSILON
+        )
     return np.ones_like(moments.mean)
 
 
-def _trimmed_mean(reward: np.ndarray, group: np.ndarray, count: np.ndarray, trim: float) -> np.ndarray:
+def _trimmed_mean(
+    reward: np.ndarray, group: np.ndarray, count: np.ndarray, trim: float
+) -> np.ndarray:
     """Mean of each group without floor(trim * count) of its rewards at either end, [G]."""
     # .29 * 100 is 28.999999999999996; and the middle of a group always stays.
     cut = np.minimum(np.floor(trim * count + 1e-9), np.maximum(count - 1, 0) // 2)
@@ -289,7 +346,9 @@ def _rank(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     return rank
 
 
-def _metrics(total: np.ndarray, samples: int, informative: np.ndarray, kept: np.ndarray) -> dict[str, float]:
+def _metrics(
+    total: np.ndarray, samples: int, informative: np.ndarray, kept: np.ndarray
+) -> dict[str, float]:
     metrics = {
         "reward/scored_share": len(total) / samples,
         "group/size": len(total) / len(informative),

@@ -1,9 +1,12 @@
-"""What an algorithm is: a pure function from typed rows to a loss for each, and a statement of what it needs.
+"""What an algorithm is: a pure function from typed rows to a loss for each, and a statement of what
+it needs.
 
-A *row* is one entry of the loss. Trajectory algorithms have a row per (sample, trained denoising step), forward-process
-algorithms one per (sample, draw of sigma and noise), algorithms on the gradient of the reward and those that match distributions
-one per sample (Direct-Align one per sample and branch). The update averages over the rows, weighs them where rollouts are
-corrected, adds the reference penalty, and names a row that is not finite: no algorithm does any of this itself.
+A *row* is one entry of the loss. Trajectory algorithms have a row per (sample, trained denoising
+step), forward-process algorithms one per (sample, draw of sigma and noise), algorithms on the
+gradient of the reward and those that match distributions one per sample (Direct-Align one per
+sample and branch). The update averages over the rows, weighs them where rollouts are corrected,
+adds the reference penalty, and names a row that is not finite: no algorithm does any of this
+itself.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ if TYPE_CHECKING:
     from ebbflow.flow.transition import Transition
 
 CopyName = Literal["reference", "old", "sampling", "teacher", "rollout", "fake"]
-"""``rollout``: the policy as it was before the first update on the samples, of a step online, of the stage offline. ``fake``: the
-fake score network of distribution matching, the only copy that is trained."""
+"""``rollout``: the policy as it was before the first update on the samples, of a step online, of
+the stage offline. ``fake``: the fake score network of distribution matching, the only copy that is
+trained.
+"""
 FollowingName = Literal["old", "sampling", "fake"]
 FOLLOWING: tuple[FollowingName, ...] = get_args(FollowingName)
-"""The copies that move with the training, each by the schedule of the algorithm that keeps it; ``fake`` is trained. The others
-stand still."""
+"""The copies that move with the training, each by the schedule of the algorithm that keeps it;
+``fake`` is trained. The others stand still.
+"""
 Decay: TypeAlias = Callable[[Any, int], float]
 RowMetrics: TypeAlias = "dict[str, Tensor]"
 """Metrics by name, a value for each row: [M]."""
@@ -69,8 +75,8 @@ class ForwardRows:
         copies: the velocity under each policy copy that the algorithm asked for.
         advantage: [M].
         advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
-        group_index: integer [M], ascending; equal for rows of one pair or group, which share sigma, and with ``shared_noise``
-            the noise, and are all here.
+        group_index: integer [M], ascending; equal for rows of one pair or group, which share sigma,
+            and with ``shared_noise`` the noise, and are all here.
     """
 
     clean: Tensor
@@ -91,8 +97,10 @@ class GradientRows:
         latents: x before the first denoising step with gradient, [M, ...], without gradient.
         sigma: [M], there.
         velocity: under the policy being trained, there, with gradient, [M, ...].
-        denoise: from ``velocity`` to the latents after this step and all that follow, with gradient, [M, ...].
-        reward: from final latents [M, ...] to the weighted sum of the rewards of their images, with gradient, [M].
+        denoise: from ``velocity`` to the latents after this step and all that follow, with
+            gradient, [M, ...].
+        reward: from final latents [M, ...] to the weighted sum of the rewards of their images, with
+            gradient, [M].
         copies: the velocity under each policy copy that the algorithm asked for.
         advantage: [M].
         advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
@@ -115,17 +123,18 @@ class GradientRows:
 
 @dataclass(frozen=True)
 class DirectAlignRows:
-    """M rows of a loss on the gradient of the reward of recovered samples, one per sample and branch.
+    """M rows of a loss on the gradient of the reward of recovered samples, one per sample and
+    branch.
 
     Attributes:
         clean: x0, the final latents of the rollout, [M, ...].
         noise: eps, the noise that the rollout started from, [M, ...].
         sigma: [M]; the network saw (1 - sigma) x0 + sigma eps.
-        end_sigma: [M], where the step with gradient ends: below ``sigma`` in the denoising branch, above it in the inversion
-            branch.
+        end_sigma: [M], where the step with gradient ends: below ``sigma`` in the denoising branch,
+            above it in the inversion branch.
         velocity: under the policy being trained, at ``sigma``, with gradient, [M, ...].
-        rewards: from final latents [M, ...] to the weighted sums of the rewards of their images with gradient, [M] each: of the
-            prompts after the positive and after the negative word.
+        rewards: from final latents [M, ...] to the weighted sums of the rewards of their images
+            with gradient, [M] each: of the prompts after the positive and after the negative word.
         copies: the velocity under each policy copy that the algorithm asked for.
         advantage: [M].
         advantage_clip: ``advantages.clip``; every advantage lies within plus and minus this.
@@ -143,18 +152,22 @@ class DirectAlignRows:
 
     @property
     def recovered(self) -> Tensor:
-        """The clean latents that one Euler step to ``end_sigma`` and the known noise give, with gradient, [M, ...].
+        """The clean latents that one Euler step to ``end_sigma`` and the known noise give, with
+        gradient, [M, ...].
 
-        (x + (sigma' - sigma) v - sigma' eps) / (1 - sigma') of x = (1 - sigma) x0 + sigma eps, which is
-        x0 + (sigma' - sigma) / (1 - sigma') (v - (eps - x0)).
+        (x + (sigma' - sigma) v - sigma' eps) / (1 - sigma') of x = (1 - sigma) x0 + sigma eps,
+        which is x0 + (sigma' - sigma) / (1 - sigma') (v - (eps - x0)).
         """
         factor = (self.end_sigma - self.sigma) / (1 - self.end_sigma)
-        return self.clean + expand_like(factor, self.clean) * (self.velocity - (self.noise - self.clean))
+        return self.clean + expand_like(factor, self.clean) * (
+            self.velocity - (self.noise - self.clean)
+        )
 
 
 @dataclass(frozen=True)
 class MatchingRows:
-    """M rows of a loss that matches the distribution of a few-step student to that of its teacher, one per sample.
+    """M rows of a loss that matches the distribution of a few-step student to that of its teacher,
+    one per sample.
 
     Attributes:
         latents: x before one of the student's denoising steps, [M, ...], without gradient.
@@ -162,7 +175,8 @@ class MatchingRows:
         velocity: under the policy being trained, there, with gradient, [M, ...].
         noised: the student's sample, noised again, [M, ...], without gradient.
         noised_sigma: [M], there.
-        copies: the velocity at ``noised`` under ``teacher`` (with guidance, if the stage says so) and ``fake``.
+        copies: the velocity at ``noised`` under ``teacher`` (with guidance, if the stage says so)
+            and ``fake``.
         advantage: [M].
         advantage_clip: ``advantages.clip``.
     """
@@ -187,29 +201,37 @@ AnyRows: TypeAlias = TrajectoryRows | ForwardRows | GradientRows | DirectAlignRo
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm; its hyper-parameters' class says in a line what it does and which rows and stages are its own.
+    """One algorithm; its hyper-parameters' class says in a line what it does and which rows and
+    stages are its own.
 
     Attributes:
         config: the class of its hyper-parameters.
         loss: (rows, hyper-parameters) -> (loss of each row [M], metrics of each row).
         copies: the policy copies whose predictions the loss needs, given its hyper-parameters.
-        select: (advantage [N], keep [N], prompt ids [N], hyper-parameters) -> the groups to train on, each the indices of samples
-            whose rows must stay together; by default every kept sample by itself.
-        follows: for each copy that moves with the training, (hyper-parameters, step from one) -> d of
-            copy <- d copy + (1 - d) theta. Where a copy generates, all of them follow after every rollout step, elsewhere after
-            every optimiser step. A copy without an entry stays as it was at the start.
-        generates: which policy makes the rollouts: the one that is trained, or one of the copies that follow it.
+        select: (advantage [N], keep [N], prompt ids [N], hyper-parameters) -> the groups to train
+            on, each the indices of samples whose rows must stay together; by default every kept
+            sample by itself.
+        follows: for each copy that moves with the training, (hyper-parameters, step from one) -> d
+            of copy <- d copy + (1 - d) theta. Where a copy generates, all of them follow after
+            every rollout step, elsewhere after every optimiser step. A copy without an entry stays
+            as it was at the start.
+        generates: which policy makes the rollouts: the one that is trained, or one of the copies
+            that follow it.
     """
 
     config: type[AlgorithmConfig]
     loss: Callable[[Any, Any], tuple[Tensor, RowMetrics]]
     copies: Callable[[Any], frozenset[CopyName]] = lambda config: frozenset()
-    select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = grouping.each_kept_sample
+    select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = (
+        grouping.each_kept_sample
+    )
     follows: Mapping[FollowingName, Decay] = field(default_factory=dict)
     generates: Literal["current"] | FollowingName = "current"
 
     def following(self, config: Any) -> tuple[FollowingName, ...]:
-        """The copies that the policy of a stage has because the algorithm asks for them, and that may follow it."""
+        """The copies that the policy of a stage has because the algorithm asks for them, and that
+        may follow it.
+        """
         used = {self.generates, *self.copies(config)}
         return tuple(name for name in FOLLOWING if name in used)
 
@@ -225,7 +247,9 @@ def expand_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 def gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
-    """KL between the step and one with the same std and another mean, per latent element: mean((mu - mean)^2) / (2 b^2), [M]."""
+    """KL between the step and one with the same std and another mean, per latent element: mean((mu
+    - mean)^2) / (2 b^2), [M].
+    """
     return per_row((step.mean - mean) ** 2) / (2 * step.std**2)
 
 
@@ -236,7 +260,9 @@ def flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
 
 def group_mean(values: Tensor, group_index: Tensor) -> Tensor:
     """The mean of [M] values over the rows of the same group, at every row."""
-    index = (group_index.diff(prepend=group_index[:1]) != 0).cumsum(0)  # from 0, since equal ids are neighbours
+    index = (group_index.diff(prepend=group_index[:1]) != 0).cumsum(
+        0
+    )  # from 0, since equal ids are neighbours
     count = index.bincount()
     total: Tensor = values.new_zeros(len(count)).index_add(0, index, values)
     means: Tensor = total / count

@@ -1,23 +1,29 @@
-r"""What is done about rollouts that another policy made than the one that trains. With S samples of W trained steps,
+r"""What is done about rollouts that another policy made than the one that trains. With S samples of
+W trained steps,
 
-    delta = log_prob_train - log_prob_rollout                    [S, W], log-probs are MEANS over the D elements of a latent
-    x     = delta (unit "mean") or D delta (unit "sum")
-    w     = exp(x) at every step, or exp(sum_W x) of the trajectory at each of its steps
-    truncated: min(w, high)       masked: w where low <= w <= high, the term dropped elsewhere
-    k1 = |x|,  k2 = x^2 / 2,  k3 = exp(x) - 1 - x                a term is dropped where it, or its mean, sum or largest over the
-                                                                 sample's steps, is above the threshold
+    delta = log_prob_train - log_prob_rollout                    [S, W], log-probs are MEANS over
+    the D elements of a latent x     = delta (unit "mean") or D delta (unit "sum") w     = exp(x) at
+    every step, or exp(sum_W x) of the trajectory at each of its steps truncated: min(w, high)
+    masked: w where low <= w <= high, the term dropped elsewhere k1 = |x|,  k2 = x^2 / 2,  k3 =
+    exp(x) - 1 - x                a term is dropped where it, or its mean, sum or largest over the
+                                                                 sample's steps, is above the
+                                                                 threshold
 
-The unit matters. Only D delta is the logarithm of a ratio of densities: over rollouts, E[exp(D delta)] = 1 and
-E[k3(D delta)] = KL(rollout || train). With kappa = |mu_train - mu_rollout|^2 / b^2, D delta ~ N(-kappa / 2, kappa), so
-E[exp(delta)] = exp(-kappa (1 - 1 / D) / (2 D)) < 1, and the standard deviation of delta is sqrt(kappa) / D: 2e-4 for a bf16
-rollout of D = 512. A threshold on the mean unit is of that size, or it never triggers.
+The unit matters. Only D delta is the logarithm of a ratio of densities: over rollouts, E[exp(D
+delta)] = 1 and E[k3(D delta)] = KL(rollout || train). With kappa = |mu_train - mu_rollout|^2 / b^2,
+D delta ~ N(-kappa / 2, kappa), so E[exp(delta)] = exp(-kappa (1 - 1 / D) / (2 D)) < 1, and the
+standard deviation of delta is sqrt(kappa) / D: 2e-4 for a bf16 rollout of D = 512. A threshold on
+the mean unit is of that size, or it never triggers.
 
-So the ratio against the rollout's log-probs (mode bypass) corrects next to nothing: it is exp(delta), the true ratio to the power
-1 / D, and of its own step alone. Only exp(D delta) of the whole trajectory has the gradient of the policy that trains. On a
-linear Gaussian policy with D = 3 and W = 2 whose gradient is .2168, rollouts of an older one give .2298, with bypass .2274, with
-weights of each step .2232, and with weights of the trajectory .2168 (tests/algorithms/test_correction.py).
+So the ratio against the rollout's log-probs (mode bypass) corrects next to nothing: it is
+exp(delta), the true ratio to the power 1 / D, and of its own step alone. Only exp(D delta) of the
+whole trajectory has the gradient of the policy that trains. On a linear Gaussian policy with D = 3
+and W = 2 whose gradient is .2168, rollouts of an older one give .2298, with bypass .2274, with
+weights of each step .2232, and with weights of the trajectory .2168
+(tests/algorithms/test_correction.py).
 
-Everything is computed in float64 without gradient. Exponents are clamped to +-20 (5e8), so that no ratio overflows.
+Everything is computed in float64 without gradient. Exponents are clamped to +-20 (5e8), so that no
+ratio overflows.
 """
 
 from __future__ import annotations
@@ -38,8 +44,9 @@ def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor,
         dims: D, the elements of a latent.
 
     Returns:
-        weights [S, W] in delta's type, 0 where a row is dropped; keep, bool [S, W]. Dropped rows count in no denominator.
-        A delta that is not a number keeps its term and its NaN, for the update's own guard to find.
+        weights [S, W] in delta's type, 0 where a row is dropped; keep, bool [S, W]. Dropped rows
+        count in no denominator. A delta that is not a number keeps its term and its NaN, for the
+        update's own guard to find.
     """
     weights = torch.ones_like(delta, dtype=torch.float64)
     keep = ~_rejected(delta, dims, config)
@@ -56,9 +63,12 @@ def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor,
 
 
 def correction_metrics(delta: Tensor, dims: int, config: CorrectionConfig) -> dict[str, Tensor]:
-    """Shares of the rows that ``high`` capped or dropped, that ``low`` dropped, and that were rejected; scalars."""
+    """Shares of the rows that ``high`` capped or dropped, that ``low`` dropped, and that were
+    rejected; scalars.
+    """
     ratio = _ratio(delta, dims, config)
-    above, below = (ratio > config.high).double(), (ratio < config.low).double()
+    above = (ratio > config.high).double()
+    below = (ratio < config.low).double()
     return {
         "rollout/clipped_up": above.mean() * (config.weights != "none"),
         "rollout/clipped_down": below.mean() * (config.weights == "masked"),
@@ -67,12 +77,15 @@ def correction_metrics(delta: Tensor, dims: int, config: CorrectionConfig) -> di
 
 
 def diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
-    """How far the rollouts are from the training policy; scalars, all 0 and the ratios 1 where the two agree.
+    """How far the rollouts are from the training policy; scalars, all 0 and the ratios 1 where the
+    two agree.
 
-    ``rollout/k3``, ``rollout/chi2`` = mean(w^2) - 1 and ``rollout/ratio_*`` are of w = exp(delta), on the mean unit of the clip
-    ranges. There chi2 is no divergence: it is about 2 mean(delta), and negative where the rollout policy made the samples.
-    ``rollout/chi2_sum`` is of w = exp(D delta) and estimates the divergence, exp(kappa) - 1; up to about 1 it can be trusted, and
-    beyond it only says that the policies are far apart (a few samples carry the mean, and exponents are clamped).
+    ``rollout/k3``, ``rollout/chi2`` = mean(w^2) - 1 and ``rollout/ratio_*`` are of w = exp(delta),
+    on the mean unit of the clip ranges. There chi2 is no divergence: it is about 2 mean(delta), and
+    negative where the rollout policy made the samples. ``rollout/chi2_sum`` is of w = exp(D delta)
+    and estimates the divergence, exp(kappa) - 1; up to about 1 it can be trusted, and beyond it
+    only says that the policies are far apart (a few samples carry the mean, and exponents are
+    clamped).
 
     Args:
         delta: [S, W].
@@ -80,7 +93,8 @@ def diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
         dims: D, the elements of a latent.
     """
     delta = delta.detach().double()
-    magnitude, ratio = delta.abs(), _exp(delta)
+    magnitude = delta.abs()
+    ratio = _exp(delta)
     metrics = {
         "rollout/delta_mean": magnitude.mean(),
         "rollout/delta_max": magnitude.max(),
@@ -108,7 +122,9 @@ def _ratio(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
 
 
 def _rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
-    """Which rows their divergence drops, bool [S, W]; all steps of a sample alike on the sequence levels."""
+    """Which rows their divergence drops, bool [S, W]; all steps of a sample alike on the sequence
+    levels.
+    """
     if config.reject == "none":
         return torch.zeros_like(delta, dtype=torch.bool)
     divergence = _divergence(_scaled(delta, dims, config), config.reject)

@@ -1,18 +1,21 @@
 r"""Distribution matching distillation in the flow parameterisation: what DMD2 and TDM share.
 
-A student samples in few steps. Its sample x0_hat = x - sigma v, predicted at one of these steps, gets noise again, up to x_t at
-the noise level t. There the real score s_real (of a teacher that samples in many steps) and the fake score s_fake (of a network
-that is trained beside the student, on the student's samples) are compared. The gradient of KL(student || teacher) with respect to
-x0_hat is w (s_fake - s_real) (DMD, 2311.18828, equations 7 and 8), in its published code with
-w = t^2 / (1 - t) / mean|x0_hat - x0_real|.
+A student samples in few steps. Its sample x0_hat = x - sigma v, predicted at one of these steps,
+gets noise again, up to x_t at the noise level t. There the real score s_real (of a teacher that
+samples in many steps) and the fake score s_fake (of a network that is trained beside the student,
+on the student's samples) are compared. The gradient of KL(student || teacher) with respect to
+x0_hat is w (s_fake - s_real) (DMD, 2311.18828, equations 7 and 8), in its published code with w =
+t^2 / (1 - t) / mean|x0_hat - x0_real|.
 
 With x_t = (1 - t) x0 + t eps and v = eps - x0, a velocity predicts x0 = x_t - t v, and its score is
-s = -(x_t - (1 - t) (x_t - t v)) / t^2 = -(x_t + (1 - t) v) / t. So s_fake - s_real = (1 - t) / t (v_real - v_fake), and
+s = -(x_t - (1 - t) (x_t - t v)) / t^2 = -(x_t + (1 - t) v) / t. So s_fake - s_real = (1 - t) / t
+(v_real - v_fake), and
 
-    g = t (v_real - v_fake) / mean|x0_hat - (x_t - t v_real)|        the gradient
-    L = mean((x0_hat - sg(x0_hat - g))^2) / 2                        whose gradient it is, over the number of elements
+    g = t (v_real - v_fake) / mean|x0_hat - (x_t - t v_real)|        the gradient L = mean((x0_hat -
+    sg(x0_hat - g))^2) / 2                        whose gradient it is, over the number of elements
 
-The fake score is trained on the noise that was added (``ebbflow.flow.renoising``); for DMD2 that is flow matching on x0_hat.
+The fake score is trained on the noise that was added (``ebbflow.flow.renoising``); for DMD2 that is
+flow matching on x0_hat.
 """
 
 from __future__ import annotations
@@ -31,9 +34,13 @@ TINY = 1e-5
 
 
 def gradient(rows: MatchingRows) -> tuple[Tensor, Tensor]:
-    """(g, [M, ...], and what it was divided by, the mean distance to the teacher's prediction, [M]), without gradient."""
-    clean, sigma = rows.clean.detach(), expand_like(rows.noised_sigma, rows.noised)
-    real, fake = rows.copies["teacher"], rows.copies["fake"]
+    """(g, [M, ...], and what it was divided by, the mean distance to the teacher's prediction,
+    [M]), without gradient.
+    """
+    clean = rows.clean.detach()
+    sigma = expand_like(rows.noised_sigma, rows.noised)
+    real = rows.copies["teacher"]
+    fake = rows.copies["fake"]
     distance = per_row((clean - (rows.noised - sigma * real)).abs()).clamp_min(TINY)
     return sigma * (real - fake) / expand_like(distance, clean), distance
 
@@ -47,5 +54,12 @@ def loss(rows: MatchingRows, config: MatchingConfig) -> tuple[Tensor, RowMetrics
 
 
 def matching_algorithm(config: type[MatchingConfig]) -> Algorithm:
-    """The algorithm of a class of hyper-parameters. Rewards are watched, not learnt from: groups without variance count, too."""
-    return Algorithm(config, loss, copies=lambda config: frozenset({"teacher", "fake"}), select=grouping.all_samples)
+    """The algorithm of a class of hyper-parameters. Rewards are watched, not learnt from: groups
+    without variance count, too.
+    """
+    return Algorithm(
+        config,
+        loss,
+        copies=lambda config: frozenset({"teacher", "fake"}),
+        select=grouping.all_samples,
+    )

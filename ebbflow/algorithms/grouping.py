@@ -1,7 +1,8 @@
-"""Which samples are trained on, and which of them must stay together: single ones, pairs or whole groups.
+"""Which samples are trained on, and which of them must stay together: single ones, pairs or whole
+groups.
 
-Every function takes the advantages [N], which samples are worth training on [N] and their prompt ids [N], and returns index
-arrays.
+Every function takes the advantages [N], which samples are worth training on [N] and their prompt
+ids [N], and returns index arrays.
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def each_kept_sample(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any) -> list[np.ndarray]:
+def each_kept_sample(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
+) -> list[np.ndarray]:
     """Every kept sample by itself."""
     return list(keep.nonzero()[0][:, None])
 
 
-def all_samples(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any) -> list[np.ndarray]:
+def all_samples(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
+) -> list[np.ndarray]:
     """Every sample by itself, whatever its reward said."""
     import numpy as np
 
     return list(np.arange(len(keep))[:, None])
 
 
-def groups(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any) -> list[np.ndarray]:
+def groups(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
+) -> list[np.ndarray]:
     """The kept samples of each prompt, by ascending prompt id."""
     import numpy as np
 
     kept = np.flatnonzero(keep)
-    by_prompt = kept[np.argsort(prompt_ids[kept], kind="stable")]  # sorted once: of a file of pairs every row is a prompt
+    by_prompt = kept[
+        np.argsort(prompt_ids[kept], kind="stable")
+    ]  # sorted once: of a file of pairs every row is a prompt
     _, starts = np.unique(prompt_ids[by_prompt], return_index=True)
     return np.split(by_prompt, starts)[1:]  # before the first start there is nothing

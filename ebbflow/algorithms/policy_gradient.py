@@ -18,11 +18,15 @@ BASE = "yifan123/flow_grpo config/base.py"
 
 
 def flow_grpo_stack(source: str) -> dict[str, Published]:
-    """What an algorithm on top of Flow-GRPO's code has in common with it; ``source`` is the algorithm's own configuration."""
+    """What an algorithm on top of Flow-GRPO's code has in common with it; ``source`` is the
+    algorithm's own configuration.
+    """
     return {
         "sampler.name": Published("flow_sde", source, "eta .7"),
         "advantages.std": Published("global", source, "its variance divides by n, here by n - 1"),
-        "advantages.combine": Published("sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.combine": Published(
+            "sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
+        ),
         "advantages.clip": Published(5.0, BASE),
         "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
         "optimizer.weight_decay": Published(1e-4, BASE),
@@ -38,7 +42,9 @@ def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
 
 
 def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetrics:
-    """Which rows have no gradient because their ratio went far enough already: up for good samples, down for bad ones."""
+    """Which rows have no gradient because their ratio went far enough already: up for good samples,
+    down for bad ones.
+    """
     return {
         "clip/up": ((ratio > 1 + clip_range) & (advantage > 0)).float(),
         "clip/down": ((ratio < 1 - clip_range) & (advantage < 0)).float(),
@@ -46,7 +52,9 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetr
 
 
 def dead_share(means: Mapping[str, float]) -> float:
-    """The share of the terms that have no gradient because of a clip or a divergence limit, from the means of the metrics."""
+    """The share of the terms that have no gradient because of a clip or a divergence limit, from
+    the means of the metrics.
+    """
     return sum(means.get(name, 0.0) for name in ("clip/up", "clip/down", "dppo/dropped"))
 
 
@@ -54,4 +62,8 @@ def ratio_metrics(rows: TrajectoryRows) -> RowMetrics:
     """How far the policy has moved from the one that the ratio is against."""
     difference = rows.log_prob - rows.old_log_prob
     ratio = difference.exp()
-    return {"ratio/mean": ratio, "ratio/deviation": (ratio - 1).abs(), "kl/old": 0.5 * difference**2}
+    return {
+        "ratio/mean": ratio,
+        "ratio/deviation": (ratio - 1).abs(),
+        "kl/old": 0.5 * difference**2,
+    }

@@ -1,13 +1,14 @@
 r"""The pull back to the base model, a choice of its own beside the algorithm.
 
-kl             mean((mu - mu_ref)^2) / (2 b^2)      b: the true standard deviation of the step, dt included
-kl_without_dt  mean((mu - mu_ref)^2) / (2 s^2)      s = b / sqrt|dt|: the scaling of Flow-GRPO's published code
-velocity       mean((v - v_ref)^2)             v_ref under classifier-free guidance, if the stage says so
+kl             mean((mu - mu_ref)^2) / (2 b^2)      b: the true standard deviation of the step, dt
+included kl_without_dt  mean((mu - mu_ref)^2) / (2 s^2)      s = b / sqrt|dt|: the scaling of
+Flow-GRPO's published code velocity       mean((v - v_ref)^2)             v_ref under
+classifier-free guidance, if the stage says so
 
 Under cps, whose published std has no dt, ``kl_without_dt`` divides by 2 b^2, as ``kl`` does.
 
-Its weight k is the same for all rows, or ``adaptive`` (CRD, 2603.14128): 1e-4 + (k - 1e-4) p with p = A / (2 c) + 1/2 in [0, 1]
-and c = ``advantages.clip``.
+Its weight k is the same for all rows, or ``adaptive`` (CRD, 2603.14128): 1e-4 + (k - 1e-4) p with p
+= A / (2 c) + 1/2 in [0, 1] and c = ``advantages.clip``.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ ADAPTIVE_FLOOR = 1e-4
 
 
 def penalty(config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor) -> Tensor:
-    """The penalty of each row, [M], before its weight; ``reference`` is the base model's velocity at the same points."""
+    """The penalty of each row, [M], before its weight; ``reference`` is the base model's velocity
+    at the same points.
+    """
     if config.penalty == "velocity":
         return per_row((velocity - reference) ** 2)
     assert isinstance(rows, TrajectoryRows)
     divergence = gaussian_kl(rows.transition, rows.copies["reference"].mean)
     std_has_dt = rows.transition.sampler != "cps"
-    return divergence * rows.transition.dt.abs() if config.penalty == "kl_without_dt" and std_has_dt else divergence
+    return (
+        divergence * rows.transition.dt.abs()
+        if config.penalty == "kl_without_dt" and std_has_dt
+        else divergence
+    )
 
 
 def penalty_weight(config: ReferenceConfig, rows: AnyRows) -> Tensor:

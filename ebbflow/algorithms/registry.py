@@ -1,4 +1,6 @@
-"""The algorithm of a recipe: one that Ebbflow ships, by the class of its hyper-parameters, or a user's own, by its path."""
+"""The algorithm of a recipe: one that Ebbflow ships, by the class of its hyper-parameters, or a
+user's own, by its path.
+"""
 
 from __future__ import annotations
 

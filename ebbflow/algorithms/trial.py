@@ -1,4 +1,6 @@
-"""One call of a loss on random rows, so that a user's own algorithm fails in a second instead of after the first rollouts."""
+"""One call of a loss on random rows, so that a user's own algorithm fails in a second instead of
+after the first rollouts.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ from ebbflow.flow.transition import log_prob, sample, transition
 from ebbflow.recipe.algorithms import AlgorithmConfig, DirectAlignConfig
 from ebbflow.recipe.base import RecipeError, sanitize
 
-PROMPTS, GROUP, LATENT = 2, 4, (1, 4, 4)
-STEPS, SAMPLER = 6, "flow_sde"
+PROMPTS = 2
+GROUP = 4
+LATENT = (1, 4, 4)
+STEPS = 6
+SAMPLER = "flow_sde"
 DISTANCE = 0.05
 """Standard deviation of the velocity of a copy from that of the policy."""
 
@@ -36,42 +41,63 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
         path: what the recipe calls it.
 
     Raises:
-        RecipeError: one of them fails, the loss is not a finite number for each row, or no gradient reaches the prediction.
+        RecipeError: one of them fails, the loss is not a finite number for each row, or no gradient
+            reaches the prediction.
     """
     groups = _selected(path, algorithm, hyper)
-    makers = {"forward": _forward_rows, "trajectory": _trajectory_rows, "gradient": _gradient_rows, "matching": _matching_rows}
+    makers = {
+        "forward": _forward_rows,
+        "trajectory": _trajectory_rows,
+        "gradient": _gradient_rows,
+        "matching": _matching_rows,
+    }
     make = _direct_align_rows if isinstance(hyper, DirectAlignConfig) else makers[hyper.kind]
     rows, velocity = make(groups, algorithm, hyper)
-    count, name = len(velocity), f"the loss of {path}, {_name(algorithm.loss)},"
+    count = len(velocity)
+    name = f"the loss of {path}, {_name(algorithm.loss)},"
     try:
         returned: Any = algorithm.loss(rows, hyper)
     except Exception as error:  # a user's own code can raise anything
-        raise RecipeError(f"{name} fails on {count} random rows: {sanitize(f'{type(error).__name__}: {error}')}") from error
+        raise RecipeError(
+            f"{name} fails on {count} random rows: {sanitize(f'{type(error).__name__}: {error}')}"
+        ) from error
     match returned:
         case (Tensor() as loss, Mapping() as metrics):
             _check_per_row(name, {"the loss": loss, **metrics}, count)
             _check_gradient(name, loss, velocity)
         case _:
-            raise RecipeError(f"{name} returned {_kind(returned)}; return (loss of each row [M], metrics of each row)")
+            raise RecipeError(
+                f"{name} returned {_kind(returned)}; return (loss of each row [M], metrics of each"
+                " row)"
+            )
 
 
 def _selected(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> list[np.ndarray]:
     advantage = np.tile(np.linspace(1, -1, GROUP), PROMPTS)
-    prompt_ids, keep = np.repeat(np.arange(PROMPTS), GROUP), np.ones(PROMPTS * GROUP, bool)
+    prompt_ids = np.repeat(np.arange(PROMPTS), GROUP)
+    keep = np.ones(PROMPTS * GROUP, bool)
     name = f"the selection of {path}, {_name(algorithm.select)},"
     try:
         groups = algorithm.select(advantage, keep, prompt_ids, hyper)
         samples = np.concatenate(groups)
     except Exception as error:  # as above
         raise RecipeError(
-            f"{name} fails on {PROMPTS} groups of {GROUP}: {sanitize(f'{type(error).__name__}: {error}')}"
+            f"{name} fails on {PROMPTS} groups of {GROUP}:"
+            f" {sanitize(f'{type(error).__name__}: {error}')}"
         ) from error
-    if not np.issubdtype(samples.dtype, np.integer) or not set(samples.tolist()) <= set(range(PROMPTS * GROUP)):
-        raise RecipeError(f"{name} returned {samples.tolist()}; return groups of indices of the {PROMPTS * GROUP} samples")
+    if not np.issubdtype(samples.dtype, np.integer) or not set(samples.tolist()) <= set(
+        range(PROMPTS * GROUP)
+    ):
+        raise RecipeError(
+            f"{name} returned {samples.tolist()}; return groups of indices of the {PROMPTS * GROUP}"
+            " samples"
+        )
     return groups
 
 
-def _forward_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[ForwardRows, Tensor]:
+def _forward_rows(
+    groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
+) -> tuple[ForwardRows, Tensor]:
     """The rows, and the prediction in them."""
     draw, advantage, index = _draws(groups)
     shared = index if hyper.shared_noise else torch.arange(len(index))
@@ -88,24 +114,38 @@ def _forward_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) ->
     return rows, velocity
 
 
-def _trajectory_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[TrajectoryRows, Tensor]:
+def _trajectory_rows(
+    groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
+) -> tuple[TrajectoryRows, Tensor]:
     """The rows, of the policy that made the samples, and the prediction in them."""
     draw, advantage, index = _draws(groups)
-    latents, velocity, sigmas = draw(), draw().requires_grad_(), torch.linspace(1, 0, STEPS + 1)
+    latents = draw()
+    velocity = draw().requires_grad_()
+    sigmas = torch.linspace(1, 0, STEPS + 1)
     steps = torch.arange(len(index)) % (STEPS - 1)
     old = transition(SAMPLER, latents, velocity.detach(), sigmas, steps)
-    step, after = transition(SAMPLER, latents, velocity, sigmas, steps), sample(old, draw())
+    step = transition(SAMPLER, latents, velocity, sigmas, steps)
+    after = sample(old, draw())
     copies = {
         copy: transition(SAMPLER, latents, velocity.detach() + DISTANCE * draw(), sigmas, steps)
         for copy in algorithm.copies(hyper)
     }
-    return TrajectoryRows(step, log_prob(step, after), old.mean, log_prob(old, after), copies, advantage), velocity
+    return (
+        TrajectoryRows(
+            step, log_prob(step, after), old.mean, log_prob(old, after), copies, advantage
+        ),
+        velocity,
+    )
 
 
-def _gradient_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[GradientRows, Tensor]:
+def _gradient_rows(
+    groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
+) -> tuple[GradientRows, Tensor]:
     """The rows, with a reward that is best at 0, and the prediction in them."""
     draw, advantage, _ = _draws(groups)
-    latents, velocity, sigma = draw(), draw().requires_grad_(), torch.full((len(advantage),), 0.3)
+    latents = draw()
+    velocity = draw().requires_grad_()
+    sigma = torch.full((len(advantage),), 0.3)
     rows = GradientRows(
         latents=latents,
         sigma=sigma,
@@ -118,10 +158,14 @@ def _gradient_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -
     return rows, velocity
 
 
-def _direct_align_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[DirectAlignRows, Tensor]:
-    """The rows of a denoising branch, with rewards that are best at 0, and the prediction in them."""
+def _direct_align_rows(
+    groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
+) -> tuple[DirectAlignRows, Tensor]:
+    """The rows of a denoising branch, with rewards that are best at 0, and the prediction in
+    them."""
     draw, advantage, _ = _draws(groups)
-    velocity, sigma = draw().requires_grad_(), torch.full((len(advantage),), hyper.max_sigma)
+    velocity = draw().requires_grad_()
+    sigma = torch.full((len(advantage),), hyper.max_sigma)
     rows = DirectAlignRows(
         clean=draw(),
         noise=draw(),
@@ -135,10 +179,13 @@ def _direct_align_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: An
     return rows, velocity
 
 
-def _matching_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -> tuple[MatchingRows, Tensor]:
+def _matching_rows(
+    groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
+) -> tuple[MatchingRows, Tensor]:
     """The rows of a student's first step, and the prediction in them."""
     draw, advantage, _ = _draws(groups)
-    velocity, level = draw().requires_grad_(), torch.linspace(0.1, 0.9, len(advantage))
+    velocity = draw().requires_grad_()
+    level = torch.linspace(0.1, 0.9, len(advantage))
     rows = MatchingRows(
         latents=draw(),
         sigma=torch.ones(len(advantage)),
@@ -154,7 +201,9 @@ def _matching_rows(groups: list[np.ndarray], algorithm: Algorithm, hyper: Any) -
 def _draws(groups: list[np.ndarray]) -> tuple[Any, Tensor, Tensor]:
     """(function that draws normal numbers [M, ...], advantages [M], group of each row [M])."""
     index = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group) for group in groups]))
-    advantage = torch.from_numpy(np.tile(np.linspace(1, -1, GROUP), PROMPTS)[np.concatenate(groups)]).float()
+    advantage = torch.from_numpy(
+        np.tile(np.linspace(1, -1, GROUP), PROMPTS)[np.concatenate(groups)]
+    ).float()
     generator = torch.Generator().manual_seed(0)
     return lambda: torch.randn(len(index), *LATENT, generator=generator), advantage, index
 
@@ -162,21 +211,35 @@ def _draws(groups: list[np.ndarray]) -> tuple[Any, Tensor, Tensor]:
 def _check_per_row(name: str, values: Mapping[str, Any], count: int) -> None:
     for key, value in values.items():
         if not isinstance(value, Tensor) or value.shape != (count,):
-            raise RecipeError(f"{name} returned {key} as {_kind(value)}; return a number for each of the {count} rows, [{count}]")
+            raise RecipeError(
+                f"{name} returned {key} as {_kind(value)}; return a number for each of the {count}"
+                f" rows, [{count}]"
+            )
     if wrong := int((~values["the loss"].isfinite()).sum()):
-        raise RecipeError(f"{name} is not finite in {wrong} of {count} random rows: {values['the loss'].tolist()}")
+        raise RecipeError(
+            f"{name} is not finite in {wrong} of {count} random rows: {values['the loss'].tolist()}"
+        )
 
 
 def _check_gradient(name: str, loss: Tensor, velocity: Tensor) -> None:
-    gradient = torch.autograd.grad(loss.sum(), velocity, allow_unused=True)[0] if loss.requires_grad else None
+    gradient = (
+        torch.autograd.grad(loss.sum(), velocity, allow_unused=True)[0]
+        if loss.requires_grad
+        else None
+    )
     if gradient is None or not gradient.any():
-        raise RecipeError(f"{name} gives the prediction no gradient; compute it from rows.velocity, or rows.log_prob, undetached")
+        raise RecipeError(
+            f"{name} gives the prediction no gradient; compute it from rows.velocity, or"
+            " rows.log_prob, undetached"
+        )
     if not gradient.isfinite().all():
         raise RecipeError(f"{name} gives the prediction a gradient that is not finite")
 
 
 def _name(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{module}:{name}"
 
 
 def _kind(value: Any) -> str:

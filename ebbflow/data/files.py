@@ -1,4 +1,5 @@
-"""Strict reading of files that somebody else wrote, line by line; the errors name the file and the line.
+"""Strict reading of files that somebody else wrote, line by line; the errors name the file and the
+line.
 
 ``error`` is the exception to raise: ``PromptError`` or ``PairError``.
 """
@@ -15,24 +16,36 @@ from ebbflow.recipe.base import sanitize, short
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_JSON_BYTES = 2**24
-"""Of a file that is one JSON value, which takes some ten times as much memory. Published prompt sets have up to 1 MB."""
+"""Of a file that is one JSON value, which takes some ten times as much memory. Published prompt
+sets have up to 1 MB.
+"""
 
 
 def check_file(path: Path, suffixes: Collection[str], key: str, error: type[ValueError]) -> None:
     """Check that there is a file with one of the suffixes; ``key`` of the recipe names it."""
     if path.suffix.lower() not in suffixes:
-        raise error(f"{path}: its suffix {path.suffix!r} is none of {', '.join(suffixes)}; convert or rename it")
+        raise error(
+            f"{path}: its suffix {path.suffix!r} is none of {', '.join(suffixes)}; convert or"
+            " rename it"
+        )
     if not os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
         raise error(f"{path}: no such file; check {key}")
 
 
 def read_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]:
-    """Location and text of every line. Only newlines end a line: prompts may hold the other separators of Unicode."""
+    """Location and text of every line. Only newlines end a line: prompts may hold the other
+    separators of Unicode.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 location = f"{path}, line {number}"
-                yield location, _decoded(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, location, error)
+                yield (
+                    location,
+                    _decoded(
+                        line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, location, error
+                    ),
+                )
     except OSError as failure:
         raise error(f"{path}: cannot be read ({failure.strerror}); check its permissions") from None
 
@@ -41,18 +54,25 @@ def _decoded(line: bytes, location: str, error: type[ValueError]) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as failure:
-        raise error(f"{location}: {short(line)} is not UTF-8 ({failure.reason}); save the file as UTF-8") from None
+        raise error(
+            f"{location}: {short(line)} is not UTF-8 ({failure.reason}); save the file as UTF-8"
+        ) from None
 
 
 def read_list(path: Path, error: type[ValueError]) -> list[Any]:
     """The JSON list that a file is."""
     if (size := os.path.getsize(path)) > MAX_JSON_BYTES:
-        raise error(f"{path}: its {size} bytes are more than the {MAX_JSON_BYTES} of a JSON list; convert it to .jsonl")
+        raise error(
+            f"{path}: its {size} bytes are more than the {MAX_JSON_BYTES} of a JSON list; convert"
+            " it to .jsonl"
+        )
     text = "".join(line for _, line in read_lines(path, error))
     try:
         items = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as failure:
-        raise error(f"{path}: {short(text)} is not JSON ({failure}); for an object per line use .jsonl") from None
+        raise error(
+            f"{path}: {short(text)} is not JSON ({failure}); for an object per line use .jsonl"
+        ) from None
     if not isinstance(items, list):
         raise error(f'{path}: {short(text)} is not a list; write [{{"prompt": "..."}}, ...]')
     return items
@@ -63,7 +83,9 @@ def parse_object(line: str, location: str, error: type[ValueError]) -> dict[str,
     try:
         record = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as failure:
-        raise error(f"{location}: {short(line)} is not JSON ({failure}); write one JSON object per line") from None
+        raise error(
+            f"{location}: {short(line)} is not JSON ({failure}); write one JSON object per line"
+        ) from None
     if not isinstance(record, dict):
         raise error(f'{location}: {short(line)} is not an object; write {{"prompt": "...", ...}}')
     return record

@@ -21,7 +21,9 @@ from ebbflow.storage.disk import PathError, resolve_inside
 FRAMES_PER_SECOND = 16
 """How fast a stored video is played; nothing else depends on it."""
 VIDEO_COMPRESSION = 1
-"""zlib's fastest level: a sixth more bytes than the usual one for a sixth of its seconds, and a video has many frames."""
+"""zlib's fastest level: a sixth more bytes than the usual one for a sixth of its seconds, and a
+video has many frames.
+"""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 64_000_000
 """Of an image that somebody else wrote: a file of kilobytes can unpack to one that fills memory."""
@@ -32,7 +34,9 @@ class ImageError(ValueError):
 
 
 def encode_png(pictures: np.ndarray) -> list[bytes]:
-    """PNG bytes of uint8 RGB images [N, height, width, 3], animated ones of videos [N, frames, height, width, 3]."""
+    """PNG bytes of uint8 RGB images [N, height, width, 3], animated ones of videos [N, frames,
+    height, width, 3].
+    """
     encode = _encode_video if pictures.ndim == 5 else _encode
     return [encode(picture) for picture in pictures]
 
@@ -46,10 +50,12 @@ def _encode(image: np.ndarray) -> bytes:
 def _encode_video(video: np.ndarray) -> bytes:
     """Animated PNG (PNG Specification, Third Edition) with every frame whole.
 
-    Pillow's own writer would make one longer frame of equal neighbours, and no animation of a single frame.
+    Pillow's own writer would make one longer frame of equal neighbours, and no animation of a
+    single frame.
     """
     height, width = video.shape[1:3]
-    buffer, numbers = io.BytesIO(), count()
+    buffer = io.BytesIO()
+    numbers = count()
     buffer.write(PNG_SIGNATURE)
     for index, frame in enumerate(video):
         chunks = getchunks(Image.fromarray(frame), compress_level=VIDEO_COMPRESSION)
@@ -57,7 +63,11 @@ def _encode_video(video: np.ndarray) -> bytes:
             putchunk(buffer, b"IHDR", chunks[0][1])
             putchunk(buffer, b"acTL", pack(">2I", len(video), 0))  # played without end
         # Number, size, offset, seconds as a fraction; the frame replaces the one before.
-        putchunk(buffer, b"fcTL", pack(">5I2H2B", next(numbers), width, height, 0, 0, 1, FRAMES_PER_SECOND, 0, 0))
+        putchunk(
+            buffer,
+            b"fcTL",
+            pack(">5I2H2B", next(numbers), width, height, 0, 0, 1, FRAMES_PER_SECOND, 0, 0),
+        )
         pixels = b"".join(data for name, data, _ in chunks if name == b"IDAT")
         if index == 0:
             putchunk(buffer, b"IDAT", pixels)  # a still to what knows no animations
@@ -68,26 +78,32 @@ def _encode_video(video: np.ndarray) -> bytes:
 
 
 def decode_png(pictures: Sequence[bytes]) -> np.ndarray:
-    """uint8 RGB [N, height, width, 3] of PNG images of one size, [N, frames, height, width, 3] of animated ones."""
+    """uint8 RGB [N, height, width, 3] of PNG images of one size, [N, frames, height, width, 3] of
+    animated ones.
+    """
     return np.stack([_decode(picture) for picture in pictures])
 
 
 def _decode(picture: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(picture)) as image:
         if _is_animated(image):
-            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
+            return np.stack(
+                [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+            )
         return np.asarray(image.convert("RGB"))
 
 
 def png_chunks(picture: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(name, all bytes) of each chunk of a PNG file, unchecked; the last is cut off where the file is.
+    """(name, all bytes) of each chunk of a PNG file, unchecked; the last is cut off where the file
+    is.
 
     Raises:
         ImageError: the file does not begin as PNG files do.
     """
     if not picture.startswith(PNG_SIGNATURE):
         raise ImageError("is no PNG file; write it as one")
-    start, name = len(PNG_SIGNATURE), b""
+    start = len(PNG_SIGNATURE)
+    name = b""
     while name != b"IEND" and start + 8 <= len(picture):
         length, name = unpack_from(">I4s", picture, start)
         yield name, picture[start : start + 12 + length]
@@ -107,7 +123,8 @@ def _is_animated(image: Image.Image) -> bool:
 def condition_image(value: str | bytes, folder: Path) -> bytes:
     """The PNG, RGB without metadata, of an image to edit: an encoded image or the path of one.
 
-    The pixels are those of diffusers' ``load_image``: turned as EXIF says, without alpha; the first of an animation.
+    The pixels are those of diffusers' ``load_image``: turned as EXIF says, without alpha; the first
+    of an animation.
 
     Raises:
         ImageError: as ``read_image``.
@@ -115,7 +132,12 @@ def condition_image(value: str | bytes, folder: Path) -> bytes:
     return encode_png(read_image(value, folder, ("PNG", "JPEG", "WEBP"), upright=True)[None])[0]
 
 
-def read_image(value: str | bytes, folder: Path, formats: tuple[str, ...] = ("PNG", "JPEG"), upright: bool = False) -> np.ndarray:
+def read_image(
+    value: str | bytes,
+    folder: Path,
+    formats: tuple[str, ...] = ("PNG", "JPEG"),
+    upright: bool = False,
+) -> np.ndarray:
     """uint8 RGB [height, width, 3] of an encoded image or of an image file in ``folder`` or below.
 
     Args:
@@ -124,7 +146,8 @@ def read_image(value: str | bytes, folder: Path, formats: tuple[str, ...] = ("PN
         upright: turn the image as EXIF says.
 
     Raises:
-        ImageError: there is no such image, it cannot be read, is too large, or lies outside the folder.
+        ImageError: there is no such image, it cannot be read, is too large, or lies outside the
+            folder.
     """
     source = io.BytesIO(value) if isinstance(value, bytes) else _image_path(value, folder)
     try:
@@ -137,13 +160,19 @@ def read_image(value: str | bytes, folder: Path, formats: tuple[str, ...] = ("PN
         raise ImageError(f"is too large ({error}); make it smaller") from None
     except Exception as error:  # every decoder of Pillow has its own errors
         reason = sanitize(str(error), 200)
-        raise ImageError(f"is no {' or '.join(formats)} image that can be read ({reason}); write it again") from None
+        raise ImageError(
+            f"is no {' or '.join(formats)} image that can be read ({reason}); write it again"
+        ) from None
 
 
 def _check_pixels(image: Image.Image) -> None:
-    """Before an image is decoded: that memory is bounded and nothing is lost on the way to 8-bit RGB."""
+    """Before an image is decoded: that memory is bounded and nothing is lost on the way to 8-bit
+    RGB.
+    """
     if image.width * image.height > MAX_PIXELS:
-        raise ImageError(f"has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}; make it smaller")
+        raise ImageError(
+            f"has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}; make it smaller"
+        )
     if image.mode.startswith("I"):
         raise ImageError("has greys of 16 bits, of which 8 would be cut off; write it with 8 bits")
 
@@ -153,12 +182,16 @@ def _image_path(value: str, folder: Path) -> Path:
         path = resolve_inside(folder, value)
         exists = path.is_file()
     except PathError:
-        raise ImageError(f"lies outside {folder}; move the image into that folder or below it") from None
+        raise ImageError(
+            f"lies outside {folder}; move the image into that folder or below it"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ImageError(f"is no valid path ({getattr(error, 'strerror', None) or error}); correct it") from None
+        raise ImageError(
+            f"is no valid path ({getattr(error, 'strerror', None) or error}); correct it"
+        ) from None
     if not exists:
         raise ImageError(
-            f"is no image file in {folder}. Paths are relative to the file that names them. From a URI only that file is "
-            "fetched; there put the images' bytes into Parquet"
+            f"is no image file in {folder}. Paths are relative to the file that names them. From a"
+            " URI only that file is fetched; there put the images' bytes into Parquet"
         )
     return path

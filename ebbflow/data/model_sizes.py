@@ -1,4 +1,6 @@
-"""How large a base model and one sample of it are, and what is computed at once: what an estimate follows from, without torch."""
+"""How large a base model and one sample of it are, and what is computed at once: what an estimate
+follows from, without torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Sizes:
         linears: the transformer's linear layers that the velocity depends on, by name.
         lora_targets: the layers that LoRA adapts where the recipe names none.
         text_encoders: parameters.
-        unused: parameters of the transformer that the velocity does not depend on, which are never trained.
+        unused: parameters of the transformer that the velocity does not depend on, which are never
+            trained.
         frozen: parameters of another network that also denoises and is never trained.
         vae: parameters.
         decoding: bytes that the VAE's tensors take at most while it decodes, per pixel of an image.
@@ -93,18 +96,30 @@ def adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) -> list
     Raises:
         SizeError: no layer has such a name.
     """
-    adapted = [shape for name, shape in linears.items() if any(f".{name}".endswith(f".{target}") for target in targets)]
+    adapted = [
+        shape
+        for name, shape in linears.items()
+        if any(f".{name}".endswith(f".{target}") for target in targets)
+    ]
     if not adapted:
-        raise SizeError(f"no layer of the transformer is called {' or '.join(targets)}; see policy.targets")
+        raise SizeError(
+            f"no layer of the transformer is called {' or '.join(targets)}; see policy.targets"
+        )
     return adapted
 
 
-def lora_parameters(linears: Mapping[str, Shape], targets: Sequence[str], rank: int, dora: bool = False) -> int:
-    """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer that they adapt.
+def lora_parameters(
+    linears: Mapping[str, Shape], targets: Sequence[str], rank: int, dora: bool = False
+) -> int:
+    """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer that they
+    adapt.
 
     Of DoRA (2402.09353) as many as outputs more.
 
     Raises:
         SizeError: no layer has such a name.
     """
-    return sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in adapted_layers(linears, targets))
+    return sum(
+        rank * (inputs + outputs) + dora * outputs
+        for inputs, outputs in adapted_layers(linears, targets)
+    )

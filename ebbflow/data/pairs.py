@@ -1,4 +1,5 @@
-"""Files of preference pairs: a prompt with a chosen and a rejected image or latent, read in streams and checked row by row.
+"""Files of preference pairs: a prompt with a chosen and a rejected image or latent, read in streams
+and checked row by row.
 
 The format is in ``datasets/README.md``.
 """
@@ -25,7 +26,8 @@ ROWS_PER_BATCH = 16
 
 
 class PairError(ValueError):
-    """Preference pairs that cannot be used: names the file, the row or line, the value and the fix."""
+    """Preference pairs that cannot be used: names the file, the row or line, the value and the
+    fix."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Pair:
         number: of the row in the file, from zero.
         location: the file and the row, for error messages.
         columns: ``IMAGES`` or ``LATENTS``: what the two sides are.
-        chosen: an image, uint8 RGB [height, width, 3], or the elements of a latent, finite float32 [D].
+        chosen: an image, uint8 RGB [height, width, 3], or the elements of a latent, finite float32
+            [D].
         rejected: the same.
     """
 
@@ -62,7 +65,9 @@ def read_pairs(path: Path) -> Iterator[Pair]:
     for number, location, record in _records(path, set()):
         columns = IMAGES if IMAGES[0] in record else LATENTS
         read = _image if columns == IMAGES else _latent
-        chosen, rejected = (read(record[column], f"{location}: {column}", path.parent) for column in columns)
+        chosen, rejected = (
+            read(record[column], f"{location}: {column}", path.parent) for column in columns
+        )
         yield Pair(number, location, _prompt(record["prompt"], location), columns, chosen, rejected)
 
 
@@ -93,9 +98,15 @@ def check_pairs(path: Path) -> None:
 Record = dict[str, Any]
 
 
-def _records(path: Path, ignored: set[str], prompts_only: bool = False) -> Iterator[tuple[int, str, Record]]:
+def _records(
+    path: Path, ignored: set[str], prompts_only: bool = False
+) -> Iterator[tuple[int, str, Record]]:
     check_file(path, (".parquet", ".jsonl"), "the stage's 'pairs'", PairError)
-    rows = _parquet(path, ignored, prompts_only) if path.suffix.lower() == ".parquet" else _jsonl(path, ignored)
+    rows = (
+        _parquet(path, ignored, prompts_only)
+        if path.suffix.lower() == ".parquet"
+        else _jsonl(path, ignored)
+    )
     number = -1
     for number, (location, record) in enumerate(rows):
         yield number, location, record
@@ -110,23 +121,37 @@ def _parquet(path: Path, ignored: set[str], prompts_only: bool) -> Iterator[tupl
             names = file.schema_arrow.names
             used = ["prompt", *_sides(names, str(path))]
             ignored.update(set(names).difference(used))
-            for batch in file.iter_batches(ROWS_PER_BATCH, columns=["prompt"] if prompts_only else used):
+            for batch in file.iter_batches(
+                ROWS_PER_BATCH, columns=["prompt"] if prompts_only else used
+            ):
                 for row in range(len(batch)):
                     number += 1
-                    yield f"{path}, row {number}", {name: batch[name][row] for name in batch.schema.names}
+                    yield (
+                        f"{path}, row {number}",
+                        {name: batch[name][row] for name in batch.schema.names},
+                    )
     except PairError:
         raise
-    except Exception as error:  # a damaged file can look like anything: Arrow has a dozen errors, memory and text their own
+    except Exception as error:
+        # Arrow, memory and text each raise errors of their own at a damaged file: no common base.
         reason = first_line(error)
-        raise PairError(f"{path}: not a Parquet file that can be read, after row {number} ({reason}); write it again") from None
+        raise PairError(
+            f"{path}: not a Parquet file that can be read, after row {number} ({reason}); write it"
+            " again"
+        ) from None
 
 
 def _jsonl(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
     for location, line in read_lines(path, PairError):
-        if text := line.removeprefix("\ufeff").strip():  # files that were joined have byte order marks in the middle
+        if text := line.removeprefix(
+            "\ufeff"
+        ).strip():  # files that were joined have byte order marks in the middle
             record = parse_object(text, location, PairError)
             if _sides(record, location) == LATENTS:
-                raise PairError(f"{location}: latents are read from Parquet only; write the pairs as a .parquet file")
+                raise PairError(
+                    f"{location}: latents are read from Parquet only; write the pairs as a .parquet"
+                    " file"
+                )
             ignored.update(record.keys() - {"prompt", *IMAGES})
             yield location, record
 
@@ -136,13 +161,21 @@ def _sides(names: Iterable[str], location: str) -> tuple[str, str]:
     names = list(names)
     listed = sanitize(", ".join(names), 300)
     if "prompt" not in names:
-        raise PairError(f"{location}: no column 'prompt' among {listed}; name the columns as datasets/README.md says")
+        raise PairError(
+            f"{location}: no column 'prompt' among {listed}; name the columns as datasets/README.md"
+            " says"
+        )
     found = [sides for sides in (IMAGES, LATENTS) if set(sides) <= set(names)]
     if not found:
         needed = " or ".join(" and ".join(sides) for sides in (IMAGES, LATENTS))
-        raise PairError(f"{location}: a pair needs {needed}, and there is {listed}; rename the columns")
+        raise PairError(
+            f"{location}: a pair needs {needed}, and there is {listed}; rename the columns"
+        )
     if len(found) > 1:
-        raise PairError(f"{location}: both images and latents; remove {' and '.join(IMAGES)} to train on the latents")
+        raise PairError(
+            f"{location}: both images and latents; remove {' and '.join(IMAGES)} to train on the"
+            " latents"
+        )
     if twice := [name for name in ("prompt", *found[0]) if names.count(name) > 1]:
         raise PairError(f"{location}: the column {twice[0]!r} is there twice; rename one")
     return found[0]
@@ -154,7 +187,9 @@ def _sides(names: Iterable[str], location: str) -> tuple[str, str]:
 def _prompt(value: Any, location: str) -> str:
     value = _plain(value)
     if not isinstance(value, str) or not value.strip():
-        raise PairError(f"{location}: {short(value)} is no prompt; give every row a 'prompt' that is not empty")
+        raise PairError(
+            f"{location}: {short(value)} is no prompt; give every row a 'prompt' that is not empty"
+        )
     if reason := lone_surrogate(value):
         raise PairError(f"{location}: prompt = {short(value)} {reason}")
     return value.strip()
@@ -164,7 +199,10 @@ def _image(value: Any, location: str, folder: Path) -> np.ndarray:
     """uint8 RGB [height, width, 3] of PNG or JPEG bytes, or of a file in ``folder``."""
     value = _plain(value)
     if not isinstance(value, (str, bytes)):
-        raise PairError(f"{location} = {short(value)} is no image; write PNG or JPEG bytes (in Parquet) or a path")
+        raise PairError(
+            f"{location} = {short(value)} is no image; write PNG or JPEG bytes (in Parquet) or a"
+            " path"
+        )
     try:
         return read_image(value, folder)
     except ImageError as error:
@@ -179,12 +217,19 @@ def _latent(value: Any, location: str, folder: Path) -> np.ndarray:
     while isinstance(numbers, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
         numbers = numbers.flatten()
     if numbers is None or not pa.types.is_floating(numbers.type):
-        raise PairError(f"{location} = {short(_plain(value))} is no latent; write a list or a fixed-shape tensor of floats")
-    with np.errstate(over="ignore"):  # too large for float32 becomes infinite, which is rejected below
+        raise PairError(
+            f"{location} = {short(_plain(value))} is no latent; write a list or a fixed-shape"
+            " tensor of floats"
+        )
+    with np.errstate(
+        over="ignore"
+    ):  # too large for float32 becomes infinite, which is rejected below
         elements: np.ndarray = numbers.to_numpy(zero_copy_only=False).astype(np.float32)
     if not np.isfinite(elements).all():
         wrong = np.sum(~np.isfinite(elements))
-        raise PairError(f"{location}: {wrong} of {elements.size} numbers are not finite; remove the row")
+        raise PairError(
+            f"{location}: {wrong} of {elements.size} numbers are not finite; remove the row"
+        )
     return elements
 
 

@@ -1,4 +1,6 @@
-"""From a recipe to the prompt table of its run, with the checks that the model and the rewards need."""
+"""From a recipe to the prompt table of its run, with the checks that the model and the rewards
+need.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 
 MIN_JUDGED = 4
-"""Validation prompts of a branch: two that choose among its policies, and two on which its gate compares."""
+"""Validation prompts of a branch: two that choose among its policies, and two on which its gate
+compares.
+"""
 MIN_COMPARED = 2
 """Held-out prompts that the gate needs to compare a metric."""
 
@@ -36,14 +40,16 @@ def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple
     """The prompt table (schema ``PROMPTS``) and a sentence about it.
 
     Args:
-        files: of ``prompts.source``, or of ``prompts.mixture`` in its order; none makes random strings for the glyph model.
+        files: of ``prompts.source``, or of ``prompts.mixture`` in its order; none makes random
+            strings for the glyph model.
         held_out: of ``prompts.held_out_source``.
 
     Raises:
-        PromptError: a file cannot be used, has too few prompts, or a prompt lacks the text that a reward reads or the image
-            that the model edits.
+        PromptError: a file cannot be used, has too few prompts, or a prompt lacks the text that a
+            reward reads or the image that the model edits.
     """
-    config, source = recipe.prompts, None
+    config = recipe.prompts
+    source = None
     if not files:
         training = recipe.model.training
         rows = make_glyph_prompts(config.count, training.letters, recipe.seed, training.characters)
@@ -52,17 +58,22 @@ def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple
         rows, report = _read_mixture(recipe, files) if config.mixture else _read_file(files[0])
         source = files[0].parent if config.mixture else files[0]  # as messages name it
         for view in (recipe, *map(recipe.of_branch, recipe.branches)):
-            own = [row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture]
+            own = [
+                row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture
+            ]
             _require_read_targets(view, own, source)
     _check_rows(recipe, rows, source)
-    # The split of a file never depends on the run: a challenger must not train on prompts that judged its champion.
+    # The split of a file never depends on the run: a challenger must not train on prompts that
+    # judged its champion.
     seed = 0 if source else recipe.seed
     if held_out:
         judged, of_judged = _read_file(held_out)
         _require_read_targets(recipe, judged, held_out)
         _check_rows(recipe, judged, held_out)
         table, shared = split_with_held_out(rows, judged, config.validation, config.held_out, seed)
-        report += f"; {of_judged}" + (f"; {counted(shared, 'prompt')} in both, not trained on" if shared else "")
+        report += f"; {of_judged}" + (
+            f"; {counted(shared, 'prompt')} in both, not trained on" if shared else ""
+        )
     else:
         table = split_prompts(rows, config.validation, config.held_out, seed)
     trained = table.num_rows - config.validation - config.held_out
@@ -71,7 +82,13 @@ def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple
     _require_enough_for_guardrails(recipe, table)
     for branch in recipe.branches:
         branch_prompts(recipe, table, branch)
-    return table, f"{report}; {trained} to train, {config.validation} to validate, {config.held_out} held out"
+    return (
+        table,
+        (
+            f"{report}; {trained} to train, {config.validation} to validate, {config.held_out}"
+            " held out"
+        ),
+    )
 
 
 def _read_file(path: Path) -> tuple[list[PromptRow], str]:
@@ -80,9 +97,12 @@ def _read_file(path: Path) -> tuple[list[PromptRow], str]:
 
 
 def _read_mixture(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow], str]:
-    """The prompts of all files; of those that several have, the first: one of them could be trained on and the other held out."""
+    """The prompts of all files; of those that several have, the first: one of them could be trained
+    on and the other held out.
+    """
     found: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
-    reports, repeated = [], 0
+    reports = []
+    repeated = 0
     for part, file in zip(recipe.prompts.mixture, files, strict=True):
         rows, report = _read_file(file)
         reports.append(report)
@@ -101,11 +121,14 @@ def _require_enough_of_each_set(recipe: Recipe, table: pa.Table) -> None:
         if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
             continue
         own = recipe.of_branch(stage.branch).prompts
-        for name, count in own.counts(stage.prompts_per_step if stage.kind == "online" else stage.prompts).items():
+        for name, count in own.counts(
+            stage.prompts_per_step if stage.kind == "online" else stage.prompts
+        ).items():
             if count > trained[name]:
                 raise PromptError(
-                    f"stages.{index} needs {count} different prompts of {name} per step and {trained[name]} are left for "
-                    "training; lower its weight in prompts.mixture, or add prompts"
+                    f"stages.{index} needs {count} different prompts of {name} per step and"
+                    f" {trained[name]} are left for training; lower its weight in prompts.mixture,"
+                    " or add prompts"
                 )
 
 
@@ -113,15 +136,20 @@ def _require_enough_for_guardrails(recipe: Recipe, table: pa.Table) -> None:
     """Of each set that a guardrail scores alone; the split is random."""
     held_out = Counter(table.filter(pc.equal(table["split"], "held_out"))["source"].to_pylist())
     for config in recipe.guardrails:
-        if config.prompts and (count := sum(held_out[name] for name in config.prompts)) < MIN_COMPARED:
+        if (
+            config.prompts
+            and (count := sum(held_out[name] for name in config.prompts)) < MIN_COMPARED
+        ):
             raise PromptError(
-                f"the guardrail {config.column} scores {', '.join(config.prompts)}, of which {count} prompts are held out, and "
-                f"the gate compares {MIN_COMPARED}; raise prompts.held_out, or add prompts"
+                f"the guardrail {config.column} scores {', '.join(config.prompts)}, of which"
+                f" {count} prompts are held out, and the gate compares {MIN_COMPARED}; raise"
+                " prompts.held_out, or add prompts"
             )
 
 
 def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
-    """The prompts of a branch: those of its sets, without the held-out ones, which only the run's own gate may see.
+    """The prompts of a branch: those of its sets, without the held-out ones, which only the run's
+    own gate may see.
 
     Every second of its validation prompts is held out of the branch: its gate compares on them.
 
@@ -131,11 +159,13 @@ def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
     sets = recipe.of_branch(branch).prompts.labels
     own = table.filter(pc.is_in(table["source"], pa.array(sets, pa.string()))) if sets else table
     rows = [row for row in own.to_pylist() if row["split"] != "held_out"]
-    judged = sorted((row for row in rows if row["split"] == "validation"), key=lambda row: row["prompt_id"])
+    judged = sorted(
+        (row for row in rows if row["split"] == "validation"), key=lambda row: row["prompt_id"]
+    )
     if len(judged) < MIN_JUDGED:
         raise PromptError(
-            f"branches.{branch} has {len(judged)} validation prompts, and its choice and its gate need {MIN_JUDGED}; raise "
-            "prompts.validation"
+            f"branches.{branch} has {len(judged)} validation prompts, and its choice and its gate"
+            f" need {MIN_JUDGED}; raise prompts.validation"
         )
     for row in judged[::2]:
         row["split"] = "held_out"
@@ -162,25 +192,29 @@ def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> No
     known = FAMILIES.get(family)
     if known and known.edits_images and given < len(rows):
         raise PromptError(
-            f"{source or 'prompts.source is left out'}: {len(rows) - given} of {len(rows)} prompts have no image, and {family} "
-            "edits images; add a column 'image' with an image in every row"
+            f"{source or 'prompts.source is left out'}: {len(rows) - given} of {len(rows)} prompts"
+            f" have no image, and {family} edits images; add a column 'image' with an image in"
+            " every row"
         )
     if given and known and not known.edits_images:
         warnings.warn(
-            f"{source}: {given} of {len(rows)} prompts have an image, which {family} ignores; remove the column, or use a family "
-            "that edits images",
+            f"{source}: {given} of {len(rows)} prompts have an image, which {family} ignores;"
+            " remove the column, or use a family that edits images",
             stacklevel=3,
         )
 
 
-def _warn_of_negative_prompts(model: ModelConfig, rows: list[PromptRow], source: Path | None) -> None:
+def _warn_of_negative_prompts(
+    model: ModelConfig, rows: list[PromptRow], source: Path | None
+) -> None:
     """Without classifier-free guidance a negative prompt has no effect."""
     given = sum(bool(row.negative_prompt) for row in rows)
     family = FAMILIES.get(model.family)
     if given and (model.guidance == 1 or (family and not family.guided)):
         warnings.warn(
-            f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family} ignores with guidance = "
-            f"{model.guidance:g}; remove the column, or set model.guidance above 1 for a family with guidance",
+            f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family}"
+            f" ignores with guidance = {model.guidance:g}; remove the column, or set model.guidance"
+            " above 1 for a family with guidance",
             stacklevel=3,
         )
 
@@ -192,13 +226,14 @@ def _require_enough(recipe: Recipe, trained: int) -> None:
         needed = stage.prompts_per_step if stage.kind == "online" else stage.prompts
         if needed > trained:
             raise PromptError(
-                f"stages.{index} needs {needed} different prompts per step and {trained} are left for training; lower that, "
-                "prompts.validation or prompts.held_out, or add prompts"
+                f"stages.{index} needs {needed} different prompts per step and {trained} are left"
+                " for training; lower that, prompts.validation or prompts.held_out, or add prompts"
             )
 
 
 def require_letters(rows: list[PromptRow], training: GlyphTrainingConfig, source: Path) -> None:
-    """Check that the glyph model can draw every prompt: at most ``letters`` of its alphabets, quoted or not.
+    """Check that the glyph model can draw every prompt: at most ``letters`` of its alphabets,
+    quoted or not.
 
     Raises:
         PromptError: it cannot; with the count and the first such prompts.
@@ -209,7 +244,8 @@ def require_letters(rows: list[PromptRow], training: GlyphTrainingConfig, source
     if wrong:
         ranges = [f"{alphabet[0]}-{alphabet[-1]}" for alphabet in training.characters]
         raise PromptError(
-            f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {training.letters} letters {', '.join(ranges)}, as the "
-            f"glyph model needs, first: {'; '.join(map(repr, wrong[:3]))}. Shorten them, raise model.training.letters and width, "
-            "or add to model.training.alphabets"
+            f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {training.letters} letters"
+            f" {', '.join(ranges)}, as the glyph model needs, first:"
+            f" {'; '.join(map(repr, wrong[:3]))}. Shorten them, raise model.training.letters and"
+            " width, or add to model.training.alphabets"
         )

@@ -1,6 +1,8 @@
-"""Prompt files (.txt, .jsonl, .json, .csv, .tsv, .parquet) become prompts. The format is in ``datasets/README.md``.
+"""Prompt files (.txt, .jsonl, .json, .csv, .tsv, .parquet) become prompts. The format is in
+``datasets/README.md``.
 
-A record is a row's columns by name, empty for an empty line; a location is the row or line for error messages.
+A record is a row's columns by name, empty for an empty line; a location is the row or line for
+error messages.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ from ebbflow.data.prompts import PromptError, PromptRow, counted
 from ebbflow.recipe.base import lone_surrogate, sanitize, short
 
 COLUMNS = ("prompt", "negative_prompt", "target", "image")
-PROMPT_COLUMNS = {"Prompt": "Category", "prompt_en": "dimension", "text": "question_natural_language"}
-"""How PartiPrompts, VBench and DPG-Bench call the column of the prompt, each with another column that tells the set."""
+PROMPT_COLUMNS = {
+    "Prompt": "Category",
+    "prompt_en": "dimension",
+    "text": "question_natural_language",
+}
+"""How PartiPrompts, VBench and DPG-Bench call the column of the prompt, each with another column
+that tells the set.
+"""
 QUESTION_COLUMNS = (
     "proposition_id",
     "dependency",
@@ -51,19 +59,21 @@ class ImportReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: {counted(self.rows, 'prompt')} kept, {counted(self.duplicates, 'duplicate')} "
-            f"and {counted(self.empty_lines, 'empty line')} left out"
+            f"{self.source}: {counted(self.rows, 'prompt')} kept,"
+            f" {counted(self.duplicates, 'duplicate')} and"
+            f" {counted(self.empty_lines, 'empty line')} left out"
         )
 
 
 def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
-    """Read prompts from .txt (one per line), .jsonl (one object per line), .json (a list of objects), .csv and .tsv (with a
-    header; quotes in a .tsv are text) or .parquet.
+    """Read prompts from .txt (one per line), .jsonl (one object per line), .json (a list of
+    objects), .csv and .tsv (with a header; quotes in a .tsv are text) or .parquet.
 
-    Columns: ``prompt``, and optionally ``negative_prompt``, ``target`` and ``image``; all others are kept as metadata. The
-    published files of PartiPrompts, VBench and DPG-Bench are read as they are (``PROMPT_COLUMNS``). Without a
-    target the quoted parts of the prompt ("..." or typographic) are the target, joined by blanks; a prompt without any has none.
-    White space around prompts is cut. An image is a path, or in Parquet the bytes of a file (``images.condition_image``). Of rows
+    Columns: ``prompt``, and optionally ``negative_prompt``, ``target`` and ``image``; all others
+    are kept as metadata. The published files of PartiPrompts, VBench and DPG-Bench are read as they
+    are (``PROMPT_COLUMNS``). Without a target the quoted parts of the prompt ("..." or typographic)
+    are the target, joined by blanks; a prompt without any has none. White space around prompts is
+    cut. An image is a path, or in Parquet the bytes of a file (``images.condition_image``). Of rows
     with the same prompt, negative prompt, target and image the first is kept.
 
     Raises:
@@ -82,7 +92,9 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
         duplicates += key in rows
         rows.setdefault(key, row)
     if not rows:
-        raise PromptError(f"{path}: no prompt in it, only {counted(empty, 'empty line')}; write at least one")
+        raise PromptError(
+            f"{path}: no prompt in it, only {counted(empty, 'empty line')}; write at least one"
+        )
     return list(rows.values()), ImportReport(path.name, len(rows), duplicates, empty)
 
 
@@ -97,20 +109,29 @@ def _txt_records(path: Path) -> Records:
 def _jsonl_records(path: Path) -> Records:
     for location, line in read_lines(path, PromptError):
         # An object without any key is a row without a prompt, not an empty line.
-        yield location, parse_object(line, location, PromptError) or {"prompt": None} if line.strip() else {}
+        yield (
+            location,
+            parse_object(line, location, PromptError) or {"prompt": None} if line.strip() else {},
+        )
 
 
 def _json_records(path: Path) -> Records:
     for number, item in enumerate(read_list(path, PromptError), start=1):
         location = f"{path}, item {number}"
         if not isinstance(item, dict):
-            raise PromptError(f'{location}: {short(item)} is not an object; write {{"prompt": "...", ...}}')
+            raise PromptError(
+                f'{location}: {short(item)} is not an object; write {{"prompt": "...", ...}}'
+            )
         yield location, item or {"prompt": None}
 
 
 def _csv_records(path: Path, tabs: bool = False) -> Records:
     lines = (line for _, line in read_lines(path, PromptError))
-    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines, strict=True)
+    reader = (
+        csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        if tabs
+        else csv.reader(lines, strict=True)
+    )
     header: list[str] | None = None
     while True:
         location = f"{path}, line {reader.line_num + 1}"
@@ -119,7 +140,10 @@ def _csv_records(path: Path, tabs: bool = False) -> Records:
         except StopIteration:
             return
         except csv.Error as error:
-            raise PromptError(f"{location}: not CSV ({error}); quote fields that hold commas or quotes, double these") from None
+            raise PromptError(
+                f"{location}: not CSV ({error}); quote fields that hold commas or quotes, double"
+                " these"
+            ) from None
         if not any(field.strip() for field in fields):
             yield location, {}
         elif header is None:
@@ -127,7 +151,8 @@ def _csv_records(path: Path, tabs: bool = False) -> Records:
             _check_header(header, location)
         elif len(fields) != len(header):
             raise PromptError(
-                f"{location}: {short(','.join(fields))} has {counted(len(fields), 'field')} and the header {len(header)}; "
+                f"{location}: {short(','.join(fields))} has {counted(len(fields), 'field')} and the"
+                f" header {len(header)}; "
                 + ("take tabs out of fields" if tabs else "quote fields that hold a comma")
             )
         else:
@@ -140,7 +165,9 @@ def _parquet_records(path: Path) -> Records:
         try:
             records = batch.to_pylist()
         except Exception as error:  # as in _read_parquet, and types that Python does not have
-            raise PromptError(f"{path}: cannot be read as rows ({first_line(error)}); keep to text and numbers") from None
+            raise PromptError(
+                f"{path}: cannot be read as rows ({first_line(error)}); keep to text and numbers"
+            ) from None
         for record in records:
             rows += 1
             yield f"{path}, row {rows}", record
@@ -150,21 +177,29 @@ def _read_parquet(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             table = file.read()
-    except Exception as error:  # a damaged file can look like anything: Arrow has a dozen errors, memory and text their own
-        raise PromptError(f"{path}: not a Parquet file that can be read ({first_line(error)}); write it again") from None
+    except Exception as error:
+        # Arrow, memory and text each raise errors of their own at a damaged file: no common base.
+        raise PromptError(
+            f"{path}: not a Parquet file that can be read ({first_line(error)}); write it again"
+        ) from None
     _check_header(table.column_names, str(path))
     return table
 
 
 def _prompt_column(names: Collection[str]) -> str:
     """The name of the column that holds the prompt."""
-    published = (column for column, other in PROMPT_COLUMNS.items() if column in names and other in names)
+    published = (
+        column for column, other in PROMPT_COLUMNS.items() if column in names and other in names
+    )
     return "prompt" if "prompt" in names else next(published, "prompt")
 
 
 def _check_header(names: list[str], location: str) -> None:
     if _prompt_column(names) not in names:
-        raise PromptError(f"{location}: no column 'prompt' among {short(', '.join(names))}; name the columns in a header")
+        raise PromptError(
+            f"{location}: no column 'prompt' among {short(', '.join(names))}; name the columns in a"
+            " header"
+        )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PromptError(f"{location}: the column {short(twice[0])} is there twice; rename one")
 
@@ -183,13 +218,17 @@ READERS: dict[str, Callable[[Path], Records]] = {
 
 
 def _merged(records: Records) -> Records:
-    """One record for each prompt, with the column ``prompt``: DPG-Bench has a row for each question, VBench two prompts twice."""
+    """One record for each prompt, with the column ``prompt``: DPG-Bench has a row for each
+    question, VBench two prompts twice.
+    """
     found: dict[str, tuple[str, Record]] = {}
     for location, record in records:
         column = _prompt_column(record)
         named = {"prompt" if name == column else name: value for name, value in record.items()}
         if column == "text":
-            _, item = found.setdefault(f"item {named.get('item_id')}", (location, {"questions": []}))
+            _, item = found.setdefault(
+                f"item {named.get('item_id')}", (location, {"questions": []})
+            )
             _add_question(item, named, location)
         elif column == "prompt_en" and isinstance(named["prompt"], str):
             _, item = found.setdefault(named["prompt"].strip(), (location, named))
@@ -201,19 +240,26 @@ def _merged(records: Records) -> Records:
 
 def _add_question(item: Record, row: Record, location: str) -> None:
     item["questions"].append({column: row.pop(column, None) for column in QUESTION_COLUMNS})
-    texts = {text for text in (item.get("prompt"), row.get("prompt")) if isinstance(text, str) and text.strip()}
+    texts = {
+        text
+        for text in (item.get("prompt"), row.get("prompt"))
+        if isinstance(text, str) and text.strip()
+    }
     if len(texts) > 1:
         raise PromptError(
-            f"{location}: the item {short(row.get('item_id'))} has another text than before; keep to one for an item_id"
+            f"{location}: the item {short(row.get('item_id'))} has another text than before; keep"
+            " to one for an item_id"
         )
     item |= row | {"prompt": next(iter(texts), None)}
 
 
 def _add_dimensions(item: Record, again: Record) -> None:
-    dimensions, more = item["dimension"], again["dimension"]
+    dimensions = item["dimension"]
+    more = again["dimension"]
     if isinstance(dimensions, list) and isinstance(more, list):
         item["dimension"] = [*dimensions, *(one for one in more if one not in dimensions)]
-    information, more = item.get("auxiliary_info"), again.get("auxiliary_info")
+    information = item.get("auxiliary_info")
+    more = again.get("auxiliary_info")
     if isinstance(more, dict):
         item["auxiliary_info"] = more | (information if isinstance(information, dict) else {})
 
@@ -221,7 +267,10 @@ def _add_dimensions(item: Record, again: Record) -> None:
 def _row(record: Record, location: str, path: Path) -> PromptRow:
     prompt = _text(record, "prompt", location)
     if prompt is None:
-        raise PromptError(f"{location}: {short(record.get('prompt'))} is no prompt; give every row a 'prompt' that is not empty")
+        raise PromptError(
+            f"{location}: {short(record.get('prompt'))} is no prompt; give every row a 'prompt'"
+            " that is not empty"
+        )
     return PromptRow(
         prompt=prompt,
         negative_prompt=_text(record, "negative_prompt", location) or "",
@@ -238,7 +287,9 @@ def _text(record: Record, column: str, location: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise PromptError(f"{location}: {column} = {short(value)} is not text; write it as a string")
+        raise PromptError(
+            f"{location}: {column} = {short(value)} is not text; write it as a string"
+        )
     _check_encodable(value, f"{location}: {column}")
     return value.strip() or None
 
@@ -267,7 +318,9 @@ def _metadata(record: Record, location: str) -> str:
         text = json.dumps(others, sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         columns = sanitize(", ".join(others))
-        raise PromptError(f"{location}: the columns {columns} cannot be kept as JSON ({error}); make them text") from None
+        raise PromptError(
+            f"{location}: the columns {columns} cannot be kept as JSON ({error}); make them text"
+        ) from None
     _check_encodable(text, f"{location}: metadata")
     return text
 

@@ -1,4 +1,6 @@
-"""Prompt tables: made of random strings or of a file's rows, split by id, kept as Parquet (``ebbflow.data.schema.PROMPTS``)."""
+"""Prompt tables: made of random strings or of a file's rows, split by id, kept as Parquet
+(``ebbflow.data.schema.PROMPTS``).
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class PromptRow:
 def make_glyph_prompts(
     count: int, letters: int, seed: int, alphabets: Sequence[str] = (CHARACTERS["capitals"],)
 ) -> list[PromptRow]:
-    """``count`` different random strings of ``letters`` letters, each as a quoted prompt with itself as the target.
+    """``count`` different random strings of ``letters`` letters, each as a quoted prompt with
+    itself as the target.
 
     Args:
         alphabets: of ``CHARACTERS``; as many strings of each, up to one.
@@ -66,7 +69,9 @@ def make_glyph_prompts(
     stream = np.random.Philox(key=seed)
     counts = [len(range(index, count, len(alphabets))) for index in range(len(alphabets))]
     texts = [
-        text for alphabet, share in zip(alphabets, counts, strict=True) for text in _strings(stream, alphabet, share, letters)
+        text
+        for alphabet, share in zip(alphabets, counts, strict=True)
+        for text in _strings(stream, alphabet, share, letters)
     ]
     return [PromptRow(prompt=f'"{text}"', target=text, source="glyph") for text in texts]
 
@@ -75,12 +80,14 @@ def _strings(stream: np.random.Philox, alphabet: str, count: int, letters: int) 
     """``count`` different strings of one alphabet, which is a run of ASCII."""
     if count > (limit := len(alphabet) ** letters):
         raise PromptError(
-            f"there are only {limit} strings of {letters} letters {alphabet[0]}-{alphabet[-1]}, not {count}; "
-            "lower count or raise letters"
+            f"there are only {limit} strings of {letters} letters {alphabet[0]}-{alphabet[-1]}, not"
+            f" {count}; lower count or raise letters"
         )
     texts: dict[str, None] = {}
     while len(texts) < count:
-        draws = (stream.random_raw((count, letters)) % len(alphabet) + ord(alphabet[0])).astype(np.uint8)
+        draws = (stream.random_raw((count, letters)) % len(alphabet) + ord(alphabet[0])).astype(
+            np.uint8
+        )
         texts |= dict.fromkeys(row.tobytes().decode("ascii") for row in draws)
     return list(texts)[:count]
 
@@ -88,39 +95,53 @@ def _strings(stream: np.random.Philox, alphabet: str, count: int, letters: int) 
 def split_prompts(rows: Sequence[PromptRow], validation: int, held_out: int, seed: int) -> pa.Table:
     """The prompt table: ids 0, 1, ... in order; a seeded permutation of the ids decides the split.
 
-    The split is a function of the number of rows, the sizes and the seed, never of the prompts' text.
+    The split is a function of the number of rows, the sizes and the seed, never of the prompts'
+    text.
 
     Raises:
         PromptError: nothing would be left to train on.
     """
     if validation < 0 or held_out < 0 or validation + held_out >= len(rows):
         raise PromptError(
-            f"{counted(len(rows), 'prompt')} cannot be split into validation = {validation}, held_out = {held_out} and at least "
-            "one for training; add prompts or lower one of the two"
+            f"{counted(len(rows), 'prompt')} cannot be split into validation = {validation},"
+            f" held_out = {held_out} and at least one for training; add prompts or lower one of"
+            " the two"
         )
     order = _order(len(rows), seed)
     splits = np.full(len(rows), "train", dtype=object)
     splits[order[:validation]] = "validation"
     splits[order[validation : validation + held_out]] = "held_out"
     return pa.Table.from_pylist(
-        [{"prompt_id": index, "split": splits[index], **vars(row)} for index, row in enumerate(rows)], schema=PROMPTS
+        [
+            {"prompt_id": index, "split": splits[index], **vars(row)}
+            for index, row in enumerate(rows)
+        ],
+        schema=PROMPTS,
     )
 
 
 def split_with_held_out(
-    rows: Sequence[PromptRow], judged: Sequence[PromptRow], validation: int, held_out: int, seed: int
+    rows: Sequence[PromptRow],
+    judged: Sequence[PromptRow],
+    validation: int,
+    held_out: int,
+    seed: int,
 ) -> tuple[pa.Table, int]:
-    """The prompt table whose held-out prompts are ``held_out`` of ``judged``, and how many of ``rows`` are left out for that.
+    """The prompt table whose held-out prompts are ``held_out`` of ``judged``, and how many of
+    ``rows`` are left out for that.
 
-    What has the text and the image of one of ``judged`` is left out. The id of a held-out prompt is its place in ``judged``, so
-    that its noise is the same whatever the run trains on; the others are numbered from there. A choice of ``judged`` is the same
-    in every run.
+    What has the text and the image of one of ``judged`` is left out. The id of a held-out prompt is
+    its place in ``judged``, so that its noise is the same whatever the run trains on; the others
+    are numbered from there. A choice of ``judged`` is the same in every run.
 
     Raises:
         PromptError: ``judged`` has too few prompts, or nothing would be left to train on.
     """
     if held_out > len(judged):
-        raise PromptError(f"prompts.held_out_source has {counted(len(judged), 'prompt')}; lower prompts.held_out = {held_out}")
+        raise PromptError(
+            f"prompts.held_out_source has {counted(len(judged), 'prompt')}; lower prompts.held_out"
+            f" = {held_out}"
+        )
     known = {(row.prompt, row.image) for row in judged}
     kept = [row for row in rows if (row.prompt, row.image) not in known]
     others = split_prompts(kept, validation, 0, seed).to_pylist()
@@ -131,7 +152,9 @@ def split_with_held_out(
 
 
 def _order(count: int, seed: int) -> np.ndarray:
-    """A seeded permutation: raw random numbers, sorted. The bit stream of Philox is fixed, numpy's own permutation may change."""
+    """A seeded permutation: raw random numbers, sorted. The bit stream of Philox is fixed, numpy's
+    own permutation may change.
+    """
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")
 
 
@@ -142,12 +165,20 @@ def write_prompts(table: pa.Table, path: str | Path) -> None:
         PromptError: the table does not have the schema ``PROMPTS``.
     """
     if not table.schema.equals(PROMPTS):
-        raise PromptError(f"{path}: not written, its columns are\n{table.schema}\nMake prompt tables with split_prompts")
-    write_table(Path(path), PROMPTS, table.to_batches(), {"splits": Counter(table["split"].to_pylist())})
+        raise PromptError(
+            f"{path}: not written, its columns are\n{table.schema}\nMake prompt tables with"
+            " split_prompts"
+        )
+    write_table(
+        Path(path), PROMPTS, table.to_batches(), {"splits": Counter(table["split"].to_pylist())}
+    )
 
 
-def read_prompts(path: str | Path, split: str | None = None, ids: Iterable[int] | None = None) -> list[Prompt]:
-    """The prompts of a table written by ``write_prompts``, in order of their ids; of one split, or of all.
+def read_prompts(
+    path: str | Path, split: str | None = None, ids: Iterable[int] | None = None
+) -> list[Prompt]:
+    """The prompts of a table written by ``write_prompts``, in order of their ids; of one split, or
+    of all.
 
     Args:
         ids: only those with these ids, as far as there are any; a shard needs few of many.
@@ -181,18 +212,23 @@ def read_prompt_sources(path: str | Path, split: str | None = None) -> list[str]
     return sources
 
 
-def _read_split(path: str | Path, split: str | None, columns: Sequence[str] | None = None) -> pa.Table:
+def _read_split(
+    path: str | Path, split: str | None, columns: Sequence[str] | None = None
+) -> pa.Table:
     if split is not None and split not in SPLITS:
         raise PromptError(f"there is no split {split!r}; use one of {', '.join(SPLITS)}")
     try:
         table = read_columns(Path(path), columns) if columns else read_table(Path(path), PROMPTS)
     except TableError as error:
-        raise PromptError(f"{error}\nMake prompt tables with split_prompts and write_prompts") from None
+        raise PromptError(
+            f"{error}\nMake prompt tables with split_prompts and write_prompts"
+        ) from None
     return table if split is None else table.filter(pc.equal(table["split"], split))
 
 
 def require_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | Path) -> None:
-    """Check that every prompt names the text that its image should show, which rewards with OCR compare.
+    """Check that every prompt names the text that its image should show, which rewards with OCR
+    compare.
 
     Raises:
         PromptError: with the count and the first prompts that do not.
@@ -202,8 +238,8 @@ def require_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | P
     if missing:
         shown = "; ".join(short(prompt) for prompt in missing[:3])
         raise PromptError(
-            f"{file}: {len(missing)} of {len(rows)} prompts name no text to read, first: {shown}. Quote the text, add a column "
-            "'target', or use rewards that do not read"
+            f"{file}: {len(missing)} of {len(rows)} prompts name no text to read, first: {shown}."
+            " Quote the text, add a column 'target', or use rewards that do not read"
         )
 
 

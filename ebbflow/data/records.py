@@ -1,4 +1,6 @@
-"""The typed records that pass between stages. Imports nothing heavy: tasks and workflows name these types while they register."""
+"""The typed records that pass between stages. Imports nothing heavy: tasks and workflows name these
+types while they register.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class Distribution(Strict):
     worst_tenth: float
     """Mean of the lowest tenth of the prompts' means."""
     best_of: float | None
-    """Mean over the prompts with several samples of their best one; null where no prompt has several."""
+    """Mean over the prompts with several samples of their best one; null where no prompt has
+    several.
+    """
 
 
 class CategoryMeans(Strict):
@@ -30,7 +34,9 @@ class CategoryMeans(Strict):
 
 
 class Evaluation(Strict):
-    """Means over fixed prompts with fixed noise; the samples are in a table (``schema.evaluation_schema``)."""
+    """Means over fixed prompts with fixed noise; the samples are in a table
+    (``schema.evaluation_schema``).
+    """
 
     label: str
     """Which policy: ``before``, ``1.1 online``, ``1.2 offline`` ..., or the champion's name."""
@@ -46,11 +52,15 @@ class Evaluation(Strict):
     seconds: dict[str, float]
     """Wall time by phase: sampling, scoring."""
     statistics: dict[str, float] = {}
-    """Mean of every statistic of the images (entropy, brightness, diversity ...) over the held-out prompts."""
+    """Mean of every statistic of the images (entropy, brightness, diversity ...) over the held-out
+    prompts.
+    """
     distributions: dict[str, Distribution] = {}
     """Spread, worst tenth and best of several samples, of every metric of ``held_out``."""
     categories: list[CategoryMeans] = []
-    """Of benchmarks that tell kinds of prompts apart (``ebbflow.evaluation.categories``). No decision depends on them."""
+    """Of benchmarks that tell kinds of prompts apart (``ebbflow.evaluation.categories``). No
+    decision depends on them.
+    """
 
     def __str__(self) -> str:
         means = ", ".join(f"{name} {value:.3f}" for name, value in self.held_out.items())
@@ -58,7 +68,9 @@ class Evaluation(Strict):
 
 
 class Comparison(Strict):
-    """Paired difference candidate - champion of one metric, with its bootstrap confidence interval [low, high]."""
+    """Paired difference candidate - champion of one metric, with its bootstrap confidence interval
+    [low, high].
+    """
 
     metric: str
     champion: float
@@ -69,7 +81,9 @@ class Comparison(Strict):
     prompts: int
     """Prompts that both sides scored."""
     tolerance: float | None = None
-    """How far the mean of a guardrail may fall, on the scale of its scores; None where nothing of the kind is asked."""
+    """How far the mean of a guardrail may fall, on the scale of its scores; None where nothing of
+    the kind is asked.
+    """
 
 
 class GateDecision(Strict):
@@ -88,7 +102,11 @@ class GateDecision(Strict):
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Short: ``pyflyte run`` prints its outputs."""
-        return [("promote", self.promote), ("candidate", self.candidate), ("champion", self.champion)]
+        return [
+            ("promote", self.promote),
+            ("candidate", self.candidate),
+            ("champion", self.champion),
+        ]
 
 
 class StageRecord(Strict):
@@ -114,7 +132,9 @@ class TrackedRun(Strict):
     experiment_id: str
     tracking_uri: str
     folder: str
-    """Path or URI of the run's report and summary: ``<output>/<recipe name>-<first 8 characters of the run id>``."""
+    """Path or URI of the run's report and summary: ``<output>/<recipe name>-<first 8 characters of
+    the run id>``.
+    """
     recipe_digest: str
     started_at: float
     """Seconds since 1970."""
@@ -149,4 +169,6 @@ class Champion(Strict):
     run_id: str
     recipe_digest: str
     base_digest: str
-    """Digest of the base model that the policy was trained from; empty when it was registered without this tag."""
+    """Digest of the base model that the policy was trained from; empty when it was registered
+    without this tag.
+    """

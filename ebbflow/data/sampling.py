@@ -19,23 +19,27 @@ class SamplingError(Exception):
 def prompt_batch(prompts: Sequence[P], count: int, step: int, seed: int) -> list[P]:
     """The ``count`` different prompts, or ids of prompts, of training step ``step``.
 
-    Steps walk through a seeded permutation of the prompts, a new one when fewer than ``count`` are left, so a step never
-    holds a prompt twice.
+    Steps walk through a seeded permutation of the prompts, a new one when fewer than ``count`` are
+    left, so a step never holds a prompt twice.
 
     Raises:
         SamplingError: there are fewer than ``count`` prompts.
     """
     if count > len(prompts):
         raise SamplingError(
-            f"a step needs {count} different prompts and the training split has {len(prompts)}; lower the stage's number of "
-            "prompts or add prompts to prompts.source"
+            f"a step needs {count} different prompts and the training split has {len(prompts)};"
+            " lower the stage's number of prompts or add prompts to prompts.source"
         )
     epoch, position = divmod(step, len(prompts) // count)
-    order = generator(seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS).permutation(len(prompts))
+    order = generator(seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS).permutation(
+        len(prompts)
+    )
     return [prompts[index] for index in order[position * count : (position + 1) * count]]
 
 
-def mixed_batch(prompts: Sequence[P], sources: Sequence[str], counts: Mapping[str, int], step: int, seed: int) -> list[P]:
+def mixed_batch(
+    prompts: Sequence[P], sources: Sequence[str], counts: Mapping[str, int], step: int, seed: int
+) -> list[P]:
     """``prompt_batch`` of every prompt set, one after another.
 
     Args:
@@ -43,17 +47,25 @@ def mixed_batch(prompts: Sequence[P], sources: Sequence[str], counts: Mapping[st
         counts: prompts of each set in a step (``PromptsConfig.counts``).
     """
     sets = [
-        ([prompt for prompt, source in zip(prompts, sources, strict=True) if source == name], counts[name]) for name in counts
+        (
+            [prompt for prompt, source in zip(prompts, sources, strict=True) if source == name],
+            counts[name],
+        )
+        for name in counts
     ]
     return [prompt for part, count in sets for prompt in prompt_batch(part, count, step, seed)]
 
 
-def random_order(prompts: Sequence[P], step: int, seed: int, weights: np.ndarray | None = None) -> list[P]:
-    """All prompts in a random order of training step ``step``, which has nothing to do with ``prompt_batch``.
+def random_order(
+    prompts: Sequence[P], step: int, seed: int, weights: np.ndarray | None = None
+) -> list[P]:
+    """All prompts in a random order of training step ``step``, which has nothing to do with
+    ``prompt_batch``.
 
     Args:
-        weights: positive [N]: each place goes to one of the prompts that are left, with a probability in proportion to its weight
-            (Efraimidis and Spirakis 2006); left out, all are alike.
+        weights: positive [N]: each place goes to one of the prompts that are left, with a
+            probability in proportion to its weight (Efraimidis and Spirakis 2006); left out, all
+            are alike.
     """
     draws = generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS)
     order = (

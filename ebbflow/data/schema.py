@@ -1,7 +1,7 @@
 """The Arrow schemas of every table that passes between stages, in one place.
 
-Sample tables are keyed by ``(prompt_id, sample)``. ``sample`` numbers the samples of a prompt within a stage; with the stage's
-seed the key fixes the noise (``ebbflow.seeding``).
+Sample tables are keyed by ``(prompt_id, sample)``. ``sample`` numbers the samples of a prompt
+within a stage; with the stage's seed the key fixes the noise (``ebbflow.seeding``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ PROMPTS = pa.schema(
         pa.field("prompt_id", pa.int64(), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("negative_prompt", pa.string(), nullable=False),
-        pa.field("target", pa.string()),  # the text that an image should show; null where the prompt names none
+        pa.field(
+            "target", pa.string()
+        ),  # the text that an image should show; null where the prompt names none
         pa.field("source", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
-        pa.field("metadata", pa.string(), nullable=False),  # the source's other columns, as a JSON object
+        pa.field(
+            "metadata", pa.string(), nullable=False
+        ),  # the source's other columns, as a JSON object
         pa.field("image", pa.binary()),  # PNG of the image to edit; null for text-to-image
     ]
 )
@@ -34,22 +38,29 @@ KEY = [field.name for field in SAMPLE_KEY]
 
 
 ROLLOUT_LAYOUT = 2
-"""Of rollout shards, in their metadata. Layout 1 had latents as tensors of Arrow and no column ``finite``."""
+"""Of rollout shards, in their metadata. Layout 1 had latents as tensors of Arrow and no column
+``finite``.
+"""
 LATENT_BYTES = {"float32": 4, "bfloat16": 2}
 """Of an element of a stored latent, by its precision."""
 
 
 def rollout_schema(latent_shape: Sequence[int], precision: str = "float32") -> pa.Schema:
-    """Schema of a rollout shard: of every sample its final latent, whether that is finite, and its image or video.
+    """Schema of a rollout shard: of every sample its final latent, whether that is finite, and its
+    image or video.
 
-    Latents are rows of bytes, little-endian and in C order, because nested columns take several times as long to read. Images are
-    PNG, videos animated PNG.
+    Latents are rows of bytes, little-endian and in C order, because nested columns take several
+    times as long to read. Images are PNG, videos animated PNG.
     """
     return pa.schema(
         [
             *SAMPLE_KEY,
             pa.field("policy_version", pa.int64(), nullable=False),
-            pa.field("latent", pa.binary(LATENT_BYTES[precision] * math.prod(latent_shape)), nullable=False),
+            pa.field(
+                "latent",
+                pa.binary(LATENT_BYTES[precision] * math.prod(latent_shape)),
+                nullable=False,
+            ),
             pa.field("finite", pa.bool_(), nullable=False),
             pa.field("image", pa.binary(), nullable=False),
         ]
@@ -57,7 +68,9 @@ def rollout_schema(latent_shape: Sequence[int], precision: str = "float32") -> p
 
 
 def score_schema(metrics: list[str]) -> pa.Schema:
-    """Schema of a score table: the combined reward, a nullable column per metric, and why a scorer failed."""
+    """Schema of a score table: the combined reward, a nullable column per metric, and why a scorer
+    failed.
+    """
     return pa.schema(
         [
             *SAMPLE_KEY,
@@ -77,13 +90,16 @@ def statistic_column(name: str) -> str:
 
 
 def evaluation_schema(metrics: list[str], statistics: Sequence[str] = ()) -> pa.Schema:
-    """Schema of an evaluation: every sample with its image (PNG) or video (animated PNG), a nullable column per metric and per
-    statistic of the images, and why a scorer failed."""
+    """Schema of an evaluation: every sample with its image (PNG) or video (animated PNG), a
+    nullable column per metric and per statistic of the images, and why a scorer failed.
+    """
     return pa.schema(
         [
             *SAMPLE_KEY,
             pa.field("split", pa.string(), nullable=False),
-            pa.field("source", pa.string()),  # the prompt's set, as in the prompt table; older tables lack it
+            pa.field(
+                "source", pa.string()
+            ),  # the prompt's set, as in the prompt table; older tables lack it
             pa.field("prompt", pa.string(), nullable=False),
             pa.field("target", pa.string()),
             pa.field("image", pa.binary(), nullable=False),

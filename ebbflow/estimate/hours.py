@@ -1,8 +1,9 @@
 """How long a run takes, from the throughput of a GPU.
 
-A linear layer takes 2 floating-point operations for each weight and token, attention 4 h for each pair of tokens of width h in a
-block (2001.08361, 2104.04473). A backward pass takes twice as many as a forward pass, and ``gradient_checkpointing`` repeats the
-forward pass of its blocks. Text encoders, VAE, rewards, downloads and the start of pods are not counted.
+A linear layer takes 2 floating-point operations for each weight and token, attention 4 h for each
+pair of tokens of width h in a block (2001.08361, 2104.04473). A backward pass takes twice as many
+as a forward pass, and ``gradient_checkpointing`` repeats the forward pass of its blocks. Text
+encoders, VAE, rewards, downloads and the start of pods are not counted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Hours:
 
 def forward_operations(sizes: Sizes, sample: Sample) -> int:
     """Floating-point operations of one evaluation of the network for one sample."""
-    layers = sum(inputs * outputs * _tokens(name, sample) for name, (inputs, outputs) in sizes.linears.items())
+    layers = sum(
+        inputs * outputs * _tokens(name, sample)
+        for name, (inputs, outputs) in sizes.linears.items()
+    )
     pairs = sample.tokens * (sample.tokens + (0 if sample.joint else sample.text_tokens))
     return 2 * layers + 4 * sizes.blocks * sizes.width * pairs
 
@@ -69,34 +73,46 @@ def hours(made: Estimate, tflops: float) -> dict[str, Hours]:
     """The hours of each stage in all rounds by its label in the first, and of all evaluations.
 
     Args:
-        tflops: 10^12 operations in a second that a process sustains, a third to a half of what its GPU is sold with.
+        tflops: 10^12 operations in a second that a process sustains, a third to a half of what its
+            GPU is sold with.
 
     Raises:
         ValueError: ``tflops`` is not above 0.
     """
     if not tflops > 0:
         raise ValueError(f"tflops = {tflops}: a process sustains more than 0")
-    recipe, forward = made.recipe, forward_operations(made.sizes, made.sample) / TERA / tflops / 3600
+    recipe = made.recipe
+    forward = forward_operations(made.sizes, made.sample) / TERA / tflops / 3600
     contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages)]
     found = {
         ctx.label: _stage(made, ctx, made.work[ctx.label], forward).times(recipe.rounds)
         for ctx in contexts
         if not isinstance(ctx.config, CustomStageConfig)
     }
-    evaluation = made.evaluation * forward_operations(made.sizes, made.evaluated) / TERA / tflops / 3600
+    evaluation = (
+        made.evaluation * forward_operations(made.sizes, made.evaluated) / TERA / tflops / 3600
+    )
     return found | {"evaluations": Hours(evaluation, evaluation).times(made.evaluations)}
 
 
 def _stage(made: Estimate, ctx: StageContext, work: Work, forward: float) -> Hours:
-    """Of a stage in a round; ``forward`` is the hours of an evaluation of the network for one sample."""
+    """Of a stage in a round; ``forward`` is the hours of an evaluation of the network for one
+    sample.
+    """
     generating = work.denoising * forward
     reused = isinstance(ctx.config, OnlineStageConfig) and ctx.config.reuse_rollout_forward
-    training = (work.training * (training_passes(made.recipe.model) - reused) + work.comparing) * forward
+    training = (
+        work.training * (training_passes(made.recipe.model) - reused) + work.comparing
+    ) * forward
     if not isinstance(ctx.config, OnlineStageConfig):
-        return Hours(generating / ctx.offline.shards + training / made.processes / made.nodes, generating + training)
+        return Hours(
+            generating / ctx.offline.shards + training / made.processes / made.nodes,
+            generating + training,
+        )
     if ctx.config.placement == "in_process":
         return Hours(generating + training, generating + training)
     resources = ctx.config.resources
-    rolling, updating = generating / resources.rollout.count, training / resources.training.count
+    rolling = generating / resources.rollout.count
+    updating = training / resources.training.count
     wall = rolling + updating if ctx.config.mode == "sync" else max(rolling, updating)
     return Hours(wall, wall * (resources.rollout.count + resources.training.count))

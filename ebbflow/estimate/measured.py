@@ -1,4 +1,6 @@
-"""The sizes of a base model, measured once: the imports and the modules on the meta device take seconds, the estimate none."""
+"""The sizes of a base model, measured once: the imports and the modules on the meta device take
+seconds, the estimate none.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ MODELS = Path(__file__).parents[1] / "models"
 
 
 def measured(model: ModelConfig) -> tuple[Sizes, Sample]:
-    """``ebbflow.models.sizes.measure``, kept in the user's cache for the same model, code and versions of what it is built with.
+    """``ebbflow.models.sizes.measure``, kept in the user's cache for the same model, code and
+    versions of what it is built with.
 
     Raises:
         SizeError: as there.
         ModelError: as there.
     """
     file = cache_folder() / f"{_key(model)}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):  # nothing there, or nothing that can be used
+    with suppress(
+        OSError, ValueError, TypeError, KeyError
+    ):  # nothing there, or nothing that can be used
         return _decoded(json.loads(file.read_text()))
     logger.info("measuring the base model; kept in %s", file.parent)
     from ebbflow.models.sizes import measure  # imports torch
@@ -53,6 +58,9 @@ def _key(model: ModelConfig) -> str:
 
 
 def _decoded(kept: dict[str, dict[str, Any]]) -> tuple[Sizes, Sample]:
-    sizes, sample = kept["sizes"], kept["sample"]
+    sizes = kept["sizes"]
+    sample = kept["sample"]
     linears = {name: (inputs, outputs) for name, (inputs, outputs) in sizes["linears"].items()}
-    return Sizes(**sizes | {"linears": linears}), Sample(**sample | {"latent_shape": tuple(sample["latent_shape"])})
+    return Sizes(**sizes | {"linears": linears}), Sample(
+        **sample | {"latent_shape": tuple(sample["latent_shape"])}
+    )

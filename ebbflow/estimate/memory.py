@@ -1,42 +1,53 @@
 r"""The memory of each kind of process, at most. No weights are loaded.
 
-With P parameters and B buffer elements in the transformer, A trained parameters (all P, or a LoRA's), b bytes per element in
-``model.precision``, n samples or loss rows per pass, s tokens of width h in each of L blocks, and D elements in a sample's
-latents, a process holds these bytes:
+With P parameters and B buffer elements in the transformer, A trained parameters (all P, or a
+LoRA's), b bytes per element in ``model.precision``, n samples or loss rows per pass, s tokens of
+width h in each of L blocks, and D elements in a sample's latents, a process holds these bytes:
 
-=============  =================================================================================================
-weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b = 2
-optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; 8 A more for a fake score (``dmd2``, ``tdm``). While a
-               copy is swapped in, the swapped-out parameters take the gradients' place. ``adamw_8bit`` has 2 A and a scale
-               of 4 bytes for each 256 numbers of them instead of 8 A, but for parameters of fewer than 4,096 elements
-copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout, fake, ema and teacher
-               where a stage has them; where nothing trains, also the swapped-out parameters, and while a fake score is
-               trained that is sharded or offloaded
-activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores), times 1.5:
-               modulation and gates, which that transformer lacks. With ``gradient_checkpointing``
-               n s h (L b + 34 1.5 b / 2); with ``gradient_checkpointing_every`` some blocks keep theirs. Twice with
-               classifier-free guidance in training; a share of it where processes share the tokens. Without
-               gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the feed-forward
-               layer before and after its nonlinearity; or the VAE while it decodes, if that is more. Where adapters
-               are merged to generate (``Policy.merged``), 4 bytes for each element of the weights that they adapt.
-               On the gradient of the reward also the VAE while it decodes with gradient, and of the network of each
-               reward n s h L 34 b / 2 for the image; of several steps with gradient, which are repeated, the larger
-               of the two
-               With ``reuse_rollout_forward`` what is kept for all trained steps of all samples of a step at once, and where
-               full weights are cast to 16 bits, 2 P for each of the forward passes
-samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each trained step,
+=============
+=================================================================================================
+weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b
+= 2 optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; 8 A more for a fake score
+(``dmd2``, ``tdm``). While a
+               copy is swapped in, the swapped-out parameters take the gradients' place.
+               ``adamw_8bit`` has 2 A and a scale of 4 bytes for each 256 numbers of them instead of
+               8 A, but for parameters of fewer than 4,096 elements
+copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout,
+fake, ema and teacher
+               where a stage has them; where nothing trains, also the swapped-out parameters, and
+               while a fake score is trained that is sharded or offloaded
+activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores),
+times 1.5:
+               modulation and gates, which that transformer lacks. With ``gradient_checkpointing`` n
+               s h (L b + 34 1.5 b / 2); with ``gradient_checkpointing_every`` some blocks keep
+               theirs. Twice with classifier-free guidance in training; a share of it where
+               processes share the tokens. Without gradients n s h 10 b: a token's residual, its
+               modulated copy, and the 4 h of the feed-forward layer before and after its
+               nonlinearity; or the VAE while it decodes, if that is more. Where adapters are merged
+               to generate (``Policy.merged``), 4 bytes for each element of the weights that they
+               adapt. On the gradient of the reward also the VAE while it decodes with gradient, and
+               of the network of each reward n s h L 34 b / 2 for the image; of several steps with
+               gradient, which are repeated, the larger of the two With ``reuse_rollout_forward``
+               what is kept for all trained steps of all samples of a step at once, and where full
+               weights are cast to 16 bits, 2 P for each of the forward passes
+samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each
+trained step,
                of a few-step student two for each step
-others         text encoders, VAE or reward networks that are loaded at the same time; on the gradient of the reward
+others         text encoders, VAE or reward networks that are loaded at the same time; on the
+gradient of the reward
                every process that trains has the reward networks
-=============  =================================================================================================
+=============
+=================================================================================================
 
-With ``model.cpu_offload`` the copies and AdamW's 8 A are in main memory, and where a model is sharded, its shard of the weights
-and the gradients too.
+With ``model.cpu_offload`` the copies and AdamW's 8 A are in main memory, and where a model is
+sharded, its shard of the weights and the gradients too.
 
-In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a block is gathered while it
-computes (``model.fsdp`` changes that), and every process loads all weights first. A network that is never trained lies whole on
-each of them. The activations are an estimate: in small models autograd saved .7 to 1.8 times as much
-(``tests/estimate/test_activations.py``). CUDA's context and fragmentation are not counted: leave a tenth.
+In offline stages FSDP2 shards the first three over the processes, or over those of a node (HSDP); a
+block is gathered while it computes (``model.fsdp`` changes that), and every process loads all
+weights first. A network that is never trained lies whole on each of them. The activations are an
+estimate: in small models autograd saved .7 to 1.8 times as much
+(``tests/estimate/test_activations.py``). CUDA's context and fragmentation are not counted: leave a
+tenth.
 """
 
 from __future__ import annotations
@@ -56,9 +67,13 @@ from ebbflow.rewards.combine import scored_frames
 from ebbflow.stage import StageContext
 
 BLOCK_BYTES = 34
-"""Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without 5 a s / h)."""
+"""Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without
+5 a s / h).
+"""
 MODULATION = 1.5
-"""Factor for blocks whose norms are shifted, scaled and gated; measured (``tests/estimate/test_activations.py``)."""
+"""Factor for blocks whose norms are shifted, scaled and gated; measured
+(``tests/estimate/test_activations.py``).
+"""
 BLOCK_OF_8BIT = 256
 """Numbers of a moment of 8-bit AdamW that share a scale, as bitsandbytes has it."""
 INFERENCE_NUMBERS = 10
@@ -73,8 +88,9 @@ REWARD_PARAMETERS = {
     "videoalign": 2_208_563_200,
     "geneval": 496_357_596,
 }
-"""Of networks that rewards load: CLIP-H, CLIP-L, BLIP, Qwen2-VL-7B and -2B without their heads for words, Mask2Former (Swin-S)
-and CLIP-L, as transformers builds them."""
+"""Of networks that rewards load: CLIP-H, CLIP-L, BLIP, Qwen2-VL-7B and -2B without their heads for
+words, Mask2Former (Swin-S) and CLIP-L, as transformers builds them.
+"""
 
 REWARD_BLOCKS = {
     "pickscore": ((32, 1280, 257),),
@@ -84,8 +100,9 @@ REWARD_BLOCKS = {
     "imagereward": ((24, 1024, 197),),
     "hpsv3": ((32, 1280, 1024), (28, 3584, 900)),
 }
-"""(blocks, width, tokens) of what the gradient of an image goes through: vision transformers, of ``hpsv3`` also Qwen2-7B, which
-reads 256 tokens of the image, the question and the prompt."""
+"""(blocks, width, tokens) of what the gradient of an image goes through: vision transformers, of
+``hpsv3`` also Qwen2-7B, which reads 256 tokens of the image, the question and the prompt.
+"""
 
 
 @dataclass(frozen=True)
@@ -109,11 +126,23 @@ class Memory:
     @property
     def total(self) -> int:
         """The peak."""
-        return max(self.weights + self.optimizer + self.copies + self.activations + self.samples + self.others, self.loading)
+        return max(
+            self.weights
+            + self.optimizer
+            + self.copies
+            + self.activations
+            + self.samples
+            + self.others,
+            self.loading,
+        )
 
 
-def activation_bytes(sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool, every: int = 1) -> int:
-    """Bytes that a forward pass of one sample saves for the backward pass; ``every``: n-th block recomputes its own."""
+def activation_bytes(
+    sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool, every: int = 1
+) -> int:
+    """Bytes that a forward pass of one sample saves for the backward pass; ``every``: n-th block
+    recomputes its own.
+    """
     block = block_bytes(sizes.width, tokens, precision)
     recomputed = math.ceil(sizes.blocks / every) if checkpointing else 0
     kept = sizes.blocks - recomputed + bool(recomputed)  # one at a time is there again
@@ -151,12 +180,16 @@ def stage_memory(
             continue
         if not ctx.offline.pairs:
             found[f"{ctx.label} rollout"] = memory.rollout(ctx)
-        found[f"{ctx.label} training"] = memory.offline(ctx, processes, shards or processes, context_parallel)
+        found[f"{ctx.label} training"] = memory.offline(
+            ctx, processes, shards or processes, context_parallel
+        )
     return found
 
 
 def _online(memory: ProcessMemory, ctx: StageContext) -> dict[str, Memory]:
-    """Everything in one process; or a rank of training, a rollout worker and a reward worker under Ray."""
+    """Everything in one process; or a rank of training, a rollout worker and a reward worker under
+    Ray.
+    """
     if ctx.online.placement == "in_process":
         return {f"{ctx.label} training": memory.online(ctx)}
     return {
@@ -184,7 +217,11 @@ class ProcessMemory:
     @property
     def prompt_bytes(self) -> int:
         guided = any(stage.guides_a_copy for stage in self.recipe.stages)
-        return BYTES[self.recipe.model.precision] * self.sample.conditioning * max(self.sample.passes, 1 + guided)
+        return (
+            BYTES[self.recipe.model.precision]
+            * self.sample.conditioning
+            * max(self.sample.passes, 1 + guided)
+        )
 
     @property
     def latents(self) -> int:
@@ -199,10 +236,16 @@ class ProcessMemory:
         numbers = self.sizes.parameters + self.sizes.buffers
         if self.recipe.policy.train == "lora":
             return self.frozen + BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
-        return self.frozen + 4 * numbers + (2 * (self.sizes.parameters - self.sizes.unused) if precision != "float32" else 0)
+        return (
+            self.frozen
+            + 4 * numbers
+            + (2 * (self.sizes.parameters - self.sizes.unused) if precision != "float32" else 0)
+        )
 
     def sharded_weights(self, processes: int, shards: int) -> int:
-        """Of one of several processes that train: its shard and what it gathers of what is trained, and all of the rest."""
+        """Of one of several processes that train: its shard and what it gathers of what is trained,
+        and all of the rest.
+        """
         return self.frozen + self.shard(shards) + (self._gathered() if processes > 1 else 0)
 
     def shard(self, shards: int) -> int:
@@ -211,8 +254,11 @@ class ProcessMemory:
         return (weights - self.frozen) // shards
 
     def _gathered(self) -> int:
-        """A block of the weights that processes share, the next one with ``prefetch``, or all with ``keep_gathered``."""
-        fsdp, blocks = self.recipe.model.fsdp, self.sizes.blocks
+        """A block of the weights that processes share, the next one with ``prefetch``, or all with
+        ``keep_gathered``.
+        """
+        fsdp = self.recipe.model.fsdp
+        blocks = self.sizes.blocks
         whole = 2 * self.sizes.parameters if self._rounded else self.shard(1)
         return whole * (blocks if fsdp.keep_gathered else min(1 + fsdp.prefetch, blocks)) // blocks
 
@@ -222,8 +268,12 @@ class ProcessMemory:
         return self.recipe.model.fsdp.gather == "bfloat16" and self.recipe.policy.train == "full"
 
     def merged(self, precision: Precision) -> int:
-        """The weights that stand in for the adapted ones while adapters are merged, to generate in a precision."""
-        merges = precision == self.recipe.model.precision == "float32" and not self.recipe.policy.dora
+        """The weights that stand in for the adapted ones while adapters are merged, to generate in
+        a precision.
+        """
+        merges = (
+            precision == self.recipe.model.precision == "float32" and not self.recipe.policy.dora
+        )
         return 4 * self.adapted if merges else 0
 
     def copies(self, ctx: StageContext) -> int:
@@ -235,28 +285,37 @@ class ProcessMemory:
 
     def encoding(self) -> Memory:
         """The text encoders are loaded with the policy."""
-        precision, sizes = self.recipe.model.precision, self.sizes
+        precision = self.recipe.model.precision
+        sizes = self.sizes
         return Memory(
             weights=self.weights("float32"),
             copies=4 * self.trained,
-            activations=ENCODED_AT_ONCE * inference_bytes(sizes.text_width, self.sample.text_tokens, precision),
+            activations=ENCODED_AT_ONCE
+            * inference_bytes(sizes.text_width, self.sample.text_tokens, precision),
             samples=ENCODED_AT_ONCE * self.prompt_bytes,
-            others=BYTES[precision] * sizes.text_encoders + (4 * sizes.vae if sizes.vae_encodes_prompts else 0),
+            others=BYTES[precision] * sizes.text_encoders
+            + (4 * sizes.vae if sizes.vae_encodes_prompts else 0),
         )
 
     def evaluation(self) -> Memory:
-        """All samples at once; the drift takes two velocities for each of its noise levels, of one sample of every prompt.
+        """All samples at once; the drift takes two velocities for each of its noise levels, of one
+        sample of every prompt.
 
         The policies of a branch are scored with its rewards: the largest count.
         """
-        prompts, samples = self.recipe.prompts.validation + self.recipe.prompts.held_out, self.recipe.num_evaluated
+        prompts = self.recipe.prompts.validation + self.recipe.prompts.held_out
+        samples = self.recipe.num_evaluated
         precision = self.recipe.model.precision
-        rewards = [self.recipe.of_branch(branch).rewards for branch in (None, *self.recipe.branches)]
+        rewards = [
+            self.recipe.of_branch(branch).rewards for branch in (None, *self.recipe.branches)
+        ]
         return Memory(
             weights=self.weights(precision),
             copies=2 * 4 * self.trained,
-            activations=self._generating(samples, self.recipe.evaluation.micro_batch, precision) + self.merged(precision),
-            samples=prompts * (self.prompt_bytes + self.latents * 2 * len(DRIFT_SIGMAS)) + samples * self.latents * 2,
+            activations=self._generating(samples, self.recipe.evaluation.micro_batch, precision)
+            + self.merged(precision),
+            samples=prompts * (self.prompt_bytes + self.latents * 2 * len(DRIFT_SIGMAS))
+            + samples * self.latents * 2,
             others=max(map(_reward_bytes, rewards)) + _reward_bytes(self.recipe.guardrails),
         )
 
@@ -265,7 +324,8 @@ class ProcessMemory:
         config = ctx.config
         samples = max(1, config.micro_batch // config.group_size) * config.group_size
         swapped = 4 * self.trained if ctx.algorithm.generates != "current" else 0
-        copies, offload = self.copies(ctx) + swapped, self.recipe.model.cpu_offload
+        copies = self.copies(ctx) + swapped
+        offload = self.recipe.model.cpu_offload
         return Memory(
             weights=self.weights(config.rollout_precision or self.recipe.model.precision),
             copies=0 if offload else copies,
@@ -276,13 +336,15 @@ class ProcessMemory:
 
     def online(self, ctx: StageContext) -> Memory:
         """Rollout, rewards and training take turns in one process; the samples of a step stay."""
-        alone, config = self.online_rank(ctx), ctx.online
+        alone = self.online_rank(ctx)
+        config = ctx.online
         samples = config.prompts_per_step * config.group_size
         activations = max(self._rolling_out(ctx, samples), alone.activations) + self._reused(ctx)
         return replace(alone, activations=activations, others=self.judging(ctx))
 
     def _reused(self, ctx: StageContext) -> int:
-        """The graphs of the rollout's forward passes, until the update has gone back through them."""
+        """The graphs of the rollout's forward passes, until the update has gone back through
+        them."""
         config = ctx.online
         if not config.reuse_rollout_forward:
             return 0
@@ -291,16 +353,28 @@ class ProcessMemory:
         passes = requests * math.ceil(config.group_size / config.micro_batch) * trained_steps(ctx)
         cast = self.recipe.policy.train == "full" and self.recipe.model.precision != "float32"
         casts = 2 * (self.sizes.parameters - self.sizes.unused) * passes * cast
-        return prompts * config.group_size * trained_steps(ctx) * self._kept(ctx, recomputing=False) + casts
+        return (
+            prompts * config.group_size * trained_steps(ctx) * self._kept(ctx, recomputing=False)
+            + casts
+        )
 
     def judging(self, ctx: StageContext) -> int:
-        """The networks that an online stage scores with: guardrails are only loaded for a validation."""
-        return _reward_bytes([*ctx.own_recipe.rewards, *(self.recipe.guardrails if ctx.online.validation else ())])
+        """The networks that an online stage scores with: guardrails are only loaded for a
+        validation.
+        """
+        return _reward_bytes(
+            [*ctx.own_recipe.rewards, *(self.recipe.guardrails if ctx.online.validation else ())]
+        )
 
     def online_rank(self, ctx: StageContext) -> Memory:
-        """A process that only trains, on the samples of a step; one of several shards the model and gets its share of them."""
-        config, ranks = ctx.online, ctx.online.resources.training.count
-        share = math.ceil(units_of(ctx)[0] / config.updates_per_step / ranks)  # of the samples, in an update
+        """A process that only trains, on the samples of a step; one of several shards the model and
+        gets its share of them.
+        """
+        config = ctx.online
+        ranks = ctx.online.resources.training.count
+        share = math.ceil(
+            units_of(ctx)[0] / config.updates_per_step / ranks
+        )  # of the samples, in an update
         recorded = 3 * trained_steps(ctx) if ctx.config.hyper.kind == "trajectory" else 0
         samples = config.prompts_per_step * config.group_size
         on_gradient = isinstance(ctx.config.hyper, GradientConfig)
@@ -308,10 +382,13 @@ class ProcessMemory:
             self._training_state(ctx, ranks, ranks),
             activations=self._training(ctx),
             others=_reward_bytes(ctx.own_recipe.rewards) if on_gradient else 0,
-            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded)) + self._update(ctx, share),
+            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded))
+            + self._update(ctx, share),
         )
 
-    def offline(self, ctx: StageContext, processes: int, shards: int, context_parallel: int) -> Memory:
+    def offline(
+        self, ctx: StageContext, processes: int, shards: int, context_parallel: int
+    ) -> Memory:
         samples = math.ceil(ctx.offline.batch_size * context_parallel / processes)
         return replace(
             self._training_state(ctx, processes, shards),
@@ -320,9 +397,12 @@ class ProcessMemory:
         )
 
     def _training_state(self, ctx: StageContext, processes: int, shards: int) -> Memory:
-        """Weights, optimiser and copies of one of several processes that train, and where they are."""
+        """Weights, optimiser and copies of one of several processes that train, and where they
+        are."""
         fake = isinstance(ctx.config.hyper, MatchingConfig)
-        swapped = 4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
+        swapped = (
+            4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
+        )
         state = Memory(
             weights=self.sharded_weights(processes, shards),
             optimizer=(4 * self.trained + (1 + fake) * self._moments(ctx)) // shards,
@@ -333,10 +413,17 @@ class ProcessMemory:
             return state
         if processes == 1:
             gradients = 4 * self.trained
-            return replace(state, optimizer=gradients, copies=0, offloaded=state.optimizer - gradients + state.copies)
+            return replace(
+                state,
+                optimizer=gradients,
+                copies=0,
+                offloaded=state.optimizer - gradients + state.copies,
+            )
         shard = self.shard(shards)
         offloaded = shard + state.optimizer + state.copies
-        return replace(state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded)
+        return replace(
+            state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded
+        )
 
     def _moments(self, ctx: StageContext) -> int:
         """Bytes of the state of one optimiser."""
@@ -345,59 +432,96 @@ class ProcessMemory:
         return 8 * self.trained
 
     def _update(self, ctx: StageContext, samples: int) -> int:
-        """Of an optimiser step: three latents and a prediction of every copy for each term, a student's steps, and prompts."""
+        """Of an optimiser step: three latents and a prediction of every copy for each term, a
+        student's steps, and prompts.
+        """
         predictions = len(compared_copies(ctx)) + ctx.config.reference.guided
-        of_student = 2 * ctx.config.sampler.steps + 2 if isinstance(ctx.config.hyper, MatchingConfig) else 0
-        return samples * (self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions + of_student))
+        of_student = (
+            2 * ctx.config.sampler.steps + 2 if isinstance(ctx.config.hyper, MatchingConfig) else 0
+        )
+        return samples * (
+            self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions + of_student)
+        )
 
     def _rolling_out(self, ctx: StageContext, samples: int) -> int:
-        """Our engine merges adapters for samples without a trajectory: those of final latents, and of a validation."""
+        """Our engine merges adapters for samples without a trajectory: those of final latents, and
+        of a validation.
+        """
         config = ctx.config
         precision = config.rollout_precision or self.recipe.model.precision
-        merges = config.engine == "diffusers" and (config.kind != "online" or not config.window or bool(config.validation))
-        return self._generating(samples, config.micro_batch, precision, self.merged(precision) if merges else 0)
+        merges = config.engine == "diffusers" and (
+            config.kind != "online" or not config.window or bool(config.validation)
+        )
+        return self._generating(
+            samples, config.micro_batch, precision, self.merged(precision) if merges else 0
+        )
 
     def _generating(self, samples: int, at_once: int, precision: Precision, merged: int = 0) -> int:
         """The network's with ``merged`` bytes of weights, or the VAE's after it."""
-        network = merged + min(samples, at_once) * inference_bytes(self.sizes.width, self.sample.tokens, precision)
+        network = merged + min(samples, at_once) * inference_bytes(
+            self.sizes.width, self.sample.tokens, precision
+        )
         decoded = min(samples, max(1, PIXELS_AT_ONCE // self.sample.pixels)) * self.sample.pixels
         frames = self.recipe.model.frames
         decoded = decoded * min(frames, self.sizes.decoded_frames) // frames
-        return max(network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0)
+        return max(
+            network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0
+        )
 
     def _training(self, ctx: StageContext) -> int:
-        """Of one forward and backward pass; on the gradient of the reward, of what decodes and scores the images, too."""
-        hyper, rows = ctx.config.hyper, max(ctx.config.micro_batch, units_of(ctx)[1])
+        """Of one forward and backward pass; on the gradient of the reward, of what decodes and
+        scores the images, too.
+        """
+        hyper = ctx.config.hyper
+        rows = max(ctx.config.micro_batch, units_of(ctx)[1])
         network = rows * self._kept(ctx)
-        if not isinstance(hyper, GradientConfig) or all(reward.reads_latents for reward in ctx.own_recipe.rewards):
+        if not isinstance(hyper, GradientConfig) or all(
+            reward.reads_latents for reward in ctx.own_recipe.rewards
+        ):
             return network
-        images = rows * (self.sizes.decoding_with_gradient * self.sample.pixels + self._scoring(ctx))
+        images = rows * (
+            self.sizes.decoding_with_gradient * self.sample.pixels + self._scoring(ctx)
+        )
         # Several steps are repeated in the backward pass, when nothing of the images is left.
-        return 4 * self.sizes.vae + (max(network, images) if hyper.steps_with_gradient > 1 else network + images)
+        return 4 * self.sizes.vae + (
+            max(network, images) if hyper.steps_with_gradient > 1 else network + images
+        )
 
     def _kept(self, ctx: StageContext, recomputing: bool = True) -> int:
-        """Of one row, for its backward pass; ``recomputing``: with the block whose activations are there again."""
-        model, tokens = self.recipe.model, self.sample.tokens
-        checkpointing, every = model.gradient_checkpointing, model.gradient_checkpointing_every
+        """Of one row, for its backward pass; ``recomputing``: with the block whose activations are
+        there again.
+        """
+        model = self.recipe.model
+        tokens = self.sample.tokens
+        checkpointing = model.gradient_checkpointing
+        every = model.gradient_checkpointing_every
         kept = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every)
         if checkpointing and not recomputing:
             kept -= block_bytes(self.sizes.width, tokens, model.precision)
         return kept * passes_of(ctx, self.sample)
 
     def _scoring(self, ctx: StageContext) -> int:
-        """What the reward networks keep of an image, or of the scored frames of a video, for the backward pass."""
+        """What the reward networks keep of an image, or of the scored frames of a video, for the
+        backward pass.
+        """
         frames = len(scored_frames(self.recipe.model.frames))
         return frames * sum(map(scoring_bytes, ctx.own_recipe.rewards))
 
 
 def scoring_bytes(reward: RewardConfig) -> int:
-    """Bytes that the network of a reward keeps of an image for the backward pass; 0 where none is known."""
-    of_blocks = (blocks * width * tokens for blocks, width, tokens in REWARD_BLOCKS.get(reward.name, ()))
+    """Bytes that the network of a reward keeps of an image for the backward pass; 0 where none is
+    known.
+    """
+    of_blocks = (
+        blocks * width * tokens for blocks, width, tokens in REWARD_BLOCKS.get(reward.name, ())
+    )
     return BLOCK_BYTES * sum(of_blocks) * _reward_precision(reward) // 2
 
 
 def _reward_bytes(rewards: Iterable[RewardConfig]) -> int:
-    return sum(REWARD_PARAMETERS.get(reward.name, 0) * _reward_precision(reward) for reward in rewards)
+    return sum(
+        REWARD_PARAMETERS.get(reward.name, 0) * _reward_precision(reward) for reward in rewards
+    )
 
 
 def _reward_precision(reward: RewardConfig) -> int:

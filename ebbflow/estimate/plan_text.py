@@ -28,21 +28,36 @@ from ebbflow.stage import StageContext
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-def describe_plans(made: Estimate, gpus: int, tflops: float | None, timeline: Path | None, network: float) -> str:
-    """``describe_plan`` of every online stage of a recipe; of the first alone, where a timeline says what its tasks take.
+def describe_plans(
+    made: Estimate, gpus: int, tflops: float | None, timeline: Path | None, network: float
+) -> str:
+    """``describe_plan`` of every online stage of a recipe; of the first alone, where a timeline
+    says what its tasks take.
 
     Raises:
-        PlanError: there is no online stage, neither or both of ``tflops`` and ``timeline`` are given, or as ``best_plan``.
+        PlanError: there is no online stage, neither or both of ``tflops`` and ``timeline`` are
+            given, or as ``best_plan``.
     """
     if bool(tflops) == bool(timeline):
         raise PlanError("say how long tasks take, by either --tflops or --timeline")
-    contexts = [StageContext(made.recipe, 0, index) for index, stage in enumerate(made.recipe.stages) if stage.kind == "online"]
+    contexts = [
+        StageContext(made.recipe, 0, index)
+        for index, stage in enumerate(made.recipe.stages)
+        if stage.kind == "online"
+    ]
     if not contexts:
-        raise PlanError(f"{made.recipe.name} has no online stage; offline stages scale with their shards and train_nodes")
+        raise PlanError(
+            f"{made.recipe.name} has no online stage; offline stages scale with their shards and"
+            " train_nodes"
+        )
     texts = []
     for ctx in contexts[: 1 if timeline else None]:
         work = online_work(made, ctx)
-        times = measured_times(work, timeline, network) if timeline else task_times_of(made, work, tflops or 0, network)
+        times = (
+            measured_times(work, timeline, network)
+            if timeline
+            else task_times_of(made, work, tflops or 0, network)
+        )
         texts.append(describe_plan(work, times, gpus))
     return "\n\n".join(texts)
 
@@ -58,17 +73,38 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
     plans = {size: {mode: best_plan(work, times, mode, size) for mode in MODES} for size in sizes}
     best = min(plans[gpus].values(), key=lambda plan: plan.schedule.step)
     lines = [
-        f"{work.ctx.label} {work.ctx.config.algorithm_name}: {work.samples:,} samples a step in {work.requests:,} requests, "
-        f"{work.groups:,} groups for the ranks in each of {work.ctx.online.updates_per_step} updates",
-        f"  seconds of one worker: a request {times.rollout:.3g}, its rewards {times.scoring:.3g}; a step's training on one rank "
-        f"{times.training:.3g}; between steps {times.between:.3g}",
+        (
+            f"{work.ctx.label} {work.ctx.config.algorithm_name}: {work.samples:,} samples a step in"
+            f" {work.requests:,} requests, {work.groups:,} groups for the ranks in each of"
+            f" {work.ctx.online.updates_per_step} updates"
+        ),
+        (
+            f"  seconds of one worker: a request {times.rollout:.3g}, its rewards"
+            f" {times.scoring:.3g}; a step's training on one rank {times.training:.3g}; between"
+            f" steps {times.between:.3g}"
+        ),
         "",
         f"the best split of {gpus:,} GPUs in each mode",
         *table(
-            ["", "training", "rollout", "reward", "unused", "step s", "samples/s", *_BUSY, "staleness", "push GB", "GPU-hours"],
+            [
+                "",
+                "training",
+                "rollout",
+                "reward",
+                "unused",
+                "step s",
+                "samples/s",
+                *_BUSY,
+                "staleness",
+                "push GB",
+                "GPU-hours",
+            ],
             [_row(work, plan, gpus) for plan in plans[gpus].values()],
         ),
-        "  Busy: the share of the time in which the workers of a role work. Push: to all rollout nodes, in a step.",
+        (
+            "  Busy: the share of the time in which the workers of a role work. Push: to all"
+            " rollout nodes, in a step."
+        ),
         *_about_rewards(work, times, best),
         "",
         "seconds of a step with fewer GPUs, and how much of them is used, against the fewest",
@@ -86,7 +122,8 @@ _BUSY = ("training busy", "rollout busy", "reward busy")
 
 
 def _row(work: OnlineWork, plan: Plan, gpus: int) -> list[str]:
-    split, schedule = plan.split, plan.schedule
+    split = plan.split
+    schedule = plan.schedule
     nodes = math.ceil(split.rollout / GPUS_PER_NODE)
     hours = schedule.step * work.ctx.online.steps / 3600
     return [
@@ -108,13 +145,17 @@ def _about_rewards(work: OnlineWork, times: TaskTimes, best: Plan) -> list[str]:
     if best.split.reward:
         return []
     needed = math.ceil(work.requests * times.scoring / best.schedule.step)
-    return [f"  Rewards run on CPUs (resources.reward.gpus is 0): {needed:,} reward workers keep up with the fastest mode."]
+    return [
+        f"  Rewards run on CPUs (resources.reward.gpus is 0): {needed:,} reward workers keep up"
+        " with the fastest mode."
+    ]
 
 
 def _efficiency(plans: dict[int, dict[Mode, Plan]], size: int, smallest: int) -> list[str]:
     cells = []
     for mode in MODES:
-        step, first = plans[size][mode].schedule.step, plans[smallest][mode].schedule.step
+        step = plans[size][mode].schedule.step
+        first = plans[smallest][mode].schedule.step
         cells += [f"{step:.3g}", f"{first * smallest / step / size:.0%}"]
     return cells
 

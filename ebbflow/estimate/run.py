@@ -1,4 +1,6 @@
-"""What a run of a recipe takes: memory of each kind of process, evaluations of the network, bytes stored."""
+"""What a run of a recipe takes: memory of each kind of process, evaluations of the network, bytes
+stored.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,15 @@ class Estimate:
     context_parallel: int = 1
 
 
-def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = False, context_parallel: int = 1) -> Estimate:
-    """What a recipe needs, with ``processes`` in the training of an offline stage on each of ``nodes``.
+def estimate(
+    recipe: Recipe,
+    processes: int = 2,
+    nodes: int = 1,
+    hybrid: bool = False,
+    context_parallel: int = 1,
+) -> Estimate:
+    """What a recipe needs, with ``processes`` in the training of an offline stage on each of
+    ``nodes``.
 
     Raises:
         SizeError: the base model's sizes are not known.
@@ -72,7 +81,8 @@ def estimate(recipe: Recipe, processes: int = 2, nodes: int = 1, hybrid: bool = 
 
 
 def measured_sizes(recipe: Recipe, measure: Measure) -> tuple[Sizes, Sample, Sample]:
-    """The sizes of the base model, a sample of the largest rollouts, and a sample of an evaluation; by ``models.sizes.measure``.
+    """The sizes of the base model, a sample of the largest rollouts, and a sample of an evaluation;
+    by ``models.sizes.measure``.
 
     Raises:
         SizeError, ModelError: as ``estimate``.
@@ -105,7 +115,11 @@ def estimate_of(
     evaluated = evaluated or sample
     trained = trained_parameters(recipe, sizes)
     of = ProcessMemory(recipe, sizes, sample, trained, adapted_weights(recipe, sizes))
-    contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages) if stage.kind != "custom"]
+    contexts = [
+        StageContext(recipe, 0, index)
+        for index, stage in enumerate(recipe.stages)
+        if stage.kind != "custom"
+    ]
     work = {ctx.label: work_of(ctx, sizes, sample, trained) for ctx in contexts}
     judged = recipe.num_evaluated
     compared = recipe.prompts.validation + recipe.prompts.held_out
@@ -118,11 +132,17 @@ def estimate_of(
         evaluated=evaluated,
         trained=trained,
         processes=processes,
-        memory={"text encoding": of.encoding(), "evaluation": replace(of, sample=evaluated).evaluation()}
-        | stage_memory(of, contexts, processes * nodes, processes if hybrid else None, context_parallel),
+        memory={
+            "text encoding": of.encoding(),
+            "evaluation": replace(of, sample=evaluated).evaluation(),
+        }
+        | stage_memory(
+            of, contexts, processes * nodes, processes if hybrid else None, context_parallel
+        ),
         work=work,
         evaluations=evaluations,
-        evaluation=sample.passes * (judged * recipe.evaluation.steps + compared * 2 * len(DRIFT_SIGMAS)),
+        evaluation=sample.passes
+        * (judged * recipe.evaluation.steps + compared * 2 * len(DRIFT_SIGMAS)),
         stored={
             "base model": sizes.stored,
             "rollout shards": recipe.rounds * sum(done.shards for done in work.values()),
@@ -143,9 +163,12 @@ def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
     Raises:
         SizeError: no layer is called as ``policy.targets`` says.
     """
-    policy, linears = recipe.policy, _chosen_layers(recipe, sizes)
+    policy = recipe.policy
+    linears = _chosen_layers(recipe, sizes)
     if policy.train == "lora":
-        return lora_parameters(linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora)
+        return lora_parameters(
+            linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora
+        )
     if policy.layers is None:
         return sizes.parameters - sizes.unused
     return sum(inputs * outputs + outputs for inputs, outputs in linears.values())
@@ -159,7 +182,9 @@ def adapted_weights(recipe: Recipe, sizes: Sizes) -> int:
     """
     if recipe.policy.train == "full":
         return 0
-    adapted = adapted_layers(_chosen_layers(recipe, sizes), recipe.policy.targets or sizes.lora_targets)
+    adapted = adapted_layers(
+        _chosen_layers(recipe, sizes), recipe.policy.targets or sizes.lora_targets
+    )
     return sum(inputs * outputs for inputs, outputs in adapted)
 
 
@@ -167,4 +192,8 @@ def _chosen_layers(recipe: Recipe, sizes: Sizes) -> Mapping[str, Shape]:
     """The linear layers, or those of them that ``policy.layers`` names."""
     if (layers := recipe.policy.layers) is None:
         return sizes.linears
-    return {name: shape for name, shape in sizes.linears.items() if any(fnmatchcase(name, layer) for layer in layers)}
+    return {
+        name: shape
+        for name, shape in sizes.linears.items()
+        if any(fnmatchcase(name, layer) for layer in layers)
+    }

@@ -1,8 +1,9 @@
-"""When the workers of an online stage are busy: a simulation of its loop, event by event, with given seconds for each task.
+"""When the workers of an online stage are busy: a simulation of its loop, event by event, with
+given seconds for each task.
 
-It follows ``ebbflow.online.loop`` and ``ebbflow.online.rollout_queue`` under ``placement: ray``: a step is cut into requests, a
-rollout worker takes the oldest, a reward worker scores it, and the step trains once all of its requests are there. Workers of a
-role are alike, and nothing fails.
+It follows ``ebbflow.online.loop`` and ``ebbflow.online.rollout_queue`` under ``placement: ray``: a
+step is cut into requests, a rollout worker takes the oldest, a reward worker scores it, and the
+step trains once all of its requests are there. Workers of a role are alike, and nothing fails.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 WARM_UP = 3
-"""Steps at the beginning that are not measured, besides those that are generated ahead of the first."""
+"""Steps at the beginning that are not measured, besides those that are generated ahead of the
+first.
+"""
 MEASURED = 6
 """Steps that are measured."""
 
@@ -30,7 +33,8 @@ class TaskSeconds:
         scoring: of a request's images.
         training: of a step, on all ranks.
         receive: of new weights, before the first request with them.
-        between: of a step's own process, between training and the rollouts of the next step: publishing, advantages, records.
+        between: of a step's own process, between training and the rollouts of the next step:
+            publishing, advantages, records.
     """
 
     rollout: float
@@ -71,14 +75,22 @@ class Schedule(NamedTuple):
     staleness: float
 
 
-def simulate(stage: Stage, seconds: TaskSeconds, rollout_workers: int, reward_workers: int) -> Schedule:
+def simulate(
+    stage: Stage, seconds: TaskSeconds, rollout_workers: int, reward_workers: int
+) -> Schedule:
     """Run some steps of a stage.
 
     Raises:
         ValueError: there are no requests or no workers, or no task takes any time.
     """
-    if min(stage.requests, rollout_workers, reward_workers) < 1 or seconds.rollout + seconds.training <= 0:
-        raise ValueError(f"{stage} with {rollout_workers} rollout and {reward_workers} reward workers takes no time: {seconds}")
+    if (
+        min(stage.requests, rollout_workers, reward_workers) < 1
+        or seconds.rollout + seconds.training <= 0
+    ):
+        raise ValueError(
+            f"{stage} with {rollout_workers} rollout and {reward_workers} reward workers takes no"
+            f" time: {seconds}"
+        )
     return _Simulation(stage, seconds, rollout_workers, reward_workers).run()
 
 
@@ -92,14 +104,23 @@ class _Pool:
 
 
 class _Simulation:
-    """The state of the loop. A request is (its step, the version that the step was started with)."""
+    """The state of the loop. A request is (its step, the version that the step was started
+    with)."""
 
-    def __init__(self, stage: Stage, seconds: TaskSeconds, rollout_workers: int, reward_workers: int) -> None:
-        self.stage, self.seconds = stage, seconds
-        self.rollout, self.reward = _Pool(list(range(rollout_workers))), _Pool(list(range(reward_workers)))
+    def __init__(
+        self, stage: Stage, seconds: TaskSeconds, rollout_workers: int, reward_workers: int
+    ) -> None:
+        self.stage = stage
+        self.seconds = seconds
+        self.rollout, self.reward = (
+            _Pool(list(range(rollout_workers))),
+            _Pool(list(range(reward_workers))),
+        )
         self.versions = [-1] * rollout_workers
         self.num_steps = stage.steps_ahead + WARM_UP + MEASURED
-        self.now, self.version, self.next_step = 0.0, 0, 0
+        self.now = 0.0
+        self.version = 0
+        self.next_step = 0
         self.left: dict[int, int] = {}
         self.made_with: dict[int, list[int]] = {}
         self.trains = False
@@ -115,7 +136,8 @@ class _Simulation:
             self._train()
             self.now, _, happens = heapq.heappop(self.events)
             happens()
-        first, last = self.ends[-MEASURED - 1], self.ends[-1]
+        first = self.ends[-MEASURED - 1]
+        last = self.ends[-1]
         time, rollouts, scoring = (end - start for start, end in zip(first, last, strict=True))
         return Schedule(
             step=time / MEASURED,
@@ -139,7 +161,9 @@ class _Simulation:
         """Give waiting requests to idle workers."""
         while self.rollout.queue and self.rollout.idle:
             step, version = self.rollout.queue.popleft()
-            self._generate(self.rollout.idle.pop(), step, self.version if self.stage.newest else version)
+            self._generate(
+                self.rollout.idle.pop(), step, self.version if self.stage.newest else version
+            )
         while self.reward.queue and self.reward.idle:
             step, _ = self.reward.queue.popleft()
             self.reward.idle.pop()
@@ -148,7 +172,9 @@ class _Simulation:
             self._after(self.seconds.scoring, lambda step=step: self._scored(step))  # type: ignore[misc]
 
     def _generate(self, worker: int, step: int, version: int) -> None:
-        taken = self.seconds.rollout + (self.seconds.receive if self.versions[worker] != version else 0.0)
+        taken = self.seconds.rollout + (
+            self.seconds.receive if self.versions[worker] != version else 0.0
+        )
         self.versions[worker] = version
         self.rollout.busy += taken
         self.made_with[step].append(version)

@@ -10,20 +10,32 @@ GIB = 2**30
 
 
 def describe(made: Estimate, tflops: float | None = None) -> str:
-    """The estimate in tables; the hours too, where it is said what a GPU sustains (``hours.hours``)."""
-    sizes, sample, recipe = made.sizes, made.sample, made.recipe
+    """The estimate in tables; the hours too, where it is said what a GPU sustains
+    (``hours.hours``).
+    """
+    sizes = made.sizes
+    sample = made.sample
+    recipe = made.recipe
     share = f"a LoRA of rank {recipe.policy.rank}" if recipe.policy.train == "lora" else "all"
     text = f"{sample.text_tokens} of text" + (", which are among them" if sample.joint else "")
     kept = sum(made.stored.values())
     replicas = ", with a replica of the model each" if made.hybrid else ""
     nodes = f" on each of {made.nodes} nodes{replicas}" if made.nodes > 1 else ""
-    sharing = f", {made.context_parallel} of them for each sample" if made.context_parallel > 1 else ""
+    sharing = (
+        f", {made.context_parallel} of them for each sample" if made.context_parallel > 1 else ""
+    )
     offloaded = max(memory.offloaded for memory in made.memory.values())
     lines = [
         f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
-        f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width {sizes.width}",
+        (
+            f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width"
+            f" {sizes.width}"
+        ),
         f"  trained: {made.trained:,} ({share})",
-        f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens, {text}",
+        (
+            f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens}"
+            f" tokens, {text}"
+        ),
         *[_evaluated(made)] * (made.evaluated != sample),
         f"  evaluations of the network for a denoising step: {sample.passes}",
         f"  processes in the training of an offline stage: {made.processes}{nodes}{sharing}",
@@ -33,33 +45,61 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
             ["", "weights", "optimiser", "copies", "activations", "samples", "others", "total"],
             [[name, *_gib(memory)] for name, memory in made.memory.items()],
         ),
-        f"  Beside it, in main memory: {made.main_memory / GIB:.1f} GiB of text encoders and VAE, and "
-        f"{made.prompt / 2**20:.2f} MiB for each different prompt.",
-        *[f"  With model.cpu_offload, {offloaded / GIB:.2f} GiB more in each of the largest processes."] * bool(offloaded),
+        (
+            f"  Beside it, in main memory: {made.main_memory / GIB:.1f} GiB of text encoders and"
+            f" VAE, and {made.prompt / 2**20:.2f} MiB for each different prompt."
+        ),
+        *[
+            f"  With model.cpu_offload, {offloaded / GIB:.2f} GiB more in each of the largest"
+            " processes."
+        ]
+        * bool(offloaded),
         "",
-        f"evaluations of the network for one sample each, at most, in every one of rounds: {recipe.rounds}",
+        (
+            "evaluations of the network for one sample each, at most, in every one of rounds:"
+            f" {recipe.rounds}"
+        ),
         *table(
             ["", "samples", "denoising", "training", "comparing"],
             [
-                [label, *(f"{value:,}" for value in (done.samples, done.denoising, done.training, done.comparing))]
+                [
+                    label,
+                    *(
+                        f"{value:,}"
+                        for value in (done.samples, done.denoising, done.training, done.comparing)
+                    ),
+                ]
                 for label, done in made.work.items()
             ],
         ),
-        f"  {made.evaluation:,} in the evaluation after each stage, of the base model and of the champion.",
-        *["  Pairs from a file are not counted."] * any(stage.kind == "offline" and bool(stage.pairs) for stage in recipe.stages),
-        *["  Branches are evaluated on their own prompts, and counted as if on all."] * bool(recipe.branches),
-        *["  Stages of your own kinds are not counted."] * any(stage.kind == "custom" for stage in recipe.stages),
+        (
+            f"  {made.evaluation:,} in the evaluation after each stage, of the base model and of"
+            " the champion."
+        ),
+        *["  Pairs from a file are not counted."]
+        * any(stage.kind == "offline" and bool(stage.pairs) for stage in recipe.stages),
+        *["  Branches are evaluated on their own prompts, and counted as if on all."]
+        * bool(recipe.branches),
+        *["  Stages of your own kinds are not counted."]
+        * any(stage.kind == "custom" for stage in recipe.stages),
         "",
         f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
         *table(["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]),
-        *(_hours(made, tflops) if tflops else ["", "For the hours, say what a GPU sustains: --tflops"]),
+        *(
+            _hours(made, tflops)
+            if tflops
+            else ["", "For the hours, say what a GPU sustains: --tflops"]
+        ),
     ]
     return "\n".join(lines)
 
 
 def _evaluated(made: Estimate) -> str:
     sample = made.evaluated
-    return f"  a sample of an evaluation: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens} tokens"
+    return (
+        f"  a sample of an evaluation: latents {' x '.join(map(str, sample.latent_shape))},"
+        f" {sample.tokens} tokens"
+    )
 
 
 def _hours(made: Estimate, tflops: float) -> list[str]:
@@ -68,14 +108,26 @@ def _hours(made: Estimate, tflops: float) -> list[str]:
     return [
         "",
         f"hours of the network at {tflops:g} TFLOP/s for each GPU, in all rounds",
-        *table(["", "hours", "GPU-hours"], [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()]),
+        *table(
+            ["", "hours", "GPU-hours"],
+            [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()],
+        ),
         "  Text encoders, VAE, rewards, downloads and the start of pods are not counted.",
-        *["  Hours of branches are added up; with enough machines they run side by side."] * bool(made.recipe.branches),
+        *["  Hours of branches are added up; with enough machines they run side by side."]
+        * bool(made.recipe.branches),
     ]
 
 
 def _gib(memory: Memory) -> list[str]:
-    parts = (memory.weights, memory.optimizer, memory.copies, memory.activations, memory.samples, memory.others, memory.total)
+    parts = (
+        memory.weights,
+        memory.optimizer,
+        memory.copies,
+        memory.activations,
+        memory.samples,
+        memory.others,
+        memory.total,
+    )
     return [f"{part / GIB:.2f}" for part in parts]
 
 
@@ -84,6 +136,9 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     wide = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for name, *numbers in (header, *rows):
-        cells = [name.ljust(wide[0]), *(number.rjust(width) for number, width in zip(numbers, wide[1:], strict=True))]
+        cells = [
+            name.ljust(wide[0]),
+            *(number.rjust(width) for number, width in zip(numbers, wide[1:], strict=True)),
+        ]
         lines.append("  " + "  ".join(cells))
     return lines

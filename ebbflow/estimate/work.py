@@ -1,4 +1,6 @@
-"""The work of each stage: samples, evaluations of the network, bytes stored. Keys that select samples can only lower it."""
+"""The work of each stage: samples, evaluations of the network, bytes stored. Keys that select
+samples can only lower it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import numpy as np
 
 from ebbflow.data.model_sizes import Sample, Sizes
 from ebbflow.flow.windows import Plan, samples_per_prediction, shortened
-from ebbflow.recipe.algorithms import DirectAlignConfig, ForwardConfig, GradientConfig, MatchingConfig
+from ebbflow.recipe.algorithms import (
+    DirectAlignConfig,
+    ForwardConfig,
+    GradientConfig,
+    MatchingConfig,
+)
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import correction_of
 from ebbflow.stage import StageContext, drift_stride
@@ -28,7 +35,8 @@ class Work:
         samples: that are generated.
         denoising: evaluations of the network to generate them, of one sample each.
         training: evaluations with a gradient, forward and backward.
-        comparing: further evaluations without one: of copies, of the rollout under the training policy, of the drift.
+        comparing: further evaluations without one: of copies, of the rollout under the training
+            policy, of the drift.
         shards: bytes of rollouts that are kept.
         policy: bytes of the policy folder that it leaves.
     """
@@ -43,24 +51,39 @@ class Work:
 
 def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Work:
     """The work of a stage that trains ``trained`` parameters."""
-    config, passes = ctx.config, passes_of(ctx, sample)
-    untrained = sizes.parameters - trained + sizes.buffers if ctx.recipe.policy.train == "full" else 0
+    config = ctx.config
+    passes = passes_of(ctx, sample)
+    untrained = (
+        sizes.parameters - trained + sizes.buffers if ctx.recipe.policy.train == "full" else 0
+    )
     samples, repeats, updates = _amounts(ctx)
     kept, group_index = units_of(ctx)
     rows = round(repeats * kept * _rows_of_a_sample(ctx))
-    anchored = config.hyper.kind == "trajectory" and correction_of(config, ctx.recipe.model.precision)
+    anchored = config.hyper.kind == "trajectory" and correction_of(
+        config, ctx.recipe.model.precision
+    )
     comparing = rows * len(compared_copies(ctx)) + (samples * trained_steps(ctx) if anchored else 0)
     comparing += 2 * rows * config.reference.guided  # only on final latents, where ``passes`` is 1
-    if "rollout" in compared_copies(ctx):  # which is the policy itself in the first update on new samples
+    if "rollout" in compared_copies(
+        ctx
+    ):  # which is the policy itself in the first update on new samples
         comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
     if "reference" not in compared_copies(ctx):
-        comparing += _watched_rows(updates, math.ceil(rows / updates), max(config.micro_batch, group_index))
+        comparing += _watched_rows(
+            updates, math.ceil(rows / updates), max(config.micro_batch, group_index)
+        )
     gradient_steps = 1
-    if isinstance(config.hyper, GradientConfig):  # the steps before it are repeated without gradient, at most all of them
+    if isinstance(
+        config.hyper, GradientConfig
+    ):  # the steps before it are repeated without gradient, at most all of them
         gradient_steps = config.hyper.steps_with_gradient
-        if not isinstance(config.hyper, DirectAlignConfig):  # which takes the samples of the rollout
+        if not isinstance(
+            config.hyper, DirectAlignConfig
+        ):  # which takes the samples of the rollout
             comparing += rows * (config.sampler.steps - gradient_steps)
-    if isinstance(config.hyper, MatchingConfig):  # the student's steps without gradient, and the second pass of a guided teacher
+    if isinstance(
+        config.hyper, MatchingConfig
+    ):  # the student's steps without gradient, and the second pass of a guided teacher
         gradient_steps += config.hyper.fake_updates
         comparing += rows * (config.sampler.steps + (config.hyper.guidance > 1))
     return Work(
@@ -68,25 +91,32 @@ def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Wo
         denoising=round(denoising_steps(ctx) * samples) * sample.passes,
         training=rows * gradient_steps * passes,
         comparing=comparing * passes,
-        shards=shard_bytes(sample, samples, config.latent_precision) if config.kind == "offline" else 0,
+        shards=(
+            shard_bytes(sample, samples, config.latent_precision) if config.kind == "offline" else 0
+        ),
         policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + untrained),
     )
 
 
 def _watched_rows(updates: int, rows: int, together: int) -> int:
-    """Rows at which ``updates`` of ``rows`` each measure the drift, in a process that takes so many rows ``together``."""
+    """Rows at which ``updates`` of ``rows`` each measure the drift, in a process that takes so many
+    rows ``together``.
+    """
     strides = [drift_stride(update, math.ceil(rows / together)) for update in range(updates)]
     return sum(math.ceil(rows / stride) for stride in strides if stride)
 
 
 def passes_of(ctx: StageContext, sample: Sample) -> int:
-    """Of the network for a term: losses on final latents and of students are without guidance, others where the stage says so."""
+    """Of the network for a term: losses on final latents and of students are without guidance,
+    others where the stage says so.
+    """
     unguided = ctx.config.hyper.kind in ("forward", "matching") or not ctx.config.guidance_in_loss
     return 1 if unguided else sample.passes
 
 
 def _amounts(ctx: StageContext) -> tuple[int, int, int]:
-    """(samples that a stage generates in a round, how often it trains on what it selects, its optimiser steps).
+    """(samples that a stage generates in a round, how often it trains on what it selects, its
+    optimiser steps).
 
     A stage on a file of pairs counts as none: the file is not read.
     """
@@ -96,23 +126,32 @@ def _amounts(ctx: StageContext) -> tuple[int, int, int]:
         return samples, config.steps, config.steps * config.updates_per_step
     offline = ctx.offline
     samples = 0 if offline.pairs else offline.prompts * offline.group_size
-    return samples, 0 if offline.pairs else offline.epochs, offline.epochs * max(1, math.ceil(samples / offline.batch_size))
+    return (
+        samples,
+        0 if offline.pairs else offline.epochs,
+        offline.epochs * max(1, math.ceil(samples / offline.batch_size)),
+    )
 
 
 def units_of(ctx: StageContext) -> tuple[int, int]:
-    """(samples that the algorithm selects of a step or a stage at most, the largest number that must stay together)."""
+    """(samples that the algorithm selects of a step or a stage at most, the largest number that
+    must stay together).
+    """
     config = ctx.config
     prompts = config.prompts_per_step if config.kind == "online" else ctx.offline.prompts
     advantage = np.tile(np.linspace(1, -1, config.group_size), prompts)
     rank = np.tile(np.arange(config.group_size), prompts)
     extremes = config.advantages.keep_extremes or config.group_size
     keep = (rank < extremes) | (rank >= config.group_size - extremes)
-    groups = ctx.algorithm.select(advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper)
+    groups = ctx.algorithm.select(
+        advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper
+    )
     return sum(map(len, groups)), max(map(len, groups))
 
 
 def trained_steps(ctx: StageContext) -> int:
-    """Rows of the loss per sample: denoising steps of its trajectory, draws of noise, or branches."""
+    """Rows of the loss per sample: denoising steps of its trajectory, draws of noise, or
+    branches."""
     hyper = ctx.config.hyper
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
@@ -138,16 +177,22 @@ def _rows_of_a_sample(ctx: StageContext) -> float:
 
 
 def denoising_steps(ctx: StageContext) -> float:
-    """Evaluations of the network for a sample, on average over the steps of the stage's first round."""
+    """Evaluations of the network for a sample, on average over the steps of the stage's first
+    round.
+    """
     config = ctx.config
     if config.kind != "online" or config.window is None:
         return config.sampler.steps
-    return sum(_evaluations(ctx, plan) for step in range(config.steps) if (plan := ctx.plan(step))) / config.steps
+    return (
+        sum(_evaluations(ctx, plan) for step in range(config.steps) if (plan := ctx.plan(step)))
+        / config.steps
+    )
 
 
 def _evaluations(ctx: StageContext, plan: Plan) -> float:
     """Of a sample, where a tail shortens the schedule and samples that are equal share theirs."""
-    steps, end = ctx.config.sampler.steps, plan.stochastic[-1] + 1
+    steps = ctx.config.sampler.steps
+    end = plan.stochastic[-1] + 1
     if plan.tail is not None:
         steps = end + shortened(steps - end, plan.tail)
     together = samples_per_prediction(ctx.noise_sharing, steps, plan.stochastic, plan.trained)
@@ -155,7 +200,9 @@ def _evaluations(ctx: StageContext, plan: Plan) -> float:
 
 
 def compared_copies(ctx: StageContext) -> set[str]:
-    """The copies whose predictions an update needs for every row, apart from a reference under guidance."""
+    """The copies whose predictions an update needs for every row, apart from a reference under
+    guidance.
+    """
     reference = ctx.config.reference
     anchor = {"reference"} if reference.weight and not reference.guided else set()
     return set(ctx.algorithm.copies(ctx.config.hyper)) | anchor
@@ -163,4 +210,6 @@ def compared_copies(ctx: StageContext) -> set[str]:
 
 def shard_bytes(sample: Sample, samples: int, precision: Precision = "float32") -> int:
     """Bytes of a rollout shard: of each sample its keys, its latents and its image."""
-    return samples * (KEY_BYTES + BYTES[precision] * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels)
+    return samples * (
+        KEY_BYTES + BYTES[precision] * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels
+    )

@@ -1,4 +1,6 @@
-"""Scores of the kinds of prompts that a benchmark's file tells apart: GenEval's tags, VBench's dimensions, categories."""
+"""Scores of the kinds of prompts that a benchmark's file tells apart: GenEval's tags, VBench's
+dimensions, categories.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,30 @@ from ebbflow.data.records import CategoryMeans
 from ebbflow.evaluation.distribution import mean_over_prompts
 
 CATEGORY_COLUMNS = ("tag", "atom_count", "Category", "Challenge", "dimension", "category")
-"""Columns of a prompt file that tell kinds apart: of GenEval, GenEval 2, PartiPrompts (two), VBench, and one of your own."""
+"""Columns of a prompt file that tell kinds apart: of GenEval, GenEval 2, PartiPrompts (two),
+VBench, and one of your own.
+"""
 MAX_CATEGORIES = 64
 """Of a column; one with more values names prompts instead of kinds."""
 
 
-def category_means(prompts: Sequence[Prompt], columns: Mapping[str, np.ndarray]) -> list[CategoryMeans]:
-    """The means of every metric over the prompts of each category, in the order in which the categories come up.
+def category_means(
+    prompts: Sequence[Prompt], columns: Mapping[str, np.ndarray]
+) -> list[CategoryMeans]:
+    """The means of every metric over the prompts of each category, in the order in which the
+    categories come up.
 
-    A prompt is in several categories of a column where its value is a list. A column with one value, or more than
-    ``MAX_CATEGORIES``, has none.
+    A prompt is in several categories of a column where its value is a list. A column with one
+    value, or more than ``MAX_CATEGORIES``, has none.
 
     Args:
         prompts: [N], of the samples.
         columns: of each metric float64 [N], NaN where it failed.
     """
     ids = np.array([prompt.prompt_id for prompt in prompts])
-    members: dict[str, dict[str, set[int]]] = {column: defaultdict(set) for column in CATEGORY_COLUMNS}
+    members: dict[str, dict[str, set[int]]] = {
+        column: defaultdict(set) for column in CATEGORY_COLUMNS
+    }
     for prompt in prompts:
         for column, value in _values(prompt):
             members[column][value].add(prompt.prompt_id)
@@ -37,19 +46,38 @@ def category_means(prompts: Sequence[Prompt], columns: Mapping[str, np.ndarray])
     for column, categories in members.items():
         for value, category in categories.items() if 1 < len(categories) <= MAX_CATEGORIES else ():
             rows = np.isin(ids, list(category))
-            means = {name: mean_over_prompts(ids[rows], values[rows]) for name, values in columns.items()}
-            finite = {name: float(of_prompts.mean()) for name, of_prompts in means.items() if len(of_prompts)}
-            found.append(CategoryMeans(column=column, value=value, prompts=len(category), means=finite))
+            means = {
+                name: mean_over_prompts(ids[rows], values[rows]) for name, values in columns.items()
+            }
+            finite = {
+                name: float(of_prompts.mean())
+                for name, of_prompts in means.items()
+                if len(of_prompts)
+            }
+            found.append(
+                CategoryMeans(column=column, value=value, prompts=len(category), means=finite)
+            )
     return found
 
 
 def mean_over_categories(categories: Sequence[CategoryMeans]) -> dict[str, float]:
-    """The mean over categories of one column, each of which counts the same: GenEval's overall score.
+    """The mean over categories of one column, each of which counts the same: GenEval's overall
+    score.
 
     What one lacks is left out.
     """
-    names = [name for name in categories[0].means if all(name in category.means for category in categories)] if categories else []
-    return {name: float(np.mean([category.means[name] for category in categories])) for name in names}
+    names = (
+        [
+            name
+            for name in categories[0].means
+            if all(name in category.means for category in categories)
+        ]
+        if categories
+        else []
+    )
+    return {
+        name: float(np.mean([category.means[name] for category in categories])) for name in names
+    }
 
 
 def _values(prompt: Prompt) -> Iterator[tuple[str, str]]:

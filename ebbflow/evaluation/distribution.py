@@ -13,7 +13,8 @@ TENTH = 0.1
 
 
 def mean_over_prompts(prompt_ids: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The mean of the finite values of each prompt, float64 [P]; a prompt without any is left out."""
+    """The mean of the finite values of each prompt, float64 [P]; a prompt without any is left
+    out."""
     return np.asarray(_by_prompt(prompt_ids, values).mean(), np.float64)
 
 
@@ -37,15 +38,17 @@ def distribution(prompt_ids: np.ndarray, values: np.ndarray) -> Distribution | N
 
 
 def best_of(prompt_ids: np.ndarray, values: np.ndarray, k: int, samples: int) -> float | None:
-    """Expected best of ``k`` samples of a prompt: the mean over all choices of k, then over the prompts with ``samples`` or more.
+    """Expected best of ``k`` samples of a prompt: the mean over all choices of k, then over the
+    prompts with ``samples`` or more.
 
-    The largest of k out of n sorted values is the i-th with probability C(i - 1, k - 1) / C(n, k), as in the estimator of pass@k
-    (Chen et al., 2107.03374).
+    The largest of k out of n sorted values is the i-th with probability C(i - 1, k - 1) / C(n, k),
+    as in the estimator of pass@k (Chen et al., 2107.03374).
 
     Args:
         prompt_ids: [N], of the samples.
         values: float64 [N], NaN where the metric failed.
-        samples: at least ``k``; prompts with fewer finite values are left out. None where no prompt has so many.
+        samples: at least ``k``; prompts with fewer finite values are left out. None where no prompt
+            has so many.
     """
     found = []
     for _, group in _by_prompt(prompt_ids, values):

@@ -18,7 +18,12 @@ from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import evaluation_schema, statistic_column
 from ebbflow.evaluation.categories import category_means
 from ebbflow.evaluation.distribution import distribution, mean_over_prompts
-from ebbflow.evaluation.image_statistics import diversity_across, diversity_within, image_statistics, thumbnails
+from ebbflow.evaluation.image_statistics import (
+    diversity_across,
+    diversity_within,
+    image_statistics,
+    thumbnails,
+)
 from ebbflow.flow.noise import SampleKeys, noise
 from ebbflow.models import Model, load_model, predict
 from ebbflow.models.encoding import Encode, encode_once
@@ -32,7 +37,11 @@ from ebbflow.seeding import Stream, derive_seed
 from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import read_policy_metadata, require_allowed_code, require_base
+from ebbflow.training.policy_metadata import (
+    read_policy_metadata,
+    require_allowed_code,
+    require_base,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +50,15 @@ class EvaluationError(Exception):
     """Policies that cannot be compared or evaluated: names what is wrong and how to fix it."""
 
 
-def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path) -> Evaluation:
-    """Evaluate the policy of a folder with the guardrails of the recipe, and all of its rewards that score single images.
+def evaluate_folder(
+    recipe: Recipe, base: Path, folder: Path, prompts: Path, label: str, samples: Path
+) -> Evaluation:
+    """Evaluate the policy of a folder with the guardrails of the recipe, and all of its rewards
+    that score single images.
 
-    The policy may be a champion of another recipe: its card says what it is, what it was trained from and how that generates. The
-    sampler, and the size where ``evaluation`` has one, are this recipe's.
+    The policy may be a champion of another recipe: its card says what it is, what it was trained
+    from and how that generates. The sampler, and the size where ``evaluation`` has one, are this
+    recipe's.
 
     Args:
         base: its base model's folder.
@@ -55,7 +68,8 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
 
     Raises:
         ArtifactError: a folder is not what was committed.
-        PolicyError: the policy was trained from another base model, or names code that the recipe does not.
+        PolicyError: the policy was trained from another base model, or names code that the recipe
+            does not.
     """
     set_up_process(recipe)
     metadata = read_policy_metadata(folder)
@@ -70,16 +84,18 @@ def evaluate_folder(recipe: Recipe, base: Path, folder: Path, prompts: Path, lab
 
 
 def require_same_image_size(recipe: Recipe, champion: Path) -> None:
-    """Check that a champion is served in the size that the recipe evaluates: scores of other sizes cannot be compared.
+    """Check that a champion is served in the size that the recipe evaluates: scores of other sizes
+    cannot be compared.
 
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    its, ours = _size(read_policy_metadata(champion).served_model), _size(recipe.evaluation.evaluated_model(recipe.model))
+    its = _size(read_policy_metadata(champion).served_model)
+    ours = _size(recipe.evaluation.evaluated_model(recipe.model))
     if its != ours:
         raise EvaluationError(
-            f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}: scores are not comparable; "
-            "rename promotion.model_name, or use the champion's size"
+            f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}:"
+            " scores are not comparable; rename promotion.model_name, or use the champion's size"
         )
 
 
@@ -100,7 +116,8 @@ class _Samples:
         scores: of N rows.
         statistics: float64 [N] columns of what the images look like.
         thumbnails: [N, D] (``image_statistics.thumbnails``).
-        features: [N, D] of a reward's network, where there is one and prompts are sampled more than once.
+        features: [N, D] of a reward's network, where there is one and prompts are sampled more than
+            once.
     """
 
     prompts: list[Prompt]
@@ -130,18 +147,30 @@ class _Samples:
             latents=torch.cat([part.latents for part in parts]),
             pngs=[png for part in parts for png in part.pngs],
             scores=ScoreTable.cat([part.scores for part in parts]),
-            statistics={name: np.concatenate([part.statistics[name] for part in parts]) for name in parts[0].statistics},
+            statistics={
+                name: np.concatenate([part.statistics[name] for part in parts])
+                for name in parts[0].statistics
+            },
             thumbnails=np.concatenate([part.thumbnails for part in parts]),
             features=np.concatenate(features) if len(features) == len(parts) else None,
         )
 
 
 def evaluate(
-    recipe: Recipe, model: Model, policy: Policy, version: int, scorer: Scorer, prompts: list[Prompt], label: str, path: Path
+    recipe: Recipe,
+    model: Model,
+    policy: Policy,
+    version: int,
+    scorer: Scorer,
+    prompts: list[Prompt],
+    label: str,
+    path: Path,
 ) -> Evaluation:
-    """Evaluate on validation and held-out prompts; the samples go to ``path`` (``evaluation_schema``).
+    """Evaluate on validation and held-out prompts; the samples go to ``path``
+    (``evaluation_schema``).
 
-    Every prompt has one sample, and the first ``evaluation.repeated_prompts`` held-out prompts have ``evaluation.samples``.
+    Every prompt has one sample, and the first ``evaluation.repeated_prompts`` held-out prompts have
+    ``evaluation.samples``.
 
     Raises:
         EvaluationError: no sample is finite.
@@ -150,19 +179,25 @@ def evaluate(
     with clock.phase("sampling"):
         encode = encode_once(model, prompts)
     with policy.merged():
-        first = _generate_and_score(recipe, model, scorer, prompts, [0] * len(prompts), encode, label, clock)
+        first = _generate_and_score(
+            recipe, model, scorer, prompts, [0] * len(prompts), encode, label, clock
+        )
     samples = first
-    # The further samples have micro-batches of their own: the first ones are the same bytes however many there are.
+    # The further samples have micro-batches of their own: the first ones are the same bytes however
+    # many there are.
     if repeats := _repeats(recipe, prompts):
         prompts_again, indices = map(list, zip(*repeats, strict=True))
         with policy.merged():
-            again = _generate_and_score(recipe, model, scorer, prompts_again, indices, encode, label, clock)
+            again = _generate_and_score(
+                recipe, model, scorer, prompts_again, indices, encode, label, clock
+            )
         samples = _Samples.cat([first, again])
     statistics = samples.statistics | _diversity(samples)
     schema = evaluation_schema(["reward", *sorted(samples.scores.metrics)], list(statistics))
     rows = _rows(schema, samples, statistics)
     write_table(path, schema, rows.to_batches(), {"label": label, "recipe_digest": recipe.digest})
-    held_out, columns = samples.held_out, {"reward": samples.scores.reward, **samples.scores.metrics}
+    held_out = samples.held_out
+    columns = {"reward": samples.scores.reward, **samples.scores.metrics}
     evaluation = Evaluation(
         label=label,
         policy_version=version,
@@ -187,19 +222,26 @@ def evaluate(
 
 
 def evaluation_keys(prompts: list[Prompt], samples: list[int] | None = None) -> SampleKeys:
-    """Which noise each sample starts from: it depends on the evaluation's own seed, so every run draws the same.
+    """Which noise each sample starts from: it depends on the evaluation's own seed, so every run
+    draws the same.
 
     Args:
         samples: which sample of its prompt each is; left out, the first.
     """
-    return SampleKeys(derive_seed(0, "evaluation"), [prompt.prompt_id for prompt in prompts], samples or [0] * len(prompts))
+    return SampleKeys(
+        derive_seed(0, "evaluation"),
+        [prompt.prompt_id for prompt in prompts],
+        samples or [0] * len(prompts),
+    )
 
 
 def _repeats(recipe: Recipe, prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
     """The further samples, each as its prompt and its number from one."""
     held_out = [prompt for prompt in prompts if prompt.split == "held_out"]
     repeated = held_out[: recipe.evaluation.repeated_prompts]
-    return [(prompt, sample) for prompt in repeated for sample in range(1, recipe.evaluation.samples)]
+    return [
+        (prompt, sample) for prompt in repeated for sample in range(1, recipe.evaluation.samples)
+    ]
 
 
 def _generate_and_score(
@@ -223,17 +265,36 @@ def _generate_and_score(
             images = model.decode(latents)
         finite = finite_rows(latents)
         with clock.phase("scoring"):
-            scores = scorer(images.copy(), batch, latents.cpu().numpy()).where(finite)  # a reward may write into its images
+            scores = scorer(images.copy(), batch, latents.cpu().numpy()).where(
+                finite
+            )  # a reward may write into its images
             features = scorer.features(images) if recipe.evaluation.samples > 1 else None
-        statistics = {name: np.where(finite, values, np.nan) for name, values in image_statistics(images).items()}
+        statistics = {
+            name: np.where(finite, values, np.nan)
+            for name, values in image_statistics(images).items()
+        }
         pngs = encode_png(images)
-        parts.append(_Samples(batch, indices[part], latents, pngs, scores, statistics, thumbnails(images), features))
+        parts.append(
+            _Samples(
+                batch,
+                indices[part],
+                latents,
+                pngs,
+                scores,
+                statistics,
+                thumbnails(images),
+                features,
+            )
+        )
     return _Samples.cat(parts)
 
 
 def _diversity(samples: _Samples) -> dict[str, np.ndarray]:
-    """How far the samples of a prompt lie apart, and the first ones of different held-out prompts; NaN for all others."""
-    finite, ids = finite_rows(samples.latents), samples.prompt_ids
+    """How far the samples of a prompt lie apart, and the first ones of different held-out prompts;
+    NaN for all others.
+    """
+    finite = finite_rows(samples.latents)
+    ids = samples.prompt_ids
     points = {"latents": samples.latents.cpu().numpy(), "pixels": samples.thumbnails}
     if samples.features is not None:
         points["features"] = samples.features
@@ -247,9 +308,16 @@ def _diversity(samples: _Samples) -> dict[str, np.ndarray]:
     return columns
 
 
-def _prompt_means(samples: _Samples, columns: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, float]:
-    """Means over prompts of the means over their samples; a column without any finite value there is left out."""
-    found = {name: mean_over_prompts(samples.prompt_ids[rows], values[rows]) for name, values in columns.items()}
+def _prompt_means(
+    samples: _Samples, columns: dict[str, np.ndarray], rows: np.ndarray
+) -> dict[str, float]:
+    """Means over prompts of the means over their samples; a column without any finite value there
+    is left out.
+    """
+    found = {
+        name: mean_over_prompts(samples.prompt_ids[rows], values[rows])
+        for name, values in columns.items()
+    }
     return {name: float(values.mean()) for name, values in found.items() if len(values)}
 
 
@@ -259,26 +327,43 @@ def _micro_batches(recipe: Recipe, count: int) -> list[slice]:
 
 
 @torch.no_grad()
-def _drift(recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], encode: Encode, clean: Tensor) -> float:
-    """Mean of (v - v_base)^2 over the finite ones of the policy's own samples, noised to ``DRIFT_SIGMAS`` with fixed noise.
+def _drift(
+    recipe: Recipe,
+    model: Model,
+    policy: Policy,
+    prompts: list[Prompt],
+    encode: Encode,
+    clean: Tensor,
+) -> float:
+    """Mean of (v - v_base)^2 over the finite ones of the policy's own samples, noised to
+    ``DRIFT_SIGMAS`` with fixed noise.
 
     Raises:
         EvaluationError: none is finite.
     """
     keys = evaluation_keys(prompts)
-    eps = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING).to(clean)
+    eps = noise(
+        model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING
+    ).to(clean)
     current = _velocities(recipe, model, clean, eps, prompts, encode)
     with policy.using("reference"):
         base = _velocities(recipe, model, clean, eps, prompts, encode)
     squares = (current - base) ** 2
     if squares.isfinite().all():
         return float(squares.mean())
-    if not (finite := squares[squares.isfinite()]).numel():  # the others are in the samples, as failures
-        raise EvaluationError("the policy is not finite on any prompt; go back to the one before it, or lower optimizer.lr")
+    if not (
+        finite := squares[squares.isfinite()]
+    ).numel():  # the others are in the samples, as failures
+        raise EvaluationError(
+            "the policy is not finite on any prompt; go back to the one before it, or lower"
+            " optimizer.lr"
+        )
     return float(finite.mean())
 
 
-def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode) -> Tensor:
+def _velocities(
+    recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode
+) -> Tensor:
     """[len(DRIFT_SIGMAS) * N, ...], on the CPU because those of videos are large."""
     parts = []
     for sigma in DRIFT_SIGMAS:
@@ -290,13 +375,20 @@ def _velocities(recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompt
 
 
 def means(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:
-    """Mean of every metric over the given rows; a metric without any finite value there is left out."""
+    """Mean of every metric over the given rows; a metric without any finite value there is left
+    out.
+    """
     columns = {"reward": scores.reward, **scores.metrics}
-    return {name: float(np.nanmean(values[rows])) for name, values in columns.items() if np.isfinite(values[rows]).any()}
+    return {
+        name: float(np.nanmean(values[rows]))
+        for name, values in columns.items()
+        if np.isfinite(values[rows]).any()
+    }
 
 
 def _rows(schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray]) -> pa.Table:
-    prompts, scores = samples.prompts, samples.scores
+    prompts = samples.prompts
+    scores = samples.scores
     columns = {
         "prompt_id": pa.array([prompt.prompt_id for prompt in prompts], pa.int64()),
         "sample": pa.array(samples.indices, pa.int64()),
@@ -304,7 +396,9 @@ def _rows(schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray
         "source": pa.array([prompt.source for prompt in prompts], pa.string()),
         "prompt": pa.array([prompt.prompt for prompt in prompts]),
         "target": pa.array([prompt.target for prompt in prompts], pa.string()),
-        "image": pa.array(samples.pngs, pa.binary()),  # chunked above the 2 GiB that one array holds
+        "image": pa.array(
+            samples.pngs, pa.binary()
+        ),  # chunked above the 2 GiB that one array holds
         "reward": nan_to_null(scores.reward),
         **{name: nan_to_null(values) for name, values in scores.metrics.items()},
         **{statistic_column(name): nan_to_null(values) for name, values in statistics.items()},

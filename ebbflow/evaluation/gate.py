@@ -1,11 +1,14 @@
-"""The gate: whether the candidate replaces the champion. Every rule gives its reason, whether it passes or fails.
+"""The gate: whether the candidate replaces the champion. Every rule gives its reason, whether it
+passes or fails.
 
 1. Coverage: both sides scored all held-out samples.
 2. Target: the confidence interval of the reward's paired difference lies above zero.
-3. Guardrails: no guardrail metric fell by more than its tolerance (a share of the spread of the champion's prompts, unless the
-   recipe states it on the metric's own scale), failed on more than the allowed share of the samples of a side, or failed more
-   often on the candidate than on the champion.
-4. Statistics: every image statistic provably moved by less than its margin (``ebbflow.evaluation.non_inferiority``).
+3. Guardrails: no guardrail metric fell by more than its tolerance (a share of the spread of the
+  champion's prompts, unless the
+   recipe states it on the metric's own scale), failed on more than the allowed share of the samples
+   of a side, or failed more often on the candidate than on the champion.
+4. Statistics: every image statistic provably moved by less than its margin
+  (``ebbflow.evaluation.non_inferiority``).
 """
 
 from __future__ import annotations
@@ -42,7 +45,11 @@ class _Finding(NamedTuple):
 
 
 def decide(
-    recipe: Recipe, candidate: Evaluation, champion: Evaluation, candidate_samples: pa.Table, champion_samples: pa.Table
+    recipe: Recipe,
+    candidate: Evaluation,
+    champion: Evaluation,
+    candidate_samples: pa.Table,
+    champion_samples: pa.Table,
 ) -> GateDecision:
     """Compare a candidate with the champion by the recipe's rules.
 
@@ -67,9 +74,16 @@ def decide(
         guardrails=guardrails,
         statistics=[finding.comparison for finding in tested if finding.comparison],
         coverage=coverage,
-        reasons=[finding.reason if finding.passed else REFUSED + finding.reason for finding in findings],
+        reasons=[
+            finding.reason if finding.passed else REFUSED + finding.reason for finding in findings
+        ],
     )
-    logger.info("gate: %s %s over %s", "promote" if decision.promote else "do not promote", decision.candidate, decision.champion)
+    logger.info(
+        "gate: %s %s over %s",
+        "promote" if decision.promote else "do not promote",
+        decision.candidate,
+        decision.champion,
+    )
     for reason in decision.reasons:
         logger.info("gate: %s", reason)
     return decision
@@ -77,36 +91,57 @@ def decide(
 
 def _compare(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> Comparison:
     rule = recipe.evaluation
-    return compare(metric, candidate, champion, resamples=rule.resamples, confidence=rule.confidence, seed=recipe.seed)
+    return compare(
+        metric,
+        candidate,
+        champion,
+        resamples=rule.resamples,
+        confidence=rule.confidence,
+        seed=recipe.seed,
+    )
 
 
 def _coverage(
-    candidate: Evaluation, champion: Evaluation, candidate_samples: pa.Table, champion_samples: pa.Table
+    candidate: Evaluation,
+    champion: Evaluation,
+    candidate_samples: pa.Table,
+    champion_samples: pa.Table,
 ) -> tuple[float, _Finding]:
     """Share of the held-out samples with a finite reward on both sides.
 
-    The evaluations' own coverage counts too: a prompt that is missing from both tables leaves no trace in them.
+    The evaluations' own coverage counts too: a prompt that is missing from both tables leaves no
+    trace in them.
     """
     pairs = held_out_pairs(TARGET, candidate_samples, champion_samples)
     both = int(np.isfinite(pairs[["candidate", "champion"]]).all(axis=1).sum())
     coverage = min(both / len(pairs), candidate.coverage, champion.coverage)
     if coverage == 1.0:
-        return coverage, _Finding(True, f"Coverage is full: both sides scored all {both} held-out samples.")
+        return coverage, _Finding(
+            True, f"Coverage is full: both sides scored all {both} held-out samples."
+        )
     missing = {side: int((~np.isfinite(pairs[side])).sum()) for side in ("candidate", "champion")}
     return coverage, _Finding(
         False,
-        f"Coverage is {coverage:.1%}, not full: of {len(pairs)} held-out samples the candidate has no reward for "
-        f"{missing['candidate']} and the champion for {missing['champion']} (their evaluations cover {candidate.coverage:.1%} "
-        f"and {champion.coverage:.1%} of the prompts).",
+        f"Coverage is {coverage:.1%}, not full: of {len(pairs)} held-out samples the candidate has"
+        f" no reward for {missing['candidate']} and the champion for {missing['champion']} (their"
+        f" evaluations cover {candidate.coverage:.1%} and {champion.coverage:.1%} of the prompts).",
     )
 
 
 def _target(recipe: Recipe, target: Comparison) -> _Finding:
-    interval = f"{recipe.evaluation.confidence:.0%} interval [{signed(target.low)}, {signed(target.high)}]"
+    interval = (
+        f"{recipe.evaluation.confidence:.0%} interval [{signed(target.low)}, {signed(target.high)}]"
+    )
     moved = f"The reward went {_change(target)}"
     if target.low > 0:
-        return _Finding(True, f"{moved}; its {interval} over {target.prompts} prompts lies above zero.")
-    return _Finding(False, f"{moved}; its {interval} over {target.prompts} prompts does not lie above zero: no proven gain.")
+        return _Finding(
+            True, f"{moved}; its {interval} over {target.prompts} prompts lies above zero."
+        )
+    return _Finding(
+        False,
+        f"{moved}; its {interval} over {target.prompts} prompts does not lie above zero: no proven"
+        " gain.",
+    )
 
 
 def _guardrails(
@@ -116,16 +151,28 @@ def _guardrails(
     findings: list[_Finding] = []
     for config in recipe.guardrails:
         guardrail = config.column
-        candidate, champion = (_rows_of(config, samples) for samples in (candidate_samples, champion_samples))
-        sides = {"candidate": guardrail in candidate.column_names, "champion": guardrail in champion.column_names}
+        candidate, champion = (
+            _rows_of(config, samples) for samples in (candidate_samples, champion_samples)
+        )
+        sides = {
+            "candidate": guardrail in candidate.column_names,
+            "champion": guardrail in champion.column_names,
+        }
         if not any(sides.values()):
-            findings.append(_Finding(True, f"Guardrail {guardrail} was measured on neither side (not installed): ignored."))
+            findings.append(
+                _Finding(
+                    True,
+                    f"Guardrail {guardrail} was measured on neither side (not installed): ignored.",
+                )
+            )
         elif not all(sides.values()):
             present, absent = sorted(sides, key=lambda side: not sides[side])
             reason = f"Guardrail {guardrail} was measured on the {present} but not on the {absent}"
             findings.append(_Finding(False, f"{reason}; evaluate both with it."))
         elif failures := _failure_reason(recipe, guardrail, candidate, champion):
-            findings.append(_Finding(False, f"{failures}; see the column 'failure' of the samples."))
+            findings.append(
+                _Finding(False, f"{failures}; see the column 'failure' of the samples.")
+            )
         else:
             comparison, finding = _guardrail(recipe, guardrail, candidate, champion)
             comparisons.append(comparison)
@@ -135,46 +182,68 @@ def _guardrails(
 
 def _rows_of(config: RewardConfig, samples: pa.Table) -> pa.Table:
     """The samples of the prompts that a guardrail scores."""
-    return samples.filter(pc.is_in(samples["source"], pa.array(config.prompts))) if config.prompts else samples
+    return (
+        samples.filter(pc.is_in(samples["source"], pa.array(config.prompts)))
+        if config.prompts
+        else samples
+    )
 
 
-def _failure_reason(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> str | None:
+def _failure_reason(
+    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
+) -> str | None:
     """Why a metric's failures keep the candidate back, or None.
 
-    A failure hides a sample from the mean. A few are allowed, but not more of the candidate's: it may have learnt to cause them.
+    A failure hides a sample from the mean. A few are allowed, but not more of the candidate's: it
+    may have learnt to cause them.
     """
     pairs = held_out_pairs(metric, candidate, champion)
     excused = _has_no_text(metric, candidate) & _has_no_text(metric, champion)
     asked = pairs[[key not in excused for key in pairs[KEY].itertuples(index=False, name=None)]]
     ours, its = (int((~np.isfinite(asked[side])).sum()) for side in ("candidate", "champion"))
-    failed = f"Guardrail {metric} failed on {ours} of {len(asked)} held-out samples of the candidate and on {its} of the champion"
+    failed = (
+        f"Guardrail {metric} failed on {ours} of {len(asked)} held-out samples of the candidate and"
+        f" on {its} of the champion"
+    )
     if max(ours, its) > recipe.max_failed_share * len(asked):
         return f"{failed}, more than max_failed_share = {recipe.max_failed_share:.1%} allows"
     if ours > its:
         return f"{failed}: it fails more often on the candidate"
     scored = asked[np.isfinite(asked[["candidate", "champion"]]).all(axis=1)]
     if (common := scored["prompt_id"].nunique()) < 2:
-        return f"Guardrail {metric} scored {common} held-out prompts on both sides, too few to compare"
+        return (
+            f"Guardrail {metric} scored {common} held-out prompts on both sides, too few to compare"
+        )
     return None
 
 
 def _has_no_text(metric: str, samples: pa.Table) -> set[tuple[int, int]]:
-    """Keys of the samples on which a metric that reads has no value because their prompt names no text."""
+    """Keys of the samples on which a metric that reads has no value because their prompt names no
+    text.
+    """
     says_so = re.compile(rf"(^|; ){re.escape(metric)}: (frame \d+: )?{re.escape(NO_TARGET)}")
     rows = samples.select([*KEY, "target", "failure", metric]).to_pylist()
     silent = (row for row in rows if row["target"] is None and row[metric] is None)
     return {(row[KEY[0]], row[KEY[1]]) for row in silent if says_so.search(row["failure"] or "")}
 
 
-def _guardrail(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> tuple[Comparison, _Finding]:
+def _guardrail(
+    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
+) -> tuple[Comparison, _Finding]:
     tolerance, unit = _tolerance(recipe, metric, candidate, champion)
-    guardrail = _compare(recipe, metric, candidate, champion).model_copy(update={"tolerance": tolerance})
+    guardrail = _compare(recipe, metric, candidate, champion).model_copy(
+        update={"tolerance": tolerance}
+    )
     passed = guardrail.difference >= -tolerance - ROUNDING * max(1.0, tolerance)
     moved = f"Guardrail {metric} went {_change(guardrail)} over {guardrail.prompts} prompts"
-    return guardrail, _Finding(passed, f"{moved}, {'within' if passed else 'beyond'} the allowed fall of {unit}.")
+    return guardrail, _Finding(
+        passed, f"{moved}, {'within' if passed else 'beyond'} the allowed fall of {unit}."
+    )
 
 
-def _tolerance(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> tuple[float, str]:
+def _tolerance(
+    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
+) -> tuple[float, str]:
     """How far a guardrail may fall on the scale of its scores, and how a reason says so."""
     rule = recipe.promotion.guardrail_tolerance
     if (absolute := rule.absolute.get(metric)) is not None:
@@ -182,21 +251,36 @@ def _tolerance(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Ta
     share = rule.standard_deviations.get(metric, rule.default)
     spread = float(prompt_means(metric, candidate, champion)["champion"].std())
     if spread <= ROUNDING:
-        return 0.0, "0 (the champion's prompts all score the same; promotion.guardrail_tolerance.absolute can state more)"
-    return share * spread, f"{significant(share * spread)} ({share:g} standard deviations of the champion's prompts)"
+        return (
+            0.0,
+            (
+                "0 (the champion's prompts all score the same;"
+                " promotion.guardrail_tolerance.absolute can state more)"
+            ),
+        )
+    return (
+        share * spread,
+        f"{significant(share * spread)} ({share:g} standard deviations of the champion's prompts)",
+    )
 
 
 def _change(one: Comparison) -> str:
-    return f"from {significant(one.champion)} to {significant(one.candidate)} ({signed(one.difference)})"
+    return (
+        f"from {significant(one.champion)} to {significant(one.candidate)}"
+        f" ({signed(one.difference)})"
+    )
 
 
 def _statistics(tested: list[StatisticFinding]) -> list[_Finding]:
-    """A finding for each statistic that keeps the candidate back, and one for all others together."""
+    """A finding for each statistic that keeps the candidate back, and one for all others
+    together."""
     near = [finding.comparison for finding in tested if finding.passed and finding.comparison]
     findings = [_Finding(False, finding.reason) for finding in tested if not finding.passed]
     if near:
         moved = ", ".join(f"{one.metric} {signed(one.difference)}" for one in near)
         findings.append(_Finding(True, f"Statistics of the images within their margins: {moved}."))
     elif not tested:
-        findings.append(_Finding(True, "No statistic of the images was measured on either side: ignored."))
+        findings.append(
+            _Finding(True, "No statistic of the images was measured on either side: ignored.")
+        )
     return findings

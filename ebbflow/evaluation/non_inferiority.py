@@ -1,9 +1,12 @@
-"""Whether the candidate's pictures are still like the champion's: a test of non-inferiority for every image statistic.
+"""Whether the candidate's pictures are still like the champion's: a test of non-inferiority for
+every image statistic.
 
-The candidate has to prove that a statistic moved by less than its margin: a wide interval refuses. For a margin d and the
-prompts' paired differences x the hypothesis "the mean of x is at most -d" must be rejected, and "the mean is at least d" where a
-rise is as suspicious as a fall (two one-sided tests: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987). The
-p-values are those of the paired bootstrap over prompts, corrected for the number of hypotheses as Holm does.
+The candidate has to prove that a statistic moved by less than its margin: a wide interval refuses.
+For a margin d and the prompts' paired differences x the hypothesis "the mean of x is at most -d"
+must be rejected, and "the mean is at least d" where a rise is as suspicious as a fall (two
+one-sided tests: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987). The
+p-values are those of the paired bootstrap over prompts, corrected for the number of hypotheses as
+Holm does.
 """
 
 from __future__ import annotations
@@ -21,11 +24,17 @@ from ebbflow.formatting import signed, significant
 from ebbflow.recipe import Recipe
 
 MIN_MARGIN = 0.01
-"""Least margin, as most statistics lie between 0 and 1: where the champion's images are all alike, a spread is no measure."""
+"""Least margin, as most statistics lie between 0 and 1: where the champion's images are all alike,
+a spread is no measure.
+"""
 SHARES = {"diversity_latents", "diversity_pixels", "diversity_features"}
-"""Statistics whose margin is a share of the champion's mean; all others count in standard deviations of its prompts."""
+"""Statistics whose margin is a share of the champion's mean; all others count in standard
+deviations of its prompts.
+"""
 ONLY_FALLS = {*SHARES, "diversity_across_prompts", "sharpness"}
-"""More diversity is no harm. Sharpness rises as an honest policy draws more clearly; grain shows in entropy and edges, too."""
+"""More diversity is no harm. Sharpness rises as an honest policy draws more clearly; grain shows in
+entropy and edges, too.
+"""
 ONLY_RISES = {"text_likeness"}
 """Less text is no harm: what is feared is text that was drawn for the judge."""
 
@@ -47,8 +56,11 @@ class _Hypothesis(NamedTuple):
     p_value: float
 
 
-def check_statistics(recipe: Recipe, candidate: pa.Table, champion: pa.Table) -> list[StatisticFinding]:
-    """A finding for each statistic that has a margin and was measured, over the held-out prompts."""
+def check_statistics(
+    recipe: Recipe, candidate: pa.Table, champion: pa.Table
+) -> list[StatisticFinding]:
+    """A finding for each statistic that has a margin and was measured, over the held-out
+    prompts."""
     findings: list[StatisticFinding] = []
     hypotheses: list[_Hypothesis] = []
     for statistic, margin in statistic_margins(recipe).items():
@@ -66,7 +78,9 @@ def check_statistics(recipe: Recipe, candidate: pa.Table, champion: pa.Table) ->
 
 
 def statistic_margins(recipe: Recipe) -> dict[str, float]:
-    """The margin of each statistic that is tested. Text is not feared where a trained reward reads the image."""
+    """The margin of each statistic that is tested. Text is not feared where a trained reward reads
+    the image.
+    """
     margins = recipe.promotion.margins.model_dump()
     if any(reward.reads for reward in recipe.rewards):
         margins.pop("text_likeness")
@@ -82,13 +96,18 @@ def _missing(statistic: str, candidate: pa.Table, champion: pa.Table) -> str | N
         return ""
     if absent:
         return f"was not measured on the {absent[0]}; evaluate both with it"
-    finite = np.isfinite(held_out_pairs(column, candidate, champion)[["candidate", "champion"]].to_numpy())
+    finite = np.isfinite(
+        held_out_pairs(column, candidate, champion)[["candidate", "champion"]].to_numpy()
+    )
     measured = finite[finite.any(axis=1)]
     if not len(measured):
         return ""
     if not measured.all():
         lost, before = (~measured).sum(axis=0)
-        return f"is missing on {lost} held-out samples of the candidate and on {before} of the champion; evaluate both again"
+        return (
+            f"is missing on {lost} held-out samples of the candidate and on {before} of the"
+            " champion; evaluate both again"
+        )
     return None
 
 
@@ -101,12 +120,18 @@ def _hypotheses(
     difference = (means["candidate"] - means["champion"]).to_numpy()
     for change, sign in (("fall", 1), ("rise", -1)):
         if statistic not in (ONLY_RISES if change == "fall" else ONLY_FALLS):
-            p_value = paired_tail(sign * difference + margin, recipe.evaluation.resamples, recipe.seed)
+            p_value = paired_tail(
+                sign * difference + margin, recipe.evaluation.resamples, recipe.seed
+            )
             yield _Hypothesis(statistic, change, margin, p_value)
 
 
 def _finding(
-    recipe: Recipe, tested: _Hypothesis, kept: list[_Hypothesis], candidate: pa.Table, champion: pa.Table
+    recipe: Recipe,
+    tested: _Hypothesis,
+    kept: list[_Hypothesis],
+    candidate: pa.Table,
+    champion: pa.Table,
 ) -> StatisticFinding:
     rule = recipe.evaluation
     comparison = compare(
@@ -118,12 +143,18 @@ def _finding(
         seed=recipe.seed,
     ).model_copy(update={"metric": tested.statistic})
     moved = (
-        f"Statistic {tested.statistic} went from {significant(comparison.champion)} to {significant(comparison.candidate)} "
-        f"({signed(comparison.difference)}) over {comparison.prompts} prompts"
+        f"Statistic {tested.statistic} went from {significant(comparison.champion)} to"
+        f" {significant(comparison.candidate)} ({signed(comparison.difference)}) over"
+        f" {comparison.prompts} prompts"
     )
     if not kept:
-        return StatisticFinding(True, f"{moved}, within the margin of {significant(tested.margin)}.", comparison)
+        return StatisticFinding(
+            True, f"{moved}, within the margin of {significant(tested.margin)}.", comparison
+        )
     worst = max(kept, key=lambda one: one.p_value)
     fix = f"look at the samples, or set promotion.margins.{tested.statistic}"
-    reason = f"{moved}: a {worst.change} of {significant(worst.margin)} or more is not ruled out (p = {worst.p_value:.3g}); {fix}"
+    reason = (
+        f"{moved}: a {worst.change} of {significant(worst.margin)} or more is not ruled out (p ="
+        f" {worst.p_value:.3g}); {fix}"
+    )
     return StatisticFinding(False, f"{reason}.", comparison)

@@ -12,7 +12,9 @@ TARGET = "reward"
 
 
 def best(history: Sequence[Evaluation]) -> int:
-    """Index of the trained policy with the highest validation reward; the first entry is the untrained one."""
+    """Index of the trained policy with the highest validation reward; the first entry is the
+    untrained one.
+    """
     trained = range(1, len(history))
     return max(trained, key=lambda index: _validation(history[index]))
 
@@ -28,12 +30,14 @@ def stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int)
         return f"stop: all {recipe.rounds} rounds are done"
     per_round = sum(stage.branch is None for stage in recipe.stages)
     ends = [_validation(history[index]) for index in range(0, len(history), per_round)]
-    earlier, recent = ends[: -recipe.stop.patience], ends[-recipe.stop.patience :]
+    earlier = ends[: -recipe.stop.patience]
+    recent = ends[-recipe.stop.patience :]
     if not earlier or max(recent) > max(earlier) + recipe.stop.min_delta:
         return None
     return (
-        f"stop after {rounds_done} of {recipe.rounds} rounds: in stop.patience = {recipe.stop.patience} rounds the validation "
-        f"reward did not rise above {max(earlier):.3f} by more than stop.min_delta = {recipe.stop.min_delta}"
+        f"stop after {rounds_done} of {recipe.rounds} rounds: in stop.patience ="
+        f" {recipe.stop.patience} rounds the validation reward did not rise above"
+        f" {max(earlier):.3f} by more than stop.min_delta = {recipe.stop.min_delta}"
     )
 
 

@@ -1,4 +1,6 @@
-"""Generate images with a registered policy; the MLflow model flavour and ``ebbflow draw`` call this."""
+"""Generate images with a registered policy; the MLflow model flavour and ``ebbflow draw`` call
+this.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,20 @@ from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import ALLOW_CODE, read_policy_metadata, require_allowed_code, require_base
+from ebbflow.training.policy_metadata import (
+    ALLOW_CODE,
+    read_policy_metadata,
+    require_allowed_code,
+    require_base,
+)
 
 MAX_BATCH = 64
 MAX_LATENTS = 2**19
 """Elements of the latents of a pass: of SD3 eight images of 512 x 512, or two of 1024 x 1024."""
 
 NOT_FINITE = (
-    "the picture has values that are not finite, so there is none; take another version, or train in another model.precision"
+    "the picture has values that are not finite, so there is none; take another version, or train"
+    " in another model.precision"
 )
 
 
@@ -46,32 +54,48 @@ class Drawn(NamedTuple):
 
 
 def generate_images(
-    base: Path, policy: Path, prompts: Sequence[Prompt], seeds: Sequence[int], allowed_code: Collection[str] = ()
+    base: Path,
+    policy: Path,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    allowed_code: Collection[str] = (),
 ) -> list[Drawn]:
     """``iter_images`` in the order of the prompts."""
     drawn = dict(iter_images(base, policy, prompts, seeds, allowed_code))
     return [drawn[index] for index in range(len(prompts))]
 
 
-def load_served(base: Path, policy: Path, allowed_code: Collection[str] = ()) -> tuple[Model, SamplerConfig]:
-    """The model with the policy's weights, which stays in memory for the next call, and the sampler.
+def load_served(
+    base: Path, policy: Path, allowed_code: Collection[str] = ()
+) -> tuple[Model, SamplerConfig]:
+    """The model with the policy's weights, which stays in memory for the next call, and the
+    sampler.
 
     Raises:
         ArtifactError, PolicyError, ModelError: as ``iter_images``.
     """
     metadata = read_policy_metadata(policy)
-    require_allowed_code(metadata, policy, [*os.environ.get(ALLOW_CODE, "").split(","), *allowed_code])
-    return _loaded(base, policy), SamplerConfig(name=metadata.sampler, steps=metadata.steps, eta=metadata.eta)
+    require_allowed_code(
+        metadata, policy, [*os.environ.get(ALLOW_CODE, "").split(","), *allowed_code]
+    )
+    return _loaded(base, policy), SamplerConfig(
+        name=metadata.sampler, steps=metadata.steps, eta=metadata.eta
+    )
 
 
 def iter_images(
-    base: Path, policy: Path, prompts: Sequence[Prompt], seeds: Sequence[int], allowed_code: Collection[str] = ()
+    base: Path,
+    policy: Path,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    allowed_code: Collection[str] = (),
 ) -> Iterator[tuple[int, Drawn]]:
-    """An image per prompt with its index, by the sampler, with the steps and in the size that the policy was evaluated with.
+    """An image per prompt with its index, by the sampler, with the steps and in the size that the
+    policy was evaluated with.
 
-    An image depends on its own prompt and seed: the other prompts of a batch do not change its noise, and its pixels by rounding
-    only. A prompt that cannot be drawn gets an error instead. ``EBBFLOW_ALLOW_CODE`` lists code that the policy may name,
-    separated by commas.
+    An image depends on its own prompt and seed: the other prompts of a batch do not change its
+    noise, and its pixels by rounding only. A prompt that cannot be drawn gets an error instead.
+    ``EBBFLOW_ALLOW_CODE`` lists code that the policy may name, separated by commas.
 
     Args:
         seeds: of the noise, each from 0 to 2^63 - 1.
@@ -79,7 +103,8 @@ def iter_images(
 
     Raises:
         ArtifactError: a folder is not what was committed.
-        PolicyError: the policy was trained from another base model, or names code that is not allowed.
+        PolicyError: the policy was trained from another base model, or names code that is not
+            allowed.
         ModelError: the base model cannot be read.
     """
     model, sampler = load_served(base, policy, allowed_code)
@@ -87,14 +112,21 @@ def iter_images(
     with tqdm(total=len(prompts), desc="drawing", unit="image", disable=None) as progress:
         for encoded, indices in _encode(model, prompts, range(len(prompts))):
             for part in (indices[start : start + size] for start in range(0, len(indices), size)):
-                yield from zip(part, _draw(model, encoded, [(prompts[i], seeds[i]) for i in part], sampler), strict=True)
+                yield from zip(
+                    part,
+                    _draw(model, encoded, [(prompts[i], seeds[i]) for i in part], sampler),
+                    strict=True,
+                )
                 progress.update(len(part))
 
 
-def _encode(model: Model, prompts: Sequence[Prompt], indices: Sequence[int]) -> Iterator[tuple[Embeddings | str, Sequence[int]]]:
+def _encode(
+    model: Model, prompts: Sequence[Prompt], indices: Sequence[int]
+) -> Iterator[tuple[Embeddings | str, Sequence[int]]]:
     """Prompts that are encoded together, or what is wrong with a single one, with their indices.
 
-    What cannot be encoded is halved until the prompt at fault is alone. Two images to edit may also only not go together.
+    What cannot be encoded is halved until the prompt at fault is alone. Two images to edit may also
+    only not go together.
     """
     if not indices:
         return
@@ -109,25 +141,40 @@ def _encode(model: Model, prompts: Sequence[Prompt], indices: Sequence[int]) -> 
     yield encoded, indices
 
 
-def _draw(model: Model, encoded: Embeddings | str, rows: Sequence[tuple[Prompt, int]], sampler: SamplerConfig) -> Iterator[Drawn]:
+def _draw(
+    model: Model,
+    encoded: Embeddings | str,
+    rows: Sequence[tuple[Prompt, int]],
+    sampler: SamplerConfig,
+) -> Iterator[Drawn]:
     """The images of prompts with their seeds, in one pass."""
     if isinstance(encoded, str):
         yield Drawn(error=encoded)
         return
     prompts, seeds = zip(*rows, strict=True)
-    keys = SampleKeys(0, [0] * len(seeds), seeds)  # a seed is the number of the sample, so that a batch may have many
+    keys = SampleKeys(
+        0, [0] * len(seeds), seeds
+    )  # a seed is the number of the sample, so that a batch may have many
     conditioning = encoded(prompts).to(device_of(model))
     rollouts = generate(model, conditioning, keys, sampler, micro_batch=len(seeds))
     images = encode_png(model.decode(rollouts.latents))
     unguided = conditioning.negative is None
     for prompt, image, finite in zip(prompts, images, rollouts.finite, strict=True):
-        yield Drawn(image, warning=_warning(model, prompt, unguided)) if finite else Drawn(error=NOT_FINITE)
+        yield (
+            Drawn(image, warning=_warning(model, prompt, unguided))
+            if finite
+            else Drawn(error=NOT_FINITE)
+        )
 
 
 def _warning(model: Model, prompt: Prompt, unguided: bool) -> str | None:
     """What to know of a picture: families may say what they were trained on, and most cannot."""
     said = getattr(model, "outside_training", lambda prompt: None)(prompt)
-    ignored = "negative_prompt is ignored, as the policy draws without guidance" if unguided and prompt.negative_prompt else None
+    ignored = (
+        "negative_prompt is ignored, as the policy draws without guidance"
+        if unguided and prompt.negative_prompt
+        else None
+    )
     return "; ".join(filter(None, (said, ignored))) or None
 
 

@@ -1,17 +1,20 @@
 """Flow matching: noise, denoising steps and trajectories, as functions on tensors.
 
 Where it fits
-    Below ``ebbflow.models``, ``ebbflow.rollouts`` and ``ebbflow.training``. It knows no network, only velocities.
+    Below ``ebbflow.models``, ``ebbflow.rollouts`` and ``ebbflow.training``. It knows no network,
+    only velocities.
 
 Why
-    Rollout and training must compute the same step in the same precision: a ratio of log-probs is only 1 before the first
+    Rollout and training must compute the same step in the same precision: a ratio of log-probs is
+        only 1 before the first
     update if both run this code, in float32.
 
 How
-    - ``noise``: every random number is a function of (seed, prompt id, sample, step, stream), so neither the batch nor the
-      process that computes it matters.
+    - ``noise``: every random number is a function of (seed, prompt id, sample, step, stream), so
+      neither the batch nor the process that computes it matters.
     - ``transition``: mean, std and log-prob of one stochastic step (Flow-SDE, Dance-SDE, CPS).
-    - ``dpm_solver``, ``unipc``: deterministic second-order steps; ``windows``: which steps are stochastic and which are trained.
+    - ``dpm_solver``, ``unipc``: deterministic second-order steps; ``windows``: which steps are
+      stochastic and which are trained.
     - ``renoising``: noises a latent again that is part noise already.
     - ``trajectory``: what a rollout records at the trained steps.
 

@@ -1,12 +1,15 @@
-r"""DPM-Solver++ (2M), the second-order multistep solver of the deterministic path (2211.01095), for rectified flow.
+r"""DPM-Solver++ (2M), the second-order multistep solver of the deterministic path (2211.01095), for
+rectified flow.
 
-With alpha = 1 - sigma, lambda = log(alpha / sigma), the clean prediction x0_hat = x - sigma v, and x0_before that of the step
-before,
+With alpha = 1 - sigma, lambda = log(alpha / sigma), the clean prediction x0_hat = x - sigma v, and
+x0_before that of the step before,
 
-    h  = lambda' - lambda,   h_before = lambda - lambda_before,   D = x0_hat + h / (2 h_before) (x0_hat - x0_before)
-    x' = (sigma' / sigma) x + alpha' (1 - exp(-h)) D,             alpha' (1 - exp(-h)) = 1 - sigma' / sigma
+    h  = lambda' - lambda,   h_before = lambda - lambda_before,   D = x0_hat + h / (2 h_before)
+    (x0_hat - x0_before) x' = (sigma' / sigma) x + alpha' (1 - exp(-h)) D,             alpha' (1 -
+    exp(-h)) = 1 - sigma' / sigma
 
-It needs the step before, so it is no ``ebbflow.flow.transition``; it costs one evaluation of the network per step, as Euler does.
+It needs the step before, so it is no ``ebbflow.flow.transition``; it costs one evaluation of the
+network per step, as Euler does.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from ebbflow.flow.windows import shortened
 def dpm_solver_step(
     latents: Tensor, velocity: Tensor, previous_clean: Tensor | None, sigmas: Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
-    """(the latents at sigmas[step + 1], the clean prediction that the next step takes as ``previous_clean``), both [N, ...].
+    """(the latents at sigmas[step + 1], the clean prediction that the next step takes as
+    ``previous_clean``), both [N, ...].
 
     Args:
         latents: x at sigma = sigmas[step], [N, ...].
@@ -31,10 +35,12 @@ def dpm_solver_step(
         sigmas: the descending schedule, [steps + 1], ending in 0.
         step: the denoising step.
 
-    The step is of first order, which is Euler's, where the solver starts and where it reaches sigma = 0 (h is infinite); and so
-    is the one after a step from sigma = 1 (h_before is infinite). Computed in float32 at least.
+    The step is of first order, which is Euler's, where the solver starts and where it reaches sigma
+    = 0 (h is infinite); and so is the one after a step from sigma = 1 (h_before is infinite).
+    Computed in float32 at least.
     """
-    latents, velocity = at_least_float32(latents), at_least_float32(velocity)
+    latents = at_least_float32(latents)
+    velocity = at_least_float32(velocity)
     sigmas = sigmas.to(latents)
     clean = latents - sigmas[step] * velocity
     target = clean
@@ -46,10 +52,14 @@ def dpm_solver_step(
 
 
 def shorter_schedule(sigmas: Tensor, share: float) -> Tensor:
-    """max(1, ceil(share * steps)) denoising steps instead of those of ``sigmas``, [steps + 1], from its first sigma to its last.
+    """max(1, ceil(share * steps)) denoising steps instead of those of ``sigmas``, [steps + 1], from
+    its first sigma to its last.
 
-    They are spread evenly over its index, with linear interpolation, and so keep the family's spacing.
+    They are spread evenly over its index, with linear interpolation, and so keep the family's
+    spacing.
     """
     steps = len(sigmas) - 1
     places = np.linspace(0, steps, shortened(steps, share) + 1)
-    return torch.from_numpy(np.interp(places, np.arange(steps + 1), sigmas.cpu().numpy())).to(sigmas)
+    return torch.from_numpy(np.interp(places, np.arange(steps + 1), sigmas.cpu().numpy())).to(
+        sigmas
+    )

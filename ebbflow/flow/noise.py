@@ -24,8 +24,9 @@ class SampleKeys:
         seed: the noise seed of the stage (``derive_seed``).
         prompt_ids: [N].
         samples: [N], the number of the draw for its prompt.
-        sharing: for each step index of noise, how many samples of a prompt with successive numbers have one draw, that of the
-            first of them; 1 beyond its end. Each number divides the one before it.
+        sharing: for each step index of noise, how many samples of a prompt with successive numbers
+            have one draw, that of the first of them; 1 beyond its end. Each number divides the one
+            before it.
     """
 
     seed: int
@@ -56,7 +57,9 @@ class SampleKeys:
 
     def take(self, index: np.ndarray) -> SampleKeys:
         """The keys at some positions."""
-        prompt_ids, samples = ([int(values[i]) for i in index] for values in (self.prompt_ids, self.samples))
+        prompt_ids, samples = (
+            [int(values[i]) for i in index] for values in (self.prompt_ids, self.samples)
+        )
         return replace(self, prompt_ids=prompt_ids, samples=samples)
 
 
@@ -70,7 +73,9 @@ def noise(
 ) -> torch.Tensor:
     """Standard normal noise, float32 [N, *shape], one independent draw per (prompt_id, sample)."""
     draws = np.empty((len(prompt_ids), *shape), dtype=np.float32)
-    for row, generator in zip(draws, generators(seed, prompt_ids, samples, step, stream), strict=True):
+    for row, generator in zip(
+        draws, generators(seed, prompt_ids, samples, step, stream), strict=True
+    ):
         generator.standard_normal(dtype=np.float32, out=row)
     return torch.from_numpy(draws)
 

@@ -1,6 +1,8 @@
-"""Which sigmas a forward-process loss noises final latents to (``ebbflow.recipe.algorithms.SigmaConfig``).
+"""Which sigmas a forward-process loss noises final latents to
+(``ebbflow.recipe.algorithms.SigmaConfig``).
 
-A shift by k is sigma = k s / (1 + (k - 1) s) of an unshifted s, as in Stable Diffusion 3 (2403.03206, section 5.3.2).
+A shift by k is sigma = k s / (1 + (k - 1) s) of an unshifted s, as in Stable Diffusion 3
+(2403.03206, section 5.3.2).
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ EDGE = 1e-6
 """Of the quantiles of a logit-normal distribution, whose ends are infinite."""
 
 
-def training_sigmas(config: SigmaConfig, schedule: Tensor, keys: SampleKeys, visit: int, uniform: Tensor) -> Tensor:
+def training_sigmas(
+    config: SigmaConfig, schedule: Tensor, keys: SampleKeys, visit: int, uniform: Tensor
+) -> Tensor:
     """The sigma of each draw of N samples, float32 [draws, N].
 
     Args:
         schedule: of the stage's sampler, descending, [steps + 1], ending in 0.
-        keys: whose sigmas these are; with ``visit`` they fix the order in which unstratified points of the schedule are drawn.
+        keys: whose sigmas these are; with ``visit`` they fix the order in which unstratified points
+            of the schedule are drawn.
         visit: how often these samples were trained on before.
         uniform: a number in [0, 1) for each, from the sample's own generator, [draws, N].
 
@@ -31,13 +36,20 @@ def training_sigmas(config: SigmaConfig, schedule: Tensor, keys: SampleKeys, vis
     draws = len(uniform)
     if config.kind == "schedule":
         points = schedule_points(config, schedule)
-        return points[_one_of_each_run(uniform, len(points)) if config.stratified else _orders(keys, visit, draws, len(points))]
+        return points[
+            (
+                _one_of_each_run(uniform, len(points))
+                if config.stratified
+                else _orders(keys, visit, draws, len(points))
+            )
+        ]
     quantile = (torch.arange(draws)[:, None] + uniform) / draws if config.stratified else uniform
     return _sigma_at(quantile, config)
 
 
 def schedule_points(config: SigmaConfig, schedule: Tensor) -> Tensor:
-    """The sigmas of the schedule that lie in the band, descending, [K]; its last, 0, would add no noise and never counts.
+    """The sigmas of the schedule that lie in the band, descending, [K]; its last, 0, would add no
+    noise and never counts.
 
     Raises:
         ValueError: there is none.
@@ -47,29 +59,36 @@ def schedule_points(config: SigmaConfig, schedule: Tensor) -> Tensor:
     if not len(points):
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas.tolist())
         raise ValueError(
-            f"algorithm.sigma: no sigma of the sampler's schedule ({shown}) lies between min = {config.min:g} and "
-            f"max = {config.max:g}; widen the band, or raise sampler.steps"
+            f"algorithm.sigma: no sigma of the sampler's schedule ({shown}) lies between min ="
+            f" {config.min:g} and max = {config.max:g}; widen the band, or raise sampler.steps"
         )
     return points
 
 
 def _one_of_each_run(uniform: Tensor, count: int) -> Tensor:
-    """A point of each of as many runs of neighbours as there are draws (AWM, 2509.25050): integer [draws, N] below ``count``.
+    """A point of each of as many runs of neighbours as there are draws (AWM, 2509.25050): integer
+    [draws, N] below ``count``.
 
-    Runs begin at floor(draw * count / draws), so they may differ in length by one, and every run has the same weight.
+    Runs begin at floor(draw * count / draws), so they may differ in length by one, and every run
+    has the same weight.
     """
     draws = len(uniform)
     starts = torch.arange(draws + 1) * count // draws
-    first, length = starts[:-1, None], starts.diff().clamp_min(1)[:, None]
+    first = starts[:-1, None]
+    length = starts.diff().clamp_min(1)[:, None]
     return first + (uniform * length).long().clamp_max(length - 1)
 
 
 def _orders(keys: SampleKeys, visit: int, draws: int, count: int) -> Tensor:
-    """The points of each draw, without replacement for as long as there are some: integer [draws, N] below ``count``."""
+    """The points of each draw, without replacement for as long as there are some: integer [draws,
+    N] below ``count``.
+    """
     rounds = -(-draws // count)
     orders = torch.empty(rounds * count, len(keys), dtype=torch.long)
     for column, (prompt_id, sample) in enumerate(zip(keys.prompt_ids, keys.samples, strict=True)):
-        numbers = generator(keys.seed, prompt_id, sample, visit, Stream.SIGMAS).random((rounds, count))
+        numbers = generator(keys.seed, prompt_id, sample, visit, Stream.SIGMAS).random(
+            (rounds, count)
+        )
         orders[:, column] = torch.from_numpy(numbers).argsort(1).flatten()
     return orders[:draws]
 
@@ -85,8 +104,12 @@ def _sigma_at(quantile: Tensor, config: SigmaConfig) -> Tensor:
 
 def _share_below(sigma: float, config: SigmaConfig) -> float:
     """The share of the distribution without its band that lies below a sigma."""
-    unshifted = _shifted(torch.tensor(sigma, dtype=torch.float64), 1 / config.shift).clamp(0, 1)  # rounding may pass 1
-    return float(unshifted if config.kind == "uniform" else torch.special.ndtr(torch.logit(unshifted)))
+    unshifted = _shifted(torch.tensor(sigma, dtype=torch.float64), 1 / config.shift).clamp(
+        0, 1
+    )  # rounding may pass 1
+    return float(
+        unshifted if config.kind == "uniform" else torch.special.ndtr(torch.logit(unshifted))
+    )
 
 
 def _shifted(sigma: Tensor, shift: float) -> Tensor:

@@ -29,5 +29,8 @@ class Trajectory:
 
     def take(self, samples: Tensor) -> Trajectory:
         """Some of the samples, integer [S]."""
-        rows = {name: getattr(self, name)[samples] for name in ("latents", "next_latents", "means", "log_probs")}
+        rows = {
+            name: getattr(self, name)[samples]
+            for name in ("latents", "next_latents", "means", "log_probs")
+        }
         return replace(self, **rows)

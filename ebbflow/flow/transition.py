@@ -1,9 +1,10 @@
 r"""One denoising step, for every sampler: the same function samples it and scores it.
 
-With the rectified-flow convention x_sigma = (1 - sigma) x0 + sigma eps and the predicted velocity v = eps - x0,
+With the rectified-flow convention x_sigma = (1 - sigma) x0 + sigma eps and the predicted velocity v
+= eps - x0,
 
-    x0_hat = x - sigma v,   x1_hat = x + (1 - sigma) v,
-    mu     = (1 - sigma') x0_hat + a x1_hat,      x' = mu + b z,   z ~ N(0, I),   dt = sigma' - sigma < 0
+    x0_hat = x - sigma v,   x1_hat = x + (1 - sigma) v, mu     = (1 - sigma') x0_hat + a x1_hat,
+    x' = mu + b z,   z ~ N(0, I),   dt = sigma' - sigma < 0
 
 ============  ========================================  =====================  ===========
 sampler       a                                         b                      default eta
@@ -14,9 +15,10 @@ sampler       a                                         b                      d
 ``cps``       sqrt(sigma'^2 - b^2)                      sigma' sin(eta pi/2)   .8
 ============  ========================================  =====================  ===========
 
-s = eta sqrt(sigma / (1 - sigma~)) for Flow-SDE (Flow-GRPO, 2505.05470), with sigma~ the second sigma of the schedule where
-sigma = 1; s = eta for Dance-SDE (DanceGRPO, 2505.07818); CPS is 2509.05952. Flow-SDE's guard at sigma = 1 mis-scales the first
-noise for good (only the end of its path converges to the marginal); that is the published sampler, kept as it is.
+s = eta sqrt(sigma / (1 - sigma~)) for Flow-SDE (Flow-GRPO, 2505.05470), with sigma~ the second
+sigma of the schedule where sigma = 1; s = eta for Dance-SDE (DanceGRPO, 2505.07818); CPS is
+2509.05952. Flow-SDE's guard at sigma = 1 mis-scales the first noise for good (only the end of its
+path converges to the marginal); that is the published sampler, kept as it is.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Transition:
     Attributes:
         sampler: its name, or the path of a user's own.
         mean: [N, ...].
-        std: b, the TRUE standard deviation, dt included; scalar or [N], 0 where the step is deterministic.
+        std: b, the TRUE standard deviation, dt included; scalar or [N], 0 where the step is
+            deterministic.
         scale: s, the noise per square root of time (b = s sqrt|dt|); scalar or [N].
         dt: sigma' - sigma, negative; scalar or [N].
     """
@@ -57,10 +60,12 @@ class Sampler:
     """A user's own sampler, which a recipe names as ``sampler: {name: "package.module:NAME"}``.
 
     Attributes:
-        step: (latents [N, ...], velocity [N, ...], sigmas [steps + 1], step, eta) -> the transition of that denoising step,
-            computed in float32 at least. ``step`` is one step for all rows, or an integer tensor [N]. Rollouts sample it and
-            training scores it again, so it must depend on its arguments alone. ``sde_transition`` computes most of them.
-        eta: the default noise level; None: deterministic (``Transition.std`` is 0), without log-probs.
+        step: (latents [N, ...], velocity [N, ...], sigmas [steps + 1], step, eta) -> the transition
+            of that denoising step, computed in float32 at least. ``step`` is one step for all rows,
+            or an integer tensor [N]. Rollouts sample it and training scores it again, so it must
+            depend on its arguments alone. ``sde_transition`` computes most of them.
+        eta: the default noise level; None: deterministic (``Transition.std`` is 0), without
+            log-probs.
     """
 
     step: Callable[[Tensor, Tensor, Tensor, int | Tensor, float], Transition]
@@ -68,7 +73,12 @@ class Sampler:
 
 
 def transition(
-    sampler: str, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, eta: float | None = None
+    sampler: str,
+    latents: Tensor,
+    velocity: Tensor,
+    sigmas: Tensor,
+    step: int | Tensor,
+    eta: float | None = None,
 ) -> Transition:
     """The transition of ``latents`` at denoising step ``step``.
 
@@ -81,30 +91,52 @@ def transition(
 
     Everything is computed in float32 at least: bf16 latents alone move the first ratio off 1.
     """
-    latents, velocity = at_least_float32(latents), at_least_float32(velocity)
+    latents = at_least_float32(latents)
+    velocity = at_least_float32(velocity)
     sigmas = sigmas.to(latents)
     if ":" in sampler:
         own: Sampler = import_path(sampler)
-        return replace(own.step(latents, velocity, sigmas, step, (own.eta or 0.0) if eta is None else eta), sampler=sampler)
+        return replace(
+            own.step(latents, velocity, sigmas, step, (own.eta or 0.0) if eta is None else eta),
+            sampler=sampler,
+        )
     eta = DEFAULT_ETA[sampler] if eta is None else eta
-    sigma, sigma_next = sigmas[step], sigmas[step + 1]
+    sigma = sigmas[step]
+    sigma_next = sigmas[step + 1]
     dt = sigma_next - sigma
     scale, std = _noise(sampler, eta, sigma, sigma_next, dt, second_sigma=sigmas[1])
     # a^2 + b^2 = sigma'^2 for ODE and CPS; the SDEs correct the drift for the noise they inject.
     noise_share = sigma_next**2 - std**2 if sampler == "cps" else None
-    a = sigma_next - scale**2 * dt.abs() / (2 * sigma) if noise_share is None else noise_share.clamp_min(0).sqrt()
+    a = (
+        sigma_next - scale**2 * dt.abs() / (2 * sigma)
+        if noise_share is None
+        else noise_share.clamp_min(0).sqrt()
+    )
     return Transition(sampler, _mean_step(latents, velocity, sigma, sigma_next, a), std, scale, dt)
 
 
-def sde_transition(latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, scale: Tensor) -> Transition:
-    """The transition of an SDE with the noise ``scale`` s of this step (scalar or [N]); the drift is corrected for the noise."""
-    sigma, sigma_next = sigmas[step], sigmas[step + 1]
+def sde_transition(
+    latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, scale: Tensor
+) -> Transition:
+    """The transition of an SDE with the noise ``scale`` s of this step (scalar or [N]); the drift
+    is corrected for the noise.
+    """
+    sigma = sigmas[step]
+    sigma_next = sigmas[step + 1]
     dt = sigma_next - sigma
     a = sigma_next - scale**2 * dt.abs() / (2 * sigma)
-    return Transition("sde", _mean_step(latents, velocity, sigma, sigma_next, a), scale * dt.abs().sqrt(), scale, dt)
+    return Transition(
+        "sde",
+        _mean_step(latents, velocity, sigma, sigma_next, a),
+        scale * dt.abs().sqrt(),
+        scale,
+        dt,
+    )
 
 
-def _mean_step(latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, a: Tensor) -> Tensor:
+def _mean_step(
+    latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, a: Tensor
+) -> Tensor:
     """mu = (1 - sigma') x0_hat + a x1_hat, [N, ...]."""
     clean = latents - _rows(sigma, latents) * velocity
     noise = latents + _rows(1 - sigma, latents) * velocity
@@ -134,16 +166,20 @@ def sample(step: Transition, noise: Tensor) -> Tensor:
 
 
 def log_prob(step: Transition, next_latents: Tensor) -> Tensor:
-    """Log-probability of x', [N]: the MEAN over the D elements of a sample, as in all published code.
+    """Log-probability of x', [N]: the MEAN over the D elements of a sample, as in all published
+    code.
 
-    The mean (not the sum) is why clip ranges are 1e-3 ... 1e-6; multiply by D for the log-density. CPS follows its publication,
-    -mean((x' - mu)^2), without 1/(2 b^2) and the normaliser.
+    The mean (not the sum) is why clip ranges are 1e-3 ... 1e-6; multiply by D for the log-density.
+    CPS follows its publication, -mean((x' - mu)^2), without 1/(2 b^2) and the normaliser.
 
     Raises:
         ValueError: the step is deterministic (b = 0) and has no density.
     """
     if not bool((step.std > 0).all()):
-        raise ValueError(f"a deterministic step of the {step.sampler} sampler has no log-probability; score stochastic ones")
+        raise ValueError(
+            f"a deterministic step of the {step.sampler} sampler has no log-probability; score"
+            " stochastic ones"
+        )
     squared = (next_latents - step.mean) ** 2
     if step.sampler == "cps":
         return -_mean(squared)

@@ -1,14 +1,16 @@
 r"""UniPC (2302.04867) of second order with B_2(h), the published solver of Wan, for rectified flow.
 
-A predictor takes the step and, once the network has seen where it led, a corrector takes it again with what it saw. With
-alpha = 1 - sigma, lambda = log(alpha / sigma), x0_hat = x - sigma v, h = lambda' - lambda, r = (lambda_before - lambda) / h,
-D = (x0_before - x0_hat) / r and D' = x0_hat' - x0_hat,
+A predictor takes the step and, once the network has seen where it led, a corrector takes it again
+with what it saw. With alpha = 1 - sigma, lambda = log(alpha / sigma), x0_hat = x - sigma v, h =
+lambda' - lambda, r = (lambda_before - lambda) / h, D = (x0_before - x0_hat) / r and D' = x0_hat' -
+x0_hat,
 
     predictor   x'  = (sigma' / sigma) x + (1 - sigma' / sigma) (x0_hat + D / 2)
     corrector   x'' = (sigma' / sigma) x + (1 - sigma' / sigma) (x0_hat + c D + c' D')
 
-where c + c' = b and r c + c' = b' with p = e^-h - 1, b = -1 / h - 1 / p and b' = 2 ((p / h + 1) / h - 1 / 2) / p. The predictor
-is that of ``ebbflow.flow.dpm_solver``; the corrector costs no evaluation of the network.
+where c + c' = b and r c + c' = b' with p = e^-h - 1, b = -1 / h - 1 / p and b' = 2 ((p / h + 1) / h
+- 1 / 2) / p. The predictor is that of ``ebbflow.flow.dpm_solver``; the corrector costs no
+evaluation of the network.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ FIRST_SIGMA = 1 - 1e-6
 
 @dataclass(frozen=True)
 class UniPCHistory:
-    """What the next step needs, each [N, ...]: the corrected latents of a step, and its clean prediction and the one before."""
+    """What the next step needs, each [N, ...]: the corrected latents of a step, and its clean
+    prediction and the one before.
+    """
 
     latents: Tensor
     clean: Tensor
@@ -45,9 +49,11 @@ def unipc_step(
         sigmas: the descending schedule, [steps + 1], ending in 0.
         step: the denoising step.
 
-    The first step and the last are of first order, and so is the first correction. Computed in float32 at least.
+    The first step and the last are of first order, and so is the first correction. Computed in
+    float32 at least.
     """
-    latents, velocity = at_least_float32(latents), at_least_float32(velocity)
+    latents = at_least_float32(latents)
+    velocity = at_least_float32(velocity)
     sigmas = sigmas.to(latents).clamp(max=FIRST_SIGMA)
     clean = latents - sigmas[step] * velocity
     if history is not None:
@@ -62,15 +68,21 @@ def unipc_step(
 
 def _corrected(history: UniPCHistory, clean: Tensor, sigmas: Tensor, step: int) -> Tensor:
     """The latents at sigmas[step] from those of the step before, once more."""
-    change, weight, target = clean - history.clean, torch.tensor(0.5).to(clean), history.clean
+    change = clean - history.clean
+    weight = torch.tensor(0.5).to(clean)
+    target = history.clean
     if history.clean_before is not None:
         before, now = _lambdas(sigmas)[step - 1 : step + 1]
-        h, ratio = before - now, _ratio(sigmas, step - 1)  # h as it enters the exponentials: negative
+        h, ratio = (
+            before - now,
+            _ratio(sigmas, step - 1),
+        )  # h as it enters the exponentials: negative
         phi = torch.expm1(h)
         first = 1 / h - 1 / phi
         second = 2 * ((phi / h - 1) / h - 0.5) / phi
         slope = (first - second) / (1 - ratio)
-        target, weight = target + slope * (history.clean_before - history.clean) / ratio, first - slope
+        target = target + slope * (history.clean_before - history.clean) / ratio
+        weight = first - slope
     kept = sigmas[step] / sigmas[step - 1]
     return kept * history.latents + (1 - kept) * (target + weight * change)
 

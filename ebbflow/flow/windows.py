@@ -1,4 +1,5 @@
-"""Which denoising steps are stochastic and which are trained: one draw per optimisation step, shared by every sample and rank.
+"""Which denoising steps are stochastic and which are trained: one draw per optimisation step,
+shared by every sample and rank.
 
 A window per sample collapses training (a published pitfall), so nothing here takes a sample.
 """
@@ -22,9 +23,10 @@ class Plan:
     """What becomes of the denoising steps in one optimisation step.
 
     Attributes:
-        stochastic: the steps that follow the sampler, ascending, never empty, without the last one, whose noise would stay in
-            the image; the others are deterministic.
-        trained: those that are recorded and learnt from; ascending, never empty, among the stochastic ones.
+        stochastic: the steps that follow the sampler, ascending, never empty, without the last one,
+            whose noise would stay in the image; the others are deterministic.
+        trained: those that are recorded and learnt from; ascending, never empty, among the
+            stochastic ones.
         tail: after the last stochastic step, DPM-Solver++ takes this share of the remaining steps.
     """
 
@@ -33,8 +35,15 @@ class Plan:
     tail: float | None = None
 
 
-def plan(window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int, splits: Sequence[int] = ()) -> Plan:
-    """The steps of this optimisation step, for a window that fits into the denoising steps (the recipe has checked that).
+def plan(
+    window: WindowConfig,
+    denoising_steps: int,
+    optimisation_step: int,
+    seed: int,
+    splits: Sequence[int] = (),
+) -> Plan:
+    """The steps of this optimisation step, for a window that fits into the denoising steps (the
+    recipe has checked that).
 
     Args:
         splits: steps that are stochastic, and trained, wherever a window of some steps is.
@@ -43,23 +52,30 @@ def plan(window: WindowConfig, denoising_steps: int, optimisation_step: int, see
     if window.kind == "all":
         return Plan(every, every, window.tail)
     if window.kind == "share":
-        return Plan(every, _share(window.share, len(every), _draw(optimisation_step, seed)), window.tail)
+        return Plan(
+            every, _share(window.share, len(every), _draw(optimisation_step, seed)), window.tail
+        )
     start = _start(window, denoising_steps, optimisation_step, seed)
     inside = tuple(sorted({*every[start : start + window.size], *splits}))
     return Plan(inside, inside, window.tail)
 
 
-def samples_per_prediction(sharing: Sequence[int], steps: int, stochastic: Container[int], trained: Container[int]) -> list[int]:
-    """How many successive samples of a prompt the network predicts once at each denoising step, as they are equal before it.
+def samples_per_prediction(
+    sharing: Sequence[int], steps: int, stochastic: Container[int], trained: Container[int]
+) -> list[int]:
+    """How many successive samples of a prompt the network predicts once at each denoising step, as
+    they are equal before it.
 
-    Where samples share their initial noise alone, training predicts a trained step for each of them, so rollouts do, too: in a
-    pass with another number of rows the last bits may differ. Of a tree (``sharing`` goes on) training predicts each node once.
+    Where samples share their initial noise alone, training predicts a trained step for each of
+    them, so rollouts do, too: in a pass with another number of rows the last bits may differ. Of a
+    tree (``sharing`` goes on) training predicts each node once.
 
     Args:
         sharing: as of ``SampleKeys``.
     """
     counts = dict(enumerate(sharing))
-    equal, found = counts.get(0, 1), []
+    equal = counts.get(0, 1)
+    found = []
     for step in range(steps):
         found.append(1 if step in trained and len(sharing) == 1 else equal)
         if step in stochastic:
@@ -68,7 +84,8 @@ def samples_per_prediction(sharing: Sequence[int], steps: int, stochastic: Conta
 
 
 def _share(share: float, count: int, draw: np.random.Generator) -> tuple[int, ...]:
-    """A random share of the steps, rounded down as published, at least one (DanceGRPO, 2505.07818)."""
+    """A random share of the steps, rounded down as published, at least one (DanceGRPO,
+    2505.07818)."""
     chosen = draw.choice(count, size=max(1, int(share * count)), replace=False)
     return tuple(sorted(chosen.tolist()))
 
@@ -76,14 +93,21 @@ def _share(share: float, count: int, draw: np.random.Generator) -> tuple[int, ..
 def _start(window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int) -> int:
     if window.kind == "fixed":
         return window.start
-    starts = range(window.start, min(math.ceil(window.limit * denoising_steps), denoising_steps - window.size), window.stride)
+    starts = range(
+        window.start,
+        min(math.ceil(window.limit * denoising_steps), denoising_steps - window.size),
+        window.stride,
+    )
     if window.kind == "random":
         return int(_draw(optimisation_step, seed).choice(starts))
     return _moving_start(window, starts, denoising_steps, optimisation_step)
 
 
-def _moving_start(window: WindowConfig, starts: range, denoising_steps: int, optimisation_step: int) -> int:
-    """Each start in turn for as long as it stays; then from the first again, or the last for good."""
+def _moving_start(
+    window: WindowConfig, starts: range, denoising_steps: int, optimisation_step: int
+) -> int:
+    """Each start in turn for as long as it stays; then from the first again, or the last for
+    good."""
     ends = list(accumulate(_stay(window, start, denoising_steps) for start in starts))
     if window.roll_over:
         optimisation_step %= ends[-1]
@@ -91,11 +115,15 @@ def _moving_start(window: WindowConfig, starts: range, denoising_steps: int, opt
 
 
 def _stay(window: WindowConfig, start: int, denoising_steps: int) -> int:
-    """Optimisation steps that a window stays at a start; ever fewer for late ones when it decays (MixGRPO, 2507.21802)."""
+    """Optimisation steps that a window stays at a start; ever fewer for late ones when it decays
+    (MixGRPO, 2507.21802).
+    """
     if window.kind == "progressive":
         return window.steps_per_window
     after = math.ceil(denoising_steps / 2) if window.decay_after is None else window.decay_after
-    return max(1, math.ceil(window.steps_per_window * math.exp(-window.decay * max(start - after, 0))))
+    return max(
+        1, math.ceil(window.steps_per_window * math.exp(-window.decay * max(start - after, 0)))
+    )
 
 
 def _draw(optimisation_step: int, seed: int) -> np.random.Generator:

@@ -11,18 +11,20 @@ def krippendorff_alpha(units: Iterable[Sequence[Hashable]]) -> float | None:
 
         alpha = 1 - (n - 1) * sum_u sum_{c != k} n_uc n_uk / (m_u - 1) / sum_{c != k} n_c n_k
 
-    1 is full agreement, 0 what chance gives, and below 0 raters disagree systematically. Source: Krippendorff, Computing
-    Krippendorff's Alpha-Reliability, 2011, section E.
+    1 is full agreement, 0 what chance gives, and below 0 raters disagree systematically. Source:
+    Krippendorff, Computing Krippendorff's Alpha-Reliability, 2011, section E.
 
     Args:
-        units: of each pair of pictures the answers that it got, in any order; those with fewer than two do not count.
+        units: of each pair of pictures the answers that it got, in any order; those with fewer than
+            two do not count.
 
     Returns:
         None where alpha is undefined: no pair has two answers, or all answers are the same.
     """
     tables = [Counter(answers) for answers in units if len(answers) > 1]
     totals: Counter[Hashable] = sum(tables, Counter())
-    count, expected = totals.total(), _disagreements(totals)
+    count = totals.total()
+    expected = _disagreements(totals)
     if not expected:
         return None
     observed = sum(_disagreements(table) / (table.total() - 1) for table in tables)

@@ -1,4 +1,6 @@
-"""Every answer of every rater: one file that only grows, a JSON object per line, on the disk before it is acknowledged."""
+"""Every answer of every rater: one file that only grows, a JSON object per line, on the disk before
+it is acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Answer(Strict):
-    """What a rater said about a pair, or that the rater's last answer, which was on this pair, is taken back (``undo``)."""
+    """What a rater said about a pair, or that the rater's last answer, which was on this pair, is
+    taken back (``undo``).
+    """
 
     at: str
     """Time in UTC, ISO 8601."""
@@ -40,7 +44,8 @@ class AnswerFile:
     """The file and what stands in it.
 
     Args:
-        path: is made if need be. A last line without its end was never acknowledged, and is removed.
+        path: is made if need be. A last line without its end was never acknowledged, and is
+            removed.
 
     Raises:
         LabelError: a line is no answer.
@@ -92,7 +97,9 @@ def _cut_torn_line(path: Path) -> None:
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(path, whole)
-        logger.warning("%s: removed the last line, which a killed process left without its end", path)
+        logger.warning(
+            "%s: removed the last line, which a killed process left without its end", path
+        )
 
 
 def _read(path: Path) -> Iterator[Answer]:
@@ -100,4 +107,6 @@ def _read(path: Path) -> Iterator[Answer]:
         try:
             yield Answer.model_validate_json(line)
         except ValidationError:
-            raise LabelError(f"{location}: {short(line)} is no answer; restore the file, or remove this line") from None
+            raise LabelError(
+                f"{location}: {short(line)} is no answer; restore the file, or remove this line"
+            ) from None

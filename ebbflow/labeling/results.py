@@ -1,4 +1,6 @@
-"""What follows from the answers: a pairs file to train on, and the evidence that a person attaches to an approval."""
+"""What follows from the answers: a pairs file to train on, and the evidence that a person attaches
+to an approval.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,26 @@ from ebbflow.recipe.base import sanitize
 from ebbflow.storage.disk import sha256_of, write_text
 from ebbflow.storage.tables import write_table
 
-PAIRS, EVIDENCE, PAGE = "pairs.parquet", "evidence.json", "evidence.md"
+PAIRS = "pairs.parquet"
+EVIDENCE = "evidence.json"
+PAGE = "evidence.md"
 
 logger = logging.getLogger(__name__)
 
 
 def write_results(session: Session) -> None:
-    """Write ``pairs.parquet``, ``evidence.json`` and ``evidence.md`` into the session's folder, each whole or not at all.
+    """Write ``pairs.parquet``, ``evidence.json`` and ``evidence.md`` into the session's folder,
+    each whole or not at all.
 
     Raises:
         DiskFullError: no space was left.
     """
     found = evidence(session)
     write_pairs(session, session.folder / PAIRS)
-    write_text(session.folder / EVIDENCE, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(
+        session.folder / EVIDENCE,
+        json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+    )
     write_text(session.folder / PAGE, as_markdown(found))
 
 
@@ -42,31 +50,53 @@ def write_results(session: Session) -> None:
 
 
 def write_pairs(session: Session, path: Path) -> int:
-    """Write a pair for each pair of pictures of which more raters prefer one side than the other; returns their number.
+    """Write a pair for each pair of pictures of which more raters prefer one side than the other;
+    returns their number.
 
-    Latents are written where the pictures have them: encoding a picture again would change it. Without a pair there is no file.
+    Latents are written where the pictures have them: encoding a picture again would change it.
+    Without a pair there is no file.
     """
-    votes = {key: Counter(answer.preferred for answer in answers) for key, answers in session.by_pair().items()}
-    chosen = {key: 0 if counts[0] > counts[1] else 1 for key, counts in votes.items() if counts[0] != counts[1]}
+    votes = {
+        key: Counter(answer.preferred for answer in answers)
+        for key, answers in session.by_pair().items()
+    }
+    chosen = {
+        key: 0 if counts[0] > counts[1] else 1
+        for key, counts in votes.items()
+        if counts[0] != counts[1]
+    }
     pairs = [session.pairs[key] for key in session.pairs if key in chosen]
     if not pairs or (animated := _without_latent(pairs)):
         path.unlink(missing_ok=True)
         logger.info(
-            "no pairs file: %s", f"{animated[0].key} is a video without its latent" if pairs else "no pair is decided yet"
+            "no pairs file: %s",
+            (
+                f"{animated[0].key} is a video without its latent"
+                if pairs
+                else "no pair is decided yet"
+            ),
         )
         return 0
     table = _as_table(pairs, chosen, votes)
-    write_table(path, table.schema, table.to_batches(), {"answers_sha256": sha256_of(session.answers.path)})
+    write_table(
+        path, table.schema, table.to_batches(), {"answers_sha256": sha256_of(session.answers.path)}
+    )
     check_pairs(path)
     return len(pairs)
 
 
 def _without_latent(pairs: Sequence[LabelPair]) -> list[LabelPair]:
     """The videos that a pairs file cannot hold: its images are stills."""
-    return [pair for pair in pairs if pair.pictures[0].latent is None and is_animated(pair.pictures[0].png)]
+    return [
+        pair
+        for pair in pairs
+        if pair.pictures[0].latent is None and is_animated(pair.pictures[0].png)
+    ]
 
 
-def _as_table(pairs: list[LabelPair], chosen: dict[str, int], votes: dict[str, Counter[int | None]]) -> pa.Table:
+def _as_table(
+    pairs: list[LabelPair], chosen: dict[str, int], votes: dict[str, Counter[int | None]]
+) -> pa.Table:
     sides = [[pair.pictures[chosen[pair.key] ^ rejected] for pair in pairs] for rejected in (0, 1)]
     columns: dict[str, pa.Array] = {"prompt": pa.array([pair.prompt for pair in pairs])}
     for names, pictures in zip(zip(IMAGES, LATENTS, strict=True), sides, strict=True):
@@ -76,8 +106,12 @@ def _as_table(pairs: list[LabelPair], chosen: dict[str, int], votes: dict[str, C
         else:
             columns[names[0]] = pa.array([picture.png for picture in pictures], pa.binary())
     columns["pair"] = pa.array([pair.key for pair in pairs])
-    columns["votes_chosen"] = pa.array([votes[pair.key][chosen[pair.key]] for pair in pairs], pa.int64())
-    columns["votes_rejected"] = pa.array([votes[pair.key][1 - chosen[pair.key]] for pair in pairs], pa.int64())
+    columns["votes_chosen"] = pa.array(
+        [votes[pair.key][chosen[pair.key]] for pair in pairs], pa.int64()
+    )
+    columns["votes_rejected"] = pa.array(
+        [votes[pair.key][1 - chosen[pair.key]] for pair in pairs], pa.int64()
+    )
     return pa.table(columns)
 
 
@@ -86,7 +120,8 @@ def _as_table(pairs: list[LabelPair], chosen: dict[str, int], votes: dict[str, C
 
 def evidence(session: Session) -> dict[str, Any]:
     """What was compared, how, by whom, and what they said, for programs."""
-    by_pair, test = session.by_pair(), session.test()
+    by_pair = session.by_pair()
+    test = session.test()
     standing = session.answers.standing
     names = SIDES if test else ("first", "second")
     return {
@@ -101,7 +136,9 @@ def evidence(session: Session) -> dict[str, Any]:
             "left_out_on_one_side_only": session.task.missing,
         },
         "answers": _counts(standing, names),
-        "raters": {rater: _counts(answers, names) for rater, answers in _by_rater(standing).items()},
+        "raters": {
+            rater: _counts(answers, names) for rater, answers in _by_rater(standing).items()
+        },
         "krippendorff_alpha": session.agreement(),
         "pairs_with_several_raters": sum(len(answers) > 1 for answers in by_pair.values()),
         "first_answer": standing[0].at if standing else None,
@@ -113,11 +150,16 @@ def evidence(session: Session) -> dict[str, Any]:
 
 
 def _by_rater(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    return {rater: [one for one in answers if one.rater == rater] for rater in sorted({one.rater for one in answers})}
+    return {
+        rater: [one for one in answers if one.rater == rater]
+        for rater in sorted({one.rater for one in answers})
+    }
 
 
 def _counts(answers: Sequence[Answer], names: Sequence[str]) -> dict[str, int]:
-    """How often each side was preferred, and how often the left one, which is each side equally often."""
+    """How often each side was preferred, and how often the left one, which is each side equally
+    often.
+    """
     preferred = Counter(answer.preferred for answer in answers)
     return {
         names[0]: preferred[0],
@@ -135,17 +177,35 @@ def as_markdown(found: dict[str, Any]) -> str:
         *((f"{role}", _text(name)) for role, name in found["policies"].items()),
         ("pairs answered", f"{found['pairs']['answered']} of {found['pairs']['all']}"),
         ("left out, same picture on both sides", found["pairs"]["left_out_identical"]),
-        ("agreement of raters (Krippendorff's alpha)", "not measured" if alpha is None else f"{alpha:.2f}"),
+        (
+            "agreement of raters (Krippendorff's alpha)",
+            "not measured" if alpha is None else f"{alpha:.2f}",
+        ),
         ("pairs with several raters", found["pairs_with_several_raters"]),
-        ("first and last answer (UTC)", f"{found['first_answer'] or '–'}, {found['last_answer'] or '–'}"),
+        (
+            "first and last answer (UTC)",
+            f"{found['first_answer'] or '–'}, {found['last_answer'] or '–'}",
+        ),
         *((f"sha256, {_text(role)}", f"`{digest}`") for role, digest in found["sha256"].items()),
     ]
     raters = [
         (_text(rater), counts[sides[0]], counts[sides[1]], counts["tie"], counts["left"])
         for rater, counts in [*found["raters"].items(), ("all", found["answers"])]
     ]
-    header = ("rater", f"prefers the {sides[0]}", f"prefers the {sides[1]}", "tie", "chose the left side")
-    parts = ["# Preferences of people", _conclusion(found), _table(("", ""), rows), _table(header, raters), _method(found)]
+    header = (
+        "rater",
+        f"prefers the {sides[0]}",
+        f"prefers the {sides[1]}",
+        "tie",
+        "chose the left side",
+    )
+    parts = [
+        "# Preferences of people",
+        _conclusion(found),
+        _table(("", ""), rows),
+        _table(header, raters),
+        _method(found),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -155,26 +215,35 @@ def _conclusion(found: dict[str, Any]) -> str:
         return "Pairs of one policy: nothing is tested."
     outcomes = test["candidate"] + test["champion"]
     share = f"{test['candidate']} of {outcomes}" if outcomes else "none"
-    interval = f"confidence sequence of the share {test['low']:.3f} to {test['high']:.3f}, p = {test['p_value']:.2g}"
+    interval = (
+        f"confidence sequence of the share {test['low']:.3f} to {test['high']:.3f}, p ="
+        f" {test['p_value']:.2g}"
+    )
     said = {
         "candidate": "**Raters prefer the candidate.**",
         "champion": "**Raters prefer the champion.**",
         "undecided": "**Undecided.**",
     }[found["decision"]]
-    after = "" if test["decided_after"] is None else f" The test decided after {test['decided_after']}."
-    return f"{said} Of the pairs that were no ties, the candidate was preferred in {share} ({interval}).{after}"
+    after = (
+        "" if test["decided_after"] is None else f" The test decided after {test['decided_after']}."
+    )
+    return (
+        f"{said} Of the pairs that were no ties, the candidate was preferred in {share}"
+        f" ({interval}).{after}"
+    )
 
 
 def _method(found: dict[str, Any]) -> str:
     blind = (
-        "Raters did not see which policy drew which picture. The order of the pairs and the sides depend on the seed "
-        f"({found['seed']}) and the rater's name."
+        "Raters did not see which policy drew which picture. The order of the pairs and the sides"
+        f" depend on the seed ({found['seed']}) and the rater's name."
     )
     if found["test"] is None:
         return blind
     return (
-        f"{blind} The test is a mixture sequential probability ratio test with error rate {found['test']['error_rate']}; it "
-        "may be looked at after every answer. The first answer on each pair counts, ties do not."
+        f"{blind} The test is a mixture sequential probability ratio test with error rate"
+        f" {found['test']['error_rate']}; it may be looked at after every answer. The first answer"
+        " on each pair counts, ties do not."
     )
 
 
@@ -185,4 +254,7 @@ def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 def _text(text: str) -> str:
     """Text that somebody else wrote, as a cell of a table: no markup."""
-    return "".join(f"&#{ord(letter)};" if letter in "&<>|`*_[]\\!#~" else letter for letter in sanitize(text, 200))
+    return "".join(
+        f"&#{ord(letter)};" if letter in "&<>|`*_[]\\!#~" else letter
+        for letter in sanitize(text, 200)
+    )

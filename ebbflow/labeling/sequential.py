@@ -1,17 +1,19 @@
 """A test of "the candidate is preferred" that stays valid when it is looked at after every answer.
 
-The outcomes are independent coin flips with probability p of the candidate; ties are no outcomes, as in the sign test. The test
-of p = 1/2 is the mixture sequential probability ratio test with the uniform prior: after s flips for the candidate and f for the
-champion
+The outcomes are independent coin flips with probability p of the candidate; ties are no outcomes,
+as in the sign test. The test of p = 1/2 is the mixture sequential probability ratio test with the
+uniform prior: after s flips for the candidate and f for the champion
 
     M = integral of p^s (1 - p)^f dp / (1/2)^(s + f) = 2^(s + f) B(s + 1, f + 1)
 
-is a martingale with mean 1 if p = 1/2, so that it ever reaches 1 / error_rate with a probability of at most error_rate (Ville's
-inequality). The same inequality for every p gives a confidence sequence.
+is a martingale with mean 1 if p = 1/2, so that it ever reaches 1 / error_rate with a probability of
+at most error_rate (Ville's inequality). The same inequality for every p gives a confidence
+sequence.
 
-Sources: Robbins, Statistical methods related to the law of the iterated logarithm, Annals of Mathematical Statistics 41, 1970;
-Johari, Koomen, Pekelis and Walsh, Always Valid Inference, Operations Research 70, 2022; the beta-binomial form: Lindon and Malek,
-Anytime-Valid Inference for Multinomial Count Data, NeurIPS 2022.
+Sources: Robbins, Statistical methods related to the law of the iterated logarithm, Annals of
+Mathematical Statistics 41, 1970; Johari, Koomen, Pekelis and Walsh, Always Valid Inference,
+Operations Research 70, 2022; the beta-binomial form: Lindon and Malek, Anytime-Valid Inference for
+Multinomial Count Data, NeurIPS 2022.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ class SequentialTest:
     Attributes:
         candidate: outcomes for the candidate.
         champion: outcomes for the champion.
-        low, high: the confidence sequence of p, at the level ``1 - error_rate`` at all times together.
+        low, high: the confidence sequence of p, at the level ``1 - error_rate`` at all times
+            together.
         p_value: of p = 1/2, valid at all times: 1 over the largest M so far.
-        decided_after: number of outcomes at which M first reached ``1 / error_rate``; None if it never did.
+        decided_after: number of outcomes at which M first reached ``1 / error_rate``; None if it
+            never did.
         preferred: the side that had more outcomes then.
     """
 
@@ -54,14 +58,20 @@ def sequential_test(outcomes: Sequence[bool], error_rate: float) -> SequentialTe
     """
     if not 0 < error_rate < 1:
         raise ValueError(f"error_rate = {error_rate} is not between 0 and 1; 0.05 is usual")
-    counts, largest, decided_after, preferred = [0, 0], -inf, None, None
+    counts = [0, 0]
+    largest = -inf
+    decided_after = None
+    preferred = None
     for number, outcome in enumerate(outcomes, start=1):
         counts[outcome] += 1
         largest = max(largest, log_mixture(counts[True], counts[False]))
         if decided_after is None and largest >= -log(error_rate):
-            decided_after, preferred = number, "candidate" if counts[True] > counts[False] else "champion"
+            decided_after = number
+            preferred = "candidate" if counts[True] > counts[False] else "champion"
     low, high = confidence_interval(counts[True], counts[False], error_rate)
-    return SequentialTest(counts[True], counts[False], low, high, min(1.0, exp(-largest)), decided_after, preferred)
+    return SequentialTest(
+        counts[True], counts[False], low, high, min(1.0, exp(-largest)), decided_after, preferred
+    )
 
 
 def log_mixture(successes: int, failures: int, p: float = 0.5) -> float:
@@ -71,14 +81,20 @@ def log_mixture(successes: int, failures: int, p: float = 0.5) -> float:
 
 
 def confidence_interval(successes: int, failures: int, error_rate: float) -> tuple[float, float]:
-    """All p that M does not reject; the probability that it ever misses the true one is at most ``error_rate``."""
+    """All p that M does not reject; the probability that it ever misses the true one is at most
+    ``error_rate``.
+    """
     count = successes + failures
     centre = successes / count if count else 0.5
-    return _edge(successes, failures, error_rate, centre, 0.0), _edge(successes, failures, error_rate, centre, 1.0)
+    return _edge(successes, failures, error_rate, centre, 0.0), _edge(
+        successes, failures, error_rate, centre, 1.0
+    )
 
 
 def _edge(successes: int, failures: int, error_rate: float, inside: float, outside: float) -> float:
-    """Where M, which rises with the distance from the observed share, reaches 1 / error_rate; ``outside`` if it does not."""
+    """Where M, which rises with the distance from the observed share, reaches 1 / error_rate;
+    ``outside`` if it does not.
+    """
     if inside == outside:
         return outside
     for _ in range(HALVINGS):

@@ -1,7 +1,8 @@
 """The page on which people compare pictures, over HTTP.
 
-Other pages of the same browser cannot use it: the address has a random token, a request must name this server as its host (a page
-whose name was rebound to this address does not), and one that changes something must come from this very page.
+Other pages of the same browser cannot use it: the address has a random token, a request must name
+this server as its host (a page whose name was rebound to this address does not), and one that
+changes something must come from this very page.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def serve(session: Session, host: str, port: int, announce: Callable[[str], obje
     """
     token = secrets.token_urlsafe(24)
     with _listener(host, port) as listener:
-        config = uvicorn.Config(make_app(session, host, token), log_config=None, access_log=False, **server_options())
+        config = uvicorn.Config(
+            make_app(session, host, token), log_config=None, access_log=False, **server_options()
+        )
         announce(f"http://{_shown(host)}:{listener.getsockname()[1]}/{token}/")
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has shut down
             uvicorn.Server(config).run(sockets=[listener])
@@ -83,12 +86,15 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = error.strerror or str(error)
         raise LabelError(
-            f"host = {host!r}, port = {port}: cannot listen there ({reason}); choose another --port or --host"
+            f"host = {host!r}, port = {port}: cannot listen there ({reason}); choose another --port"
+            " or --host"
         ) from None
 
 
 def _shown(host: str) -> str:
-    """The host in an address for raters: the name of this machine if it listens on all of its addresses."""
+    """The host in an address for raters: the name of this machine if it listens on all of its
+    addresses.
+    """
     if _is_address(host) and ip_address(host).is_unspecified:
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
@@ -113,9 +119,13 @@ def make_app(session: Session, host: str, token: str) -> FastAPI:
     _add_answers(router, session)
 
     @app.middleware("http")
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def guard(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
         refused = _refused(request, host, token)
-        response = PlainTextResponse(refused[1], refused[0]) if refused else await call_next(request)
+        response = (
+            PlainTextResponse(refused[1], refused[0]) if refused else await call_next(request)
+        )
         for name, value in _headers(nonce).items():
             response.headers.setdefault(name, value)
         return response
@@ -133,7 +143,9 @@ def _add_page(router: APIRouter, nonce: str) -> None:
 
 
 def _add_answers(router: APIRouter, session: Session) -> None:
-    """What the page asks for and sends. One event loop runs all of it, so that answers come one after the other."""
+    """What the page asks for and sends. One event loop runs all of it, so that answers come one
+    after the other.
+    """
 
     @router.get("/state")
     async def state(rater: Rater) -> dict[str, Any]:
@@ -173,8 +185,11 @@ def _as_http() -> Iterator[None]:
 
 
 def _state(session: Session, rater: str) -> dict[str, Any]:
-    """What the page shows. Nothing in it depends on which picture is whose, and no result: an undo could steer it."""
-    upcoming, answered = session.upcoming(rater), session.answers.of(rater)
+    """What the page shows. Nothing in it depends on which picture is whose, and no result: an undo
+    could steer it.
+    """
+    upcoming = session.upcoming(rater)
+    answered = session.answers.of(rater)
     alpha = session.agreement()
     return {
         "rater": rater,
@@ -199,7 +214,9 @@ def _after(session: Session, rater: str) -> dict[str, Any]:
 def _write_results(session: Session) -> None:
     try:
         write_results(session)
-    except DiskFullError as error:  # the answers are safe, and the same command writes the results again as it ends
+    except (
+        DiskFullError
+    ) as error:  # the answers are safe, and the same command writes the results again as it ends
         logger.error("%s", error)
 
 
@@ -207,7 +224,9 @@ def _write_results(session: Session) -> None:
 
 
 def _refused(request: Request, host: str, token: str) -> tuple[int, str] | None:
-    """Status and reason, if the request does not come from this page or from somebody with its address."""
+    """Status and reason, if the request does not come from this page or from somebody with its
+    address.
+    """
     named = request.headers.get("Host", "")
     if not _names_this_server(named, host):
         return 403, "This server goes by another name. Open the address that the terminal shows."
@@ -215,7 +234,10 @@ def _refused(request: Request, host: str, token: str) -> tuple[int, str] | None:
     if not hmac.compare_digest(given.encode(), token.encode()):
         return 404, "Open the address that the terminal shows."
     is_page = request.method == "GET" and request.url.path == f"/{token}/"
-    if not is_page and request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+    if not is_page and request.headers.get("Sec-Fetch-Site", "same-origin") not in (
+        "same-origin",
+        "none",
+    ):
         return 403, "Another page asked for this."
     if request.method not in ("GET", "HEAD"):
         if _netloc(request.headers.get("Origin", "")) != named.lower():
@@ -226,13 +248,17 @@ def _refused(request: Request, host: str, token: str) -> tuple[int, str] | None:
 
 
 def _names_this_server(named: str, host: str) -> bool:
-    """Whether a Host header has a name that no other page can lead to this address: an IP address, or one that we know."""
+    """Whether a Host header has a name that no other page can lead to this address: an IP address,
+    or one that we know.
+    """
     try:
         name = urlsplit(f"//{named}").hostname or ""
     except ValueError:
         return False
     return (
-        is_loopback(name) or not is_loopback(host) and (_is_address(name) or name in (host.lower(), socket.gethostname().lower()))
+        is_loopback(name)
+        or not is_loopback(host)
+        and (_is_address(name) or name in (host.lower(), socket.gethostname().lower()))
     )
 
 
@@ -256,10 +282,12 @@ def _is_short(length: str) -> bool:
 
 
 def _headers(nonce: str) -> dict[str, str]:
-    """The browser loads nothing from elsewhere, runs no script but the page's own, and tells nobody the address."""
+    """The browser loads nothing from elsewhere, runs no script but the page's own, and tells nobody
+    the address.
+    """
     policy = (
-        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self'"
+        " data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return {
         "Content-Security-Policy": policy,

@@ -22,14 +22,17 @@ from ebbflow.seeding import derive_seed, permutation
 from ebbflow.storage.disk import write_text
 from ebbflow.storage.locks import LOCK, exclusive_lock
 
-TASK, ANSWERS = "task.json", "answers.jsonl"
+TASK = "task.json"
+ANSWERS = "answers.jsonl"
 RATER = re.compile(r"\w[\w .'@-]{0,39}")
 """Names that are harmless in a page, a file and a table."""
 Side = Literal["left", "right"]
 
 
 class OutOfTurnError(Exception):
-    """An answer that is not about the pair that the rater sees: another window of the same rater was faster."""
+    """An answer that is not about the pair that the rater sees: another window of the same rater
+    was faster.
+    """
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,27 @@ class Session:
         all_pairs: ask every rater about every pair, also after the test has decided.
     """
 
-    def __init__(self, task: LabelTask, folder: Path, settings: Settings, all_pairs: bool = False) -> None:
-        self.task, self.folder, self.settings, self.all_pairs = task, folder, settings, all_pairs
+    def __init__(
+        self, task: LabelTask, folder: Path, settings: Settings, all_pairs: bool = False
+    ) -> None:
+        self.task = task
+        self.folder = folder
+        self.settings = settings
+        self.all_pairs = all_pairs
         self.pairs = {pair.key: pair for pair in task.pairs}
         self.answers = AnswerFile(folder / ANSWERS)
         if strange := [answer for answer in self.answers.standing if answer.pair not in self.pairs]:
-            raise LabelError(f"{self.answers.path}: there is no pair {strange[0].pair!r}; restore the file")
+            raise LabelError(
+                f"{self.answers.path}: there is no pair {strange[0].pair!r}; restore the file"
+            )
 
     def order(self, rater: str) -> list[str]:
         """The keys of all pairs as the rater sees them."""
         keys = list(self.pairs)
-        return [keys[index] for index in permutation(len(keys), derive_seed(self.settings.seed, "order", rater))]
+        return [
+            keys[index]
+            for index in permutation(len(keys), derive_seed(self.settings.seed, "order", rater))
+        ]
 
     def left(self, rater: str, pair: str) -> Literal[0, 1]:
         """Which of the pair's pictures the rater sees on the left."""
@@ -81,7 +94,9 @@ class Session:
         return self.pairs[pair].pictures[left if side == "left" else 1 - left].png
 
     def upcoming(self, rater: str) -> list[LabelPair]:
-        """The pairs that the rater is still asked about, the next one first; none after the test has decided."""
+        """The pairs that the rater is still asked about, the next one first; none after the test
+        has decided.
+        """
         if self.is_decided():
             return []
         answered = self.answers.of(rater)
@@ -112,9 +127,13 @@ class Session:
             raise OutOfTurnError(f"{rater} has no answer to take back")
         self._append(rater, list(answered)[-1], "undo")
 
-    def _append(self, rater: str, pair: str, given: Literal["left", "right", "tie", "undo"]) -> None:
+    def _append(
+        self, rater: str, pair: str, given: Literal["left", "right", "tie", "undo"]
+    ) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.answers.append(Answer(at=at, rater=rater, pair=pair, answer=given, left=self.left(rater, pair)))
+        self.answers.append(
+            Answer(at=at, rater=rater, pair=pair, answer=given, left=self.left(rater, pair))
+        )
 
     def by_pair(self) -> dict[str, list[Answer]]:
         """The standing answers of every pair that has one, in the order in which they came."""
@@ -124,11 +143,15 @@ class Session:
         return dict(found)
 
     def test(self) -> SequentialTest | None:
-        """The sequential test of a comparison. Answers on one pair are not independent: the first on each pair counts."""
+        """The sequential test of a comparison. Answers on one pair are not independent: the first
+        on each pair counts.
+        """
         if self.task.kind != "comparison":
             return None
         preferred = [answers[0].preferred for answers in self.by_pair().values()]
-        return sequential_test([side == 1 for side in preferred if side is not None], self.settings.error_rate)
+        return sequential_test(
+            [side == 1 for side in preferred if side is not None], self.settings.error_rate
+        )
 
     def is_decided(self) -> bool:
         """Whether nobody is asked any more because the test has decided."""
@@ -136,8 +159,11 @@ class Session:
         return test is not None and test.decided_after is not None
 
     def agreement(self) -> float | None:
-        """Krippendorff's alpha of preferences (first picture, second picture, tie) over all raters."""
-        return krippendorff_alpha([[answer.preferred for answer in answers] for answers in self.by_pair().values()])
+        """Krippendorff's alpha of preferences (first picture, second picture, tie) over all
+        raters."""
+        return krippendorff_alpha(
+            [[answer.preferred for answer in answers] for answers in self.by_pair().values()]
+        )
 
 
 def rater_name(text: str) -> str:
@@ -148,13 +174,19 @@ def rater_name(text: str) -> str:
     """
     name = " ".join(unicodedata.normalize("NFC", text).split())
     if not RATER.fullmatch(name):
-        raise ValueError("a name has 1 to 40 letters, digits, spaces or . ' @ -, and starts with a letter or digit")
+        raise ValueError(
+            "a name has 1 to 40 letters, digits, spaces or . ' @ -, and starts with a letter or"
+            " digit"
+        )
     return name
 
 
 @contextmanager
-def open_session(task: LabelTask, folder: Path, settings: Settings, all_pairs: bool = False) -> Iterator[Session]:
-    """The session of a folder, which is new or has answers to the same task; no other process has it meanwhile.
+def open_session(
+    task: LabelTask, folder: Path, settings: Settings, all_pairs: bool = False
+) -> Iterator[Session]:
+    """The session of a folder, which is new or has answers to the same task; no other process has
+    it meanwhile.
 
     Raises:
         LabelError: the folder has something else in it, or answers to another task.
@@ -170,7 +202,10 @@ def _require_ours(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise LabelError(f"{folder} is a file; name a folder for the answers")
     if folder.is_dir() and not (folder / TASK).exists() and any(map(_is_foreign, folder.iterdir())):
-        raise LabelError(f"{folder} has other files in it; name a new folder for the answers, or one that has some")
+        raise LabelError(
+            f"{folder} has other files in it; name a new folder for the answers, or one that has"
+            " some"
+        )
 
 
 def _is_foreign(path: Path) -> bool:
@@ -189,7 +224,9 @@ def _described(task: LabelTask, settings: Settings) -> dict[str, Any]:
 
 
 def _check_same_task(path: Path, described: dict[str, Any]) -> None:
-    """Write what the answers are about; if it stands there, compare: answers to other pictures would be mixed."""
+    """Write what the answers are about; if it stands there, compare: answers to other pictures
+    would be mixed.
+    """
     if not path.exists():
         write_text(path, json.dumps(described, indent=2) + "\n")
         return
@@ -201,8 +238,12 @@ def _check_same_task(path: Path, described: dict[str, Any]) -> None:
         raise LabelError(f"{path} is damaged; name a new folder for the answers")
     differ = [key for key, value in described.items() if before.get(key) != value]
     if differ:
-        shown = ", ".join(f"{key} = {sanitize(str(before.get(key)), 80)}" for key in differ if key not in ("sha256", "pairs"))
+        shown = ", ".join(
+            f"{key} = {sanitize(str(before.get(key)), 80)}"
+            for key in differ
+            if key not in ("sha256", "pairs")
+        )
         raise LabelError(
-            f"{path.parent} has answers to something else ({shown or 'other pictures'}); repeat the command that made it, or "
-            "name a new folder"
+            f"{path.parent} has answers to something else ({shown or 'other pictures'}); repeat the"
+            " command that made it, or name a new folder"
         )

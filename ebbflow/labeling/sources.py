@@ -1,4 +1,5 @@
-"""The pairs of pictures that people compare: of two evaluations, or of the rollouts of one policy."""
+"""The pairs of pictures that people compare: of two evaluations, or of the rollouts of one
+policy."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from ebbflow.offline.shards import LatentLayout, latent_values, read_layout
 from ebbflow.recipe.base import sanitize, short
 from ebbflow.seeding import derive_seed, permutation
 from ebbflow.storage.disk import sha256_of
-from ebbflow.storage.tables import TableError, read_batches, read_column, read_schema, read_table_metadata
+from ebbflow.storage.tables import (
+    TableError,
+    read_batches,
+    read_column,
+    read_schema,
+    read_table_metadata,
+)
 
 SIDES = ("champion", "candidate")
 """Of a comparison; the order of ``LabelPair.pictures``."""
@@ -38,7 +45,8 @@ class LabelError(ValueError):
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG, animated for a video; and the latent that it was decoded from, where the table has it."""
+    """A PNG, animated for a video; and the latent that it was decoded from, where the table has
+    it."""
 
     png: bytes
     latent: np.ndarray | None = None
@@ -83,13 +91,16 @@ class LabelTask:
         return {role: sha256_of(path) for role, path in self.files.items()}
 
 
-def load_task(sources: Sequence[Path], stage: str | None, prompts: Path | None, max_pairs: int, seed: int) -> LabelTask:
+def load_task(
+    sources: Sequence[Path], stage: str | None, prompts: Path | None, max_pairs: int, seed: int
+) -> LabelTask:
     """The pairs of what a person named on the command line.
 
     Args:
-        sources: the folder of a run; or the samples of the champion and of the candidate (``evaluation_schema``); or, with
-            ``prompts``, rollout shards (``rollout_schema``).
-        stage: of the run, the offline stage whose rollouts are compared; None: the run's champion and candidate.
+        sources: the folder of a run; or the samples of the champion and of the candidate
+            (``evaluation_schema``); or, with ``prompts``, rollout shards (``rollout_schema``).
+        stage: of the run, the offline stage whose rollouts are compared; None: the run's champion
+            and candidate.
         prompts: the prompt table of the shards.
         max_pairs: more than these are drawn from by ``seed``.
 
@@ -106,8 +117,8 @@ def load_task(sources: Sequence[Path], stage: str | None, prompts: Path | None, 
         return load_rollouts(list(sources), prompts, max_pairs, seed)
     if len(sources) != 2:
         raise LabelError(
-            f"{len(sources)} sources: name the folder of a run, the samples of champion and candidate (in this order), or "
-            "rollouts with --prompts"
+            f"{len(sources)} sources: name the folder of a run, the samples of champion and"
+            " candidate (in this order), or rollouts with --prompts"
         )
     champion, candidate = sources
     return load_comparison(champion, candidate, max_pairs, seed)
@@ -127,14 +138,18 @@ def find_comparison(run: Path) -> tuple[Path, Path]:
         labels = [str(summary[side]) for side in SIDES]
     except (OSError, ValueError, TypeError, KeyError):
         raise LabelError(
-            f"{run}: no summary.json that names champion and candidate; wait until the run has written its report, or name the "
-            "samples.parquet of two evaluations"
+            f"{run}: no summary.json that names champion and candidate; wait until the run has"
+            " written its report, or name the samples.parquet of two evaluations"
         ) from None
-    found = {str(_metadata(path).get("label")): path for path in _by_age(run.glob("nodes/*/samples.parquet"))}
+    found = {
+        str(_metadata(path).get("label")): path
+        for path in _by_age(run.glob("nodes/*/samples.parquet"))
+    }
     if missing := [label for label in labels if label not in found]:
         raise LabelError(
-            f"{run}: no samples of {missing[0]!r} below nodes, only of {sanitize(', '.join(found)) or 'nothing'}; name the "
-            "samples.parquet of two evaluations"
+            f"{run}: no samples of {missing[0]!r} below nodes, only of"
+            f" {sanitize(', '.join(found)) or 'nothing'}; name the samples.parquet of two"
+            " evaluations"
         )
     return found[labels[0]], found[labels[1]]
 
@@ -152,7 +167,10 @@ def find_rollouts(run: Path, stage: str) -> tuple[list[Path], Path]:
     prompts = _by_age(run.glob("nodes/*/prompts.parquet"))
     if stage not in shards or not prompts:
         known = ", ".join(map(repr, sorted(shards))) or "none"
-        raise LabelError(f"{run}: no rollouts of a stage {stage!r} below nodes; offline stages that have some: {sanitize(known)}")
+        raise LabelError(
+            f"{run}: no rollouts of a stage {stage!r} below nodes; offline stages that have some:"
+            f" {sanitize(known)}"
+        )
     return sorted(shards[stage].values(), key=lambda path: path.name), prompts[-1]
 
 
@@ -181,15 +199,23 @@ def load_comparison(champion: Path, candidate: Path, max_pairs: int, seed: int) 
     keyed = [_held_out(path) for path in (champion, candidate)]
     common = sorted(keyed[0].keys() & keyed[1].keys())
     if not common:
-        raise LabelError(f"{champion} and {candidate} have no held-out sample in common; evaluate both on the same prompts")
+        raise LabelError(
+            f"{champion} and {candidate} have no held-out sample in common; evaluate both on the"
+            " same prompts"
+        )
     for key in common:
         if keyed[0][key] != keyed[1][key]:
-            raise LabelError(f"{candidate}: prompt_id {key[0]} is another prompt than in {champion}; evaluate both on the same")
+            raise LabelError(
+                f"{candidate}: prompt_id {key[0]} is another prompt than in {champion}; evaluate"
+                " both on the same"
+            )
     keys = _drawn(common, max_pairs, seed)
     sides = [_pictures([path], set(keys)) for path in (champion, candidate)]
     pairs = [LabelPair(_name(*key), keyed[0][key], (sides[0][key], sides[1][key])) for key in keys]
     files = dict(zip(SIDES, (champion, candidate), strict=True))
-    names = tuple(str(read_table_metadata(path).get("label", path.name)) for path in (champion, candidate))
+    names = tuple(
+        str(read_table_metadata(path).get("label", path.name)) for path in (champion, candidate)
+    )
     return _task("comparison", names, pairs, files, missing=len(keyed[0].keys() ^ keyed[1].keys()))
 
 
@@ -205,35 +231,59 @@ def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: i
     for path in shards:
         for prompt_id, sample in zip(*_columns(path, "prompt_id", "sample"), strict=True):
             if prompt_id not in texts:
-                raise LabelError(f"{path}: {prompts} has no prompt_id {prompt_id}; name the prompt table of the same run")
+                raise LabelError(
+                    f"{path}: {prompts} has no prompt_id {prompt_id}; name the prompt table of the"
+                    " same run"
+                )
             groups[prompt_id].append(sample)
-    paired = [(prompt_id, *pair) for prompt_id in sorted(groups) for pair in _in_pairs(prompt_id, groups[prompt_id], seed)]
+    paired = [
+        (prompt_id, *pair)
+        for prompt_id in sorted(groups)
+        for pair in _in_pairs(prompt_id, groups[prompt_id], seed)
+    ]
     if not paired:
-        raise LabelError(f"{shards[0]}: no prompt has two samples; take a stage with group_size of 2 or more")
+        raise LabelError(
+            f"{shards[0]}: no prompt has two samples; take a stage with group_size of 2 or more"
+        )
     drawn = _drawn(paired, max_pairs, seed)
-    pictures = _pictures(shards, {(prompt_id, sample) for prompt_id, *pair in drawn for sample in pair})
+    pictures = _pictures(
+        shards, {(prompt_id, sample) for prompt_id, *pair in drawn for sample in pair}
+    )
     pairs = [
-        LabelPair(_name(prompt_id, one, other), texts[prompt_id], (pictures[prompt_id, one], pictures[prompt_id, other]))
+        LabelPair(
+            _name(prompt_id, one, other),
+            texts[prompt_id],
+            (pictures[prompt_id, one], pictures[prompt_id, other]),
+        )
         for prompt_id, one, other in drawn
     ]
     about = read_table_metadata(shards[0])
-    files = {f"rollouts {number}": path for number, path in enumerate(shards)} | {"prompts": prompts}
+    files = {f"rollouts {number}": path for number, path in enumerate(shards)} | {
+        "prompts": prompts
+    }
     return _task("pairs", (str(about.get("stage", shards[0].name)),), pairs, files)
 
 
 def _task(
-    kind: Literal["comparison", "pairs"], names: tuple[str, ...], pairs: list[LabelPair], files: dict[str, Path], missing: int = 0
+    kind: Literal["comparison", "pairs"],
+    names: tuple[str, ...],
+    pairs: list[LabelPair],
+    files: dict[str, Path],
+    missing: int = 0,
 ) -> LabelTask:
     for pair in pairs:
         sizes = [_size(picture, pair, files) for picture in pair.pictures]
         if sizes[0] != sizes[1]:
             raise LabelError(
-                f"prompt {short(pair.prompt)}: pictures of {sizes[0]} and {sizes[1]} pixels would show whose they are; "
-                "evaluate both at one size"
+                f"prompt {short(pair.prompt)}: pictures of {sizes[0]} and {sizes[1]} pixels would"
+                " show whose they are; evaluate both at one size"
             )
     different = tuple(pair for pair in pairs if pair.pictures[0].png != pair.pictures[1].png)
     if not different:
-        raise LabelError(f"{', '.join(map(str, files.values()))}: all {len(pairs)} pairs have the same picture on both sides")
+        raise LabelError(
+            f"{', '.join(map(str, files.values()))}: all {len(pairs)} pairs have the same picture"
+            " on both sides"
+        )
     return LabelTask(kind, names, different, files, missing, len(pairs) - len(different))
 
 
@@ -244,19 +294,27 @@ def _size(picture: Picture, pair: LabelPair, files: dict[str, Path]) -> tuple[in
     except Exception as error:  # every decoder of Pillow has its own errors
         reason = sanitize(str(error), 200)
         raise LabelError(
-            f"{', '.join(map(str, files.values()))}: pair {pair.key} has a picture that is no PNG ({reason}); make it again"
+            f"{', '.join(map(str, files.values()))}: pair {pair.key} has a picture that is no PNG"
+            f" ({reason}); make it again"
         ) from None
 
 
 def _held_out(path: Path) -> dict[Key, str]:
     """Prompts by key."""
     columns = zip(*_columns(path, "prompt_id", "sample", "split", "prompt"), strict=True)
-    return {(prompt_id, sample): prompt for prompt_id, sample, split, prompt in columns if split == "held_out"}
+    return {
+        (prompt_id, sample): prompt
+        for prompt_id, sample, split, prompt in columns
+        if split == "held_out"
+    }
 
 
 def _columns(path: Path, *names: str) -> list[list[Any]]:
     if "image" not in read_schema(path).names:
-        raise TableError(f"{path} has no column 'image'; name the samples of an evaluation, or rollouts with --prompts")
+        raise TableError(
+            f"{path} has no column 'image'; name the samples of an evaluation, or rollouts with"
+            " --prompts"
+        )
     return [read_column(path, name).to_pylist() for name in names]
 
 
@@ -266,7 +324,9 @@ def _pictures(paths: Sequence[Path], keys: set[Key]) -> dict[Key, Picture]:
     for path in paths:
         layout = read_layout(path) if "latent" in read_schema(path).names else None
         for batch in read_batches(path, ROWS_AT_ONCE):
-            for row, key in enumerate(zip(batch["prompt_id"].to_pylist(), batch["sample"].to_pylist(), strict=True)):
+            for row, key in enumerate(
+                zip(batch["prompt_id"].to_pylist(), batch["sample"].to_pylist(), strict=True)
+            ):
                 if key in keys:
                     found[key] = Picture(batch["image"][row].as_py(), _latent(batch, row, layout))
     return found
@@ -278,7 +338,10 @@ def _latent(batch: pa.RecordBatch, row: int, layout: LatentLayout | None) -> np.
 
 def _in_pairs(prompt_id: int, samples: list[int], seed: int) -> list[tuple[int, int]]:
     distinct = sorted(set(samples))
-    order = [distinct[index] for index in permutation(len(distinct), derive_seed(seed, "pairs of a prompt", prompt_id))]
+    order = [
+        distinct[index]
+        for index in permutation(len(distinct), derive_seed(seed, "pairs of a prompt", prompt_id))
+    ]
     return list(zip(order[::2], order[1::2], strict=False))
 
 

@@ -1,25 +1,30 @@
 """Base models: one adapter per family behind one interface, and the folders they are loaded from.
 
 Where it fits
-    Above ``recipe`` and ``data`` (prompts), below everything that generates or trains. ``ebbflow.models.base.Model`` is all that
-    the other rooms see of a family.
+    Above ``recipe`` and ``data`` (prompts), below everything that generates or trains.
+    ``ebbflow.models.base.Model`` is all that the other rooms see of a family.
 
 Why
-    Rollout, training and evaluation must compute the same velocity, or the first ratio of a policy gradient is not 1. So there is
-    ONE forward pass, ``predict``, and everything that differs between families (layouts, schedules, guidance, VAE) is behind it.
+    Rollout, training and evaluation must compute the same velocity, or the first ratio of a policy
+    gradient is not 1. So there is ONE forward pass, ``predict``, and everything that differs
+    between families (layouts, schedules, guidance, VAE) is behind it.
 
 How
-    A family is one file in ``families/``: its record, which ``recipe.families`` reads without importing torch, the parts of its
-    published models, and its adapter: diffusers' own parts, called as its pipeline calls them (``pipeline.py``; with images
-    to edit ``editing.py``). ``load_model`` checks a folder and loads it, ``prepare.py`` makes the folder of a run,
-    ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once. ``sizes.py`` builds models on the meta device for
-    ``ebbflow estimate``; ``tiny/`` writes small ones for tests; ``glyph_training/`` trains the glyph model.
+    A family is one file in ``families/``: its record, which ``recipe.families`` reads without
+    importing torch, the parts of its published models, and its adapter: diffusers' own parts,
+    called as its pipeline calls them (``pipeline.py``; with images to edit ``editing.py``).
+    ``load_model`` checks a folder and loads it, ``prepare.py`` makes the folder of a run,
+    ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once. ``sizes.py`` builds
+    models on the meta device for ``ebbflow estimate``; ``tiny/`` writes small ones for tests;
+    ``glyph_training/`` trains the glyph model.
 
 Gotchas
-    Times are never truncated to integers, as some pipelines do. Prompts stay padded to one length: else a row's last bits would
-    depend on the rows beside it. Conditioning waits on the CPU, and text encoders and VAE are on the device only while they are
-    called. Folders come from elsewhere: only safetensors are read, no code in them is run, and a committed one is verified.
-    A policy belongs to one base model: open both with ``training.policy_io.load_policy``, which compares digests.
+    Times are never truncated to integers, as some pipelines do. Prompts stay padded to one length:
+        else a row's last bits would
+    depend on the rows beside it. Conditioning waits on the CPU, and text encoders and VAE are on
+    the device only while they are called. Folders come from elsewhere: only safetensors are read,
+    no code in them is run, and a committed one is verified. A policy belongs to one base model:
+    open both with ``training.policy_io.load_policy``, which compares digests.
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before it is imported: it warns of parts that nothing here uses
+os.environ.setdefault(
+    "TRANSFORMERS_VERBOSITY", "error"
+)  # before it is imported: it warns of parts that nothing here uses
 
 import torch
 
@@ -42,8 +49,11 @@ from ebbflow.storage.artifacts import verify_if_committed
 __all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", "predict"]
 
 
-def load_model(folder: Path, config: ModelConfig = ModelConfig(), device: torch.device | None = None) -> Model:
-    """The model of a base-model folder, to generate as ``config`` says, frozen and in evaluation mode.
+def load_model(
+    folder: Path, config: ModelConfig = ModelConfig(), device: torch.device | None = None
+) -> Model:
+    """The model of a base-model folder, to generate as ``config`` says, frozen and in evaluation
+    mode.
 
     Raises:
         ArtifactError: the folder was committed and is not what was committed.
@@ -60,25 +70,39 @@ def check_folder(folder: Path, family: str) -> None:
     """Check that a folder has the layout of one of our families, without loading it.
 
     Raises:
-        ModelError: there is no such folder, files are missing, or it is the folder of another pipeline.
+        ModelError: there is no such folder, files are missing, or it is the folder of another
+            pipeline.
     """
     adapter: Any = adapter_of(family)
     wanted = adapter.pipeline_class.__name__
     fix = (
         "leave model.path out to train one, or name another folder"
         if family == "glyph"
-        else f"give the folder of a {wanted}, or a Hugging Face repository with its commit as model.revision"
+        else (
+            f"give the folder of a {wanted}, or a Hugging Face repository with its commit as"
+            " model.revision"
+        )
     )
     if not folder.is_dir():
         raise ModelError(f"model.path = {str(folder)!r}: there is no base-model folder; {fix}")
     if missing := [name for name in adapter.folder_files if not (folder / name).exists()]:
-        raise ModelError(f"{folder} is not a {family} base model: {', '.join(missing)} missing; {fix}")
+        raise ModelError(
+            f"{folder} is not a {family} base model: {', '.join(missing)} missing; {fix}"
+        )
     if (found := read_object(folder / INDEX).get("_class_name")) != wanted:
-        raise ModelError(f"{folder} is a {found}, and model.family = {family!r} is a {wanted}; {_hint(found)}")
+        raise ModelError(
+            f"{folder} is a {found}, and model.family = {family!r} is a {wanted}; {_hint(found)}"
+        )
 
 
 def _hint(pipeline: Any) -> str:
     """What to do with a folder of this pipeline."""
-    adapters: dict[str, Any] = {family: adapter_of(family) for family in FAMILIES if family != "glyph"}
-    same = [family for family, adapter in adapters.items() if adapter.pipeline_class.__name__ == pipeline]
+    adapters: dict[str, Any] = {
+        family: adapter_of(family) for family in FAMILIES if family != "glyph"
+    }
+    same = [
+        family
+        for family, adapter in adapters.items()
+        if adapter.pipeline_class.__name__ == pipeline
+    ]
     return f"set model.family to {same[0]}" if same else f"name a folder of {', '.join(adapters)}"

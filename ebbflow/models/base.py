@@ -1,4 +1,6 @@
-"""What the rest of the library asks of a model family; the adapters in ``ebbflow.models.families`` implement it."""
+"""What the rest of the library asks of a model family; the adapters in ``ebbflow.models.families``
+implement it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.model import ModelConfig, Precision
 
-DTYPES: dict[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class ModelError(Exception):
-    """A base model that cannot be used: names the folder or the key, what is wrong and how to fix it."""
+    """A base model that cannot be used: names the folder or the key, what is wrong and how to fix
+    it.
+    """
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,12 @@ class Conditioning:
     """Encoded prompts, a row each.
 
     Attributes:
-        tensors: the network's inputs beside latents and sigma, by name; each [N, ...], padded along dimension 1 from rank 2 on.
-        negative: the encoded negative prompts, a row each; None where no classifier-free guidance needs them.
-        guidance: scale of classifier-free guidance, or the guidance that the network takes as an input. 1 is none.
+        tensors: the network's inputs beside latents and sigma, by name; each [N, ...], padded along
+            dimension 1 from rank 2 on.
+        negative: the encoded negative prompts, a row each; None where no classifier-free guidance
+            needs them.
+        guidance: scale of classifier-free guidance, or the guidance that the network takes as an
+            input. 1 is none.
     """
 
     tensors: Mapping[str, Tensor]
@@ -60,44 +71,65 @@ class Conditioning:
     def float(self) -> Conditioning:
         """In float32, but for masks."""
         parts = [self, *([self.negative] if self.negative else [])]
-        if all(values.dtype == torch.float32 for part in parts for values in part.tensors.values() if values.is_floating_point()):
+        if all(
+            values.dtype == torch.float32
+            for part in parts
+            for values in part.tensors.values()
+            if values.is_floating_point()
+        ):
             return self  # with what it has cached
         return self._map(lambda values: values.float() if values.is_floating_point() else values)
 
     def unguided(self) -> Conditioning:
-        """Without negative prompts, for losses on the network's own prediction; a guidance that is an input stays."""
+        """Without negative prompts, for losses on the network's own prediction; a guidance that is
+        an input stays.
+        """
         return replace(self, negative=None) if self.negative else self
 
     @cached_property
     def both(self) -> Conditioning:
-        """The negative prompts and then the prompts, [2 N]: the rows of a pass under guidance, the same in every step."""
+        """The negative prompts and then the prompts, [2 N]: the rows of a pass under guidance, the
+        same in every step.
+        """
         assert self.negative is not None
         return Conditioning.cat([self.negative, self.unguided()])
 
     def for_precision(self, precision: Precision) -> Conditioning:
-        """As the forward pass takes it: in float32 nothing else casts prompts that were encoded in 16 bits."""
-        needed = self.unguided() if self.guidance == 1 else self  # negative prompts may be there for the reference alone
+        """As the forward pass takes it: in float32 nothing else casts prompts that were encoded in
+        16 bits.
+        """
+        needed = (
+            self.unguided() if self.guidance == 1 else self
+        )  # negative prompts may be there for the reference alone
         return needed.float() if precision == "float32" else needed
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
         tensors = {name: change(values) for name, values in self.tensors.items()}
-        return replace(self, tensors=tensors, negative=self.negative._map(change) if self.negative else None)
+        return replace(
+            self, tensors=tensors, negative=self.negative._map(change) if self.negative else None
+        )
 
     @staticmethod
     def cat(parts: Sequence[Conditioning]) -> Conditioning:
         """The rows of all parts, padded with zeros to the longest prompt."""
         tensors = {name: _padded([part[name] for part in parts]) for name in parts[0].tensors}
         negatives = [part.negative for part in parts if part.negative is not None]
-        return replace(parts[0], tensors=tensors, negative=Conditioning.cat(negatives) if negatives else None)
+        return replace(
+            parts[0], tensors=tensors, negative=Conditioning.cat(negatives) if negatives else None
+        )
 
 
 def _padded(tensors: list[Tensor]) -> Tensor:
-    """The rows of all tensors, those of rank 2 and more padded with zeros to the longest dimension 1."""
+    """The rows of all tensors, those of rank 2 and more padded with zeros to the longest dimension
+    1.
+    """
     if tensors[0].ndim < 2:
         return torch.cat(tensors)
     longest = max(values.shape[1] for values in tensors)
     lengths = [(0, 0) * (values.ndim - 2) + (0, longest - values.shape[1]) for values in tensors]
-    return torch.cat([nn.functional.pad(values, length) for values, length in zip(tensors, lengths, strict=True)])
+    return torch.cat(
+        [nn.functional.pad(values, length) for values, length in zip(tensors, lengths, strict=True)]
+    )
 
 
 @dataclass(frozen=True)
@@ -120,9 +152,11 @@ class Tokens:
 
 
 class Experts(nn.Module):
-    """Networks of one architecture that are trained together, each the velocity network of a band of sigmas.
+    """Networks of one architecture that are trained together, each the velocity network of a band
+    of sigmas.
 
-    It is never called: a family calls the networks. Their parameters have the name of the network before theirs.
+    It is never called: a family calls the networks. Their parameters have the name of the network
+    before theirs.
     """
 
     def __init__(self, networks: Mapping[str, Any]) -> None:
@@ -133,15 +167,21 @@ class Experts(nn.Module):
 
 
 def trained_networks(transformer: Any) -> dict[str, Any]:
-    """The diffusers networks of a ``Model.transformer``, by what stands before the names of their parameters in it."""
+    """The diffusers networks of a ``Model.transformer``, by what stands before the names of their
+    parameters in it.
+    """
     if isinstance(transformer, Experts):
         return {f"{name}.": network for name, network in transformer.named_children()}
     return {"": transformer}
 
 
 def is_trainable(model: Model, name: str) -> bool:
-    """Whether the velocity depends on a parameter or layer of a network, by its name there; the others are never trained."""
-    return not any(fnmatchcase(name, pattern) for pattern in getattr(model, "unused_parameters", ()))
+    """Whether the velocity depends on a parameter or layer of a network, by its name there; the
+    others are never trained.
+    """
+    return not any(
+        fnmatchcase(name, pattern) for pattern in getattr(model, "unused_parameters", ())
+    )
 
 
 Size = tuple[int, int]
@@ -152,14 +192,17 @@ class Model(Protocol):
     """A loaded base model. A user's family is a class with these members (``docs/extending.md``).
 
     Attributes:
-        transformer: the velocity network, the only part that is ever trained; ``Experts`` where that is two networks.
+        transformer: the velocity network, the only part that is ever trained; ``Experts`` where
+            that is two networks.
         latent_shape: of one latent, without the batch.
         lora_targets: names of the linear layers that LoRA adapts unless the recipe names others.
         pipeline_class: the family's diffusers pipeline, which reads and writes LoRA files.
         precision: of the network's arithmetic.
     """
 
-    transformer: Any  # a diffusers ModelMixin: an nn.Module that also saves, loads and takes adapters
+    transformer: (
+        Any  # a diffusers ModelMixin: an nn.Module that also saves, loads and takes adapters
+    )
     latent_shape: tuple[int, ...]
     lora_targets: list[str]
     pipeline_class: Any
@@ -167,29 +210,40 @@ class Model(Protocol):
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Model:
-        """The model of a base-model folder, to generate as ``config`` says, frozen and in evaluation mode.
+        """The model of a base-model folder, to generate as ``config`` says, frozen and in
+        evaluation mode.
 
         Raises:
-            ModelError: the folder is no base model of the family, or ``config`` asks for what it cannot do.
+            ModelError: the folder is no base model of the family, or ``config`` asks for what it
+                cannot do.
         """
 
     def sigmas(self, steps: int) -> Tensor:
-        """The family's schedule of ``steps`` denoising steps: float32 [steps + 1], descending, ending in 0."""
+        """The family's schedule of ``steps`` denoising steps: float32 [steps + 1], descending,
+        ending in 0.
+        """
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """Encoded prompts, and negative prompts under guidance; deterministic, without gradient, on any device."""
+        """Encoded prompts, and negative prompts under guidance; deterministic, without gradient, on
+        any device.
+        """
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """The forward pass, guidance included, [N, *latent_shape]; ``sigma`` is [N] in [0, 1]. Called through ``predict``."""
+        """The forward pass, guidance included, [N, *latent_shape]; ``sigma`` is [N] in [0, 1].
+        Called through ``predict``.
+        """
 
     def decode(self, latents: Tensor) -> np.ndarray:
         """Images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3]."""
 
     def pixels(self, latents: Tensor) -> Tensor:
-        """``decode`` with gradient, for rewards that give one: RGB in [0, 1], [N, 3, height, width] or [N, frames, 3, ...]."""
+        """``decode`` with gradient, for rewards that give one: RGB in [0, 1], [N, 3, height, width]
+        or [N, frames, 3, ...].
+        """
 
     def encode_images(self, images: np.ndarray) -> Tensor:
-        """Latents [N, *latent_shape] of uint8 RGB images or videos: the inverse of ``decode`` up to quantisation.
+        """Latents [N, *latent_shape] of uint8 RGB images or videos: the inverse of ``decode`` up to
+        quantisation.
 
         Raises:
             ModelError: the images do not have the size of the latents.
@@ -199,18 +253,25 @@ class Model(Protocol):
         """Write the model as a pipeline folder, its large parts in shards."""
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks of the transformer, in the order of their calls: the units of FSDP sharding.
+        """The repeated blocks of the transformer, in the order of their calls: the units of FSDP
+        sharding.
 
-        With ``fsdp.prefetch``, a block that is called before the one listed ahead of it would compute with stale weights.
+        With ``fsdp.prefetch``, a block that is called before the one listed ahead of it would
+        compute with stale weights.
         """
 
 
 def predict(
-    model: Model, latents: Tensor, sigma: Tensor, conditioning: Conditioning, precision: Precision | None = None
+    model: Model,
+    latents: Tensor,
+    sigma: Tensor,
+    conditioning: Conditioning,
+    precision: Precision | None = None,
 ) -> Tensor:
     """The velocity, float32 [N, *latent_shape], in ``precision`` or the model's own.
 
-    Rollout, training and evaluation all call this one forward pass, which makes the first ratio of a policy gradient exactly 1.
+    Rollout, training and evaluation all call this one forward pass, which makes the first ratio of
+    a policy gradient exactly 1.
     """
     precision = precision or model.precision
     conditioning = conditioning.for_precision(precision)
@@ -218,8 +279,12 @@ def predict(
         return model.velocity(latents, sigma, conditioning).float()
 
 
-def predict_checkpointed(model: Model, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-    """``predict`` with a gradient that keeps no activations: the pass is repeated when the gradient is taken."""
+def predict_checkpointed(
+    model: Model, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+) -> Tensor:
+    """``predict`` with a gradient that keeps no activations: the pass is repeated when the gradient
+    is taken.
+    """
     velocity: Tensor = checkpoint(
         predict, model, latents, sigma, conditioning, use_reentrant=False, preserve_rng_state=False
     )  # nothing in the network is random
@@ -254,8 +319,9 @@ def require_pixels(model: Any, algorithm: str) -> None:
     """
     if not hasattr(model, "pixels"):
         raise ModelError(
-            f"{algorithm} learns from the gradient of the rewards, and {_class_name(model)} has no pixels(latents), which "
-            "decodes with gradient; write one (docs/extending.md), or set algorithm.name to mix_grpo"
+            f"{algorithm} learns from the gradient of the rewards, and {_class_name(model)} has no"
+            " pixels(latents), which decodes with gradient; write one (docs/extending.md), or set"
+            " algorithm.name to mix_grpo"
         )
 
 
@@ -267,8 +333,8 @@ def require_resize(model: Any) -> None:
     """
     if not hasattr(model, "resize"):
         raise ModelError(
-            f"{_class_name(model)} has no resize(height, width); write one (docs/extending.md), or leave 'sizes' of stages, "
-            "evaluation.height and evaluation.width out"
+            f"{_class_name(model)} has no resize(height, width); write one (docs/extending.md), or"
+            " leave 'sizes' of stages, evaluation.height and evaluation.width out"
         )
 
 
@@ -286,4 +352,8 @@ def device_of(model: Model) -> torch.device:
 
 def default_device() -> torch.device:
     """The accelerator of this process, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )

@@ -11,9 +11,11 @@ from ebbflow.models.base import Model, ModelError
 
 
 def compile_blocks(model: Model) -> None:
-    """Have torch compile each block of the network when it is first called; the blocks are alike and share their graphs.
+    """Have torch compile each block of the network when it is first called; the blocks are alike
+    and share their graphs.
 
-    Rollouts and training get graphs of their own, without and with gradient, of the same operations.
+    Rollouts and training get graphs of their own, without and with gradient, of the same
+    operations.
 
     Raises:
         ModelError: there is no C++ compiler, which torch needs on every device.
@@ -21,14 +23,17 @@ def compile_blocks(model: Model) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ModelError(
-            f"model.compile = 'blocks': torch.compile needs a C++ compiler, and {compiler!r} is not on the PATH; "
-            "install g++ or set CXX, or leave model.compile out"
+            f"model.compile = 'blocks': torch.compile needs a C++ compiler, and {compiler!r} is not"
+            " on the PATH; install g++ or set CXX, or leave model.compile out"
         )
-    # Rows, gradient, autocast and adapters make different graphs of the same code; past the limit it would run uncompiled, and
-    # rollouts would no longer agree with training.
+    # Rows, gradient, autocast and adapters make different graphs of the same code; past the limit
+    # it would run uncompiled, and rollouts would no longer agree with training.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    # A fused graph would not round between its operations, and what is fused depends on the gradient.
+    # A fused graph would not round between its operations, and what is fused depends on the
+    # gradient.
     torch._inductor.config.emulate_precision_casts = True
     for block in model.blocks():
-        block.compile(dynamic=False)  # kernels for any number of rows would add in another order than those for one
+        block.compile(
+            dynamic=False
+        )  # kernels for any number of rows would add in another order than those for one

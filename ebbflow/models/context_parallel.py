@@ -1,7 +1,9 @@
-"""Context parallelism: ranks that follow each other share the tokens of a sample (2309.14509), as diffusers has it.
+"""Context parallelism: ranks that follow each other share the tokens of a sample (2309.14509), as
+diffusers has it.
 
-Each has its share of the tokens everywhere but in attention, for which they exchange them for a share of the heads. All of them
-have the whole prediction, and each the gradient of its own tokens: the gradient of a parameter is the sum over these ranks.
+Each has its share of the tokens everywhere but in attention, for which they exchange them for a
+share of the heads. All of them have the whole prediction, and each the gradient of its own tokens:
+the gradient of a parameter is the sum over these ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from ebbflow.recipe.stages import OfflineStageConfig
 
 
 def share_tokens(model: Model, mesh: DeviceMesh) -> None:
-    """Have the ranks of the dimension ``ulysses`` compute each sample together, of a model that ``require_shareable`` accepts.
+    """Have the ranks of the dimension ``ulysses`` compute each sample together, of a model that
+    ``require_shareable`` accepts.
 
-    diffusers' ``enable_parallelism`` does the same on GPUs alone: it numbers them, and divides by zero where there are none.
+    diffusers' ``enable_parallelism`` does the same on GPUs alone: it numbers them, and divides by
+    zero where there are none.
     """
     config = ContextParallelConfig(ulysses_degree=mesh["ulysses"].size(), mesh=mesh)
     parallel = ParallelConfig(context_parallel_config=config)
@@ -36,7 +40,8 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
 
 
 def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> None:
-    """Check what is known without the model: that the family's tokens can be shared, and that its network is not compiled.
+    """Check what is known without the model: that the family's tokens can be shared, and that its
+    network is not compiled.
 
     Raises:
         ModelError: they cannot be shared.
@@ -45,10 +50,14 @@ def require_shareable_family(family: Any, config: ModelConfig, ranks: int) -> No
     if not (issubclass(family, PipelineModel) and family.shares_tokens):
         name = family.__name__
         raise ModelError(
-            f"{asked}: the tokens of {name} cannot be shared; leave it out of the deployment, or take a family of docs/nodes.md"
+            f"{asked}: the tokens of {name} cannot be shared; leave it out of the deployment, or"
+            " take a family of docs/nodes.md"
         )
     if config.compile == "blocks":
-        raise ModelError(f"{asked} is for a network that is not compiled; set model.compile: off, or leave it out")
+        raise ModelError(
+            f"{asked} is for a network that is not compiled; set model.compile: off, or leave"
+            " it out"
+        )
 
 
 def require_one_size(stage: OfflineStageConfig, ranks: int) -> None:
@@ -58,30 +67,41 @@ def require_one_size(stage: OfflineStageConfig, ranks: int) -> None:
         ModelError: it has several.
     """
     if ranks > 1 and stage.sizes:
-        raise ModelError(f"train_context_parallel = {ranks} is for stages of one size; leave it or 'sizes' out")
+        raise ModelError(
+            f"train_context_parallel = {ranks} is for stages of one size; leave it or 'sizes' out"
+        )
 
 
 def require_shareable(model: Model, ranks: int) -> None:
     """Check that so many ranks can share the tokens of a sample.
 
     Raises:
-        ModelError: the family, a compiled network, its attention, or the number of its heads or tokens do not allow it.
+        ModelError: the family, a compiled network, its attention, or the number of its heads or
+            tokens do not allow it.
     """
-    asked, adapter = f"train_context_parallel = {ranks}", cast("PipelineModel", model)
+    asked = f"train_context_parallel = {ranks}"
+    adapter = cast("PipelineModel", model)
     require_shareable_family(type(model), adapter.config, ranks)
     default, _ = _AttentionBackendRegistry.get_active_backend()
     chosen = adapter.config.attention or _processors(model)[0]._attention_backend or default
-    if chosen not in filter(_AttentionBackendRegistry._is_context_parallel_available, AttentionBackendName):
+    if chosen not in filter(
+        _AttentionBackendRegistry._is_context_parallel_available, AttentionBackendName
+    ):
         raise ModelError(
-            f"{asked}: attention {getattr(chosen, 'value', chosen)!r} cannot share tokens; set model.attention to native"
+            f"{asked}: attention {getattr(chosen, 'value', chosen)!r} cannot share tokens; set"
+            " model.attention to native"
         )
-    heads, tokens = model.transformer.config.num_attention_heads, adapter.tokens()
+    heads = model.transformer.config.num_attention_heads
+    tokens = adapter.tokens()
     counts = {"attention heads": heads, "tokens of the latents": tokens.image}
     if tokens.joint and not adapter.text_multiple:
         counts["tokens of a prompt"] = tokens.text
     for what, count in counts.items():
         if count % ranks:
-            raise ModelError(f"{asked} does not divide the {count} {what}; take a divisor, or another size or model.max_tokens")
+            raise ModelError(
+                f"{asked} does not divide the {count} {what}; take a divisor, or another size or"
+                " model.max_tokens"
+            )
 
 
 def _processors(model: Model) -> list[Any]:

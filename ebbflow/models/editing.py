@@ -1,4 +1,6 @@
-"""What the families that edit an image share: pictures of the prompt table, scaled to one size, a prompt encoded at a time."""
+"""What the families that edit an image share: pictures of the prompt table, scaled to one size, a
+prompt encoded at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ebbflow.models.pipeline import PipelineModel
 
 
 class EditsImages(PipelineModel):
-    """A family whose prompts come with an image; its conditioning has the latents of the image, "image" [N, C, H, W]."""
+    """A family whose prompts come with an image; its conditioning has the latents of the image,
+    "image" [N, C, H, W].
+    """
 
     @abstractmethod
     def _scaled(self, picture: Image.Image) -> tuple[int, int]:
@@ -33,18 +37,28 @@ class EditsImages(PipelineModel):
         """
         sizes = {self._scaled(_picture(prompt)): prompt.prompt_id for prompt in prompts}
         if len(sizes) > 1:
-            listed = ", ".join(f"{width} x {height} of prompt {prompt_id}" for (width, height), prompt_id in sizes.items())
-            raise ModelError(f"the images to edit would be scaled to different sizes ({listed}); crop them to one shape")
+            listed = ", ".join(
+                f"{width} x {height} of prompt {prompt_id}"
+                for (width, height), prompt_id in sizes.items()
+            )
+            raise ModelError(
+                f"the images to edit would be scaled to different sizes ({listed}); crop them to"
+                " one shape"
+            )
         return super().encode(prompts)
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        rows = [self._encode_edit(text, _picture(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+        rows = [
+            self._encode_edit(text, _picture(prompt))
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
         return dict(Conditioning.cat(rows).tensors)
 
 
 def _picture(prompt: Prompt) -> Image.Image:
     if prompt.image is None:
         raise ModelError(
-            f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has no image to edit; add a column 'image' to the prompts"
+            f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has no image to edit; add a column"
+            " 'image' to the prompts"
         )
     return Image.open(io.BytesIO(prompt.image)).convert("RGB")

@@ -1,4 +1,6 @@
-"""Encodes each prompt once: embeddings wait in memory-mapped files, so that neither they nor the text encoders take memory."""
+"""Encodes each prompt once: embeddings wait in memory-mapped files, so that neither they nor the
+text encoders take memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ PROMPTS_PER_FILE = 512
 """These are encoded together, and are in memory until their file is written."""
 EMBEDDINGS = "embeddings"
 """Name of the folder of these files, which is gone once they are open."""
-POSITIVE, NEGATIVE = "positive/", "negative/"
+POSITIVE = "positive/"
+NEGATIVE = "negative/"
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Embeddings:
     """Encoded prompts on the CPU, a row for each different one.
 
     Attributes:
-        tables: of ``PROMPTS_PER_FILE`` prompts each, but for the last; padded to the longest prompt of their own.
+        tables: of ``PROMPTS_PER_FILE`` prompts each, but for the last; padded to the longest prompt
+            of their own.
         row: of each prompt, over all tables.
     """
 
@@ -37,7 +41,9 @@ class Embeddings:
     row: dict[Key, int]
 
     def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """The conditioning of some of these prompts, a row each, padded to the longest prompt of all."""
+        """The conditioning of some of these prompts, a row each, padded to the longest prompt of
+        all.
+        """
         rows = torch.tensor([self.row[_key(prompt)] for prompt in prompts])
         return self.tables[0].rows(rows) if len(self.tables) == 1 else _rows(self.tables, rows)
 
@@ -51,20 +57,31 @@ def embed(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> E
     Raises:
         ModelError: ``negatives`` of a family without classifier-free guidance.
     """
-    with scratch_folder(EMBEDDINGS) as folder:  # without a name, a file stays as long as it is mapped
+    with scratch_folder(
+        EMBEDDINGS
+    ) as folder:  # without a name, a file stays as long as it is mapped
         return open_embeddings(folder, write_embeddings(model, prompts, folder, negatives))
 
 
 def encode_once(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Encode:
-    """``embed`` now; the result looks up the conditioning of any of the prompts, on the model's device."""
-    embeddings, device = embed(model, prompts, negatives), device_of(model)
+    """``embed`` now; the result looks up the conditioning of any of the prompts, on the model's
+    device.
+    """
+    embeddings = embed(model, prompts, negatives)
+    device = device_of(model)
     return lambda wanted: embeddings(wanted).to(device)
 
 
 def write_embeddings(
-    model: Model, prompts: Iterable[Prompt], folder: Path, negatives: bool = False, rank: int = 0, world: int = 1
+    model: Model,
+    prompts: Iterable[Prompt],
+    folder: Path,
+    negatives: bool = False,
+    rank: int = 0,
+    world: int = 1,
 ) -> list[Prompt]:
-    """Encode every different prompt into files, this process one of ``world`` files; returns the prompts in their order.
+    """Encode every different prompt into files, this process one of ``world`` files; returns the
+    prompts in their order.
 
     Args:
         negatives: as of ``embed``.
@@ -79,7 +96,10 @@ def write_embeddings(
         if table.negative is not None:
             tensors |= {NEGATIVE + name: values for name, values in table.negative.tensors.items()}
         # The library refuses views and tensors that share memory.
-        plain = {name: values.clone(memory_format=torch.contiguous_format) for name, values in tensors.items()}
+        plain = {
+            name: values.clone(memory_format=torch.contiguous_format)
+            for name, values in tensors.items()
+        }
         save_file(plain, folder / f"{number}.safetensors", {"guidance": repr(table.guidance)})
     return unique
 
@@ -91,7 +111,10 @@ def open_embeddings(folder: Path, prompts: Sequence[Prompt]) -> Embeddings:
 
 
 def _parts(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-    return [prompts[start : start + PROMPTS_PER_FILE] for start in range(0, len(prompts), PROMPTS_PER_FILE)]
+    return [
+        prompts[start : start + PROMPTS_PER_FILE]
+        for start in range(0, len(prompts), PROMPTS_PER_FILE)
+    ]
 
 
 def _encoded(model: Model, prompts: Sequence[Prompt], negatives: bool) -> Conditioning:
@@ -99,14 +122,17 @@ def _encoded(model: Model, prompts: Sequence[Prompt], negatives: bool) -> Condit
     if negatives and table.negative is None:
         if not getattr(model, "guided", False):
             raise ModelError(
-                f"reference.guidance needs classifier-free guidance, which {type(model).__name__} has not; set it to 1"
+                f"reference.guidance needs classifier-free guidance, which {type(model).__name__}"
+                " has not; set it to 1"
             )
         table = replace(table, negative=_negatives(model, prompts).to(torch.device("cpu")))
     return table
 
 
 def _negatives(model: Model, prompts: Sequence[Prompt]) -> Conditioning:
-    """A family of a user's own encodes negative prompts as prompts unless it has a function for them."""
+    """A family of a user's own encodes negative prompts as prompts unless it has a function for
+    them.
+    """
     if encode := getattr(model, "encode_negatives", None):
         encoded: Conditioning = encode(prompts)
         return encoded
@@ -116,9 +142,16 @@ def _negatives(model: Model, prompts: Sequence[Prompt]) -> Conditioning:
 def _table(path: Path) -> Conditioning:
     """A file as tensors that are read from the disk where they are used."""
     with safe_open(path, framework="pt") as file:
-        tensors, guidance = {name: file.get_tensor(name) for name in file.keys()}, float(file.metadata()["guidance"])  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        guidance = float(file.metadata()["guidance"])
     sides = [
-        Conditioning({name.removeprefix(side): values for name, values in tensors.items() if name.startswith(side)})
+        Conditioning(
+            {
+                name.removeprefix(side): values
+                for name, values in tensors.items()
+                if name.startswith(side)
+            }
+        )
         for side in (POSITIVE, NEGATIVE)
     ]
     return Conditioning(sides[0].tensors, sides[1] if sides[1].tensors else None, guidance)
@@ -126,17 +159,24 @@ def _table(path: Path) -> Conditioning:
 
 def _rows(tables: Sequence[Conditioning], rows: Tensor) -> Conditioning:
     """Some rows of all tables together."""
-    tensors = {name: _gathered([table[name] for table in tables], rows) for name in tables[0].tensors}
+    tensors = {
+        name: _gathered([table[name] for table in tables], rows) for name in tables[0].tensors
+    }
     negatives = [table.negative for table in tables if table.negative is not None]
-    return replace(tables[0], tensors=tensors, negative=_rows(negatives, rows) if negatives else None)
+    return replace(
+        tables[0], tensors=tensors, negative=_rows(negatives, rows) if negatives else None
+    )
 
 
 def _gathered(tables: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Some rows, those of rank 2 and more padded with zeros to the longest dimension 1 of all tables."""
+    """Some rows, those of rank 2 and more padded with zeros to the longest dimension 1 of all
+    tables.
+    """
     shape = list(tables[0].shape[1:])
     if shape:
         shape[0] = max(values.shape[1] for values in tables)
-    found, file = tables[0].new_zeros(len(rows), *shape), rows // PROMPTS_PER_FILE
+    found = tables[0].new_zeros(len(rows), *shape)
+    file = rows // PROMPTS_PER_FILE
     for number in file.unique().tolist():
         here = (file == number).nonzero()[:, 0]
         values = tables[number][rows[here] % PROMPTS_PER_FILE]

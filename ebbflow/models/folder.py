@@ -1,4 +1,6 @@
-"""Reads what base-model folders hold. They come from elsewhere: nothing in them is trusted to be what diffusers writes."""
+"""Reads what base-model folders hold. They come from elsewhere: nothing in them is trusted to be
+what diffusers writes.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +33,34 @@ def read_object(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ModelError(f"{file} is not the JSON object that diffusers writes; fetch the folder again")
+        raise ModelError(
+            f"{file} is not the JSON object that diffusers writes; fetch the folder again"
+        )
     return found
 
 
 @contextmanager
 def reading(folder: Path, family: str) -> Iterator[None]:
-    """Around the code that reads a folder's parts: checks the configurations first, and turns every failure into one error.
+    """Around the code that reads a folder's parts: checks the configurations first, and turns every
+    failure into one error.
 
     Raises:
         ModelError: a configuration or a part cannot be read.
     """
     for config in sorted(folder.rglob("*config.json")):
-        read_object(config)  # diffusers takes anything else for the name of a repository, and asks the hub for it
+        read_object(
+            config
+        )  # diffusers takes anything else for the name of a repository, and asks the hub for it
     silence_diffusers()  # a bar per part would bury the bars that matter
     silence_transformers()
     try:
         yield
     except BaseException as error:  # three libraries read the parts, each with errors of its own
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of tokenizers, which is in Rust
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # of tokenizers, which is in Rust
             raise
         reason = sanitize(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise ModelError(f"{folder} cannot be read as a {family} base model ({reason}); fetch it again") from error
+        raise ModelError(
+            f"{folder} cannot be read as a {family} base model ({reason}); fetch it again"
+        ) from error

@@ -1,4 +1,6 @@
-"""Turns pretrained weights into a folder on this machine: a folder stays where it is, a repository is fetched at its commit."""
+"""Turns pretrained weights into a folder on this machine: a folder stays where it is, a repository
+is fetched at its commit.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,38 @@ logger = logging.getLogger(__name__)
 
 
 class HubError(Exception):
-    """Weights that cannot be fetched: names the folder or the repository and its commit, the reason and the fix."""
+    """Weights that cannot be fetched: names the folder or the repository and its commit, the reason
+    and the fix.
+    """
 
 
-def pretrained_folder(pretrained: PretrainedSourceConfig, patterns: list[str] | None = None) -> Path:
+def pretrained_folder(
+    pretrained: PretrainedSourceConfig, patterns: list[str] | None = None
+) -> Path:
     """The local folder (or file) of pretrained weights.
 
-    Of a repository the files that match ``patterns`` (or all) are fetched once, at the pinned commit, into the hub's cache.
-    ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` work as for huggingface_hub.
+    Of a repository the files that match ``patterns`` (or all) are fetched once, at the pinned
+    commit, into the hub's cache. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``
+    work as for huggingface_hub.
 
     Raises:
-        HubError: there is no such folder, or the repository is neither complete in the cache nor can it be fetched.
+        HubError: there is no such folder, or the repository is neither complete in the cache nor
+            can it be fetched.
     """
     if not pretrained.on_hub:
         return _existing(pretrained.path)
     assert pretrained.path
     try:
-        folder = snapshot_download(pretrained.path, revision=pretrained.revision, allow_patterns=patterns)
-    except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's errors: no common base
+        folder = snapshot_download(
+            pretrained.path, revision=pretrained.revision, allow_patterns=patterns
+        )
+    except Exception as error:
+        # The hub's client, its HTTP library and the system raise errors without a common base.
         reason = str(error).strip().partition("\n")[0]
         raise HubError(
-            f"{pretrained.path} at commit {pretrained.revision} cannot be fetched ({type(error).__name__}: {reason}). "
-            "Check both; set HF_TOKEN and accept the licence of a gated repository; or give the path of a local folder"
+            f"{pretrained.path} at commit {pretrained.revision} cannot be fetched"
+            f" ({type(error).__name__}: {reason}). Check both; set HF_TOKEN and accept the licence"
+            " of a gated repository; or give the path of a local folder"
         ) from error
     logger.info("%s at commit %s is in %s", pretrained.path, pretrained.revision, folder)
     return Path(folder)
@@ -42,5 +54,8 @@ def pretrained_folder(pretrained: PretrainedSourceConfig, patterns: list[str] | 
 
 def _existing(path: str | None) -> Path:
     if path is None or not Path(path).exists():
-        raise HubError(f"path = {path!r} is not on this machine; for a Hugging Face repository give its commit as 'revision'")
+        raise HubError(
+            f"path = {path!r} is not on this machine; for a Hugging Face repository give its commit"
+            " as 'revision'"
+        )
     return Path(path)

@@ -1,7 +1,9 @@
-"""What the families with a diffusers pipeline share: the pipeline's own parts, called as the pipeline calls them.
+"""What the families with a diffusers pipeline share: the pipeline's own parts, called as the
+pipeline calls them.
 
-With the deterministic sampler, the same noise and the same prompt, an adapter's image is the pipeline's (the tests compare them).
-Only the transformer stays on the device; text encoders and VAE are moved there for each call.
+With the deterministic sampler, the same noise and the same prompt, an adapter's image is the
+pipeline's (the tests compare them). Only the transformer stays on the device; text encoders and VAE
+are moved there for each call.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ JOINT_ATTENTION = [
     "attn.add_v_proj",
     "attn.to_add_out",
 ]
-"""The attention layers of blocks in which image and text attend to each other; Flow-GRPO (2505.05470) adapts them."""
+"""The attention layers of blocks in which image and text attend to each other; Flow-GRPO
+(2505.05470) adapts them.
+"""
 VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
 SHARD = "5GB"
 """Largest file of a saved part."""
 
 
 class PipelineModel:
-    """Adapter of a diffusers pipeline; see ``ebbflow.models.base.Model``. A family overrides what differs.
+    """Adapter of a diffusers pipeline; see ``ebbflow.models.base.Model``. A family overrides what
+    differs.
 
     Attributes:
         device: where the network runs.
@@ -55,12 +60,16 @@ class PipelineModel:
         networks: the pipeline's parts that denoise; one of them is trained.
         text_parts: the pipeline's parts that encode prompts.
         default_size: height and width in pixels where the recipe gives none.
-        default_max_tokens: longest prompt, in tokens of the large text encoder, where the recipe gives none.
+        default_max_tokens: longest prompt, in tokens of the large text encoder, where the recipe
+            gives none.
         guided: whether ``model.guidance`` is the scale of classifier-free guidance.
         draws_videos: whether ``model.frames`` may be more than one.
-        shares_tokens: whether processes can share the tokens of a sample (``ebbflow.models.context_parallel``).
-        unused_parameters: patterns of the names of parameters that the velocity does not depend on, which are never trained.
-        text_multiple: the network gets prompts padded to a multiple of it; 0 where they have one length, that of the longest.
+        shares_tokens: whether processes can share the tokens of a sample
+            (``ebbflow.models.context_parallel``).
+        unused_parameters: patterns of the names of parameters that the velocity does not depend on,
+            which are never trained.
+        text_multiple: the network gets prompts padded to a multiple of it; 0 where they have one
+            length, that of the longest.
     """
 
     pipeline_class: ClassVar[Any]
@@ -79,13 +88,17 @@ class PipelineModel:
 
     def __init__(self, pipeline: Any, config: ModelConfig, device: torch.device) -> None:
         if config.frames > 1 and not self.draws_videos:
-            raise ModelError(f"model.frames = {config.frames}: {config.family} draws images; leave it out, or take family wan")
+            raise ModelError(
+                f"model.frames = {config.frames}: {config.family} draws images; leave it out, or"
+                " take family wan"
+            )
         self.pipeline = pipeline
         self.transformer = self._trained_network(pipeline, config)
         self.config = config
         self.device = device
         self.precision = config.precision
-        self.height, self.width = config.height or self.default_size[0], config.width or self.default_size[1]
+        self.height = config.height or self.default_size[0]
+        self.width = config.width or self.default_size[1]
         self.max_tokens = config.max_tokens or self.default_max_tokens
         self.latent_shape = self._latent_shape()
 
@@ -98,12 +111,16 @@ class PipelineModel:
         return model
 
     def _recompute_activations(self) -> None:
-        """Have the blocks recompute theirs in the backward pass: every n-th of those that are trained, and all others."""
+        """Have the blocks recompute theirs in the backward pass: every n-th of those that are
+        trained, and all others.
+        """
         every = self.config.gradient_checkpointing_every
         kept = {block for number, block in enumerate(self.blocks()) if number % every}
 
         def call(block: nn.Module, *inputs: Any) -> Any:
-            return block(*inputs) if block in kept else checkpoint(block, *inputs, use_reentrant=False)
+            return (
+                block(*inputs) if block in kept else checkpoint(block, *inputs, use_reentrant=False)
+            )
 
         for network in (getattr(self.pipeline, name) for name in self.networks):
             network.enable_gradient_checkpointing(call)
@@ -112,14 +129,18 @@ class PipelineModel:
 
     @abstractmethod
     def _latent_shape(self) -> tuple[int, ...]:
-        """Of one sample; raises ``ModelError`` for a size that the family cannot draw (``_require_multiple``)."""
+        """Of one sample; raises ``ModelError`` for a size that the family cannot draw
+        (``_require_multiple``).
+        """
 
     @abstractmethod
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """The network's inputs for each text; ``prompts`` hold the images to edit."""
 
     def _encode_negative(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """The same for negative prompts, which some pipelines read without what they put before a prompt."""
+        """The same for negative prompts, which some pipelines read without what they put before a
+        prompt.
+        """
         return self._encode(texts, prompts)
 
     @abstractmethod
@@ -132,7 +153,9 @@ class PipelineModel:
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
-        """Raise ``ModelError`` for a pipeline that is not supported, or a key of the recipe that it does not take."""
+        """Raise ``ModelError`` for a pipeline that is not supported, or a key of the recipe that it
+        does not take.
+        """
 
     @classmethod
     def trained_parts(cls, config: ModelConfig) -> tuple[str, ...]:
@@ -151,13 +174,15 @@ class PipelineModel:
         return {}
 
     def resize(self, height: int, width: int) -> None:
-        """Generate images of another size from now on; the schedule follows where its shift depends on the tokens.
+        """Generate images of another size from now on; the schedule follows where its shift depends
+        on the tokens.
 
         Raises:
             ModelError: the family cannot draw the size.
         """
         before = self.height, self.width
-        self.height, self.width = height, width
+        self.height = height
+        self.width = width
         try:
             self.latent_shape = self._latent_shape()
         except ModelError:
@@ -171,21 +196,31 @@ class PipelineModel:
     def widths(self) -> tuple[int, int]:
         """Of a token in the blocks, and of an encoded token of a prompt."""
         config = self.transformer.config
-        return config.num_attention_heads * config.attention_head_dim, config.get("joint_attention_dim") or config.text_dim
+        return (
+            config.num_attention_heads * config.attention_head_dim,
+            config.get("joint_attention_dim") or config.text_dim,
+        )
 
     def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         """Classifier-free guidance (2207.12598) of the network's predictions."""
         return negative + guidance * (prediction - negative)
 
     def sigmas(self, steps: int) -> Tensor:
-        """As ``ebbflow.models.base.Model.sigmas``: evenly spaced, and then as the scheduler shifts them."""
-        scheduler, tokens = self.pipeline.scheduler, self.latent_shape[1] * self.latent_shape[2] // 4
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **self._shift(tokens, steps))
+        """As ``ebbflow.models.base.Model.sigmas``: evenly spaced, and then as the scheduler shifts
+        them.
+        """
+        scheduler = self.pipeline.scheduler
+        tokens = self.latent_shape[1] * self.latent_shape[2] // 4
+        scheduler.set_timesteps(
+            sigmas=np.linspace(1.0, 1 / steps, steps), **self._shift(tokens, steps)
+        )
         sigmas: Tensor = scheduler.sigmas.clone()
         return sigmas
 
     def _shift(self, tokens: int, steps: int) -> dict[str, float]:
-        """The scheduler's arguments that depend on the number of the image's tokens and of the steps."""
+        """The scheduler's arguments that depend on the number of the image's tokens and of the
+        steps.
+        """
         return dynamic_shift(self.pipeline.scheduler, tokens)
 
     def _unpack(self, prediction: Tensor) -> Tensor:
@@ -216,11 +251,17 @@ class PipelineModel:
         """The negative prompts alone, a row each, whatever the guidance of the recipe."""
         return self._in_batches(self._negatives, prompts)
 
-    def _in_batches(self, encode: Callable[[Sequence[Prompt]], Conditioning], prompts: Sequence[Prompt]) -> Conditioning:
+    def _in_batches(
+        self, encode: Callable[[Sequence[Prompt]], Conditioning], prompts: Sequence[Prompt]
+    ) -> Conditioning:
         parts = []
         with self._on_device(*self.text_parts):
-            for start in progress("encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE)):
-                parts.append(encode(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu")))
+            for start in progress(
+                "encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE)
+            ):
+                parts.append(
+                    encode(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu"))
+                )
         return Conditioning.cat(parts)
 
     def _encode_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
@@ -229,21 +270,30 @@ class PipelineModel:
         return Conditioning(tensors, negative, self.config.guidance)
 
     def _negatives(self, prompts: Sequence[Prompt]) -> Conditioning:
-        return Conditioning(self._encode_negative([prompt.negative_prompt for prompt in prompts], prompts))
+        return Conditioning(
+            self._encode_negative([prompt.negative_prompt for prompt in prompts], prompts)
+        )
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """As ``ebbflow.models.base.Model.velocity``."""
         if conditioning.negative is None:
             return self._unpack(self._predict(latents, sigma, conditioning))
         # One pass over both keeps a device busier than two over half as many rows.
-        negative, prediction = self._predict(torch.cat([latents] * 2), torch.cat([sigma] * 2), conditioning.both).chunk(2)
+        negative, prediction = self._predict(
+            torch.cat([latents] * 2), torch.cat([sigma] * 2), conditioning.both
+        ).chunk(2)
         return self._unpack(self._guide(prediction, negative, conditioning.guidance))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> np.ndarray:
         """As ``ebbflow.models.base.Model.decode``."""
         with self._on_device("vae"):
-            images = torch.cat([self._decode(part.to(self.device)).cpu() for part in torch.split(latents, self._at_once())])
+            images = torch.cat(
+                [
+                    self._decode(part.to(self.device)).cpu()
+                    for part in torch.split(latents, self._at_once())
+                ]
+            )
         return images.numpy()
 
     def _decode(self, latents: Tensor) -> Tensor:
@@ -251,21 +301,31 @@ class PipelineModel:
         return (self._pixels(latents) * 255).round().to(torch.uint8)
 
     def pixels(self, latents: Tensor) -> Tensor:
-        """As ``ebbflow.models.base.Model.pixels``. The VAE stays on the device, where the gradient needs it."""
+        """As ``ebbflow.models.base.Model.pixels``. The VAE stays on the device, where the gradient
+        needs it.
+        """
         self.pipeline.vae.to(self.device)
         return self._pixels(latents).movedim(-1, -3)
 
     def _pixels(self, latents: Tensor) -> Tensor:
         """RGB in [0, 1], [n, height, width, 3], or [n, frames, height, width, 3]."""
-        pixels: Tensor = self.pipeline.vae.decode(self._to_vae(latents.float()), return_dict=False)[0]
+        pixels: Tensor = self.pipeline.vae.decode(self._to_vae(latents.float()), return_dict=False)[
+            0
+        ]
         return (pixels / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
     @torch.no_grad()
     def encode_images(self, images: np.ndarray) -> Tensor:
         """As ``ebbflow.models.base.Model.encode_images``."""
-        wanted = (self.height, self.width, 3) if self.config.frames == 1 else (self.config.frames, self.height, self.width, 3)
+        wanted = (
+            (self.height, self.width, 3)
+            if self.config.frames == 1
+            else (self.config.frames, self.height, self.width, 3)
+        )
         if images.shape[1:] != wanted:
-            raise ModelError(f"images of shape {images.shape[1:]}: the model draws {wanted}; resize them")
+            raise ModelError(
+                f"images of shape {images.shape[1:]}: the model draws {wanted}; resize them"
+            )
         with self._on_device("vae"):
             parts = torch.split(torch.from_numpy(images), self._at_once())
             return torch.cat([self._encode_pixels(part.to(self.device)) for part in parts])
@@ -290,7 +350,10 @@ class PipelineModel:
         for key, size in (("height", self.height), ("width", self.width)):
             if size % multiple:
                 near = max(multiple, round(size / multiple) * multiple)
-                raise ModelError(f"model.{key} = {size}: {self.config.family} draws multiples of {multiple} pixels; take {near}")
+                raise ModelError(
+                    f"model.{key} = {size}: {self.config.family} draws multiples of {multiple}"
+                    f" pixels; take {near}"
+                )
 
     @contextmanager
     def _on_device(self, *parts: str) -> Iterator[None]:
@@ -317,18 +380,27 @@ class PackedPipelineModel(PipelineModel):
         return unpack(prediction, self.latent_shape)
 
 
-def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device) -> Any:
+def load_pipeline(
+    adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device
+) -> Any:
     """The pipeline of a folder, frozen and in evaluation mode.
 
-    A network to train is on the device in the precision that it was published in, and any other in ``config.precision``. Text
-    encoders are in ``config.precision`` and the VAE in float32, both on the CPU.
+    A network to train is on the device in the precision that it was published in, and any other in
+    ``config.precision``. Text encoders are in ``config.precision`` and the VAE in float32, both on
+    the CPU.
 
     Raises:
-        ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as ``config.attention`` says.
+        ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as
+            ``config.attention`` says.
     """
-    weights = {part: sorted((folder / part).glob("*.safetensors")) for part in adapter.trained_parts(config)}
+    weights = {
+        part: sorted((folder / part).glob("*.safetensors"))
+        for part in adapter.trained_parts(config)
+    }
     if absent := [part for part, files in weights.items() if not files]:
-        raise ModelError(f"{folder / absent[0]} holds no .safetensors weights; fetch them in that format")
+        raise ModelError(
+            f"{folder / absent[0]} holds no .safetensors weights; fetch them in that format"
+        )
     with reading(folder, config.family):
         published = {part: _dtype(files) for part, files in weights.items()}
         dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published
@@ -346,7 +418,9 @@ def load_pipeline(adapter: type[PipelineModel], folder: Path, config: ModelConfi
 
 
 def _dtype(files: list[Path]) -> torch.dtype:
-    """Of the published weights; variants in another precision, which may lie beside them, are not loaded."""
+    """Of the published weights; variants in another precision, which may lie beside them, are not
+    loaded.
+    """
     file = next((file for file in files if not VARIANT.search(file.name)), files[0])
     with safe_open(file, "pt") as weights:
         dtype: torch.dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
@@ -356,11 +430,20 @@ def _dtype(files: list[Path]) -> torch.dtype:
 def _choose_attention(transformer: Any, backend: str, family: str) -> None:
     choices = sorted(choice.value for choice in AttentionBackendName)
     if backend not in choices:
-        raise ModelError(f"model.attention = {backend!r}: diffusers has {', '.join(choices)}; take one of them, or leave it out")
+        raise ModelError(
+            f"model.attention = {backend!r}: diffusers has {', '.join(choices)}; take one of them,"
+            " or leave it out"
+        )
     # Processors of an older kind do not ask which backend was set; theirs is the native one.
-    chosen = any(hasattr(processor, "_attention_backend") for processor in getattr(transformer, "attn_processors", {}).values())
+    chosen = any(
+        hasattr(processor, "_attention_backend")
+        for processor in getattr(transformer, "attn_processors", {}).values()
+    )
     if backend != "native" and not chosen:
-        raise ModelError(f"model.attention = {backend!r}: diffusers has only 'native' for {family}; take that, or leave it out")
+        raise ModelError(
+            f"model.attention = {backend!r}: diffusers has only 'native' for {family}; take that,"
+            " or leave it out"
+        )
     try:
         transformer.set_attention_backend(backend)
     except (ImportError, RuntimeError) as error:
@@ -382,20 +465,28 @@ def unpack(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
 
 
 def channel_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of a video VAE's latents, to broadcast with latents [N, C, ...]."""
+    """Mean and standard deviation of each channel of a video VAE's latents, to broadcast with
+    latents [N, C, ...].
+    """
     shape = (-1, *[1] * (like.ndim - 2))
-    mean, std = (torch.tensor(values).view(shape).to(like) for values in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(values).view(shape).to(like)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
     return mean, std
 
 
 def dynamic_shift(scheduler: Any, tokens: int, max_shift: float = 1.15) -> dict[str, float]:
-    """``mu`` for schedulers whose shift depends on the image's tokens: linear between two sizes; nothing for the others.
+    """``mu`` for schedulers whose shift depends on the image's tokens: linear between two sizes;
+    nothing for the others.
 
     ``max_shift`` is what the pipeline takes where the scheduler's configuration does not say.
     """
     config = scheduler.config
     if not config.get("use_dynamic_shifting"):
         return {}
-    small, large = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    low, high = config.get("base_shift", 0.5), config.get("max_shift", max_shift)
+    small = config.get("base_image_seq_len", 256)
+    large = config.get("max_image_seq_len", 4096)
+    low = config.get("base_shift", 0.5)
+    high = config.get("max_shift", max_shift)
     return {"mu": low + (high - low) * (tokens - small) / (large - small)}

@@ -15,7 +15,14 @@ from ebbflow.models.glyph_training.train import train_glyph_base
 from ebbflow.models.hub import pretrained_folder
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify, verify_if_committed
+from ebbflow.storage.artifacts import (
+    COMMIT,
+    MANIFEST,
+    ArtifactError,
+    new_folder,
+    verify,
+    verify_if_committed,
+)
 from ebbflow.storage.locks import wait_for_lock
 
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -29,7 +36,8 @@ def train_base(training: GlyphTrainingConfig, threads: int, folder: Path) -> Non
 
 
 def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
-    """The local folder of a pipeline in a Hugging Face repository. Only the pipeline's parts are fetched.
+    """The local folder of a pipeline in a Hugging Face repository. Only the pipeline's parts are
+    fetched.
 
     Raises:
         HubError: it cannot be fetched.
@@ -37,7 +45,10 @@ def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
     """
     folder = pretrained_folder(pretrained, [INDEX])
     if not (folder / INDEX).is_file():
-        raise ModelError(f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name a repository for diffusers")
+        raise ModelError(
+            f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name a repository for"
+            " diffusers"
+        )
     return pretrained_folder(pretrained, _files(folder))
 
 
@@ -50,14 +61,17 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
     source = fetch_pipeline(PretrainedSourceConfig(path=repository, revision=revision))
     with new_folder(folder) as unfinished:
         for pattern in _files(source):
-            for file in sorted(source.glob(pattern)):  # the cache may hold more than was asked for here
+            for file in sorted(
+                source.glob(pattern)
+            ):  # the cache may hold more than was asked for here
                 target = unfinished / file.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 _link_or_copy(file, target)
 
 
 def cached_base(pretrained: PretrainedSourceConfig) -> Path:
-    """The committed folder of a pipeline in a Hugging Face repository, made once, of links into the hub's cache and next to it.
+    """The committed folder of a pipeline in a Hugging Face repository, made once, of links into the
+    hub's cache and next to it.
 
     Raises:
         HubError, ModelError: as ``fetch_pipeline``.
@@ -75,19 +89,29 @@ def cached_base(pretrained: PretrainedSourceConfig) -> Path:
     try:
         verify(folder)
     except ArtifactError as error:
-        raise ArtifactError(f"{error}; remove {folder} and {Path(HF_HUB_CACHE) / f'models--{repository}'}") from None
+        raise ArtifactError(
+            f"{error}; remove {folder} and {Path(HF_HUB_CACHE) / f'models--{repository}'}"
+        ) from None
     return folder
 
 
 def _files(folder: Path) -> list[str]:
-    """Patterns of a pipeline's files: its index, and of every part the weights and their configuration.
+    """Patterns of a pipeline's files: its index, and of every part the weights and their
+    configuration.
 
     Raises:
         ModelError: the name of a part leads out of the folder.
     """
-    parts = [part for part, kind in read_object(folder / INDEX).items() if isinstance(kind, list) and kind and kind[0]]
+    parts = [
+        part
+        for part, kind in read_object(folder / INDEX).items()
+        if isinstance(kind, list) and kind and kind[0]
+    ]
     if strange := [part for part in parts if not part.isidentifier()]:
-        raise ModelError(f"{folder / INDEX} names the part {strange[0]!r}, which is no identifier; fetch another repository")
+        raise ModelError(
+            f"{folder / INDEX} names the part {strange[0]!r}, which is no identifier; fetch another"
+            " repository"
+        )
     return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
 
 
@@ -103,14 +127,17 @@ def copy_base(source: Path, folder: Path, config: ModelConfig) -> None:
     """Copy a base-model folder that loads, committed.
 
     Raises:
-        ModelError: ``source`` is not a base model of the family, or holds a link that leads out of it.
+        ModelError: ``source`` is not a base model of the family, or holds a link that leads out of
+            it.
         ArtifactError: it was committed and has changed since.
     """
     verify_if_committed(source)  # before any code reads it
     _require_no_links_out(source)
     load_model(source, config)
     with new_folder(folder) as unfinished:
-        shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT))
+        shutil.copytree(
+            source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT)
+        )
 
 
 def _require_no_links_out(folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""The configurations of published parts that more than one family has, as far as their sizes follow from them.
+"""The configurations of published parts that more than one family has, as far as their sizes follow
+from them.
 
-They are those of the repositories on the Hugging Face hub; ``ebbflow.models.sizes`` builds the parts from them, without weights.
-A family's file has its own.
+They are those of the repositories on the Hugging Face hub; ``ebbflow.models.sizes`` builds the
+parts from them, without weights. A family's file has its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class Part:
     Attributes:
         library: ``diffusers``, ``transformers``, or one of the packages in ``diffusers.pipelines``.
         kind: its class there.
-        config: the keys of its configuration that differ from the class's defaults and decide its size.
+        config: the keys of its configuration that differ from the class's defaults and decide its
+            size.
         bytes: of a number, as it is published.
     """
 
@@ -44,7 +46,14 @@ CLIP_G = {
     "num_hidden_layers": 32,
     "num_attention_heads": 20,
 }
-XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+XXL = {
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
 T5_XXL = Part("transformers", "T5EncoderModel", XXL | {"vocab_size": 32128})
 QWEN3_4B = {
     "vocab_size": 151936,

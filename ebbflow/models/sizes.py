@@ -1,4 +1,6 @@
-"""How large a base model is, counted in the modules that diffusers and transformers build on the meta device, without weights."""
+"""How large a base model is, counted in the modules that diffusers and transformers build on the
+meta device, without weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from torch.utils._pytree import tree_iter
 from ebbflow.data.model_sizes import Sample, SizeError, Sizes
 from ebbflow.models import check_folder, load_model
 from ebbflow.models.base import is_trainable
-from ebbflow.models.context_parallel import require_one_size, require_shareable, require_shareable_family
+from ebbflow.models.context_parallel import (
+    require_one_size,
+    require_shareable,
+    require_shareable_family,
+)
 from ebbflow.models.families import adapter_of
 from ebbflow.models.families.glyph import new_glyph
 from ebbflow.models.folder import INDEX, read_object
@@ -30,7 +36,9 @@ from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
 
 DECODED_SIDE = 32
-"""Large enough that the borders do not matter, small enough that the attention of the VAE, quadratic in it, does not either."""
+"""Large enough that the borders do not matter, small enough that the attention of the VAE,
+quadratic in it, does not either.
+"""
 
 
 def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
@@ -38,17 +46,27 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
 
     Raises:
         SizeError: the family is a user's own, or nothing is known of the model.
-        ModelError: the folder is none of the family, or the family cannot generate the recipe's size.
+        ModelError: the folder is none of the family, or the family cannot generate the recipe's
+            size.
     """
     if model.family not in FAMILIES:
-        raise SizeError(f"model.family = {model.family!r} is your own, no sizes are known; take one of {', '.join(FAMILIES)}")
+        raise SizeError(
+            f"model.family = {model.family!r} is your own, no sizes are known; take one of"
+            f" {', '.join(FAMILIES)}"
+        )
     adapter, stored = _glyph(model) if model.family == "glyph" else _pipeline(model)
     transformer, (width, text_width) = adapter.transformer, adapter.widths()
     pipeline = getattr(adapter, "pipeline", adapter)
     encoders = [getattr(pipeline, part) for part in adapter.text_parts if part != "vae"]
-    linears = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    linears = {
+        name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)
+    }
     layers = {name: layer for name, layer in linears.items() if is_trainable(adapter, name)}
-    unused = (value.numel() for name, value in transformer.named_parameters() if not is_trainable(adapter, name))
+    unused = (
+        value.numel()
+        for name, value in transformer.named_parameters()
+        if not is_trainable(adapter, name)
+    )
     sizes = Sizes(
         parameters=_parameters(transformer),
         buffers=_buffers(transformer),
@@ -58,30 +76,41 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         lora_targets=adapter.lora_targets,
         text_encoders=sum(_parameters(encoder) for encoder in encoders if encoder is not None),
         text_width=text_width,
-        frozen=sum(_parameters(getattr(pipeline, name)) for name in adapter.networks) - _parameters(transformer),
+        frozen=sum(_parameters(getattr(pipeline, name)) for name in adapter.networks)
+        - _parameters(transformer),
         unused=sum(unused),
         vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
-        decoding=_decoding_bytes(pipeline.vae, adapter.latent_shape) if hasattr(pipeline, "vae") else 0,
-        decoding_with_gradient=_decoding_bytes(pipeline.vae, adapter.latent_shape, True) if hasattr(pipeline, "vae") else 0,
+        decoding=(
+            _decoding_bytes(pipeline.vae, adapter.latent_shape) if hasattr(pipeline, "vae") else 0
+        ),
+        decoding_with_gradient=(
+            _decoding_bytes(pipeline.vae, adapter.latent_shape, True)
+            if hasattr(pipeline, "vae")
+            else 0
+        ),
         vae_encodes_prompts="vae" in adapter.text_parts,
         decoded_frames=getattr(adapter, "decoded_frames", 1),
         stored=stored,
     )
-    tokens, channels = adapter.tokens(), adapter.latent_shape[0]
+    tokens = adapter.tokens()
+    channels = adapter.latent_shape[0]
     sample = Sample(
         latent_shape=adapter.latent_shape,
         pixels=adapter.height * adapter.width * model.frames,
         tokens=tokens.image + tokens.edited + (tokens.text if tokens.joint else 0),
         joint=tokens.joint,
         text_tokens=tokens.text,
-        conditioning=tokens.text * sizes.text_width + tokens.edited * 4 * channels + tokens.condition_channels,
+        conditioning=tokens.text * sizes.text_width
+        + tokens.edited * 4 * channels
+        + tokens.condition_channels,
         passes=2 if model.guidance > 1 and adapter.guided else 1,
     )
     return sizes, sample
 
 
 def check_size(model: ModelConfig) -> None:
-    """Check that a family of ours can generate the recipe's height, width and frames; of an unknown model, nothing.
+    """Check that a family of ours can generate the recipe's height, width and frames; of an unknown
+    model, nothing.
 
     Raises:
         ModelError: it cannot; names the nearest size.
@@ -90,9 +119,11 @@ def check_size(model: ModelConfig) -> None:
 
 
 def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
-    """Check that so many processes can share the tokens of a sample in the offline stages (``models.context_parallel``).
+    """Check that so many processes can share the tokens of a sample in the offline stages
+    (``models.context_parallel``).
 
-    Of a model that nothing is known of, and of a user's own family, it checks no numbers of heads and tokens.
+    Of a model that nothing is known of, and of a user's own family, it checks no numbers of heads
+    and tokens.
 
     Raises:
         ModelError: they cannot.
@@ -108,7 +139,8 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
 
 
 def _without_encoders(model: ModelConfig) -> Any:
-    """What generates a sample, without text encoders: the adapter of a family of ours; None where nothing is known of the model.
+    """What generates a sample, without text encoders: the adapter of a family of ours; None where
+    nothing is known of the model.
 
     Raises:
         ModelError: the family cannot generate the recipe's size.
@@ -119,25 +151,36 @@ def _without_encoders(model: ModelConfig) -> Any:
         parts = _parts(model, names)
     except SizeError:
         return None
-    return _adapter(model, {name: _built_empty(part) for name, part in parts.items() if name in names})
+    return _adapter(
+        model, {name: _built_empty(part) for name, part in parts.items() if name in names}
+    )
 
 
 def _glyph(model: ModelConfig) -> tuple[Any, int]:
-    """The glyph model of a folder, which is small enough to load, or the one that ``model.training`` describes; its bytes."""
+    """The glyph model of a folder, which is small enough to load, or the one that
+    ``model.training`` describes; its bytes.
+    """
     if model.path:
         return load_model(Path(model.path), model), _folder_bytes(Path(model.path))
     with torch.device("meta"):
         glyph = new_glyph(model.training)
-    return glyph, 4 * sum(_parameters(part) + _buffers(part) for part in (glyph.transformer, glyph.text_encoder))
+    return glyph, 4 * sum(
+        _parameters(part) + _buffers(part) for part in (glyph.transformer, glyph.text_encoder)
+    )
 
 
 def _pipeline(model: ModelConfig) -> tuple[Any, int]:
-    """The family's adapter around a pipeline without tokenizers and without numbers in its tensors, and the model's bytes."""
+    """The family's adapter around a pipeline without tokenizers and without numbers in its tensors,
+    and the model's bytes.
+    """
     family: Any = adapter_of(model.family)
     parts = _parts(model, (*family.networks, "vae", *family.text_parts))
     built = {name: _built_empty(part) for name, part in parts.items()}
     stored = (
-        sum(part.bytes * (_parameters(built[name]) + _buffers(built[name])) for name, part in parts.items())
+        sum(
+            part.bytes * (_parameters(built[name]) + _buffers(built[name]))
+            for name, part in parts.items()
+        )
         if model.on_hub
         else _folder_bytes(Path(model.path or ""))
     )
@@ -152,8 +195,14 @@ def _adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
     """
     adapter: Any = adapter_of(model.family)
     wanted = inspect.signature(adapter.pipeline_class.__init__).parameters.items()
-    absent = [name for name, parameter in wanted if parameter.default is parameter.empty and name not in ("self", *built)]
-    return adapter(adapter.pipeline_class(**built, **dict.fromkeys(absent)), model, torch.device("meta"))
+    absent = [
+        name
+        for name, parameter in wanted
+        if parameter.default is parameter.empty and name not in ("self", *built)
+    ]
+    return adapter(
+        adapter.pipeline_class(**built, **dict.fromkeys(absent)), model, torch.device("meta")
+    )
 
 
 def _parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
@@ -166,13 +215,16 @@ def _parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
     folder = Path(model.path)
     if model.on_hub or not folder.is_dir():
         raise SizeError(
-            f"of model.path = {model.path!r} no sizes are known: it is no folder here, nor one of the repositories "
-            f"{', '.join(published)}; download it and name its folder"
+            f"of model.path = {model.path!r} no sizes are known: it is no folder here, nor one of"
+            f" the repositories {', '.join(published)}; download it and name its folder"
         )
     check_folder(folder, model.family)
     index = read_object(folder / INDEX)
     kinds = {name: index[name] for name in names if index.get(name, [None])[0]}
-    return {name: Part(kind[0], kind[1], read_object(folder / name / "config.json")) for name, kind in kinds.items()}
+    return {
+        name: Part(kind[0], kind[1], read_object(folder / name / "config.json"))
+        for name, kind in kinds.items()
+    }
 
 
 def _built_empty(part: Part) -> nn.Module:
@@ -187,15 +239,19 @@ def _build(part: Part) -> nn.Module:
         kind = getattr(import_module(part.library), part.kind)
         built: nn.Module = kind(kind.config_class.from_dict(part.config))
     else:  # or a package of one of its pipelines, which an index names alone
-        module = "diffusers" if part.library == "diffusers" else f"diffusers.pipelines.{part.library}"
+        module = (
+            "diffusers" if part.library == "diffusers" else f"diffusers.pipelines.{part.library}"
+        )
         built = getattr(import_module(module), part.kind).from_config(part.config)
     return built
 
 
 def _decoding_bytes(vae: Any, latent_shape: Sequence[int], with_gradient: bool = False) -> int:
-    """Bytes per pixel while a VAE decodes an image of ``DECODED_SIDE`` latents a side, and takes the gradient of that.
+    """Bytes per pixel while a VAE decodes an image of ``DECODED_SIDE`` latents a side, and takes
+    the gradient of that.
 
-    Without gradient a video is decoded part by part; with it, all parts are kept, and the second one stands for all later ones.
+    Without gradient a video is decoded part by part; with it, all parts are kept, and the second
+    one stands for all later ones.
     """
     frames = [1] if any(isinstance(layer, nn.Conv3d) for layer in vae.modules()) else []
     if frames and with_gradient:
@@ -206,10 +262,19 @@ def _decoding_bytes(vae: Any, latent_shape: Sequence[int], with_gradient: bool =
 
 
 @cache
-def _peak_of_decoding(kind: Any, config: str, channels_and_frames: tuple[int, ...], with_gradient: bool) -> int:
+def _peak_of_decoding(
+    kind: Any, config: str, channels_and_frames: tuple[int, ...], with_gradient: bool
+) -> int:
     with torch.device("meta"):
         vae = kind.from_config(json.loads(config)).requires_grad_(False)
-    latents = torch.zeros(1, *channels_and_frames, DECODED_SIDE, DECODED_SIDE, device="meta", requires_grad=with_gradient)
+    latents = torch.zeros(
+        1,
+        *channels_and_frames,
+        DECODED_SIDE,
+        DECODED_SIDE,
+        device="meta",
+        requires_grad=with_gradient,
+    )
     with torch.set_grad_enabled(with_gradient), _PeakBytes() as held:
         image = vae.decode(latents, return_dict=False)[0]
         if with_gradient:
@@ -218,7 +283,9 @@ def _peak_of_decoding(kind: Any, config: str, channels_and_frames: tuple[int, ..
 
 
 class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Counts the bytes of the tensors that were made inside and are alive at the same time, at most."""
+    """Counts the bytes of the tensors that were made inside and are alive at the same time, at
+    most.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -228,7 +295,10 @@ class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and id(storage := value.untyped_storage()) not in self._alive:
+            if (
+                isinstance(value, torch.Tensor)
+                and id(storage := value.untyped_storage()) not in self._alive
+            ):
                 self._alive[id(storage)] = storage.nbytes()
                 weakref.finalize(storage, self._alive.pop, id(storage))
         self.peak = max(self.peak, sum(self._alive.values()))
@@ -242,7 +312,9 @@ def _parameters(module: nn.Module) -> int:
 def _buffers(module: nn.Module) -> int:
     """Numbers in its checkpoint that are no parameters."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return sum(value.numel() for name, value in module.state_dict().items() if name not in parameters)
+    return sum(
+        value.numel() for name, value in module.state_dict().items() if name not in parameters
+    )
 
 
 def _folder_bytes(folder: Path) -> int:

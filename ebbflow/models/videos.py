@@ -20,11 +20,14 @@ class DrawsVideos(PipelineModel):
         return frames
 
     def _latent_frames(self, pace: int) -> int:
-        """Of a video whose VAE makes one latent frame of the first frame, and one of every ``pace`` after it."""
+        """Of a video whose VAE makes one latent frame of the first frame, and one of every ``pace``
+        after it.
+        """
         if (self.config.frames - 1) % pace:
             near = round((self.config.frames - 1) / pace) * pace + 1
             raise ModelError(
-                f"model.frames = {self.config.frames}: {self.config.family} draws 1 + a multiple of {pace} frames; take {near}"
+                f"model.frames = {self.config.frames}: {self.config.family} draws 1 + a multiple of"
+                f" {pace} frames; take {near}"
             )
         return (self.config.frames - 1) // pace + 1
 

@@ -26,7 +26,13 @@ def write_advantages(ctx: StageContext, scores: list[Path], path: Path) -> dict[
     scored = np.isfinite(table["reward"].to_numpy())
     result = compute_advantages(rewards, weights, prompt_ids, ctx.config.advantages, scored=scored)
     columns = [prompt_ids, table["sample"].to_numpy(), result.values]
-    batch = pa.record_batch([pa.array(column[result.keep]) for column in columns], schema=ADVANTAGES)
-    about = {"stage": ctx.label, "metrics": result.metrics, "seconds": seconds_of(scores, "scoring")}
+    batch = pa.record_batch(
+        [pa.array(column[result.keep]) for column in columns], schema=ADVANTAGES
+    )
+    about = {
+        "stage": ctx.label,
+        "metrics": result.metrics,
+        "seconds": seconds_of(scores, "scoring"),
+    }
     write_table(path, ADVANTAGES, [batch], about)
     return result.metrics

@@ -1,7 +1,8 @@
-"""A file of preference pairs as the tables that an offline stage trains on: rollouts that somebody else made and judged.
+"""A file of preference pairs as the tables that an offline stage trains on: rollouts that somebody
+else made and judged.
 
-Every pair is a group of its own: its row in the file is the prompt_id, sample 0 is the chosen side with advantage +1 and sample 1
-the rejected one with advantage -1.
+Every pair is a group of its own: its row in the file is the prompt_id, sample 0 is the chosen side
+with advantage +1 and sample 1 the rejected one with advantage -1.
 """
 
 from __future__ import annotations
@@ -63,19 +64,27 @@ class ImportedPairs:
         return f"{self.source}: pairs to train on: {self.pairs}; {left_out}{ignored}"
 
 
-def import_pairs(ctx: StageContext, model: Model, source: Path, folder: Path, evaluated: Set[str] = frozenset()) -> ImportedPairs:
-    """Write the prompts, rollout shards and advantages of a pairs file into ``folder``, reading its images once.
+def import_pairs(
+    ctx: StageContext, model: Model, source: Path, folder: Path, evaluated: Set[str] = frozenset()
+) -> ImportedPairs:
+    """Write the prompts, rollout shards and advantages of a pairs file into ``folder``, reading its
+    images once.
 
-    Pairs that say nothing, and those on ``evaluated`` prompts, which no training may see, are left out, counted and warned of.
+    Pairs that say nothing, and those on ``evaluated`` prompts, which no training may see, are left
+    out, counted and warned of.
 
-    Pair i goes into shard i modulo their number, so that a file in some order is not trained on in that order. Images are encoded
-    by the model; of latents the images are decoded. Memory is bounded by a micro-batch for every shard.
+    Pair i goes into shard i modulo their number, so that a file in some order is not trained on in
+    that order. Images are encoded by the model; of latents the images are decoded. Memory is
+    bounded by a micro-batch for every shard.
 
     Raises:
         PairError: the file or a row cannot be used or does not fit the model, or nothing is left.
     """
-    clock, ignored, left_out = Clock(), set[str](), Counter[str]()
-    prompts, advantages = folder / "prompts.parquet", folder / "advantages.parquet"
+    clock = Clock()
+    ignored = set[str]()
+    left_out = Counter[str]()
+    prompts = folder / "prompts.parquet"
+    advantages = folder / "advantages.parquet"
     about = {**shard_identity(ctx), "source": source.name}
     write_table(prompts, PROMPTS, _prompts(source, ignored), about)
     rows = row_count(prompts)
@@ -85,27 +94,53 @@ def import_pairs(ctx: StageContext, model: Model, source: Path, folder: Path, ev
         usable = _usable(read_pairs(source), evaluated, left_out, shown)
         # Nothing was rolled out; the time that importing took stands once, with the advantages.
         layout = layout_metadata(model.latent_shape, ctx.offline.latent_precision)
-        _write_rollouts(ctx, model, usable, rollouts, about | layout | {"seconds": {"rollout": 0.0}})
+        _write_rollouts(
+            ctx, model, usable, rollouts, about | layout | {"seconds": {"rollout": 0.0}}
+        )
     pairs = sum(row_count(path) for path in rollouts) // 2
     _check_left_out(source, pairs, left_out)
-    write_table(advantages, ADVANTAGES, map(_advantages, rollouts), about | {"seconds": clock.seconds})
-    return ImportedPairs(prompts, rollouts, advantages, source.name, pairs, left_out[TIES], left_out[EVALUATED], sorted(ignored))
+    write_table(
+        advantages, ADVANTAGES, map(_advantages, rollouts), about | {"seconds": clock.seconds}
+    )
+    return ImportedPairs(
+        prompts,
+        rollouts,
+        advantages,
+        source.name,
+        pairs,
+        left_out[TIES],
+        left_out[EVALUATED],
+        sorted(ignored),
+    )
 
 
-def import_pairs_from_folder(ctx: StageContext, base: Path, prompts: Path, source: Path, folder: Path) -> ImportedPairs:
+def import_pairs_from_folder(
+    ctx: StageContext, base: Path, prompts: Path, source: Path, folder: Path
+) -> ImportedPairs:
     """``import_pairs`` with the base model of a folder and the run's prompt table."""
     evaluated = {prompt.prompt for prompt in read_prompts(prompts) if prompt.split != "train"}
     return import_pairs(ctx, open_model(ctx.recipe, base), source, folder, evaluated)
 
 
 def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
-    rest = {"negative_prompt": "", "target": None, "source": source.name, "split": "train", "metadata": "{}", "image": None}
+    rest = {
+        "negative_prompt": "",
+        "target": None,
+        "source": source.name,
+        "split": "train",
+        "metadata": "{}",
+        "image": None,
+    }
     numbered = read_pair_prompts(source, ignored)
     while rows := list(islice(numbered, PROMPTS_AT_ONCE)):
-        yield pa.RecordBatch.from_pylist([{"prompt_id": number, "prompt": text, **rest} for number, text in rows], PROMPTS)
+        yield pa.RecordBatch.from_pylist(
+            [{"prompt_id": number, "prompt": text, **rest} for number, text in rows], PROMPTS
+        )
 
 
-def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], shown: tqdm[Any]) -> Iterator[Pair]:
+def _usable(
+    pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], shown: tqdm[Any]
+) -> Iterator[Pair]:
     for pair in pairs:
         shown.update()
         if pair.prompt in evaluated:
@@ -116,12 +151,17 @@ def _usable(pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], 
             yield pair
 
 
-def _write_rollouts(ctx: StageContext, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]) -> None:
+def _write_rollouts(
+    ctx: StageContext, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]
+) -> None:
     """All shards in one pass; none appears before the last pair is written."""
     picture = model.decode(torch.zeros(1, *model.latent_shape, device=default_device())).shape[1:]
     schema = rollout_schema(model.latent_shape, ctx.offline.latent_precision)
     with ExitStack() as tables:
-        writers = [tables.enter_context(open_table_writer(path, schema, about | {"shard": i})) for i, path in enumerate(paths)]
+        writers = [
+            tables.enter_context(open_table_writer(path, schema, about | {"shard": i}))
+            for i, path in enumerate(paths)
+        ]
         for shard, batch in _dealt(pairs, len(paths), max(1, ctx.config.micro_batch // 2)):
             for pair in batch:
                 _check_sizes(pair, model.latent_shape, picture)
@@ -142,8 +182,11 @@ def _dealt(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int,
 
 def _batch(ctx: StageContext, model: Model, pairs: list[Pair]) -> pa.RecordBatch:
     latents, images = _latents_and_images(model, pairs)
-    numbers, sides = [pair.number for pair in pairs for _ in range(2)], [0, 1] * len(pairs)
-    return rollout_batch(numbers, sides, NOT_OURS, latents, encode_png(images), ctx.offline.latent_precision)
+    numbers = [pair.number for pair in pairs for _ in range(2)]
+    sides = [0, 1] * len(pairs)
+    return rollout_batch(
+        numbers, sides, NOT_OURS, latents, encode_png(images), ctx.offline.latent_precision
+    )
 
 
 def _latents_and_images(model: Model, pairs: list[Pair]) -> tuple[Tensor, np.ndarray]:
@@ -159,13 +202,13 @@ def _check_sizes(pair: Pair, latent: tuple[int, ...], picture: tuple[int, ...]) 
     for column, side in zip(pair.columns, (pair.chosen, pair.rejected), strict=True):
         if pair.columns == LATENTS and side.size != np.prod(latent):
             raise PairError(
-                f"{pair.location}: {column} has {side.size} numbers, and a latent of this model {np.prod(latent)}, shape "
-                f"{latent}; give its latents, or images"
+                f"{pair.location}: {column} has {side.size} numbers, and a latent of this model"
+                f" {np.prod(latent)}, shape {latent}; give its latents, or images"
             )
         if pair.columns != LATENTS and side.shape != picture:
             raise PairError(
-                f"{pair.location}: {column} is {side.shape[1]} pixels wide and {side.shape[0]} high, and this model draws images "
-                f"of {picture[1]} by {picture[0]}; resize it"
+                f"{pair.location}: {column} is {side.shape[1]} pixels wide and {side.shape[0]}"
+                f" high, and this model draws images of {picture[1]} by {picture[0]}; resize it"
             )
 
 
@@ -174,10 +217,16 @@ def _check_left_out(source: Path, pairs: int, left_out: Counter[str]) -> None:
     if not pairs:
         raise PairError(f"{source}: no pair is left to learn from: {listed}")
     if left_out:
-        warnings.warn(f"{source}: of {pairs + left_out.total()} pairs left out: {listed}", stacklevel=3)
+        warnings.warn(
+            f"{source}: of {pairs + left_out.total()} pairs left out: {listed}", stacklevel=3
+        )
 
 
 def _advantages(rollouts: Path) -> pa.RecordBatch:
-    prompt_ids, samples = (read_column(rollouts, name).to_numpy() for name in ("prompt_id", "sample"))
+    prompt_ids, samples = (
+        read_column(rollouts, name).to_numpy() for name in ("prompt_id", "sample")
+    )
     advantage = np.where(samples == 0, np.float32(1), np.float32(-1))
-    return pa.record_batch([pa.array(prompt_ids), pa.array(samples), pa.array(advantage)], schema=ADVANTAGES)
+    return pa.record_batch(
+        [pa.array(prompt_ids), pa.array(samples), pa.array(advantage)], schema=ADVANTAGES
+    )

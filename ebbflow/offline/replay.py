@@ -1,7 +1,7 @@
 """An optimiser step of an offline stage again: its samples, scores and advantages.
 
-All samples of the stage are generated with the policy that it started from, so no training is repeated. All of them are
-generated, since advantages are over all, and the step's are shown.
+All samples of the stage are generated with the policy that it started from, so no training is
+repeated. All of them are generated, since advantages are over all, and the step's are shown.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from ebbflow.training.replay import ReplayedStep, ReplayError
 
 
 def replay_offline_step(
-    ctx: StageContext, base: Path, folder: Path, prompts: Path, step: int, processes: int, scratch: Path
+    ctx: StageContext,
+    base: Path,
+    folder: Path,
+    prompts: Path,
+    step: int,
+    processes: int,
+    scratch: Path,
 ) -> ReplayedStep:
-    """Generate and score the samples of a stage again, and show those of an optimiser step. Nothing is tracked.
+    """Generate and score the samples of a stage again, and show those of an optimiser step. Nothing
+    is tracked.
 
     Args:
         folder: the policy folder that the stage started from.
@@ -35,10 +42,14 @@ def replay_offline_step(
         ReplayError: the stage has no such step, or trains on a file of pairs.
     """
     if ctx.offline.pairs:
-        raise ReplayError(f"{ctx.label} trains on the pairs of {ctx.offline.pairs}; there are no samples to generate again")
+        raise ReplayError(
+            f"{ctx.label} trains on the pairs of {ctx.offline.pairs}; there are no samples to"
+            " generate again"
+        )
     shards = [scratch / f"rollouts-{index}.parquet" for index in range(ctx.offline.shards)]
     scores = {path: path.with_name(f"scores-{path.name}") for path in shards}
-    scorer, trained_on = load_scorer(ctx.own_recipe.rewards, ()), read_prompts(prompts, "train")
+    scorer = load_scorer(ctx.own_recipe.rewards, ())
+    trained_on = read_prompts(prompts, "train")
     for index, path in enumerate(shards):
         generate_shard_from_folders(ctx, base, folder, prompts, index, path)
         score_shard(ctx, scorer, trained_on, path, scores[path])
@@ -46,18 +57,30 @@ def replay_offline_step(
     metrics = write_advantages(ctx, list(scores.values()), advantages)
     found = samples_of_step(ctx, shards, advantages, step, processes) if step >= 0 else None
     if found is None:
-        raise ReplayError(f"{ctx.label} has no optimiser step {step}, with {processes} training processes")
+        raise ReplayError(
+            f"{ctx.label} has no optimiser step {step}, with {processes} training processes"
+        )
     path, rows, values = found
-    samples, its_scores = read_table(path).take(rows), read_table(scores[path]).take(rows).to_pylist()
+    samples = read_table(path).take(rows)
+    its_scores = read_table(scores[path]).take(rows).to_pylist()
     by_id = {prompt.prompt_id: prompt for prompt in trained_on}
     shown = zip(its_scores, samples["policy_version"].to_pylist(), values.tolist(), strict=True)
-    described = [_row(ctx, by_id[score["prompt_id"]], score, version, value) for score, version, value in shown]
+    described = [
+        _row(ctx, by_id[score["prompt_id"]], score, version, value)
+        for score, version, value in shown
+    ]
     return ReplayedStep(described, samples["image"].to_pylist(), metrics)
 
 
-def _row(ctx: StageContext, prompt: Prompt, score: dict[str, Any], version: int, advantage: float) -> dict[str, Any]:
+def _row(
+    ctx: StageContext, prompt: Prompt, score: dict[str, Any], version: int, advantage: float
+) -> dict[str, Any]:
     """A sample as a dump of an online stage has it."""
-    metrics = {name: value for name, value in score.items() if name not in ("prompt_id", "sample", "reward", "failure")}
+    metrics = {
+        name: value
+        for name, value in score.items()
+        if name not in ("prompt_id", "sample", "reward", "failure")
+    }
     return {
         "prompt_id": prompt.prompt_id,
         "sample": score["sample"],

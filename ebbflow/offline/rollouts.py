@@ -47,7 +47,8 @@ def generate_shard(
     Args:
         policy: rolls out with the copy that the algorithm generates with, if any.
         version: the policy's version, stored with every sample.
-        prompts: the training split; the stage's prompts are chosen from it, and shard i of n gets every n-th.
+        prompts: the training split; the stage's prompts are chosen from it, and shard i of n gets
+            every n-th.
         engine: with the policy's weights; left out, diffusers in this process.
 
     Raises:
@@ -57,24 +58,47 @@ def generate_shard(
     write_shard(ctx, model, policy, version, chosen, shard, path, engine)
 
 
-def generate_shard_from_folders(ctx: StageContext, base: Path, folder: Path, prompts: Path, shard: int, path: Path) -> None:
-    """``generate_shard`` with the policy of a folder. Of the prompt table only the shard's own rows become prompts."""
+def generate_shard_from_folders(
+    ctx: StageContext, base: Path, folder: Path, prompts: Path, shard: int, path: Path
+) -> None:
+    """``generate_shard`` with the policy of a folder. Of the prompt table only the shard's own rows
+    become prompts.
+    """
     policy, metadata = load_policy(ctx, base, folder)
-    ids = prompts_of_shard(ctx, read_prompt_ids(prompts, "train"), shard, read_prompt_sources(prompts, "train"))
+    ids = prompts_of_shard(
+        ctx, read_prompt_ids(prompts, "train"), shard, read_prompt_sources(prompts, "train")
+    )
     by_id = {prompt.prompt_id: prompt for prompt in read_prompts(prompts, "train", ids)}
     with closing(_open_engine(ctx, base, policy)) as engine:
-        write_shard(ctx, policy.model, policy, metadata.version, [by_id[i] for i in ids], shard, path, engine)
+        write_shard(
+            ctx,
+            policy.model,
+            policy,
+            metadata.version,
+            [by_id[i] for i in ids],
+            shard,
+            path,
+            engine,
+        )
 
 
-def prompts_of_shard(ctx: StageContext, prompts: Sequence[P], shard: int, sources: Sequence[str] = ()) -> list[P]:
+def prompts_of_shard(
+    ctx: StageContext, prompts: Sequence[P], shard: int, sources: Sequence[str] = ()
+) -> list[P]:
     """Which prompts, or ids of prompts, of the training split a shard generates.
 
     Args:
         sources: of each prompt, for ``prompts.mixture``.
     """
-    count, step, seed = ctx.offline.prompts, 0, ctx.seed
+    count = ctx.offline.prompts
+    step = 0
+    seed = ctx.seed
     counts = ctx.own_recipe.prompts.counts(count)
-    chosen = mixed_batch(prompts, sources, counts, step, seed) if counts else prompt_batch(prompts, count, step, seed)
+    chosen = (
+        mixed_batch(prompts, sources, counts, step, seed)
+        if counts
+        else prompt_batch(prompts, count, step, seed)
+    )
     return chosen[shard :: ctx.offline.shards]
 
 
@@ -89,7 +113,8 @@ def write_shard(
     engine: Engine | None = None,
 ) -> None:
     """``generate_shard``, given the shard's own prompts."""
-    config, clock = ctx.offline, Clock()
+    config = ctx.offline
+    clock = Clock()
     precision = config.latent_precision
     groups_at_once = max(1, config.micro_batch // config.group_size)
     engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
@@ -110,18 +135,29 @@ def _open_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
     return engine
 
 
-def _check_engine(ctx: StageContext, policy: Policy, engine: Engine, conditioning: Conditioning, keys: SampleKeys) -> None:
+def _check_engine(
+    ctx: StageContext, policy: Policy, engine: Engine, conditioning: Conditioning, keys: SampleKeys
+) -> None:
     """The gate in front of another engine: the policy replays its first samples."""
-    config, device = ctx.config, device_of(policy.model)
+    config = ctx.config
+    device = device_of(policy.model)
     some = slice(0, config.parity.samples)
-    conditioning, keys = conditioning.rows(some).to(device), keys.rows(some)
+    conditioning = conditioning.rows(some).to(device)
+    keys = keys.rows(some)
     sampler, plan = parity_plan(config.sampler)
     trajectory = engine.generate(conditioning, keys, sampler, plan)[0].to(device).trajectory
     assert trajectory is not None, "the plan records every step"
     bar = parity_bar(config, trajectory.latents[0, 0].numel())
     with policy.using(ctx.algorithm.generates):
-        found = measure_parity(policy, trajectory, conditioning, keys, sampler, bar, config.micro_batch)
-    logger.info("%s: engine %s differs by %.1e in log-prob", ctx.label, config.engine, found["parity/log_prob_max"])
+        found = measure_parity(
+            policy, trajectory, conditioning, keys, sampler, bar, config.micro_batch
+        )
+    logger.info(
+        "%s: engine %s differs by %.1e in log-prob",
+        ctx.label,
+        config.engine,
+        found["parity/log_prob_max"],
+    )
 
 
 def _generated(
@@ -145,9 +181,12 @@ def _generated(
             if start == 0 and config.engine != "diffusers":
                 _check_engine(ctx, policy, engine, conditioning, keys)
             rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
-            latents, images = rollouts.latents, encode_png(pictures)
+            latents = rollouts.latents
+            images = encode_png(pictures)
         shown.update(len(images))
-        yield rollout_batch(keys.prompt_ids, keys.samples, version, latents, images, ctx.offline.latent_precision)
+        yield rollout_batch(
+            keys.prompt_ids, keys.samples, version, latents, images, ctx.offline.latent_precision
+        )
 
 
 def _about(ctx: StageContext, shard: int, clock: Clock) -> dict[str, Any]:

@@ -14,14 +14,24 @@ from ebbflow.offline.shards import latent_values, read_layout, require_shard
 from ebbflow.progress import progress
 from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
 from ebbflow.stage import StageContext
-from ebbflow.storage.tables import TableError, nan_to_null, read_batches, read_table_metadata, row_count, write_table
+from ebbflow.storage.tables import (
+    TableError,
+    nan_to_null,
+    read_batches,
+    read_table_metadata,
+    row_count,
+    write_table,
+)
 from ebbflow.timing import Clock
 
 
-def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollouts: Path, path: Path) -> None:
+def score_shard(
+    ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollouts: Path, path: Path
+) -> None:
     """Score a rollout shard and write the table of scores; generates nothing.
 
-    A sample whose latent is not finite has no image that could be scored: it is masked and counted like a failure to score.
+    A sample whose latent is not finite has no image that could be scored: it is masked and counted
+    like a failure to score.
 
     Raises:
         TableError: the shard is damaged, or one of another recipe or stage.
@@ -32,25 +42,39 @@ def score_shard(ctx: StageContext, scorer: Scorer, prompts: list[Prompt], rollou
     clock = Clock()
     with progress(f"{ctx.label} scoring", "image", total=row_count(rollouts)) as shown:
         parts = []
-        columns = ["prompt_id", "sample", "finite", "image", *(["latent"] if scorer.reads_latents else [])]
+        columns = [
+            "prompt_id",
+            "sample",
+            "finite",
+            "image",
+            *(["latent"] if scorer.reads_latents else []),
+        ]
         for batch in read_batches(rollouts, _rows_at_once(ctx, scorer), columns):
             with clock.phase("scoring"):
                 finite = batch["finite"].to_numpy(zero_copy_only=False)
                 its_prompts = [by_id[i] for i in batch["prompt_id"].to_pylist()]
                 latents = _latents(rollouts, batch) if scorer.reads_latents else None
                 scores = scorer(_images(rollouts, batch), its_prompts, latents).where(finite)
-            parts.append((batch.select(["prompt_id", "sample"]), scores))  # the images of a whole shard would fill memory
+            parts.append(
+                (batch.select(["prompt_id", "sample"]), scores)
+            )  # the images of a whole shard would fill memory
             shown.update(len(batch))
     scored = ScoreTable.cat([table for _, table in parts])
     require_scored(scored, ctx.recipe.max_failed_share)
     schema = score_schema(sorted(scored.metrics))
-    about = read_table_metadata(rollouts) | {"seconds": clock.seconds, "weights": scorer.reward_weights}
+    about = read_table_metadata(rollouts) | {
+        "seconds": clock.seconds,
+        "weights": scorer.reward_weights,
+    }
     write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
 
 
 def _rows_at_once(ctx: StageContext, scorer: Scorer) -> int:
-    """Samples to score together: where a reward compares them, whole groups, which follow one another in a shard."""
-    size, group = ctx.config.micro_batch, ctx.config.group_size
+    """Samples to score together: where a reward compares them, whole groups, which follow one
+    another in a shard.
+    """
+    size = ctx.config.micro_batch
+    group = ctx.config.group_size
     return max(1, size // group) * group if scorer.compares else size
 
 
@@ -59,7 +83,10 @@ def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
         return decode_png(batch["image"].to_pylist())
     except Exception as error:  # of many kinds: every decoder of Pillow has its own
         prompt = batch["prompt_id"][0].as_py()
-        raise TableError(f"{path}: images from prompt_id = {prompt} on cannot be read ({error}); generate it again") from None
+        raise TableError(
+            f"{path}: images from prompt_id = {prompt} on cannot be read ({error}); generate it"
+            " again"
+        ) from None
 
 
 def _latents(path: Path, batch: pa.RecordBatch) -> np.ndarray:
@@ -69,8 +96,18 @@ def _latents(path: Path, batch: pa.RecordBatch) -> np.ndarray:
 
 
 def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:
-    columns = {"prompt_id": batch["prompt_id"], "sample": batch["sample"], "reward": nan_to_null(table.reward)}
-    none = np.full(len(batch), np.nan)  # a reward that has no prompt of these says nothing of its metrics
-    columns |= {name: nan_to_null(table.metrics.get(name, none)) for name in schema.names if name not in (*columns, "failure")}
+    columns = {
+        "prompt_id": batch["prompt_id"],
+        "sample": batch["sample"],
+        "reward": nan_to_null(table.reward),
+    }
+    none = np.full(
+        len(batch), np.nan
+    )  # a reward that has no prompt of these says nothing of its metrics
+    columns |= {
+        name: nan_to_null(table.metrics.get(name, none))
+        for name in schema.names
+        if name not in (*columns, "failure")
+    }
     columns["failure"] = pa.array(table.failures, pa.string())
     return pa.record_batch([columns[name] for name in schema.names], schema=schema)

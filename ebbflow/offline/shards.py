@@ -1,4 +1,6 @@
-"""Rollout shards: their rows and metadata, what tells those of a stage from everything else, and how their latents are read."""
+"""Rollout shards: their rows and metadata, what tells those of a stage from everything else, and
+how their latents are read.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """How the latents of a shard are stored: the shape of one, without the batch, and the precision of its elements."""
+    """How the latents of a shard are stored: the shape of one, without the batch, and the precision
+    of its elements.
+    """
 
     shape: tuple[int, ...]
     precision: str
@@ -46,11 +50,20 @@ def shard_identity(ctx: StageContext) -> dict[str, Any]:
 
 def layout_metadata(latent_shape: Sequence[int], precision: str = "float32") -> dict[str, Any]:
     """What a shard's metadata says about its columns."""
-    return {"layout": ROLLOUT_LAYOUT, "latent_shape": list(latent_shape), "latent_precision": precision}
+    return {
+        "layout": ROLLOUT_LAYOUT,
+        "latent_shape": list(latent_shape),
+        "latent_precision": precision,
+    }
 
 
 def rollout_batch(
-    prompt_ids: Sequence[int], samples: Sequence[int], version: int, latents: torch.Tensor, images: list[bytes], precision: str
+    prompt_ids: Sequence[int],
+    samples: Sequence[int],
+    version: int,
+    latents: torch.Tensor,
+    images: list[bytes],
+    precision: str,
 ) -> pa.RecordBatch:
     """Rows of a shard (``rollout_schema``).
 
@@ -67,15 +80,20 @@ def rollout_batch(
         pa.array(prompt_ids, pa.int64()),
         pa.array(samples, pa.int64()),
         pa.array([version] * len(images), pa.int64()),
-        pa.Array.from_buffers(schema.field("latent").type, len(images), [None, pa.py_buffer(values)]),
+        pa.Array.from_buffers(
+            schema.field("latent").type, len(images), [None, pa.py_buffer(values)]
+        ),
         pa.array(stored.isfinite().flatten(1).all(1).numpy()),
         pa.array(images, pa.binary()),
     ]
     return pa.record_batch(columns, schema=schema)
 
 
-def require_shard(ctx: StageContext, path: Path, known: Set[int], latent_shape: tuple[int, ...] | None = None) -> None:
-    """Check that a file is a rollout shard of this stage, on prompts with ``known`` ids; with a shape, that its latents have it.
+def require_shard(
+    ctx: StageContext, path: Path, known: Set[int], latent_shape: tuple[int, ...] | None = None
+) -> None:
+    """Check that a file is a rollout shard of this stage, on prompts with ``known`` ids; with a
+    shape, that its latents have it.
 
     Raises:
         TableError: it is not whole, or is something else.
@@ -84,16 +102,25 @@ def require_shard(ctx: StageContext, path: Path, known: Set[int], latent_shape: 
     layout = _layout(path, about)
     check_columns(path, rollout_schema(layout.shape, layout.precision))
     if latent_shape and layout.shape != tuple(latent_shape):
-        raise TableError(f"{path} has latents of shape {layout.shape}, and the model's have {latent_shape}; generate it again")
+        raise TableError(
+            f"{path} has latents of shape {layout.shape}, and the model's have {latent_shape};"
+            " generate it again"
+        )
     differ = [
         f"{key} = {about.get(key)!r} (this stage's: {mine!r})"
         for key, mine in shard_identity(ctx).items()
         if about.get(key) != mine
     ]
     if differ:
-        raise TableError(f"{path} is a rollout shard of something else: {', '.join(differ)}; generate it with this recipe")
+        raise TableError(
+            f"{path} is a rollout shard of something else: {', '.join(differ)}; generate it with"
+            " this recipe"
+        )
     if strange := set(np.unique(read_column(path, "prompt_id").to_numpy()).tolist()) - known:
-        raise TableError(f"{path} has samples of prompt_id = {min(strange)}, and the run's prompts have none; generate it again")
+        raise TableError(
+            f"{path} has samples of prompt_id = {min(strange)}, and the run's prompts have none;"
+            " generate it again"
+        )
 
 
 def size_of(ctx: StageContext, path: Path) -> tuple[int, int] | None:
@@ -113,8 +140,9 @@ def read_layout(path: Path) -> LatentLayout:
 def _layout(path: Path, about: dict[str, Any]) -> LatentLayout:
     if about.get("layout") != ROLLOUT_LAYOUT:
         raise TableError(
-            f"{path} has rollouts of layout {about.get('layout', 1)!r}, and this version of Ebbflow reads layout "
-            f"{ROLLOUT_LAYOUT}; generate them again, or take the version that wrote them"
+            f"{path} has rollouts of layout {about.get('layout', 1)!r}, and this version of Ebbflow"
+            f" reads layout {ROLLOUT_LAYOUT}; generate them again, or take the version that wrote"
+            " them"
         )
     return LatentLayout(tuple(about["latent_shape"]), about["latent_precision"])
 
@@ -125,7 +153,9 @@ def read_latents(path: Path) -> torch.Tensor:
     return latents.float()
 
 
-def read_latent_parts(path: Path, parts: Sequence[np.ndarray], stopped: Callable[[], bool] = bool) -> list[torch.Tensor]:
+def read_latent_parts(
+    path: Path, parts: Sequence[np.ndarray], stopped: Callable[[], bool] = bool
+) -> list[torch.Tensor]:
     """The latents of some rows of a shard, in as many tensors, so that each can be freed by itself.
 
     Memory is that of the result, and of a row group.
@@ -142,47 +172,75 @@ def read_latent_parts(path: Path, parts: Sequence[np.ndarray], stopped: Callable
     """
     import torch
 
-    layout, lengths, nothing = read_layout(path), [len(rows) for rows in parts], np.empty(0, np.int64)
-    found = [_new_tensor((length, *layout.shape), getattr(torch, layout.precision)) for length in lengths]
-    rows, position = np.concatenate([nothing, *parts]), np.concatenate([nothing, *map(np.arange, lengths)])
+    layout = read_layout(path)
+    lengths = [len(rows) for rows in parts]
+    nothing = np.empty(0, np.int64)
+    found = [
+        _new_tensor((length, *layout.shape), getattr(torch, layout.precision)) for length in lengths
+    ]
+    rows = np.concatenate([nothing, *parts])
+    position = np.concatenate([nothing, *map(np.arange, lengths)])
     order = np.argsort(rows, kind="stable")
-    rows, position, part = rows[order], position[order], np.repeat(np.arange(len(parts)), lengths)[order]
+    rows = rows[order]
+    position = position[order]
+    part = np.repeat(np.arange(len(parts)), lengths)[order]
     copied = 0
-    for start, values in read_row_groups(path, "latent", lambda start, end: bool(np.diff(np.searchsorted(rows, [start, end])))):
+    for start, values in read_row_groups(
+        path, "latent", lambda start, end: bool(np.diff(np.searchsorted(rows, [start, end])))
+    ):
         if stopped():
             break
-        stored, (first, last) = _bytes_of(path, values, layout), np.searchsorted(rows, [start, start + len(values)])
+        stored, (first, last) = (
+            _bytes_of(path, values, layout),
+            np.searchsorted(rows, [start, start + len(values)]),
+        )
         for number in np.unique(part[first:last]):
             here = first + np.flatnonzero(part[first:last] == number)
             target = found[number].view(torch.uint8).numpy().reshape(-1, layout.row_bytes)
             target[position[here]] = stored[rows[here] - start]
         copied += last - first
     if copied < len(rows) and not stopped():
-        raise TableError(f"{path} has {row_count(path)} rows, and row {rows[-1]} is asked for; generate it again")
+        raise TableError(
+            f"{path} has {row_count(path)} rows, and row {rows[-1]} is asked for; generate it again"
+        )
     return found
 
 
 def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own pages, which the system has back once it is freed; of what malloc had from a thread, much stays."""
+    """Memory of its own pages, which the system has back once it is freed; of what malloc had from
+    a thread, much stays.
+    """
     import torch
 
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(
+        shape
+    )
 
 
 def latent_values(layout: LatentLayout, value: bytes) -> np.ndarray:
     """A stored latent as fp32 [...]."""
     if layout.precision == "float32":
         return np.frombuffer(value, "<f4").reshape(layout.shape)
-    return (np.frombuffer(value, "<u2").astype("<u4") << 16).view("<f4").reshape(layout.shape)  # the upper half of a float32
+    return (
+        (np.frombuffer(value, "<u2").astype("<u4") << 16).view("<f4").reshape(layout.shape)
+    )  # the upper half of a float32
 
 
 def _bytes_of(path: Path, values: pa.Array, layout: LatentLayout) -> np.ndarray:
     """uint8 [N, bytes of a latent]; a view."""
     if values.type != pa.binary(layout.row_bytes):
-        raise TableError(f"{path} has latents of type {values.type}, not of {layout.row_bytes} bytes; generate it again")
-    stored = np.frombuffer(values.buffers()[1], np.uint8, len(values) * layout.row_bytes, values.offset * layout.row_bytes)
+        raise TableError(
+            f"{path} has latents of type {values.type}, not of {layout.row_bytes} bytes; generate"
+            " it again"
+        )
+    stored = np.frombuffer(
+        values.buffers()[1],
+        np.uint8,
+        len(values) * layout.row_bytes,
+        values.offset * layout.row_bytes,
+    )
     return stored.reshape(len(values), layout.row_bytes)
 
 

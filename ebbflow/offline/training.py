@@ -34,7 +34,13 @@ from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.disk import DiskFullError, raise_if_disk_full, scratch_folder, scratch_path
 from ebbflow.storage.tables import read_columns, read_table, read_table_metadata, row_count
 from ebbflow.timing import Clock
-from ebbflow.training.batches import SampleGroups, forward_batch, num_micro_batches, shard_for_rank, split_evenly
+from ebbflow.training.batches import (
+    SampleGroups,
+    forward_batch,
+    num_micro_batches,
+    shard_for_rank,
+    split_evenly,
+)
 from ebbflow.training.checkpoint import Checkpoints, collect_parts, restore, step_of, write_part
 from ebbflow.training.distributed import Ranks, first, first_of_node
 from ebbflow.training.gradients import TrainingError
@@ -46,7 +52,9 @@ from ebbflow.training.update import PolicyUpdater
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of a rollout shard that are worth training on: row numbers, keys and advantages, and how many groups they make."""
+    """The rows of a rollout shard that are worth training on: row numbers, keys and advantages, and
+    how many groups they make.
+    """
 
     path: Path
     rows: np.ndarray
@@ -103,7 +111,8 @@ def train_epochs(
     recorder: MetricsRecorder,
     checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
-    """Train the updater's policy in place on stored rollouts; every process of an FSDP group calls it with the same arguments.
+    """Train the updater's policy in place on stored rollouts; every process of an FSDP group calls
+    it with the same arguments.
 
     Where a copy of the policy generated the rollouts, the copies stay as they are.
 
@@ -114,24 +123,38 @@ def train_epochs(
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
-        CheckpointError: with so many processes the epochs have another number of steps than those of the checkpoint.
+        CheckpointError: with so many processes the epochs have another number of steps than those
+            of the checkpoint.
         TrainingError: every step would be warm-up, or no shard has a group for every process.
     """
-    config, ranks, clock = ctx.offline, Ranks.current(), Clock()
+    config = ctx.offline
+    ranks = Ranks.current()
+    clock = Clock()
     of_rows = ranks.of_rows(updater.policy.context_parallel)
     shards = _large_enough(_trainable_shards(ctx, rollouts, advantages), updater, of_rows)
-    num_steps = config.epochs * sum(_num_batches(shard, config.batch_size, of_rows) for shard in shards)
+    num_steps = config.epochs * sum(
+        _num_batches(shard, config.batch_size, of_rows) for shard in shards
+    )
     _require_more_steps_than_warmup(ctx, num_steps)
     updater.num_updates = num_steps
     state = _resumed(checkpoints, updater, recorder, ranks, num_steps)
     gpus = float(ranks.world * torch.cuda.is_available())
-    with closing(_parts(ctx, model, prompts, shards, ranks, of_rows, state.step)) as parts, handle_sigterm():
+    with (
+        closing(_parts(ctx, model, prompts, shards, ranks, of_rows, state.step)) as parts,
+        handle_sigterm(),
+    ):
         loop = StageLoop(ctx, state, recorder, checkpoints, num_steps, gpus, quiet=ranks.rank > 0)
         for step, part in zip(loop.steps(), parts, strict=False):
             metrics = _timed_update(ctx, updater, part, of_rows, clock)
-            state.seconds["training"] = state.seconds.get("training", 0.0) + metrics["seconds/training"]
+            state.seconds["training"] = (
+                state.seconds.get("training", 0.0) + metrics["seconds/training"]
+            )
             loop.finish_step(metrics, loss=f"{metrics['loss']:.4f}")
-            if step + 1 < num_steps and checkpoints and (loop.preempted or checkpoints.due(step + 1)):
+            if (
+                step + 1 < num_steps
+                and checkpoints
+                and (loop.preempted or checkpoints.due(step + 1))
+            ):
                 _save_checkpoint(checkpoints, updater, ranks, loop)
             if step + 1 < num_steps and loop.preempted:
                 raise loop.preemption()
@@ -141,7 +164,10 @@ def train_epochs(
         samples=sum(row_count(path) for path in rollouts),
         optimizer_steps=updater.updates,
         steps=state.step,
-        seconds=seconds_of(rollouts, "rollout") | read_table_metadata(advantages)["seconds"] | {"training": 0.0} | state.seconds,
+        seconds=seconds_of(rollouts, "rollout")
+        | read_table_metadata(advantages)["seconds"]
+        | {"training": 0.0}
+        | state.seconds,
         alarms=[*updater.alarms, *state.alarms],
     )
 
@@ -149,13 +175,19 @@ def train_epochs(
 def samples_of_step(
     ctx: StageContext, rollouts: list[Path], advantages: Path, step: int, processes: int
 ) -> tuple[Path, np.ndarray, np.ndarray] | None:
-    """What an optimiser step trains on, over all processes: (shard, row numbers [N], advantages [N]); None after the last step.
+    """What an optimiser step trains on, over all processes: (shard, row numbers [N], advantages
+    [N]); None after the last step.
 
     Args:
         step: from zero.
-        processes: that train together, those that share tokens counted once. They decide how the samples are divided.
+        processes: that train together, those that share tokens counted once. They decide how the
+            samples are divided.
     """
-    shards = [shard for shard in _trainable_shards(ctx, rollouts, advantages) if shard.num_groups >= processes]
+    shards = [
+        shard
+        for shard in _trainable_shards(ctx, rollouts, advantages)
+        if shard.num_groups >= processes
+    ]
     visit = next(_schedule(ctx, shards, Ranks(0, processes), done=step), None)
     if visit is None:
         return None
@@ -176,10 +208,12 @@ def train_offline_folder(
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> StageRecord:
-    """``train_epochs`` from a policy folder to a new one; shards the model over the process group where there is one.
+    """``train_epochs`` from a policy folder to a new one; shards the model over the process group
+    where there is one.
 
     Args:
-        replicas: of the sharded model, as of ``Policy``; no more than one where there is no process group.
+        replicas: of the sharded model, as of ``Policy``; no more than one where there is no process
+            group.
         context_parallel: as of ``Policy``; likewise.
 
     Raises:
@@ -188,33 +222,45 @@ def train_offline_folder(
     require_one_size(ctx.offline, context_parallel)
     with handle_sigterm():
         ranks = Ranks.current()
-        policy, metadata = load_policy(ctx, base, folder, None, ranks.world > 1, replicas, context_parallel)
+        policy, metadata = load_policy(
+            ctx, base, folder, None, ranks.world > 1, replicas, context_parallel
+        )
         updater = PolicyUpdater(policy, ctx.offline, metadata)
         trained_on = read_prompts(prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
         for path in rollouts:
             with in_size(policy.model, size_of(ctx, path)):
                 require_shard(ctx, path, known, policy.model.latent_shape)
-        record = train_epochs(ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints)
+        record = train_epochs(
+            ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints
+        )
         if ctx.algorithm.generates != "current":
             for name in ctx.following:
-                policy.snapshot(name)  # the next stage generates with what this one learnt, and compares with it
+                policy.snapshot(
+                    name
+                )  # the next stage generates with what this one learnt, and compares with it
         save_policy(ctx, updater, metadata, record, trained, write=ranks.rank == 0)
     return record
 
 
 def _resumed(
-    checkpoints: Checkpoints | None, updater: PolicyUpdater, recorder: MetricsRecorder, ranks: Ranks, num_steps: int
+    checkpoints: Checkpoints | None,
+    updater: PolicyUpdater,
+    recorder: MetricsRecorder,
+    ranks: Ranks,
+    num_steps: int,
 ) -> StageState:
     """Bring the updater to the newest checkpoint, if there is one; where the stage stands there.
 
-    Rank 0 chooses: it reads all of a checkpoint to see that it is whole, and the others must not see something else.
+    Rank 0 chooses: it reads all of a checkpoint to see that it is whole, and the others must not
+    see something else.
 
     Raises:
         CheckpointError, ArtifactError: another machine has not what rank 0 has.
     """
     newest = checkpoints.newest() if checkpoints and ranks.rank == 0 else None
-    step, state = first(step_of(newest[0]) if newest else 0), StageState()
+    step = first(step_of(newest[0]) if newest else 0)
+    state = StageState()
     if checkpoints and step:
         if ranks.local_rank == 0 and ranks.node > 0:
             checkpoints.require(step)
@@ -224,8 +270,12 @@ def _resumed(
     return state
 
 
-def _save_checkpoint(checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, loop: StageLoop) -> None:
-    """A checkpoint of all processes; none continues, or ends, before it is whole. Each machine has a folder for its parts."""
+def _save_checkpoint(
+    checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, loop: StageLoop
+) -> None:
+    """A checkpoint of all processes; none continues, or ends, before it is whole. Each machine has
+    a folder for its parts.
+    """
     parts = checkpoints.folder / f".parts-{ranks.node}"
     if ranks.local_rank == 0:
         shutil.rmtree(parts, ignore_errors=True)
@@ -252,29 +302,40 @@ def _move(parts: Path, folder: Path) -> None:
         path.replace(folder / path.name)
 
 
-def _timed_update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks, clock: Clock) -> dict[str, float]:
+def _timed_update(
+    ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks, clock: Clock
+) -> dict[str, float]:
     """The metrics of an optimiser step, and how long it took."""
     before = clock.seconds["training"]
     with clock.phase("training"), in_size(updater.policy.model, part.size):
         metrics = _update(ctx, updater, part, ranks)
-    seconds, images = clock.seconds["training"] - before, sum(map(len, part.groups))
+    seconds = clock.seconds["training"] - before
+    images = sum(map(len, part.groups))
     speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
     return metrics | speed | {"epoch": part.epoch}
 
 
-def _update(ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks) -> dict[str, float]:
+def _update(
+    ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks
+) -> dict[str, float]:
     """One optimiser step of all processes, this one on its part of the batch."""
     hyper = ctx.config.hyper
     assert isinstance(hyper, ForwardConfig)
     device = part.conditioning.device
-    clean, advantage = part.clean.to(device), part.advantage.to(device)
+    clean = part.clean.to(device)
+    advantage = part.advantage.to(device)
     samples = (clean, part.conditioning, advantage, part.keys, part.group_index)
     batch = forward_batch(*samples, hyper, updater.schedule, visit=part.epoch)
-    return updater.update(batch, num_micro_batches(part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch))
+    return updater.update(
+        batch,
+        num_micro_batches(part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch),
+    )
 
 
 def _trainable_shards(ctx: StageContext, rollouts: list[Path], advantages: Path) -> list[Shard]:
-    """Every shard with its rows that have an advantage. All are joined at once: a join for each is quadratic in the samples."""
+    """Every shard with its rows that have an advantage. All are joined at once: a join for each is
+    quadratic in the samples.
+    """
     keys = [read_columns(path, KEY) for path in rollouts]
     ends = np.cumsum([len(table) for table in keys])
     together = pa.concat_tables(keys)
@@ -290,15 +351,33 @@ def _trainable_shards(ctx: StageContext, rollouts: list[Path], advantages: Path)
 
 
 def _shard(
-    ctx: StageContext, path: Path, rows: np.ndarray, prompt_ids: np.ndarray, samples: np.ndarray, advantage: np.ndarray
+    ctx: StageContext,
+    path: Path,
+    rows: np.ndarray,
+    prompt_ids: np.ndarray,
+    samples: np.ndarray,
+    advantage: np.ndarray,
 ) -> Shard:
     groups = _groups(ctx, advantage, prompt_ids)
-    return Shard(path, rows, prompt_ids, samples, advantage, len(groups), sum(map(len, groups)), size_of(ctx, path))
+    return Shard(
+        path,
+        rows,
+        prompt_ids,
+        samples,
+        advantage,
+        len(groups),
+        sum(map(len, groups)),
+        size_of(ctx, path),
+    )
 
 
 def _groups(ctx: StageContext, advantage: np.ndarray, prompt_ids: np.ndarray) -> SampleGroups:
-    """Which samples of a shard stay together. Not kept with the shard: an array for every group is most of its memory."""
-    return ctx.algorithm.select(advantage, np.ones(len(advantage), bool), prompt_ids, ctx.config.hyper)
+    """Which samples of a shard stay together. Not kept with the shard: an array for every group is
+    most of its memory.
+    """
+    return ctx.algorithm.select(
+        advantage, np.ones(len(advantage), bool), prompt_ids, ctx.config.hyper
+    )
 
 
 def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> list[Shard]:
@@ -308,16 +387,24 @@ def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> 
         TrainingError: there is something to learn from, and no shard of it is large enough.
     """
     large = [shard for shard in shards if shard.num_groups >= ranks.world]
-    left_out = {shard.path.name: shard.num_groups for shard in shards if 0 < shard.num_groups < ranks.world}
+    left_out = {
+        shard.path.name: shard.num_groups for shard in shards if 0 < shard.num_groups < ranks.world
+    }
     if not any(shard.num_groups for shard in shards):
         updater.alarms.append("nothing was learnt: no group has samples that score differently")
         warnings.warn(updater.alarms[-1], stacklevel=3)
     if not left_out:
         return large
     listed = ", ".join(f"{name} ({groups})" for name, groups in left_out.items())
-    problem = f"shards with fewer samples, pairs or groups to train on than the {ranks.world} processes: {listed}"
+    problem = (
+        f"shards with fewer samples, pairs or groups to train on than the {ranks.world} processes:"
+        f" {listed}"
+    )
     if not large:
-        raise TrainingError(f"{problem}; lower the stage's 'shards' or EBBFLOW_TRAIN_PROCESSES, or generate more prompts")
+        raise TrainingError(
+            f"{problem}; lower the stage's 'shards' or EBBFLOW_TRAIN_PROCESSES, or generate more"
+            " prompts"
+        )
     updater.alarms.append(f"left out: {problem}")
     if ranks.rank == 0:
         warnings.warn(updater.alarms[-1], stacklevel=3)
@@ -325,21 +412,31 @@ def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> 
 
 
 def _require_more_steps_than_warmup(ctx: StageContext, num_steps: int) -> None:
-    """Only now is it known: the steps follow from what was generated and scored. A stage without any has an alarm of its own."""
+    """Only now is it known: the steps follow from what was generated and scored. A stage without
+    any has an alarm of its own.
+    """
     if 0 < num_steps <= (warmup := ctx.config.optimizer.schedule.warmup):
         raise TrainingError(
-            f"optimizer.schedule.warmup = {warmup} takes the whole stage of {num_steps} optimiser steps; lower it, or raise "
-            f"'epochs' = {ctx.offline.epochs}"
+            f"optimizer.schedule.warmup = {warmup} takes the whole stage of {num_steps} optimiser"
+            f" steps; lower it, or raise 'epochs' = {ctx.offline.epochs}"
         )
 
 
 def _parts(
-    ctx: StageContext, model: Model, prompts: list[Prompt], shards: list[Shard], ranks: Ranks, of_rows: Ranks, done: int
+    ctx: StageContext,
+    model: Model,
+    prompts: list[Prompt],
+    shards: list[Shard],
+    ranks: Ranks,
+    of_rows: Ranks,
+    done: int,
 ) -> Generator[Part]:
-    """This process's part of the batch of every optimiser step after those that are done. Prompts are encoded at once.
+    """This process's part of the batch of every optimiser step after those that are done. Prompts
+    are encoded at once.
 
     Args:
-        ranks: those that train, and ``of_rows``, this one's number among those with rows of their own.
+        ranks: those that train, and ``of_rows``, this one's number among those with rows of their
+            own.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     wanted = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
@@ -355,23 +452,38 @@ def _parts(
     return parts()
 
 
-def _encode_together(ctx: StageContext, model: Model, prompts: list[Prompt], ranks: Ranks) -> Encode:
-    """Encode every prompt once on each machine, each of its processes a share of them; all of these read the same files."""
+def _encode_together(
+    ctx: StageContext, model: Model, prompts: list[Prompt], ranks: Ranks
+) -> Encode:
+    """Encode every prompt once on each machine, each of its processes a share of them; all of these
+    read the same files.
+    """
     with ExitStack() as stack:
-        process, here = first_of_node(os.getpid()), ranks.local_rank == 0
-        folder = stack.enter_context(scratch_folder(EMBEDDINGS)) if here else scratch_path(EMBEDDINGS, process)
+        process = first_of_node(os.getpid())
+        here = ranks.local_rank == 0
+        folder = (
+            stack.enter_context(scratch_folder(EMBEDDINGS))
+            if here
+            else scratch_path(EMBEDDINGS, process)
+        )
         ranks.barrier()  # the first process of each machine has made the folder
-        prompts = write_embeddings(model, prompts, folder, ctx.config.reference.guided, ranks.local_rank, ranks.per_node)
+        prompts = write_embeddings(
+            model, prompts, folder, ctx.config.reference.guided, ranks.local_rank, ranks.per_node
+        )
         ranks.barrier()
-        embeddings, device = open_embeddings(folder, prompts), device_of(model)
+        embeddings = open_embeddings(folder, prompts)
+        device = device_of(model)
         ranks.barrier()  # all have opened the files, and the first process removes their names
     return lambda wanted: embeddings(wanted).to(device)
 
 
-def _schedule(ctx: StageContext, shards: list[Shard], ranks: Ranks, done: int = 0) -> Iterator[Visit]:
+def _schedule(
+    ctx: StageContext, shards: list[Shard], ranks: Ranks, done: int = 0
+) -> Iterator[Visit]:
     """The batches of all optimiser steps but the first ``done``, a shard at a time.
 
-    An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in memory at a time.
+    An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in
+    memory at a time.
     """
     for epoch in range(ctx.offline.epochs):
         for index in _order(ctx.seed, epoch, 0, len(shards)).tolist():
@@ -385,15 +497,21 @@ def _schedule(ctx: StageContext, shards: list[Shard], ranks: Ranks, done: int = 
                 yield Visit(epoch, shard, batches[skipped:])
 
 
-def _with_latents(visits: Iterator[Visit], ranks: Ranks) -> Generator[tuple[Visit, SampleGroups, Tensor]]:
+def _with_latents(
+    visits: Iterator[Visit], ranks: Ranks
+) -> Generator[tuple[Visit, SampleGroups, Tensor]]:
     """Every batch with this process's latents of it, [n, ...], which are freed with the batch.
 
-    A thread reads a shard while the second half of the one before is trained on, so one and a half are in memory at most.
+    A thread reads a shard while the second half of the one before is trained on, so one and a half
+    are in memory at most.
     """
     closed = threading.Event()
 
     def read(visit: Visit) -> list[Tensor]:
-        rows = [visit.shard.rows[np.concatenate(shard_for_rank(batch, ranks))] for batch in visit.batches]
+        rows = [
+            visit.shard.rows[np.concatenate(shard_for_rank(batch, ranks))]
+            for batch in visit.batches
+        ]
         return read_latent_parts(visit.shard.path, rows, closed.is_set)
 
     with ThreadPoolExecutor(1, "read_shard") as reader:
@@ -401,7 +519,9 @@ def _with_latents(visits: Iterator[Visit], ranks: Ranks) -> Generator[tuple[Visi
             visit = next(visits, None)
             reading = reader.submit(read, visit) if visit else None
             while visit and reading:
-                latents, upcoming, reading = deque(reading.result()), next(visits, None), None
+                latents = deque(reading.result())
+                upcoming = next(visits, None)
+                reading = None
                 for batch in visit.batches:
                     if upcoming and not reading and 2 * (len(latents) - 1) < len(visit.batches):
                         reading = reader.submit(read, upcoming)
@@ -421,18 +541,26 @@ def _part(
     ranks: Ranks,
 ) -> Part:
     """This process's part of a batch."""
-    shard, mine = visit.shard, shard_for_rank(batch, ranks)
+    shard = visit.shard
+    mine = shard_for_rank(batch, ranks)
     rows = np.concatenate(mine)
     keys = SampleKeys(ctx.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
     group_index = np.repeat(np.arange(len(mine)), [len(group_index) for group_index in mine])
-    conditioning, advantage = encode([prompts[i] for i in keys.prompt_ids]), torch.from_numpy(shard.advantage[rows])
-    return Part(visit.epoch, batch, keys, group_index, latents.float(), conditioning, advantage, shard.size)
+    conditioning = encode([prompts[i] for i in keys.prompt_ids])
+    advantage = torch.from_numpy(shard.advantage[rows])
+    return Part(
+        visit.epoch, batch, keys, group_index, latents.float(), conditioning, advantage, shard.size
+    )
 
 
 def _num_batches(shard: Shard, batch_size: int, ranks: Ranks) -> int:
-    """Equal batches of about ``batch_size`` samples, each with a group for every process: no small last one."""
+    """Equal batches of about ``batch_size`` samples, each with a group for every process: no small
+    last one.
+    """
     return min(math.ceil(shard.num_selected / batch_size), shard.num_groups // ranks.world)
 
 
 def _order(seed: int, epoch: int, index: int, count: int) -> np.ndarray:
-    return generator(seed, prompt_id=0, sample=epoch, step=index, stream=Stream.ORDER).permutation(count)
+    return generator(seed, prompt_id=0, sample=epoch, step=index, stream=Stream.ORDER).permutation(
+        count
+    )

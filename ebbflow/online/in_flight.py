@@ -1,6 +1,7 @@
 """Rollouts in flight at a checkpoint: a stage that resumes from it trains on the very same ones.
 
-They were generated with weights that may be gone by then, so they are stored and not generated again.
+They were generated with weights that may be gone by then, so they are stored and not generated
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.generate import Rollouts
 
-FILE, HEADER = "in_flight.safetensors", "in_flight"
+FILE = "in_flight.safetensors"
+HEADER = "in_flight"
 
 
 async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
@@ -35,13 +37,23 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
         parts = []
         for index in range(len(step.tasks)):
             part, rollouts, images = await queue.fetch(step, index)
-            tensors |= {f"{step.step}/{index}/{name}": value for name, value in _tensors(part, rollouts, images).items()}
-            report = {"version": part.report.version, "receive_seconds": part.report.receive_seconds}
+            tensors |= {
+                f"{step.step}/{index}/{name}": value
+                for name, value in _tensors(part, rollouts, images).items()
+            }
+            report = {
+                "version": part.report.version,
+                "receive_seconds": part.report.receive_seconds,
+            }
             parts.append({"report": report, "failures": part.scores.failures})
         prompts = [prompt.prompt_id for prompt in step.batch().prompts]
-        steps.append({"step": step.step, "prompts": prompts, "num_dropped": step.num_dropped, "parts": parts})
+        steps.append(
+            {"step": step.step, "prompts": prompts, "num_dropped": step.num_dropped, "parts": parts}
+        )
     header = {"steps": steps, "next": queue.pending[0] if queue.pending else None}
-    save_file(tensors, folder / FILE, {HEADER: json.dumps(header)})  # one entry: the library writes several in any order
+    save_file(
+        tensors, folder / FILE, {HEADER: json.dumps(header)}
+    )  # one entry: the library writes several in any order
 
 
 def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
@@ -50,10 +62,17 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         header = json.loads(file.metadata()[HEADER])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
     for saved in header["steps"]:
-        step, tasks = saved["step"], []
-        for index, request in enumerate(queue.requests(step, prompts=queue.sampler.with_ids(saved["prompts"]))):
+        step = saved["step"]
+        tasks = []
+        for index, request in enumerate(
+            queue.requests(step, prompts=queue.sampler.with_ids(saved["prompts"]))
+        ):
             done: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
-            done.set_result(_scored_rollouts(queue, request, _below(f"{step}/{index}/", tensors), saved["parts"][index]))
+            done.set_result(
+                _scored_rollouts(
+                    queue, request, _below(f"{step}/{index}/", tensors), saved["parts"][index]
+                )
+            )
             tasks.append(done)
         queue.in_flight.append(StepInFlight(step, tasks, saved["num_dropped"]))
     while queue.pending and queue.pending[0] != header["next"]:
@@ -61,12 +80,18 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
 
 
 def _tensors(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
-    scores = {f"metrics/{name}": values for name, values in part.scores.metrics.items()} | {"reward": part.scores.reward}
+    scores = {f"metrics/{name}": values for name, values in part.scores.metrics.items()} | {
+        "reward": part.scores.reward
+    }
     arrays = {"images": images} | scores
     # Copies, as what comes out of Ray's store cannot be written.
-    tensors = {"latents": rollouts.latents} | {name: torch.tensor(values) for name, values in arrays.items()}
+    tensors = {"latents": rollouts.latents} | {
+        name: torch.tensor(values) for name, values in arrays.items()
+    }
     if rollouts.trajectory is not None:
-        tensors |= {f"trajectory/{name}": values for name, values in vars(rollouts.trajectory).items()}
+        tensors |= {
+            f"trajectory/{name}": values for name, values in vars(rollouts.trajectory).items()
+        }
     return {name: values.contiguous() for name, values in tensors.items()}
 
 
@@ -77,12 +102,20 @@ def _scored_rollouts(
     recorded = _below("trajectory/", tensors)
     rollouts = Rollouts(tensors["latents"], Trajectory(**recorded) if recorded else None)
     metrics = {name: values.numpy() for name, values in _below("metrics/", tensors).items()}
-    scores, put = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"]), queue.workers.put
+    scores = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"])
+    put = queue.workers.put
     report = RolloutReport(**saved["report"], finite=rollouts.finite, spans=[])
     images = tensors["images"].numpy()
-    statistics = {name: np.where(rollouts.finite, values, np.nan) for name, values in image_statistics(images).items()}
+    statistics = {
+        name: np.where(rollouts.finite, values, np.nan)
+        for name, values in image_statistics(images).items()
+    }
     return ScoredRollouts(request, put(rollouts), put(images), report, scores, [], statistics)
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): values
+        for name, values in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,4 +1,6 @@
-"""The workers of a stage in one process: training and rollouts take turns, rewards are scored in threads meanwhile."""
+"""The workers of a stage in one process: training and rollouts take turns, rewards are scored in
+threads meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from ebbflow.online.messages import Handle
 from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
-from ebbflow.online.workers import LocalWorker, ThreadWorker, TrainingGroup, Worker, reward_pool, rollout_pool
+from ebbflow.online.workers import (
+    LocalWorker,
+    ThreadWorker,
+    TrainingGroup,
+    Worker,
+    reward_pool,
+    rollout_pool,
+)
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.weights import WeightsVersion
@@ -21,15 +30,23 @@ class LocalWorkers:
     """``StageWorkers`` of this process; handles are the values themselves.
 
     Args:
-        rollout_worker: left out, it generates with the trainer's own weights, so that none are sent.
+        rollout_worker: left out, it generates with the trainer's own weights, so that none are
+            sent.
     """
 
-    def __init__(self, trainer: TrainingWorker, scorer: Scorer, rollout_worker: RolloutWorker | None = None) -> None:
-        ctx, policy = trainer.ctx, trainer.updater.policy
-        self.trainer, self.shares_weights = trainer, rollout_worker is None
-        engine = Diffusers(ctx, policy, trainer.updater.algorithm.generates, ctx.online.reuse_rollout_forward)
+    def __init__(
+        self, trainer: TrainingWorker, scorer: Scorer, rollout_worker: RolloutWorker | None = None
+    ) -> None:
+        ctx = trainer.ctx
+        policy = trainer.updater.policy
+        self.trainer = trainer
+        self.shares_weights = rollout_worker is None
+        engine = Diffusers(
+            ctx, policy, trainer.updater.algorithm.generates, ctx.online.reuse_rollout_forward
+        )
         self.rollout_worker = rollout_worker or RolloutWorker(engine)
-        self.reward_weights, self.reads_latents = scorer.reward_weights, scorer.reads_latents
+        self.reward_weights = scorer.reward_weights
+        self.reads_latents = scorer.reads_latents
         self.steps_before = trainer.updater.before.steps
 
         async def start_rollout(index: int) -> Worker:
@@ -39,7 +56,10 @@ class LocalWorkers:
             return ThreadWorker(RewardWorker(scorer, index), index)
 
         config = ctx.online
-        rewards = [ThreadWorker(RewardWorker(scorer, index), index) for index in range(config.resources.reward.count)]
+        rewards = [
+            ThreadWorker(RewardWorker(scorer, index), index)
+            for index in range(config.resources.reward.count)
+        ]
         self.training = TrainingGroup([LocalWorker(trainer)])
         self.rollout = rollout_pool([LocalWorker(self.rollout_worker)], start_rollout)
         self.reward = reward_pool(rewards, start_reward, config.scoring)
@@ -48,7 +68,9 @@ class LocalWorkers:
         if not self.shares_weights:
             return self.trainer.publish(version, copy)
         engine = self.rollout_worker.engine
-        assert isinstance(engine, Diffusers), "only the engine of this process shares the trainer's weights"
+        assert isinstance(engine, Diffusers), (
+            "only the engine of this process shares the trainer's weights"
+        )
         engine.generates = copy or self.trainer.updater.algorithm.generates
         return WeightsVersion(version)
 

@@ -1,7 +1,8 @@
 """The hot loop of an online stage: rollout, score, advantages, update, with every model in memory.
 
-One loop for every mode and every placement (``OnlineLoop.run``). The loop is a coroutine: it awaits workers, which are objects of
-this process, threads, or Ray actors, and ``RolloutQueue`` keeps rollouts in flight while it awaits training.
+One loop for every mode and every placement (``OnlineLoop.run``). The loop is a coroutine: it awaits
+workers, which are objects of this process, threads, or Ray actors, and ``RolloutQueue`` keeps
+rollouts in flight while it awaits training.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
-from ebbflow.online.messages import RolloutBatch, RolloutRequest, TrainingReport, build_training_batch
+from ebbflow.online.messages import (
+    RolloutBatch,
+    RolloutRequest,
+    TrainingReport,
+    build_training_batch,
+)
 from ebbflow.online.monitor import StageMonitor, validation_prompts
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -73,13 +79,15 @@ def train_online_folder(
 
     Args:
         teachers: policy folders, by the copy of the policy that each becomes.
-        actors: where workers under ``placement: ray`` find what they load; left out, at the same paths on every machine.
+        actors: where workers under ``placement: ray`` find what they load; left out, at the same
+            paths on every machine.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
-    validation, training = validation_prompts(ctx, prompts), read_prompts(prompts, "train")
+    validation = validation_prompts(ctx, prompts)
+    training = read_prompts(prompts, "train")
     with handle_sigterm(), closing(open_workers(ctx, base, folder, teachers, actors)) as workers:
         state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
@@ -93,7 +101,11 @@ def train_online_folder(
 
 
 def open_workers(
-    ctx: StageContext, base: Path, folder: Path, teachers: Mapping[str, Path] | None, actors: Folders | None
+    ctx: StageContext,
+    base: Path,
+    folder: Path,
+    teachers: Mapping[str, Path] | None,
+    actors: Folders | None,
 ) -> StageWorkers:
     """The stage's workers, on the policy of ``folder``."""
     if ctx.online.placement == "ray":
@@ -104,7 +116,9 @@ def open_workers(
     policy, metadata = load_policy(ctx, base, folder, teachers)
     guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
     scorer = load_scorer(ctx.own_recipe.rewards, guardrails)
-    trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, scorer=scorer)
+    trainer = TrainingWorker(
+        ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, scorer=scorer
+    )
     engine = RolloutWorker(open_engine(ctx, base)) if ctx.online.engine != "diffusers" else None
     return LocalWorkers(trainer, scorer, engine)
 
@@ -116,7 +130,9 @@ def run_online_stage(
     recorder: MetricsRecorder,
     validation: Sequence[Prompt] = (),
 ) -> StageRecord:
-    """Train the policy of the workers, from the first step to the last, without checkpoints (``OnlineLoop``)."""
+    """Train the policy of the workers, from the first step to the last, without checkpoints
+    (``OnlineLoop``).
+    """
     return asyncio.run(OnlineLoop(ctx, workers, prompts, recorder, validation=validation).run())
 
 
@@ -125,7 +141,8 @@ class OnlineLoop:
 
     Args:
         prompts: the training split.
-        recorder: gets the metrics of every step, by its number from zero, and what the stage shows of itself.
+        recorder: gets the metrics of every step, by its number from zero, and what the stage shows
+            of itself.
         state: where the stage starts; updated in place.
         validation: prompts that the policy is validated on, where the stage says how often.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
@@ -141,7 +158,10 @@ class OnlineLoop:
         validation: Sequence[Prompt] = (),
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.ctx, self.config, self.workers, self.validation = ctx, ctx.online, workers, validation
+        self.ctx = ctx
+        self.config = ctx.online
+        self.workers = workers
+        self.validation = validation
         self.recorder, self.state, self.checkpoints = recorder, state or StageState(), checkpoints
         self.sampler = PromptSampler(ctx, prompts, self.state)
 
@@ -170,12 +190,20 @@ class OnlineLoop:
         )
 
     async def _train(self) -> None:
-        """The loop. The rollouts that may be in flight are started before training moves the weights."""
-        queue, monitor, loop = self.queue, self.monitor, self.loop
+        """The loop. The rollouts that may be in flight are started before training moves the
+        weights.
+        """
+        queue = self.queue
+        monitor = self.monitor
+        loop = self.loop
         for step in loop.steps():
             start = time.time()
-            pushed = await self._publish(step) | await check_parity(self.ctx, queue, step, loop.first_step)
-            start += await monitor.validate(step)  # validation and checkpoints are no time of the step
+            pushed = await self._publish(step) | await check_parity(
+                self.ctx, queue, step, loop.first_step
+            )
+            start += await monitor.validate(
+                step
+            )  # validation and checkpoints are no time of the step
             start += await self._save_due_checkpoint(step)
 
             await queue.start()
@@ -185,10 +213,17 @@ class OnlineLoop:
             advantages = self._advantages(batch)
             report = await self._train_on(batch, advantages)
 
-            metrics = advantages.metrics | report.metrics | {"updates": report.updates} | _freshness(batch, step)
+            metrics = (
+                advantages.metrics
+                | report.metrics
+                | {"updates": report.updates}
+                | _freshness(batch, step)
+            )
             metrics |= await self._measure(batch, advantages, report, step, start)
             del batch  # with the graphs that it may hold: the next step needs their memory
-            loop.finish_step(metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}")
+            loop.finish_step(
+                metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}"
+            )
             if loop.preempted:
                 await self._save_checkpoint()
                 raise loop.preemption()
@@ -197,8 +232,11 @@ class OnlineLoop:
             await monitor.validate(self.state.step, last=True)
 
     async def _open(self) -> None:
-        """Resume where there is a checkpoint, encode all prompts, and put the checkpoint's rollouts in flight again."""
-        ctx, clock = self.ctx, Clock()
+        """Resume where there is a checkpoint, encode all prompts, and put the checkpoint's rollouts
+        in flight again.
+        """
+        ctx = self.ctx
+        clock = Clock()
         newest = self.checkpoints.newest() if self.checkpoints else None
         if newest:
             folder, saved = newest
@@ -206,15 +244,28 @@ class OnlineLoop:
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
         with clock.phase("encoding"):
             embeddings = await self.workers.training.call_first("encode", self.sampler.all_steps())
-            # Apart: prompts are padded to the longest of those encoded together, and validation must not change training.
-            validation = await self.workers.training.call_first("encode", list(self.validation)) if self.validation else None
+            # Apart: prompts are padded to the longest of those encoded together, and validation
+            # must not change training.
+            validation = (
+                await self.workers.training.call_first("encode", list(self.validation))
+                if self.validation
+                else None
+            )
         self.seconds_before = _sum(self.state.seconds, clock.seconds)
         self.queue = RolloutQueue(ctx, self.workers, self.sampler, embeddings, self.state.step)
         self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation, validation)
         if newest:
             load_in_flight(newest[0], self.queue)
         ahead = max_steps_ahead(self.config)
-        self.loop = StageLoop(ctx, self.state, self.recorder, self.checkpoints, self.config.steps, _num_gpus(ctx), ahead)
+        self.loop = StageLoop(
+            ctx,
+            self.state,
+            self.recorder,
+            self.checkpoints,
+            self.config.steps,
+            _num_gpus(ctx),
+            ahead,
+        )
 
     async def _filter_prompts(self) -> None:
         """The first pass of ``prompt_filter``, unless a checkpoint says what it left.
@@ -229,16 +280,26 @@ class OnlineLoop:
             return
         await self._publish(0)
         await check_parity(self.ctx, self.queue, 0, 0)
-        requests, found = self.queue.first_pass(self.sampler.prompts, config.samples), []
+        requests = self.queue.first_pass(self.sampler.prompts, config.samples)
+        found = []
         at_once = self.config.resources.rollout.count + self.config.resources.reward.count
         for start in range(0, len(requests), at_once):  # their images are in memory together
-            found += await asyncio.gather(*map(self._first_scores, requests[start : start + at_once]))
+            found += await asyncio.gather(
+                *map(self._first_scores, requests[start : start + at_once])
+            )
         scores = ScoreTable.cat(found)
         require_scored(scores, self.ctx.recipe.max_failed_share)
-        prompt_ids = np.array([prompt.prompt_id for request in requests for prompt in request.prompts])
+        prompt_ids = np.array(
+            [prompt.prompt_id for request in requests for prompt in request.prompts]
+        )
         self.sampler.keep(*reward_moments(scores.reward, prompt_ids))
         kept = len(self.sampler.left)
-        logger.info("%s: prompt_filter keeps %d of %d prompts", self.ctx.label, kept, len(self.sampler.prompts))
+        logger.info(
+            "%s: prompt_filter keeps %d of %d prompts",
+            self.ctx.label,
+            kept,
+            len(self.sampler.prompts),
+        )
         self.recorder.log_metrics({"prompts/kept": kept}, 0)
 
     async def _first_scores(self, request: RolloutRequest) -> ScoreTable:
@@ -254,10 +315,14 @@ class OnlineLoop:
         return {"push/bytes": self.queue.weights.size, "push/seconds": time.perf_counter() - start}
 
     async def _refilled(self, batch: RolloutBatch) -> RolloutBatch:
-        """The rollouts of a step, with other prompts' in place of groups that say nothing, once enough of them are scored."""
+        """The rollouts of a step, with other prompts' in place of groups that say nothing, once
+        enough of them are scored.
+        """
         require_scored(batch.scores, self.ctx.recipe.max_failed_share)
         for _ in range(self.config.refill_rounds):
-            varied = varied_prompts(*self._rewards(batch), batch.prompt_ids, self.config.advantages, batch.scores.scored)
+            varied = varied_prompts(
+                *self._rewards(batch), batch.prompt_ids, self.config.advantages, batch.scores.scored
+            )
             if not (further := self.sampler.further(batch.step, batch.prompts, varied)):
                 break
             batch = await self.queue.add_prompts(batch, further)
@@ -265,32 +330,53 @@ class OnlineLoop:
         return batch
 
     def _advantages(self, batch: RolloutBatch) -> AdvantageResult:
-        config, scored = self.config.advantages, batch.scores.scored
+        config = self.config.advantages
+        scored = batch.scores.scored
         if self.config.tree:
-            return compute_tree_advantages(*self._rewards(batch), batch.prompt_ids, config, batch.nodes, scored)
-        return compute_advantages(*self._rewards(batch), batch.prompt_ids, config, self.state.history, scored)
+            return compute_tree_advantages(
+                *self._rewards(batch), batch.prompt_ids, config, batch.nodes, scored
+            )
+        return compute_advantages(
+            *self._rewards(batch), batch.prompt_ids, config, self.state.history, scored
+        )
 
     def _rewards(self, batch: RolloutBatch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """(scores of each trained reward, its weight)."""
-        weights, scores = self.workers.reward_weights, batch.scores.metrics
+        weights = self.workers.reward_weights
+        scores = batch.scores.metrics
         return {name: scores[name] for name in weights}, weights
 
     async def _train_on(self, batch: RolloutBatch, advantages: AdvantageResult) -> TrainingReport:
-        """The updates of a step, on all ranks, while other rollouts and rewards continue; rank 0's report, with all spans."""
+        """The updates of a step, on all ranks, while other rollouts and rewards continue; rank 0's
+        report, with all spans.
+        """
         profiled = self.config.traces("training", batch.step)
-        learnt = build_training_batch(batch, advantages.values, advantages.keep, profiled, advantages.of_steps)
+        learnt = build_training_batch(
+            batch, advantages.values, advantages.keep, profiled, advantages.of_steps
+        )
         training_batch = self.workers.put(learnt)
         rollouts = [part.rollouts for part in batch.parts]
-        reports: list[TrainingReport] = await self.workers.training.call("train", training_batch, *rollouts)
+        reports: list[TrainingReport] = await self.workers.training.call(
+            "train", training_batch, *rollouts
+        )
         self.state.samples += len(advantages.values)
-        self.state.updates, self.state.training_alarms = reports[0].updates, reports[0].alarms
+        self.state.updates = reports[0].updates
+        self.state.training_alarms = reports[0].alarms
         return replace(reports[0], spans=[span for report in reports for span in report.spans])
 
     async def _measure(
-        self, batch: RolloutBatch, advantages: AdvantageResult, report: TrainingReport, step: int, start: float
+        self,
+        batch: RolloutBatch,
+        advantages: AdvantageResult,
+        report: TrainingReport,
+        step: int,
+        start: float,
     ) -> dict[str, float]:
-        """Scores, speed and utilisation of a step that began at ``start``; also what the monitor shows of it."""
-        end, replaced = time.time(), self.workers.rollout.num_replaced + self.workers.reward.num_replaced
+        """Scores, speed and utilisation of a step that began at ``start``; also what the monitor
+        shows of it.
+        """
+        end = time.time()
+        replaced = self.workers.rollout.num_replaced + self.workers.reward.num_replaced
         metrics = score_means(batch.scores) | {"workers/replaced": replaced}
         if self.config.refill_rounds:
             metrics["group/refilled"] = len(batch.prompts) - self.config.prompts_per_step
@@ -304,7 +390,9 @@ class OnlineLoop:
         return metrics
 
     async def _save_due_checkpoint(self, step: int) -> float:
-        """Save a checkpoint where one is due, but not one that was just loaded, unless it has a new score; seconds it took."""
+        """Save a checkpoint where one is due, but not one that was just loaded, unless it has a new
+        score; seconds it took.
+        """
         new = step > self.loop.first_step or self.monitor.score is not None
         if not self.checkpoints or step == 0 or not new or not self.checkpoints.due(step):
             return 0.0
@@ -316,18 +404,25 @@ class OnlineLoop:
         """Save where the stage stands. ``score``: of a validation of the policy as it is."""
         if not self.checkpoints:
             return
-        with self.checkpoints.saving(self.state.step, self.loop.checkpoint_state(), score) as folder:
+        with self.checkpoints.saving(
+            self.state.step, self.loop.checkpoint_state(), score
+        ) as folder:
             await save_in_flight(folder, self.queue)
             await self.workers.save_checkpoint(folder)
 
     async def _restore_best(self, checkpoints: Checkpoints) -> None:
-        """End with the policy that was validated best, and its statistics of prompts, unless the last one is as good."""
-        best, last, best_step = checkpoints.best(), self.monitor.score, self.state.step
+        """End with the policy that was validated best, and its statistics of prompts, unless the
+        last one is as good.
+        """
+        best = checkpoints.best()
+        last = self.monitor.score
+        best_step = self.state.step
         if best and (last is None or best.score > last):
             await self.workers.load_checkpoint(best.folder)
             saved = StageState()
             saved.load_state_dict(checkpoints.state(best.folder)["state"])
-            self.state.history, best_step = saved.history, best.step
+            self.state.history = saved.history
+            best_step = best.step
         self.recorder.log_metrics({"validation/best_step": best_step}, self.state.step)
 
     def _seconds(self) -> dict[str, float]:
@@ -347,7 +442,9 @@ def _sum(*seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
-    """Age of the samples in training steps, how many were too old, and the time that the weights took to reach the workers."""
+    """Age of the samples in training steps, how many were too old, and the time that the weights
+    took to reach the workers.
+    """
     ages = batch.staleness(version)
     return {
         "staleness/mean": fmean(ages),
@@ -359,11 +456,17 @@ def _freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
 
 def score_means(scores: ScoreTable) -> dict[str, float]:
     """The mean of every metric that scored something, as it is logged."""
-    return {f"score/{name}": float(np.nanmean(values)) for name, values in scores.metrics.items() if np.isfinite(values).any()}
+    return {
+        f"score/{name}": float(np.nanmean(values))
+        for name, values in scores.metrics.items()
+        if np.isfinite(values).any()
+    }
 
 
 def _speed(spans: Sequence[TraceSpan], images: int, seconds: float) -> dict[str, float]:
-    """Seconds and milliseconds per image of each task of a step, and of the step itself, in which tasks may overlap."""
+    """Seconds and milliseconds per image of each task of a step, and of the step itself, in which
+    tasks may overlap.
+    """
     spent = seconds_by_task(spans) | {"step": seconds}
     metrics = {f"seconds/{task}": value for task, value in spent.items()}
     metrics |= {f"ms_per_image/{task}": 1000 * value / images for task, value in spent.items()}

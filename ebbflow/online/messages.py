@@ -1,7 +1,7 @@
 """What the workers of an online stage send each other: requests, batches, and reports.
 
-Large values (rollouts, images) stay where a worker left them. The stage's own process holds handles to them: on Ray references
-into the object store, in one process the values themselves.
+Large values (rollouts, images) stay where a worker left them. The stage's own process holds handles
+to them: on Ray references into the object store, in one process the values themselves.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ Handle = Any
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Samples that a rollout worker generates in one call: whole groups of one step, about a micro-batch.
+    """Samples that a rollout worker generates in one call: whole groups of one step, about a
+    micro-batch.
 
     Attributes:
         step: the training step that the samples are for, from zero.
         prompts: [N], the prompt of every sample.
-        conditioning: on the CPU, one row per different prompt. Rows are large, so they are repeated where they are used.
+        conditioning: on the CPU, one row per different prompt. Rows are large, so they are repeated
+            where they are used.
         sample_index: integer [N], the row of ``conditioning`` of each sample.
         plan: which denoising steps are stochastic and trained.
         size: height and width of the images; None: those of the model.
@@ -68,7 +70,8 @@ class RolloutReport:
     Attributes:
         version: of the weights that generated: training steps of the stage that they have seen.
         receive_seconds: time to receive and verify those weights; 0 where they were loaded already.
-        finite: bool [N], whether all numbers of a sample are finite. Other samples cannot be scored.
+        finite: bool [N], whether all numbers of a sample are finite. Other samples cannot be
+            scored.
     """
 
     version: int
@@ -79,7 +82,9 @@ class RolloutReport:
 
 @dataclass(frozen=True)
 class RewardReport:
-    """A reward worker's answer: the scores of a request, and the statistics of its images (``image_statistics``)."""
+    """A reward worker's answer: the scores of a request, and the statistics of its images
+    (``image_statistics``).
+    """
 
     scores: ScoreTable
     spans: list[TraceSpan]
@@ -88,7 +93,9 @@ class RewardReport:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """A training rank's answer: metrics averaged over the updates of a step, optimiser steps of the stage so far, all alarms."""
+    """A training rank's answer: metrics averaged over the updates of a step, optimiser steps of the
+    stage so far, all alarms.
+    """
 
     metrics: dict[str, float]
     updates: int
@@ -98,7 +105,9 @@ class TrainingReport:
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """The rollouts of a request, with their scores and the statistics of their images, NaN where a sample is not finite."""
+    """The rollouts of a request, with their scores and the statistics of their images, NaN where a
+    sample is not finite.
+    """
 
     request: RolloutRequest
     rollouts: Handle
@@ -129,7 +138,9 @@ class RolloutBatch:
     def statistics(self) -> dict[str, np.ndarray]:
         """Of the images of all samples, float64 [N] columns."""
         names = self.parts[0].statistics
-        return {name: np.concatenate([part.statistics[name] for part in self.parts]) for name in names}
+        return {
+            name: np.concatenate([part.statistics[name] for part in self.parts]) for name in names
+        }
 
     @property
     def spans(self) -> list[TraceSpan]:
@@ -138,7 +149,11 @@ class RolloutBatch:
     @property
     def prompts(self) -> list[Prompt]:
         """Every prompt once."""
-        return list({prompt.prompt_id: prompt for part in self.parts for prompt in part.request.prompts}.values())
+        return list(
+            {
+                prompt.prompt_id: prompt for part in self.parts for prompt in part.request.prompts
+            }.values()
+        )
 
     @property
     def size(self) -> Size | None:
@@ -148,15 +163,21 @@ class RolloutBatch:
     @property
     def prompt_ids(self) -> np.ndarray:
         """integer [N]."""
-        return np.array([prompt.prompt_id for part in self.parts for prompt in part.request.prompts])
+        return np.array(
+            [prompt.prompt_id for part in self.parts for prompt in part.request.prompts]
+        )
 
     @property
     def nodes(self) -> np.ndarray:
-        """Of a tree, the node of each sample after each of the W trained steps, by its first sample, integer [N, W]."""
+        """Of a tree, the node of each sample after each of the W trained steps, by its first
+        sample, integer [N, W].
+        """
         return np.concatenate([part.request.nodes for part in self.parts])
 
     def staleness(self, version: int) -> list[int]:
-        """For every sample, the number of training steps between the policy that generated it and ``version``."""
+        """For every sample, the number of training steps between the policy that generated it and
+        ``version``.
+        """
         return [version - part.report.version for part in self.parts for _ in part.request.prompts]
 
 
@@ -168,7 +189,8 @@ class TrainingBatch:
         conditioning, sample_index: as in a request, over all requests.
         advantages: [N].
         keep: bool [N], the samples to train on.
-        step_advantages: of a tree, [N, W], NaN where a step of a sample is not trained (``AdvantageResult.of_steps``).
+        step_advantages: of a tree, [N, W], NaN where a step of a sample is not trained
+            (``AdvantageResult.of_steps``).
         prompt_sets: the set of each prompt, by its id.
         profiled: whether to profile the step.
         prompts: [N], for rewards with gradient.
@@ -201,7 +223,9 @@ def build_training_batch(
     return TrainingBatch(
         step=batch.step,
         conditioning=Conditioning.cat([request.conditioning for request in requests]),
-        sample_index=np.concatenate([r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]),
+        sample_index=np.concatenate(
+            [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
+        ),
         keys=SampleKeys.cat([request.keys for request in requests]),
         advantages=advantages,
         keep=keep,

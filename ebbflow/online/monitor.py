@@ -1,4 +1,6 @@
-"""What a stage shows of itself without changing its training: validation, dumps, profiles, the timeline."""
+"""What a stage shows of itself without changing its training: validation, dumps, profiles, the
+timeline.
+"""
 
 from __future__ import annotations
 
@@ -47,38 +49,52 @@ class StageMonitor:
         prompts: Sequence[Prompt] = (),
         embeddings: Embeddings | None = None,
     ) -> None:
-        self.ctx, self.queue, self.workers, self.metrics_logger = ctx, queue, queue.workers, metrics_logger
-        self.prompts, self.embeddings = prompts, embeddings
+        self.ctx = ctx
+        self.queue = queue
+        self.workers = queue.workers
+        self.metrics_logger = metrics_logger
+        self.prompts = prompts
+        self.embeddings = embeddings
         self.timeline = Timeline(ctx.online.resources)
         self.score: float | None = None
 
     async def after_step(
         self, batch: RolloutBatch, advantages: np.ndarray, version: int, start: float, end: float
     ) -> dict[str, float]:
-        """Record the training step ``version`` (seconds since 1970); gives the utilisation of the workers.
+        """Record the training step ``version`` (seconds since 1970); gives the utilisation of the
+        workers.
 
-        Workers say what they did when it is done. So this is the utilisation of the last step in whose time nothing was done
-        that is still under way.
+        Workers say what they did when it is done. So this is the utilisation of the last step in
+        whose time nothing was done that is still under way.
 
         Args:
             batch: what was trained on.
             advantages: of its samples.
         """
-        config, ahead = self.ctx.online, max_steps_ahead(self.ctx.online)
+        config = self.ctx.online
+        ahead = max_steps_ahead(self.ctx.online)
         self.timeline.steps[version] = (start, end)
         self.add_spans()
         if config.dumps and version % config.dumps.every == 0:
-            rows = [row | {"advantage": _number(value)} for row, value in zip(sample_rows(batch.parts), advantages, strict=True)]
+            rows = [
+                row | {"advantage": _number(value)}
+                for row, value in zip(sample_rows(batch.parts), advantages, strict=True)
+            ]
             await self._dump(version, "rollouts", rows, self._pngs(batch.parts))
         return self.timeline.utilisation(version - ahead, ahead)
 
     def validates(self, version: int, last: bool = False) -> bool:
-        """Whether there is a validation after so many training steps; ``last``: when the stage is over."""
+        """Whether there is a validation after so many training steps; ``last``: when the stage is
+        over.
+        """
         config = self.ctx.online.validation
-        return config is not None and (version % config.every == 0 or last) and len(self.prompts) > 0
+        return (
+            config is not None and (version % config.every == 0 or last) and len(self.prompts) > 0
+        )
 
     async def validate(self, version: int, last: bool = False) -> float:
-        """Where it is due: sample and score the validation prompts, with the weights that would be served now.
+        """Where it is due: sample and score the validation prompts, with the weights that would be
+        served now.
 
         The rollouts of later steps keep the weights that they were started with.
 
@@ -90,11 +106,15 @@ class StageMonitor:
             return 0.0
         start = time.time()
         parts = await self._validation_samples(version)
-        rows, scores, pngs = sample_rows(parts), _scores(parts), [png async for png in self._pngs(parts)]
+        rows = sample_rows(parts)
+        scores = _scores(parts)
+        pngs = [png async for png in self._pngs(parts)]
         found = means(scores)
         self.score = found.get("reward")
         found |= {"scored_share": 1 - scores.failed_share}
-        self.metrics_logger.log_metrics({f"validation/{name}": value for name, value in found.items()}, version)
+        self.metrics_logger.log_metrics(
+            {f"validation/{name}": value for name, value in found.items()}, version
+        )
         self.metrics_logger.log_table(f"validation/{_step_name(version)}", _table(rows))
         grid = image_grid(pngs[:PICTURED], [caption(row) for row in rows[:PICTURED]], columns=4)
         self.metrics_logger.log_image("validation", grid, version)
@@ -103,12 +123,22 @@ class StageMonitor:
         return time.time() - start
 
     async def _validation_samples(self, version: int) -> list[ScoredRollouts]:
-        """The validation prompts, sampled and scored by the stage's own workers, guardrails included."""
-        served, rolled_out = "ema" if self.ctx.recipe.policy.ema else "current", self.ctx.algorithm.generates
-        weights = self.queue.weights if served == rolled_out else await self.workers.publish(version, served)
+        """The validation prompts, sampled and scored by the stage's own workers, guardrails
+        included.
+        """
+        served = "ema" if self.ctx.recipe.policy.ema else "current"
+        rolled_out = self.ctx.algorithm.generates
+        weights = (
+            self.queue.weights
+            if served == rolled_out
+            else await self.workers.publish(version, served)
+        )
         assert self.embeddings is not None
         requests = validation_requests(self.ctx, self.prompts, self.embeddings, version)
-        samples = [self.queue.generate_and_score(request, lambda: weights, with_guards=True) for request in requests]
+        samples = [
+            self.queue.generate_and_score(request, lambda: weights, with_guards=True)
+            for request in requests
+        ]
         parts = await asyncio.gather(*samples)
         if served != rolled_out:
             self.queue.weights = await self.workers.publish(version)
@@ -122,18 +152,27 @@ class StageMonitor:
             self.metrics_logger.log_file("timeline.png", self.timeline.picture())
 
     def add_spans(self) -> None:
-        """Add what the workers did to the timeline. Profiles are large and go to the metrics logger."""
-        spans, self.queue.spans = self.queue.spans, []
+        """Add what the workers did to the timeline. Profiles are large and go to the metrics
+        logger.
+        """
+        spans = self.queue.spans
+        self.queue.spans = []
         for span in spans:
             for suffix, content in span.files.items():
-                self.metrics_logger.log_file(f"profile/{_step_name(span.step)}/{span.role}-{span.worker}.{suffix}", content)
+                self.metrics_logger.log_file(
+                    f"profile/{_step_name(span.step)}/{span.role}-{span.worker}.{suffix}", content
+                )
             span.files.clear()
         self.timeline.add(spans)
 
-    async def _dump(self, version: int, kind: str, rows: Sequence[dict[str, Any]], pngs: AsyncIterator[bytes]) -> None:
+    async def _dump(
+        self, version: int, kind: str, rows: Sequence[dict[str, Any]], pngs: AsyncIterator[bytes]
+    ) -> None:
         """Log the first samples: images, and a JSON line for each."""
         assert self.ctx.online.dumps is not None
-        folder, lines, first = f"dumps/{_step_name(version)}/{kind}", "", iter(rows[: self.ctx.online.dumps.samples])
+        folder = f"dumps/{_step_name(version)}/{kind}"
+        lines = ""
+        first = iter(rows[: self.ctx.online.dumps.samples])
         async for png in pngs:
             if (row := next(first, None)) is None:
                 break
@@ -151,7 +190,8 @@ class StageMonitor:
 
 
 def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
-    """What the stage validates on: the first prompts of the table's validation split, as many as the recipe wants.
+    """What the stage validates on: the first prompts of the table's validation split, as many as
+    the recipe wants.
 
     Raises:
         SamplingError: the split is empty.
@@ -161,10 +201,15 @@ def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
         return []
     prompts = read_prompts(path, "validation")[: config.prompts]
     if not prompts:
-        raise SamplingError("validation needs prompts of the split 'validation' and there are none; set prompts.validation")
+        raise SamplingError(
+            "validation needs prompts of the split 'validation' and there are none; set"
+            " prompts.validation"
+        )
     if len(prompts) < config.prompts:
         warnings.warn(
-            f"validation.prompts = {config.prompts} and the split 'validation' has {len(prompts)}: all are taken", stacklevel=2
+            f"validation.prompts = {config.prompts} and the split 'validation' has {len(prompts)}:"
+            " all are taken",
+            stacklevel=2,
         )
     return prompts
 
@@ -172,22 +217,33 @@ def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
 def validation_requests(
     ctx: StageContext, prompts: Sequence[Prompt], embeddings: Embeddings, version: int
 ) -> list[RolloutRequest]:
-    """One sample per prompt with the noise, the sampler and the steps of an evaluation, in requests of a micro-batch.
+    """One sample per prompt with the noise, the sampler and the steps of an evaluation, in requests
+    of a micro-batch.
 
     Their size is that of the stage's rollouts: a validation may be as frequent as it is cheap.
     """
-    sampler, size = ctx.recipe.evaluation.solver, ctx.config.micro_batch
+    sampler = ctx.recipe.evaluation.solver
+    size = ctx.config.micro_batch
     batches = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return [
         RolloutRequest(
-            version, batch, embeddings(batch), np.arange(len(batch)), evaluation_keys(batch), sampler, None, task="validation"
+            version,
+            batch,
+            embeddings(batch),
+            np.arange(len(batch)),
+            evaluation_keys(batch),
+            sampler,
+            None,
+            task="validation",
         )
         for batch in batches
     ]
 
 
 def sample_rows(parts: Sequence[ScoredRollouts]) -> list[dict[str, Any]]:
-    """Every sample as a JSON object: its keys, what it should show, and its scores; null where there is none."""
+    """Every sample as a JSON object: its keys, what it should show, and its scores; null where
+    there is none.
+    """
     scores = _scores(parts)
     samples = [(part, index) for part in parts for index in range(len(part.request))]
     return [_row(part, index, scores, row) for row, (part, index) in enumerate(samples)]
@@ -195,7 +251,8 @@ def sample_rows(parts: Sequence[ScoredRollouts]) -> list[dict[str, Any]]:
 
 def _row(part: ScoredRollouts, index: int, scores: ScoreTable, row: int) -> dict[str, Any]:
     """The sample ``index`` of a part, whose scores are those of ``row``."""
-    prompt, keys = part.request.prompts[index], part.request.keys
+    prompt = part.request.prompts[index]
+    keys = part.request.keys
     return {
         "prompt_id": prompt.prompt_id,
         "sample": int(keys.samples[index]),
@@ -215,7 +272,9 @@ def _scores(parts: Sequence[ScoredRollouts]) -> ScoreTable:
 
 def _table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     columns = ("prompt_id", "prompt", "target", "reward", "failure")
-    return pa.Table.from_pylist([{name: row[name] for name in columns} | row["scores"] for row in rows])
+    return pa.Table.from_pylist(
+        [{name: row[name] for name in columns} | row["scores"] for row in rows]
+    )
 
 
 def _number(value: float) -> float | None:

@@ -1,4 +1,6 @@
-"""The parity gate of another engine, inside a stage: the training policy replays what the stage's own workers generated."""
+"""The parity gate of another engine, inside a stage: the training policy replays what the stage's
+own workers generated.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from ebbflow.rollouts.parity import parity_plan
 from ebbflow.stage import StageContext
 
 
-async def check_parity(ctx: StageContext, queue: RolloutQueue, step: int, first_step: int) -> dict[str, float]:
-    """Measure the engine before the stage's first step, and once more after it: only then weights have been pushed that differ.
+async def check_parity(
+    ctx: StageContext, queue: RolloutQueue, step: int, first_step: int
+) -> dict[str, float]:
+    """Measure the engine before the stage's first step, and once more after it: only then weights
+    have been pushed that differ.
 
     Raises:
         ParityError: its log-probs are not those of the training policy.
@@ -20,14 +25,21 @@ async def check_parity(ctx: StageContext, queue: RolloutQueue, step: int, first_
         return {}
     request = _parity_request(ctx, queue, step)
     rollouts, _, _ = await queue.generate(request, lambda: queue.weights)
-    measured: list[dict[str, float]] = await queue.workers.training.call("measure_parity", request, rollouts)
+    measured: list[dict[str, float]] = await queue.workers.training.call(
+        "measure_parity", request, rollouts
+    )
     return measured[0]
 
 
 def _parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> RolloutRequest:
-    """The first samples of a step, recorded as the gate wants them; not profiled, as a profile is of the step's own rollouts."""
+    """The first samples of a step, recorded as the gate wants them; not profiled, as a profile is
+    of the step's own rollouts.
+    """
     sampler, plan = parity_plan(ctx.config.sampler)
-    request, some = queue.requests(step, plan)[0], slice(0, ctx.online.parity.samples)
-    prompts, sample_index, keys = request.prompts[some], request.sample_index[some], request.keys.rows(some)
+    request = queue.requests(step, plan)[0]
+    some = slice(0, ctx.online.parity.samples)
+    prompts = request.prompts[some]
+    sample_index = request.sample_index[some]
+    keys = request.keys.rows(some)
     request = replace(request, prompts=prompts, sample_index=sample_index, keys=keys)
     return replace(request, sampler=sampler, task="parity", profiled=False)

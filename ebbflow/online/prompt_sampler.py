@@ -17,14 +17,17 @@ from ebbflow.training.stage_loop import StageState
 
 
 class PromptSampler:
-    """The prompts of every step: a function of the seed, the step and the stage's state, which checkpoints hold.
+    """The prompts of every step: a function of the seed, the step and the stage's state, which
+    checkpoints hold.
 
     Args:
         prompts: the training split.
         state: of the stage; a filter and a curriculum keep what they know there.
     """
 
-    def __init__(self, ctx: StageContext, prompts: Sequence[Prompt], state: StageState | None = None) -> None:
+    def __init__(
+        self, ctx: StageContext, prompts: Sequence[Prompt], state: StageState | None = None
+    ) -> None:
         self.ctx, self.config, self.state = ctx, ctx.online, state or StageState()
         self.prompts = _tried(ctx, prompts)
 
@@ -43,17 +46,25 @@ class PromptSampler:
             SamplingError: there are too few.
         """
         if self.config.curriculum:
-            return [prompt for part, count in self._sets() for prompt in self._order(part, step)[:count]]
-        return [prompt for part, count in self._sets() for prompt in prompt_batch(part, count, step, self.ctx.seed)]
+            return [
+                prompt for part, count in self._sets() for prompt in self._order(part, step)[:count]
+            ]
+        return [
+            prompt
+            for part, count in self._sets()
+            for prompt in prompt_batch(part, count, step, self.ctx.seed)
+        ]
 
     def further(self, step: int, taken: Sequence[Prompt], varied: Collection[int]) -> list[Prompt]:
-        """Prompts for a step in place of those whose samples all score alike, as far as there are any left.
+        """Prompts for a step in place of those whose samples all score alike, as far as there are
+        any left.
 
         Args:
             taken: all prompts of the step so far.
             varied: ids of those of them whose samples score differently.
         """
-        used, found = {prompt.prompt_id for prompt in taken}, []
+        used = {prompt.prompt_id for prompt in taken}
+        found = []
         for part, count in self._sets():
             missing = count - sum(prompt.prompt_id in varied for prompt in part)
             unused = [prompt for prompt in self._order(part, step) if prompt.prompt_id not in used]
@@ -81,14 +92,19 @@ class PromptSampler:
         assert config is not None
         low = -np.inf if config.min_reward is None else config.min_reward
         high = np.inf if config.max_reward is None else config.max_reward
-        fits = (moments.count > 1) & (low <= moments.mean) & (moments.mean <= high) & (moments.std >= config.min_std)
+        fits = (
+            (moments.count > 1)
+            & (low <= moments.mean)
+            & (moments.mean <= high)
+            & (moments.std >= config.min_std)
+        )
         self.state.kept_prompts = prompt_ids[fits].tolist()
         if few := [(len(part), count) for part, count in self._sets() if len(part) < count]:
             found = f"{few[0][0]} of {len(self.prompts)} prompts, and a step takes {few[0][1]}"
             seen = f"means from {moments.mean.min():.4g} to {moments.mean.max():.4g}"
             raise StageError(
-                f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations of at most "
-                f"{moments.std.max():.4g}; widen min_reward, max_reward or min_std"
+                f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations"
+                f" of at most {moments.std.max():.4g}; widen min_reward, max_reward or min_std"
             )
         self.learn(prompt_ids, moments)
 
@@ -96,36 +112,57 @@ class PromptSampler:
         """Follow the rewards of some groups, where there is a ``curriculum``."""
         if not (config := self.config.curriculum):
             return
-        for prompt, mean, std in zip(prompt_ids.tolist(), moments.mean.tolist(), moments.std.tolist(), strict=True):
+        for prompt, mean, std in zip(
+            prompt_ids.tolist(), moments.mean.tolist(), moments.std.tolist(), strict=True
+        ):
             before = self.state.prompt_rewards.get(prompt, (mean, std))
-            running = [old + config.rate * (new - old) for old, new in zip(before, (mean, std), strict=True)]
+            running = [
+                old + config.rate * (new - old)
+                for old, new in zip(before, (mean, std), strict=True)
+            ]
             self.state.prompt_rewards[prompt] = (running[0], running[1])
 
     def _sets(self) -> list[tuple[list[Prompt], int]]:
-        """(prompts, how many of them are in a step) of every set of ``prompts.mixture``; without one, of all prompts."""
-        left, counts = self.left, self.ctx.own_recipe.prompts.counts(self.config.prompts_per_step)
+        """(prompts, how many of them are in a step) of every set of ``prompts.mixture``; without
+        one, of all prompts.
+        """
+        left = self.left
+        counts = self.ctx.own_recipe.prompts.counts(self.config.prompts_per_step)
         if not counts:
             return [(left, self.config.prompts_per_step)]
-        return [([prompt for prompt in left if prompt.source == name], count) for name, count in counts.items()]
+        return [
+            ([prompt for prompt in left if prompt.source == name], count)
+            for name, count in counts.items()
+        ]
 
     def _order(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-        curriculum, ids = self.config.curriculum, [prompt.prompt_id for prompt in prompts]
+        curriculum = self.config.curriculum
+        ids = [prompt.prompt_id for prompt in prompts]
         weights = curriculum_weights(curriculum, ids, self.state) if curriculum else None
         return random_order(prompts, step, self.ctx.seed, weights)
 
 
-def curriculum_weights(config: CurriculumConfig, prompt_ids: Sequence[int], state: StageState) -> np.ndarray:
+def curriculum_weights(
+    config: CurriculumConfig, prompt_ids: Sequence[int], state: StageState
+) -> np.ndarray:
     """How much each prompt counts when those of a step are drawn, float64 [N] in [floor, 1]."""
     best = max((mean for mean, _ in state.prompt_rewards.values()), default=0.0)
-    known = {prompt: std if config.weight == "spread" else best - mean for prompt, (mean, std) in state.prompt_rewards.items()}
+    known = {
+        prompt: std if config.weight == "spread" else best - mean
+        for prompt, (mean, std) in state.prompt_rewards.items()
+    }
     largest = max((known[prompt] for prompt in prompt_ids if prompt in known), default=0.0)
     if largest == 0:
         return np.ones(len(prompt_ids))
-    return np.array([known.get(prompt, largest) / largest for prompt in prompt_ids]).clip(min=config.floor)
+    return np.array([known.get(prompt, largest) / largest for prompt in prompt_ids]).clip(
+        min=config.floor
+    )
 
 
 def _tried(ctx: StageContext, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The training prompts, or those of them that the first pass of ``prompt_filter`` tries, by their ids."""
+    """The training prompts, or those of them that the first pass of ``prompt_filter`` tries, by
+    their ids.
+    """
     config = ctx.online.prompt_filter
     if config is None or config.prompts is None:
         return list(prompts)

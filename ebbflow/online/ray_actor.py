@@ -1,4 +1,6 @@
-"""What runs in a Ray actor of an online stage: the actor of any worker, and the worker of each role that opens there."""
+"""What runs in a Ray actor of an online stage: the actor of any worker, and the worker of each role
+that opens there.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,16 @@ CHUNK = 64 * 2**20
 """Bytes of a file that travel at a time."""
 
 Locate = Callable[[], Path]
-"""Says where a folder lies on the machine that calls it, and brings it there if it must; travels to other processes."""
+"""Says where a folder lies on the machine that calls it, and brings it there if it must; travels to
+other processes.
+"""
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where actors find the base model, the policy that the stage starts from, and its teachers by their copies."""
+    """Where actors find the base model, the policy that the stage starts from, and its teachers by
+    their copies.
+    """
 
     base: Locate
     policy: Locate
@@ -63,9 +69,12 @@ class WorkerActor:
     """The process of a worker: opens it, and calls its methods."""
 
     def __init__(self, role: Role, workers: WorkersConfig, path: list[str]) -> None:
-        """``path``: where the stage's own process imports from, as a user's own rewards and algorithms may lie there."""
+        """``path``: where the stage's own process imports from, as a user's own rewards and
+        algorithms may lie there.
+        """
         sys.path += [folder for folder in path if folder not in sys.path]
-        self.role, self.workers = role, workers
+        self.role = role
+        self.workers = workers
         self.opened: Any = None
         self.failed: Exception | None = None
 
@@ -88,15 +97,24 @@ class WorkerActor:
     def call(self, method: str, *arguments: Any) -> Any:
         if self.failed:
             raise self.failed
-        given = [argument.copy() if isinstance(argument, np.ndarray) else argument for argument in arguments]
-        return getattr(self.opened, method)(*given)  # a user's reward may write into its images, and nobody into the store
+        given = [
+            argument.copy() if isinstance(argument, np.ndarray) else argument
+            for argument in arguments
+        ]
+        return getattr(self.opened, method)(
+            *given
+        )  # a user's reward may write into its images, and nobody into the store
 
     def _take_share(self) -> None:
         """Take the cores and GPUs that are this worker's."""
         ship_tensors()
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # what lies in the store is only read
+        warnings.filterwarnings(
+            "ignore", "The given NumPy array is not writable"
+        )  # what lies in the store is only read
         if not self.workers.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all GPUs to those who asked for none
+            os.environ["CUDA_VISIBLE_DEVICES"] = (
+                ""  # Ray shows all GPUs to those who asked for none
+            )
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # of those that Ray shows
         if self.workers.cores:
@@ -107,7 +125,8 @@ Actor: Any = ray.remote(max_restarts=0, max_task_retries=0)(WorkerActor)
 
 
 class RayTrainingWorker(TrainingWorker):
-    """A rank of the training group whose results travel: weights as references, folders in chunks."""
+    """A rank of the training group whose results travel: weights as references, folders in
+    chunks."""
 
     received: tempfile.TemporaryDirectory[str] | None = None
 
@@ -124,7 +143,11 @@ class RayTrainingWorker(TrainingWorker):
         folder = self._folder
         folder.mkdir()
         getattr(self, method)(folder, *arguments)
-        return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in folder.rglob("*") if path.is_file()]
+        return [
+            (path.relative_to(folder).as_posix(), path.stat().st_size)
+            for path in folder.rglob("*")
+            if path.is_file()
+        ]
 
     def read(self, name: str, start: int) -> np.ndarray:
         """A chunk of a file, uint8."""
@@ -155,22 +178,33 @@ class RayTrainingWorker(TrainingWorker):
         return Path(self.written.name) / "folder"
 
 
-def open_training_worker(ctx: StageContext, folders: Folders, rank: int, rendezvous: str) -> RayTrainingWorker:
+def open_training_worker(
+    ctx: StageContext, folders: Folders, rank: int, rendezvous: str
+) -> RayTrainingWorker:
     world = ctx.online.resources.training.count
     if world > 1:
         backend = distributed.backend(ctx.recipe.model.cpu_offload)
-        dist.init_process_group(backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank)
+        dist.init_process_group(
+            backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank
+        )
     teachers = {copy: locate() for copy, locate in folders.teachers.items()}
     policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)
-    scorer = load_scorer(ctx.own_recipe.rewards, ()) if isinstance(ctx.config.hyper, GradientConfig) else None
-    return RayTrainingWorker(ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank, scorer)
+    scorer = (
+        load_scorer(ctx.own_recipe.rewards, ())
+        if isinstance(ctx.config.hyper, GradientConfig)
+        else None
+    )
+    return RayTrainingWorker(
+        ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank, scorer
+    )
 
 
 def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> RolloutWorker:
     if ctx.online.engine != "diffusers":
         return RolloutWorker(open_engine(ctx, folders.base()), index, ray.get)
     policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
-    policy.copies.clear()  # the weights that arrive are those that generate, whichever copy of the trainer's they are
+    # the weights that arrive are those that generate, whichever copy of the trainer's they are
+    policy.copies.clear()
     return RolloutWorker(Diffusers(ctx, policy), index, ray.get)
 
 
@@ -188,12 +222,15 @@ def stay_on(cores: list[int], role: Role) -> None:
             continue  # a thread that ended since
         except OSError as error:
             raise StageError(
-                f"resources.{role}.cores = {cores}: {error}; this process may use {sorted(os.sched_getaffinity(0))}"
+                f"resources.{role}.cores = {cores}: {error}; this process may use"
+                f" {sorted(os.sched_getaffinity(0))}"
             ) from error
 
 
 def ship_tensors() -> None:
-    """Let this process send tensors as their bytes: torch's own way is many times slower and sends what a view does not show."""
+    """Let this process send tensors as their bytes: torch's own way is many times slower and sends
+    what a view does not show.
+    """
     register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
 
 
@@ -204,4 +241,6 @@ def _bytes_of(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
 
 def _tensor_of(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
     values, dtype, shape = sent
-    return torch.from_numpy(values.copy()).view(dtype).reshape(shape)  # what lies in the store can only be read
+    return (
+        torch.from_numpy(values.copy()).view(dtype).reshape(shape)
+    )  # what lies in the store can only be read

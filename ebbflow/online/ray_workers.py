@@ -1,8 +1,9 @@
-"""The workers of a stage as Ray actors: a training group, rollout workers and reward workers, each a process of its own.
+"""The workers of a stage as Ray actors: a training group, rollout workers and reward workers, each
+a process of its own.
 
-Rollouts, images and weights go from actor to actor through Ray's object store; the stage's own process holds references to them
-and reads reports. Ray restarts nothing: the pools replace rollout and reward workers and repeat their work, and a training rank
-that dies ends the stage.
+Rollouts, images and weights go from actor to actor through Ray's object store; the stage's own
+process holds references to them and reads reports. Ray restarts nothing: the pools replace rollout
+and reward workers and repeat their work, and a training rank that dies ends the stage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any, get_args
 
 import numpy as np
 import ray
-from ray.exceptions import ObjectLostError, OutOfMemoryError, OwnerDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -32,7 +40,15 @@ from ebbflow.online.ray_actor import (
     open_training_worker,
     ship_tensors,
 )
-from ebbflow.online.workers import NUM_RETURNS, ResultLost, StageError, TrainingGroup, WorkerDied, reward_pool, rollout_pool
+from ebbflow.online.workers import (
+    NUM_RETURNS,
+    ResultLost,
+    StageError,
+    TrainingGroup,
+    WorkerDied,
+    reward_pool,
+    rollout_pool,
+)
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
@@ -58,7 +74,9 @@ class RecoverableStageError(StageError):
 
 
 class NoReplacement(RecoverableStageError):
-    """A rollout or reward worker is gone, and no other found room or loaded in time: names what is missing."""
+    """A rollout or reward worker is gone, and no other found room or loaded in time: names what is
+    missing.
+    """
 
 
 class ResultGone(ResultLost, RecoverableStageError):
@@ -66,15 +84,20 @@ class ResultGone(ResultLost, RecoverableStageError):
 
 
 class TrainingDied(RecoverableStageError):
-    """A rank of the training group is gone, and with it what the stage has learnt: names the rank and the step."""
+    """A rank of the training group is gone, and with it what the stage has learnt: names the rank
+    and the step.
+    """
 
 
 class RayWorker:
     """An actor, as the stage's own process sees it."""
 
     def __init__(self, workers: RayWorkers, role: Role, index: int) -> None:
-        self.workers, self.role, self.index = workers, role, index
-        config, bundle = workers.config_of(role), workers.bundle_index(role, index)
+        self.workers = workers
+        self.role = role
+        self.index = index
+        config = workers.config_of(role)
+        bundle = workers.bundle_index(role, index)
         self.opened: ray.ObjectRef[None]
         self.placed: ray.ObjectRef[bool]
         self.actor = Actor.options(
@@ -105,11 +128,15 @@ class RayWorker:
         except RayError as error:
             cause = self._cause(error)
             if isinstance(cause, WorkerDied):
-                raise StageError(f"{cause}; it died while it loaded: check the memory of its machine") from error
+                raise StageError(
+                    f"{cause}; it died while it loaded: check the memory of its machine"
+                ) from error
             raise cause from error
 
     def require_alive(self, ended: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Raise ``WorkerDied`` if one of these ended because the process is gone. An error of its own is raised by its calls."""
+        """Raise ``WorkerDied`` if one of these ended because the process is gone. An error of its
+        own is raised by its calls.
+        """
         for reference in ended:
             try:
                 ray.get(reference)
@@ -128,18 +155,23 @@ class RayWorker:
         reason = str(cause).strip().splitlines()[0]
         owner_died = isinstance(cause, OwnerDiedError)  # only weights belong to an actor: rank 0
         if self.role != "rollout" and isinstance(cause, ObjectLostError) and not owner_died:
-            return ResultGone(f"what {self.role} {self.index} was given is gone with the machine on which it lay ({reason})")
+            return ResultGone(
+                f"what {self.role} {self.index} was given is gone with the machine on which it lay"
+                f" ({reason})"
+            )
         if self.role != "training" and not owner_died:
             return WorkerDied(f"{self.role} worker {self.index}: {reason}")
         return TrainingDied(
-            f"training rank {0 if owner_died else self.index} of {self.workers.ctx.label} died in step {self.workers.step} "
-            f"({reason}): what the stage learnt since its start or its last checkpoint is lost. Start it again; if it dies "
-            "again, check the memory of the rank's machine, or lower the stage's micro_batch"
+            f"training rank {0 if owner_died else self.index} of {self.workers.ctx.label} died in"
+            f" step {self.workers.step} ({reason}): what the stage learnt since its start or its"
+            " last checkpoint is lost. Start it again; if it dies again, check the memory of the"
+            " rank's machine, or lower the stage's micro_batch"
         )
 
 
 class RayWorkers:
-    """``StageWorkers`` that are actors, with the cores and GPUs that the recipe gives each role. Handles are object references.
+    """``StageWorkers`` that are actors, with the cores and GPUs that the recipe gives each role.
+    Handles are object references.
 
     Args:
         folders: where actors find what they load.
@@ -149,14 +181,19 @@ class RayWorkers:
     """
 
     def __init__(self, ctx: StageContext, folders: Folders) -> None:
-        self.ctx, self.folders = ctx, folders
+        self.ctx = ctx
+        self.folders = folders
         own = ctx.own_recipe
         self.reward_weights = {row.column: row.weight for row in own.rewards}
         self.reads_latents = any(row.reads_latents for row in (*own.rewards, *own.guardrails))
         self.all: list[RayWorker] = []
         self.step = 0
         ship_tensors()
-        logger.info("%s: starting %d Ray workers", ctx.label, sum(self.config_of(role).count for role in ROLES))
+        logger.info(
+            "%s: starting %d Ray workers",
+            ctx.label,
+            sum(self.config_of(role).count for role in ROLES),
+        )
         if not ray.is_initialized():
             ray.init(include_dashboard=False)
         self.group = self._reserve()
@@ -184,7 +221,9 @@ class RayWorkers:
         try:
             return await handle
         except ObjectLostError as error:
-            raise ResultGone(f"a result is gone with the machine on which it lay ({str(error).splitlines()[0]})") from error
+            raise ResultGone(
+                f"a result is gone with the machine on which it lay ({str(error).splitlines()[0]})"
+            ) from error
 
     def put(self, value: Any) -> Handle:
         return ray.put(value)
@@ -207,7 +246,9 @@ class RayWorkers:
         for path in part_files(folder):
             with path.open("rb") as file:
                 while chunk := file.read(CHUNK):
-                    await self.training.call("append", path.name, ray.put(np.frombuffer(chunk, np.uint8)))
+                    await self.training.call(
+                        "append", path.name, ray.put(np.frombuffer(chunk, np.uint8))
+                    )
         await self.training.call("load_received_checkpoint")
 
     def close(self) -> None:
@@ -220,60 +261,85 @@ class RayWorkers:
         resources = self.ctx.online.resources
         if resources.training.count > 1 and 0 < resources.training.gpus < 1:
             raise StageError(
-                f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its own for each of several ranks; "
-                "set gpus to 1, or to 0 to train on CPUs"
+                f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its"
+                " own for each of several ranks; set gpus to 1, or to 0 to train on CPUs"
             )
-        bundles = [_bundle(workers) for role in ROLES for workers in [self.config_of(role)] * self.config_of(role).count]
+        bundles = [
+            _bundle(workers)
+            for role in ROLES
+            for workers in [self.config_of(role)] * self.config_of(role).count
+        ]
         asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
         there = ray.cluster_resources()
-        listed = ", ".join(f"{role} {workers.count} x {workers.cpus:g} CPU {workers.gpus:g} GPU" for role, workers in resources)
+        listed = ", ".join(
+            f"{role} {workers.count} x {workers.cpus:g} CPU {workers.gpus:g} GPU"
+            for role, workers in resources
+        )
         for kind, wanted in asked.items():
             if wanted > there.get(kind, 0):
                 raise StageError(
-                    f"{self.ctx.label} asks for {wanted:g} {kind} ({listed}) and Ray has {there.get(kind, 0):g}: lower "
-                    f"resources.*.{kind.lower()}s, where a fraction shares one, or resources.*.count; or give Ray more machines"
+                    f"{self.ctx.label} asks for {wanted:g} {kind} ({listed}) and Ray has"
+                    f" {there.get(kind, 0):g}: lower resources.*.{kind.lower()}s, where a fraction"
+                    " shares one, or resources.*.count; or give Ray more machines"
                 )
         group = placement_group(bundles, strategy="PACK")
         if not group.wait(PLACEMENT_SECONDS):
             remove_placement_group(group)
             raise StageError(
-                f"{self.ctx.label} asks for {listed} and found no room in {PLACEMENT_SECONDS} s: others hold {_in_use(there)}, "
-                "or no machine is large enough for its share; end them, or lower resources"
+                f"{self.ctx.label} asks for {listed} and found no room in {PLACEMENT_SECONDS} s:"
+                f" others hold {_in_use(there)}, or no machine is large enough for its share; end"
+                " them, or lower resources"
             )
         return group
 
     def _open(self) -> None:
         """Start all workers at once, and wait until they can work."""
-        ranks = [RayWorker(self, "training", rank) for rank in range(self.config_of("training").count)]
+        ranks = [
+            RayWorker(self, "training", rank) for rank in range(self.config_of("training").count)
+        ]
         self.all += ranks
         rendezvous = ranks[0].actor.rendezvous.remote()
         for worker in ranks:
             worker.open(open_training_worker, self.ctx, self.folders, worker.index, rendezvous)
-        rollouts = [self._start("rollout", index) for index in range(self.config_of("rollout").count)]
+        rollouts = [
+            self._start("rollout", index) for index in range(self.config_of("rollout").count)
+        ]
         rewards = [self._start("reward", index) for index in range(self.config_of("reward").count)]
         loading = {worker.opened: worker for worker in self.all}
         while loading:  # in the order in which they end: a rank whose peer died would wait for it
             (opened,), _ = ray.wait(list(loading), fetch_local=False)
             loading.pop(opened).require_open()
         self.training = TrainingGroup(ranks, GRACE_SECONDS)
-        self.rollout = rollout_pool(rollouts, partial(self._replacement, "rollout"), self.ctx.online.rollout_timeout)
-        self.reward = reward_pool(rewards, partial(self._replacement, "reward"), self.ctx.online.scoring)
+        self.rollout = rollout_pool(
+            rollouts, partial(self._replacement, "rollout"), self.ctx.online.rollout_timeout
+        )
+        self.reward = reward_pool(
+            rewards, partial(self._replacement, "reward"), self.ctx.online.scoring
+        )
         self.steps_before: int = ray.get(ranks[0].actor.call.remote("steps_before"))
 
     def _start(self, role: Role, index: int) -> RayWorker:
         """A rollout or reward worker; it loads while the stage does something else."""
         worker = RayWorker(self, role, index)
         self.all.append(worker)
-        worker.open(open_rollout_worker if role == "rollout" else open_reward_worker, self.ctx, self.folders, index)
+        worker.open(
+            open_rollout_worker if role == "rollout" else open_reward_worker,
+            self.ctx,
+            self.folders,
+            index,
+        )
         return worker
 
     async def _replacement(self, role: Role, index: int) -> RayWorker:
-        """A worker in place of one that is gone, once it is open. What else goes wrong while it loads, its first call raises.
+        """A worker in place of one that is gone, once it is open. What else goes wrong while it
+        loads, its first call raises.
 
-        One that dies before it is open is replaced in turn, for it may have started on a machine whose end Ray had not noticed.
+        One that dies before it is open is replaced in turn, for it may have started on a machine
+        whose end Ray had not noticed.
 
         Raises:
-            NoReplacement: none was open, or had at least found room and still loads, in ``PLACEMENT_SECONDS``.
+            NoReplacement: none was open, or had at least found room and still loads, in
+                ``PLACEMENT_SECONDS``.
         """
         start = time.monotonic()
         while True:
@@ -284,18 +350,32 @@ class RayWorkers:
             except WorkerDied as death:
                 worker.stop()
                 if time.monotonic() - start > PLACEMENT_SECONDS:
-                    raise self._no_replacement(worker, f"others died while they loaded (the last: {death})") from death
-                logger.warning("%s worker %d died before it was open, and another is started (%s)", role, index, death)
+                    raise self._no_replacement(
+                        worker, f"others died while they loaded (the last: {death})"
+                    ) from death
+                logger.warning(
+                    "%s worker %d died before it was open, and another is started (%s)",
+                    role,
+                    index,
+                    death,
+                )
 
     async def _until_open(self, worker: RayWorker, start: float) -> None:
-        """Wait until a worker is open, and say so every now and then. Only the time until it has room is limited."""
+        """Wait until a worker is open, and say so every now and then. Only the time until it has
+        room is limited.
+        """
         waited_for = [worker.placed, worker.opened]
         while waited_for:
             ended, waited_for = await asyncio.to_thread(
-                ray.wait, waited_for, num_returns=len(waited_for), timeout=SAY_EVERY_SECONDS, fetch_local=False
+                ray.wait,
+                waited_for,
+                num_returns=len(waited_for),
+                timeout=SAY_EVERY_SECONDS,
+                fetch_local=False,
             )
             worker.require_alive(ended)
-            seconds, placed = time.monotonic() - start, worker.placed not in waited_for
+            seconds = time.monotonic() - start
+            placed = worker.placed not in waited_for
             if not placed and seconds > PLACEMENT_SECONDS:
                 worker.stop()
                 raise self._no_replacement(worker, "no machine had room for another")
@@ -306,13 +386,15 @@ class RayWorkers:
     def _no_replacement(self, worker: RayWorker, why: str) -> NoReplacement:
         there = ray.cluster_resources()
         return NoReplacement(
-            f"{worker.role} worker {worker.index} of {self.ctx.label} is gone, and in {PLACEMENT_SECONDS} s {why}: it asks for "
-            f"{_asked(self.config_of(worker.role))}, and others hold {_in_use(there)}. Give Ray the machine back, or lower "
-            f"resources.{worker.role}.count; the stage starts again from its last checkpoint"
+            f"{worker.role} worker {worker.index} of {self.ctx.label} is gone, and in"
+            f" {PLACEMENT_SECONDS} s {why}: it asks for {_asked(self.config_of(worker.role))}, and"
+            f" others hold {_in_use(there)}. Give Ray the machine back, or lower"
+            f" resources.{worker.role}.count; the stage starts again from its last checkpoint"
         )
 
     async def _collect(self, folder: Path, method: str, *arguments: Any) -> None:
-        """What all ranks write with a method, each on its own machine, into a folder on this one."""
+        """What all ranks write with a method, each on its own machine, into a folder on this
+        one."""
         written = await self.training.call("write", method, *arguments)
         for rank, files in zip(self.training.ranks, written, strict=True):
             for name, size in files:
@@ -333,5 +415,8 @@ def _bundle(workers: WorkersConfig) -> dict[str, float]:
 
 
 def _in_use(there: dict[str, float]) -> str:
-    free, kinds = ray.available_resources(), [kind for kind in ("CPU", "GPU") if kind in there]
-    return " and ".join(f"{there[kind] - free.get(kind, 0):g} of {there[kind]:g} {kind}" for kind in kinds)
+    free = ray.available_resources()
+    kinds = [kind for kind in ("CPU", "GPU") if kind in there]
+    return " and ".join(
+        f"{there[kind] - free.get(kind, 0):g} of {there[kind]:g} {kind}" for kind in kinds
+    )

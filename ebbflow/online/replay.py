@@ -1,7 +1,8 @@
 """A training step of an online stage again: its samples, scores and advantages.
 
-A sample is a function of the weights at its step and of (seed, prompt, sample, denoising step). So the stage trains again, from
-its start or from a checkpoint before the step, as far as the step's rollouts. On CPUs that gives the same bytes, in one process.
+A sample is a function of the weights at its step and of (seed, prompt, sample, denoising step). So
+the stage trains again, from its start or from a checkpoint before the step, as far as the step's
+rollouts. On CPUs that gives the same bytes, in one process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def replay_online_step(
     teachers: Mapping[str, Path] | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> ReplayedStep:
-    """Generate, score and compare the samples of a step again. Nothing is tracked, and no checkpoint is written.
+    """Generate, score and compare the samples of a step again. Nothing is tracked, and no
+    checkpoint is written.
 
     Args:
         folder: the policy folder that the stage started from.
@@ -52,8 +54,9 @@ def replay_online_step(
         raise ReplayError(f"{ctx.label} has the steps 0 to {ctx.online.steps - 1}, not {step}")
     if ctx.online.placement == "ray" and ctx.online.mode == "async":
         raise ReplayError(
-            f"{ctx.label} ran in mode 'async' with placement 'ray': which weights generated a sample depended on when a worker "
-            "was free, so it does not repeat; see the dumps that it logged"
+            f"{ctx.label} ran in mode 'async' with placement 'ray': which weights generated a"
+            " sample depended on when a worker was free, so it does not repeat; see the dumps that"
+            " it logged"
         )
     ctx = _in_this_process(ctx)
     state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
@@ -67,10 +70,21 @@ def replay_online_step(
 
 
 def _in_this_process(ctx: StageContext) -> StageContext:
-    """The stage in one process, without what does not change its training and without limits on its time."""
-    changes = {"placement": "in_process", "resources": ResourcesConfig(), "max_hours": None, "max_gpu_hours": None}
-    alone = ctx.online.model_copy(update=changes | dict.fromkeys(("validation", "dumps", "profile")))
-    stages = [alone if index == ctx.stage else stage for index, stage in enumerate(ctx.recipe.stages)]
+    """The stage in one process, without what does not change its training and without limits on its
+    time.
+    """
+    changes = {
+        "placement": "in_process",
+        "resources": ResourcesConfig(),
+        "max_hours": None,
+        "max_gpu_hours": None,
+    }
+    alone = ctx.online.model_copy(
+        update=changes | dict.fromkeys(("validation", "dumps", "profile"))
+    )
+    stages = [
+        alone if index == ctx.stage else stage for index, stage in enumerate(ctx.recipe.stages)
+    ]
     return replace(ctx, recipe=ctx.recipe.model_copy(update={"stages": stages}))
 
 
@@ -111,5 +125,12 @@ class _ReplayLoop(OnlineLoop):
             row | {"advantage": value, "trained": kept}
             for row, (value, kept) in zip(sample_rows(batch.parts), learnt, strict=True)
         ]
-        pngs = [png for part in batch.parts for image in await self.workers.fetch(part.images) for png in encode_png(image[None])]
-        raise _ReachedError(ReplayedStep(rows, pngs, advantages.metrics | score_means(batch.scores)))
+        pngs = [
+            png
+            for part in batch.parts
+            for image in await self.workers.fetch(part.images)
+            for png in encode_png(image[None])
+        ]
+        raise _ReachedError(
+            ReplayedStep(rows, pngs, advantages.metrics | score_means(batch.scores))
+        )

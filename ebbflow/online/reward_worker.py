@@ -34,12 +34,16 @@ class RewardWorker:
         """Score images [N, ...], each against its prompt.
 
         Args:
-            with_guards: score as a validation does, which has an image of each prompt: with the guardrail metrics, and without
-                rewards that compare.
+            with_guards: score as a validation does, which has an image of each prompt: with the
+                guardrail metrics, and without rewards that compare.
             rollouts: of the images, for rewards that score latents.
         """
         with self.timer.task("validation" if with_guards else "scoring", step, profiled):
-            scorer = self.scorer.of_single_images() if with_guards else replace(self.scorer, guardrails=())
+            scorer = (
+                self.scorer.of_single_images()
+                if with_guards
+                else replace(self.scorer, guardrails=())
+            )
             statistics = image_statistics(images)  # first: a reward may write into its images
             scores = scorer(images, prompts, rollouts.latents.numpy() if rollouts else None)
         return RewardReport(scores, self.timer.drain(), statistics)

@@ -24,22 +24,37 @@ class RolloutWorker:
         fetch: gets a bucket of weights from where ``WeightsVersion`` says it is.
     """
 
-    def __init__(self, engine: Engine, index: int = 0, fetch: Callable[[Any], Tensors] = lambda bucket: bucket) -> None:
-        self.engine, self.fetch = engine, fetch
+    def __init__(
+        self,
+        engine: Engine,
+        index: int = 0,
+        fetch: Callable[[Any], Tensors] = lambda bucket: bucket,
+    ) -> None:
+        self.engine = engine
+        self.fetch = fetch
         self.loaded: tuple[int, str] | None = None
         self.timer = TaskTimer("rollout", index)
 
-    def generate(self, request: RolloutRequest, weights: WeightsVersion) -> tuple[Rollouts, np.ndarray, RolloutReport]:
+    def generate(
+        self, request: RolloutRequest, weights: WeightsVersion
+    ) -> tuple[Rollouts, np.ndarray, RolloutReport]:
         """(rollouts on the CPU, images, report). New weights are received and verified first.
 
         Raises:
             TransferError: the weights that arrived are not those that were sent.
         """
         receive_seconds = self._load(weights, request.step)
-        with self.timer.task(request.task, request.step, request.profiled), self._drawing_at(request.size):
+        with (
+            self.timer.task(request.task, request.step, request.profiled),
+            self._drawing_at(request.size),
+        ):
             conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index))
-            rollouts, images = self.engine.generate(conditioning, request.keys, request.sampler, request.plan)
-        report = RolloutReport(weights.version, receive_seconds, rollouts.finite, self.timer.drain())
+            rollouts, images = self.engine.generate(
+                conditioning, request.keys, request.sampler, request.plan
+            )
+        report = RolloutReport(
+            weights.version, receive_seconds, rollouts.finite, self.timer.drain()
+        )
         return rollouts.to(torch.device("cpu")), images, report
 
     def close(self) -> None:
@@ -48,11 +63,15 @@ class RolloutWorker:
     def _drawing_at(self, size: Size | None) -> AbstractContextManager[None]:
         if size is None:
             return nullcontext()
-        assert isinstance(self.engine, Diffusers), "the recipe rejects several sizes of other engines"
+        assert isinstance(self.engine, Diffusers), (
+            "the recipe rejects several sizes of other engines"
+        )
         return in_size(self.engine.policy.model, size)
 
     def _load(self, weights: WeightsVersion, step: int) -> float:
-        """Bring the engine to these weights; seconds that it took. Without a digest the engine shares the trainer's."""
+        """Bring the engine to these weights; seconds that it took. Without a digest the engine
+        shares the trainer's.
+        """
         if not weights.digest or (weights.version, weights.digest) == self.loaded:
             return 0.0
         with self.timer.task("receive", step):

@@ -1,7 +1,8 @@
-"""The alarm on what a stage's rollouts look like: it rings where a statistic of the images leaves that of the first step, by more
-than a limit and what chance explains.
+"""The alarm on what a stage's rollouts look like: it rings where a statistic of the images leaves
+that of the first step, by more than a limit and what chance explains.
 
-A policy that games its reward changes its images, and its velocity may stay near the base model's (``drift_alarm``).
+A policy that games its reward changes its images, and its velocity may stay near the base model's
+(``drift_alarm``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ebbflow.training.stage_loop import StageState
 
 
 def watch_statistics(ctx: StageContext, state: StageState, batch: RolloutBatch) -> dict[str, float]:
-    """Compare a step's images with those of the stage's first step; the first time that a statistic rings becomes an alarm.
+    """Compare a step's images with those of the stage's first step; the first time that a statistic
+    rings becomes an alarm.
 
     Where steps have several sizes, a step is compared with the first one of its size.
 
@@ -27,17 +29,32 @@ def watch_statistics(ctx: StageContext, state: StageState, batch: RolloutBatch) 
         state: has what the first steps looked like, and the alarms; updated in place.
 
     Returns:
-        The mean of each statistic, ``statistic/<name>``, its effect size, ``statistic_shift/<name>``, and whether one rings.
+        The mean of each statistic, ``statistic/<name>``, its effect size,
+        ``statistic_shift/<name>``, and whether one rings.
     """
     of_size = state.first_statistics.setdefault("x".join(map(str, batch.size or ())), {})
-    seen = {name: np.isfinite(values) for name, values in batch.statistics.items() if np.isfinite(values).any()}
-    found = {name: _found(batch.statistics[name][finite], batch.prompt_ids[finite]) for name, finite in seen.items()}
+    seen = {
+        name: np.isfinite(values)
+        for name, values in batch.statistics.items()
+        if np.isfinite(values).any()
+    }
+    found = {
+        name: _found(batch.statistics[name][finite], batch.prompt_ids[finite])
+        for name, finite in seen.items()
+    }
     for name, now in found.items():
         of_size.setdefault(name, list(now))
     firsts = {name: _Statistic(*of_size[name]) for name in found}
-    shifts = {name: effect_size(batch.statistics[name][finite], *firsts[name][:2]) for name, finite in seen.items()}
+    shifts = {
+        name: effect_size(batch.statistics[name][finite], *firsts[name][:2])
+        for name, finite in seen.items()
+    }
     limit = math.inf if ctx.online.statistics_alarm is None else ctx.online.statistics_alarm
-    ringing = [name for name, shift in shifts.items() if abs(shift) > limit + _chance(found[name], firsts[name])]
+    ringing = [
+        name
+        for name, shift in shifts.items()
+        if abs(shift) > limit + _chance(found[name], firsts[name])
+    ]
     for name in ringing:
         if name not in state.statistic_alarms:
             state.statistic_alarms.append(name)
@@ -65,15 +82,21 @@ class _Statistic(NamedTuple):
 def _found(values: np.ndarray, prompt_ids: np.ndarray) -> _Statistic:
     _, of_sample = np.unique(prompt_ids, return_inverse=True)
     means = np.bincount(of_sample, values) / np.bincount(of_sample)
-    return _Statistic(float(values.mean()), float(values.std()), len(means), float(((means - means.mean()) ** 2).sum()))
+    return _Statistic(
+        float(values.mean()),
+        float(values.std()),
+        len(means),
+        float(((means - means.mean()) ** 2).sum()),
+    )
 
 
 def _chance(now: _Statistic, first: _Statistic) -> float:
-    """Effect size that chance rarely exceeds: that of two pooled standard errors of the difference of two means.
+    """Effect size that chance rarely exceeds: that of two pooled standard errors of the difference
+    of two means.
 
-    The samples of a prompt are alike, all the more if they start from one noise: the means of prompts are what is independent.
-    Of few prompts two becomes the quantile of Student's t, by Wallace's approximation (Annals of Mathematical
-    Statistics 30, 1959).
+    The samples of a prompt are alike, all the more if they start from one noise: the means of
+    prompts are what is independent. Of few prompts two becomes the quantile of Student's t, by
+    Wallace's approximation (Annals of Mathematical Statistics 30, 1959).
     """
     freedom = now.prompts + first.prompts - 2
     if freedom < 1:
@@ -81,17 +104,22 @@ def _chance(now: _Statistic, first: _Statistic) -> float:
     if not first.spread:
         return 0.0
     variance = (now.squares + first.squares) / freedom
-    quantile = math.sqrt(freedom * math.expm1((2 * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom))
+    quantile = math.sqrt(
+        freedom * math.expm1((2 * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom)
+    )
     return quantile * math.sqrt(variance * (1 / now.prompts + 1 / first.prompts)) / first.spread
 
 
-def _ring(ctx: StageContext, state: StageState, name: str, first: float, mean: float, shift: float) -> None:
+def _ring(
+    ctx: StageContext, state: StageState, name: str, first: float, mean: float, shift: float
+) -> None:
     state.alarms.append(
-        f"{name} of the images went from {first:.3g} to {mean:.3g}, {shift:+.2g} standard deviations, "
-        f"above statistics_alarm = {ctx.online.statistics_alarm:g}, in step {state.step}"
+        f"{name} of the images went from {first:.3g} to {mean:.3g}, {shift:+.2g} standard"
+        f" deviations, above statistics_alarm = {ctx.online.statistics_alarm:g}, in step"
+        f" {state.step}"
     )
     warnings.warn(
-        f"{ctx.label}: {state.alarms[-1]}: images that change while the reward rises are how gamed rewards begin; look at "
-        "the samples and the guardrails",
+        f"{ctx.label}: {state.alarms[-1]}: images that change while the reward rises are how gamed"
+        " rewards begin; look at the samples and the guardrails",
         stacklevel=3,
     )

@@ -36,22 +36,36 @@ class Timeline:
             self.seconds[span.task] = self.seconds.get(span.task, 0.0) + span.seconds
 
     def utilisation(self, step: int, steps_ahead: int) -> dict[str, float]:
-        """The share of a step's time in which the workers of each role were busy, between 0 and 1; empty for an unknown step.
+        """The share of a step's time in which the workers of each role were busy, between 0 and 1;
+        empty for an unknown step.
 
-        In the time of a step, workers are also busy with up to ``steps_ahead`` steps before and after it.
+        In the time of a step, workers are also busy with up to ``steps_ahead`` steps before and
+        after it.
         """
         if step not in self.steps:
             return {}
         start, end = self.steps[step]
         busy = dict.fromkeys(ROLES, 0.0)
-        for span in (span for near in range(step - steps_ahead, step + steps_ahead + 1) for span in self._by_step[near]):
+        for span in (
+            span
+            for near in range(step - steps_ahead, step + steps_ahead + 1)
+            for span in self._by_step[near]
+        ):
             busy[span.role] += max(0.0, min(end, span.end) - max(start, span.start))
-        return {f"utilisation/{role}": busy[role] / (self.num_workers[role] * (end - start)) for role in ROLES}
+        return {
+            f"utilisation/{role}": busy[role] / (self.num_workers[role] * (end - start))
+            for role in ROLES
+        }
 
     def table(self) -> bytes:
         """All of it as JSON."""
-        steps = [{"step": step, "start": start, "end": end} for step, (start, end) in self.steps.items()]
-        spans = [{key: value for key, value in asdict(span).items() if key != "files"} for span in self.spans]
+        steps = [
+            {"step": step, "start": start, "end": end} for step, (start, end) in self.steps.items()
+        ]
+        spans = [
+            {key: value for key, value in asdict(span).items() if key != "files"}
+            for span in self.spans
+        ]
         return json.dumps({"steps": steps, "spans": spans}, indent=1).encode()
 
     def picture(self) -> bytes:
@@ -59,7 +73,10 @@ class Timeline:
         from ebbflow.plots.charts import Span, timeline  # imports matplotlib, which takes a second
 
         ordered = sorted(self.spans, key=lambda span: ROLES.index(span.role))
-        return timeline([Span(span.role, span.worker, span.task, span.start, span.end) for span in ordered], self.steps)
+        return timeline(
+            [Span(span.role, span.worker, span.task, span.start, span.end) for span in ordered],
+            self.steps,
+        )
 
 
 def seconds_by_task(spans: Iterable[TraceSpan]) -> dict[str, float]:

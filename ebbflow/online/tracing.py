@@ -1,4 +1,6 @@
-"""When a worker was busy, what with, and profiles of its work: torch's profiler and the memory of a GPU."""
+"""When a worker was busy, what with, and profiles of its work: torch's profiler and the memory of a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ebbflow.recipe.online import Role
 
-TRACE_SUFFIX, MEMORY_SUFFIX = "json.gz", "memory.pickle"
+TRACE_SUFFIX = "json.gz"
+MEMORY_SUFFIX = "memory.pickle"
 """Endings of a Chrome trace, and of a snapshot that https://pytorch.org/memory_viz shows."""
 MAX_MEMORY_EVENTS = 200_000
 """Allocations that a snapshot keeps: the last ones."""
@@ -45,7 +48,8 @@ class TraceSpan:
 
 @dataclass
 class TaskTimer:
-    """Times the tasks of a worker. Of each step that is to be profiled, it profiles the first task."""
+    """Times the tasks of a worker. Of each step that is to be profiled, it profiles the first
+    task."""
 
     role: Role
     worker: int
@@ -55,7 +59,9 @@ class TaskTimer:
     @contextmanager
     def task(self, name: str, step: int, profiled: bool = False) -> Iterator[None]:
         first = profiled and step not in self.profiled_steps
-        profiler: AbstractContextManager[dict[str, bytes]] = profile_block() if first else nullcontext({})
+        profiler: AbstractContextManager[dict[str, bytes]] = (
+            profile_block() if first else nullcontext({})
+        )
         with profiler as files:
             start = time.time()
             yield
@@ -67,7 +73,8 @@ class TaskTimer:
 
     def drain(self) -> list[TraceSpan]:
         """The spans since the last call."""
-        spans, self.spans = self.spans, []
+        spans = self.spans
+        self.spans = []
         return spans
 
 
@@ -82,10 +89,13 @@ def profile_block() -> Iterator[dict[str, bytes]]:
     if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS, stacks="python")
     try:
-        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        with profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        ) as profiler:
             yield files
         with tempfile.TemporaryDirectory() as folder:
-            trace, memory = Path(folder) / f"trace.{TRACE_SUFFIX}", Path(folder) / MEMORY_SUFFIX
+            trace = Path(folder) / f"trace.{TRACE_SUFFIX}"
+            memory = Path(folder) / MEMORY_SUFFIX
             profiler.export_chrome_trace(str(trace))
             files[TRACE_SUFFIX] = trace.read_bytes()
             if on_gpu:

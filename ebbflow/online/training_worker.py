@@ -1,6 +1,8 @@
-"""A rank of the training group: the updates of a step, and the weights, checkpoints and policy folders that come of them.
+"""A rank of the training group: the updates of a step, and the weights, checkpoints and policy
+folders that come of them.
 
-The sample groups of an update are split over the ranks. Several ranks learn what one would, up to rounding.
+The sample groups of an update are split over the ranks. Several ranks learn what one would, up to
+rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from ebbflow.models.encoding import Embeddings, embed
 from ebbflow.online.first_update_alarm import first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
 from ebbflow.online.tracing import TaskTimer
-from ebbflow.recipe.algorithms import DirectAlignConfig, ForwardConfig, GradientConfig, MatchingConfig
+from ebbflow.recipe.algorithms import (
+    DirectAlignConfig,
+    ForwardConfig,
+    GradientConfig,
+    MatchingConfig,
+)
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join
 from ebbflow.rollouts.parity import measure_parity, parity_bar
@@ -70,9 +77,14 @@ class TrainingWorker:
 
         Raises:
             RewardError: a reward has no gradient, and the algorithm learns from it.
-            ModelError: a reward looks at images, and the model's family does not decode with gradient.
+            ModelError: a reward looks at images, and the model's family does not decode with
+                gradient.
         """
-        self.ctx, self.updater, self.metadata, self.rank, self.scorer = ctx, updater, metadata, rank, scorer
+        self.ctx = ctx
+        self.updater = updater
+        self.metadata = metadata
+        self.rank = rank
+        self.scorer = scorer
         if scorer and isinstance(ctx.config.hyper, GradientConfig):
             scorer.require_gradients(ctx.config.algorithm_name)
             if scorer.looks_at_images:
@@ -84,7 +96,9 @@ class TrainingWorker:
         return embed(self.updater.policy.model, prompts, negatives=self.ctx.config.guides_a_copy)
 
     def receive(self, *rollouts: Rollouts) -> None:
-        """Nothing: what a worker is given comes to its machine, or is found to be gone, before a step that all ranks take."""
+        """Nothing: what a worker is given comes to its machine, or is found to be gone, before a
+        step that all ranks take.
+        """
 
     def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
         """The updates of a step, on the rollouts of all its requests."""
@@ -92,10 +106,13 @@ class TrainingWorker:
         with self.timer.task("training", batch.step, batch.profiled), in_size(model, batch.size):
             metrics = train_on_batch(self.ctx, self.updater, batch, join(rollouts), self.scorer)
             self.updater.finish_step()
-        return TrainingReport(metrics, self.updater.updates, self.updater.alarms, self.timer.drain())
+        return TrainingReport(
+            metrics, self.updater.updates, self.updater.alarms, self.timer.drain()
+        )
 
     def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
-        """The weights that generate from now on, whole, on the CPU of rank 0. The other ranks only take part in gathering.
+        """The weights that generate from now on, whole, on the CPU of rank 0. The other ranks only
+        take part in gathering.
 
         Args:
             copy: of the policy; left out, the one that the algorithm rolls out.
@@ -104,17 +121,28 @@ class TrainingWorker:
         generates = copy or self.updater.algorithm.generates
         values = policy.parameters if generates == "current" else policy.copies[generates]
         whole: Tensors = {}
-        for name in policy.parameters:  # in their order, as a copy that was read from a file has another
-            value = values[name]  # one at a time: no rank of a sharded model has room for all of it on its device
+        for (
+            name
+        ) in policy.parameters:  # in their order, as a copy that was read from a file has another
+            value = values[
+                name
+            ]  # one at a time: no rank of a sharded model has room for all of it on its device
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if self.rank == 0:
                 whole[name] = full.detach().to("cpu", copy=True)
         if self.rank > 0:
             return WeightsVersion(version)
-        return WeightsVersion(version, checksum(whole), tuple(bucketize(whole)), sum(value.nbytes for value in whole.values()))
+        return WeightsVersion(
+            version,
+            checksum(whole),
+            tuple(bucketize(whole)),
+            sum(value.nbytes for value in whole.values()),
+        )
 
     def measure_parity(self, request: RolloutRequest, rollouts: Rollouts) -> dict[str, float]:
-        """How far the samples of another engine are from the policy that rolls out (``ebbflow.rollouts.parity``)."""
+        """How far the samples of another engine are from the policy that rolls out
+        (``ebbflow.rollouts.parity``).
+        """
         policy = self.updater.policy
         device = device_of(policy.model)
         conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index)).to(device)
@@ -123,12 +151,22 @@ class TrainingWorker:
         bar = parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
         micro_batch = self.ctx.config.micro_batch
         with policy.using(self.updater.algorithm.generates):
-            return measure_parity(policy, trajectory, conditioning, request.keys, request.sampler, bar, micro_batch)
+            return measure_parity(
+                policy, trajectory, conditioning, request.keys, request.sampler, bar, micro_batch
+            )
 
     def save(self, folder: Path, record: StageRecord, history: PromptStatistics) -> None:
         """Write the policy folder that the stage leaves behind."""
         assert self.metadata is not None
-        save_policy(self.ctx, self.updater, self.metadata, record, folder, write=self.rank == 0, history=history)
+        save_policy(
+            self.ctx,
+            self.updater,
+            self.metadata,
+            record,
+            folder,
+            write=self.rank == 0,
+            history=history,
+        )
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint into a folder."""
@@ -140,7 +178,11 @@ class TrainingWorker:
 
 
 def train_on_batch(
-    ctx: StageContext, updater: PolicyUpdater, batch: TrainingBatch, rollouts: Rollouts, scorer: Scorer | None = None
+    ctx: StageContext,
+    updater: PolicyUpdater,
+    batch: TrainingBatch,
+    rollouts: Rollouts,
+    scorer: Scorer | None = None,
 ) -> dict[str, float]:
     """All updates of a step, one after another.
 
@@ -148,7 +190,8 @@ def train_on_batch(
         scorer: the rewards, where the algorithm learns from their gradient.
 
     Returns:
-        metrics averaged over the updates, and ``skipped_updates``: those for which no sample was left to train on.
+        metrics averaged over the updates, and ``skipped_updates``: those for which no sample was
+            left to train on.
     """
     conditioning = batch.conditioning.to(device_of(updater.policy.model))
     updater.start_rollout()
@@ -163,37 +206,73 @@ def train_on_batch(
         )
         if batch.step_advantages is not None:
             trained = torch.from_numpy(~np.isnan(batch.step_advantages))
-            trajectory = replace(trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device))
+            trajectory = replace(
+                trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device)
+            )
     updates: list[dict[str, float]] = []
     for groups in _groups_of_updates(ctx, batch):
         if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
             shard = shard_for_rank(left, Ranks.current())
             before: dict[str, float] = {}
             if isinstance(ctx.config.hyper, GradientConfig):
-                assert scorer is not None, "who opens a worker for such an algorithm gives it the rewards"
+                assert scorer is not None, (
+                    "who opens a worker for such an algorithm gives it the rewards"
+                )
                 if isinstance(ctx.config.hyper, DirectAlignConfig):
-                    rows = _direct_align_rows(ctx, batch, updater, scorer, conditioning, rollouts.latents, np.concatenate(shard))
+                    rows = _direct_align_rows(
+                        ctx,
+                        batch,
+                        updater,
+                        scorer,
+                        conditioning,
+                        rollouts.latents,
+                        np.concatenate(shard),
+                    )
                 else:
-                    rows = _gradient_rows(ctx, batch, updater, scorer, conditioning, np.concatenate(shard), _passes(ctx, left))
+                    rows = _gradient_rows(
+                        ctx,
+                        batch,
+                        updater,
+                        scorer,
+                        conditioning,
+                        np.concatenate(shard),
+                        _passes(ctx, left),
+                    )
             elif isinstance(ctx.config.hyper, MatchingConfig):
-                rows, before = _matching_rows(ctx, batch, updater, conditioning, np.concatenate(shard), _passes(ctx, left))
+                rows, before = _matching_rows(
+                    ctx, batch, updater, conditioning, np.concatenate(shard), _passes(ctx, left)
+                )
             else:
-                rows = _loss_rows(ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule)
+                rows = _loss_rows(
+                    ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule
+                )
             updates.append(before | _update(ctx, updater, rows, left, batch.prompt_sets))
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
         metrics["ratio/first_dead_share"] = dead_share(updates[0])
     if updater.steps == 0 and trajectory is not None:
-        updater.alarms += first_update_alarms(ctx.online, updater.policy.model.precision, metrics, rollouts.latents[0].numel())
-    return metrics | _means(updates) | {"skipped_updates": ctx.online.updates_per_step - len(updates)}
+        updater.alarms += first_update_alarms(
+            ctx.online, updater.policy.model.precision, metrics, rollouts.latents[0].numel()
+        )
+    return (
+        metrics | _means(updates) | {"skipped_updates": ctx.online.updates_per_step - len(updates)}
+    )
 
 
 def _groups_of_updates(ctx: StageContext, batch: TrainingBatch) -> list[SampleGroups]:
-    """The algorithm's sample groups, shuffled and split over the updates of a step; fewer updates when groups are too few."""
+    """The algorithm's sample groups, shuffled and split over the updates of a step; fewer updates
+    when groups are too few.
+    """
     prompt_ids = np.array(batch.keys.prompt_ids)
     groups = ctx.algorithm.select(batch.advantages, batch.keep, prompt_ids, ctx.config.hyper)
-    order = generator(ctx.seed, prompt_id=0, sample=batch.step, step=0, stream=Stream.ORDER).permutation(len(groups))
-    return [part for part in split_evenly([groups[i] for i in order], ctx.online.updates_per_step) if part]
+    order = generator(
+        ctx.seed, prompt_id=0, sample=batch.step, step=0, stream=Stream.ORDER
+    ).permutation(len(groups))
+    return [
+        part
+        for part in split_evenly([groups[i] for i in order], ctx.online.updates_per_step)
+        if part
+    ]
 
 
 def _loss_rows(
@@ -205,22 +284,34 @@ def _loss_rows(
     groups: SampleGroups,
     schedule: torch.Tensor,
 ) -> RowBatch:
-    """The rows of the loss for some sample groups: samples, or single denoising steps of trajectories."""
-    numbers, device = np.concatenate(groups), conditioning.device
+    """The rows of the loss for some sample groups: samples, or single denoising steps of
+    trajectories.
+    """
+    numbers = np.concatenate(groups)
+    device = conditioning.device
     if rollouts.velocities:
         numbers.sort()  # in the order of the rollout, whose passes are those of the update
     samples, steps = (numbers, None) if trajectory is None else trajectory.only(numbers)
-    keys, conditioning = batch.keys.take(samples), conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
+    keys = batch.keys.take(samples)
+    conditioning = conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
     values = batch.advantages if batch.step_advantages is None else batch.step_advantages
     advantages = torch.from_numpy(values[samples]).to(device)
     if steps is not None:
-        rows = trajectory_batch(steps.to(device), conditioning, advantages, keys, ctx.config.sampler)
-        return reuse_rollout_forward(rows, numbers, rollouts.velocities) if rollouts.velocities else rows
+        rows = trajectory_batch(
+            steps.to(device), conditioning, advantages, keys, ctx.config.sampler
+        )
+        return (
+            reuse_rollout_forward(rows, numbers, rollouts.velocities)
+            if rollouts.velocities
+            else rows
+        )
     hyper = ctx.config.hyper
     assert isinstance(hyper, ForwardConfig)
     group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     clean = rollouts.latents[samples].to(device)
-    return forward_batch(clean, conditioning, advantages, keys, group_index, hyper, schedule, visit=0)
+    return forward_batch(
+        clean, conditioning, advantages, keys, group_index, hyper, schedule, visit=0
+    )
 
 
 def _gradient_rows(
@@ -233,7 +324,8 @@ def _gradient_rows(
     passes: int,
 ) -> RowBatch:
     """The rows of some samples whose rewards give a gradient."""
-    hyper, update = ctx.config.hyper, updater.progress.updates
+    hyper = ctx.config.hyper
+    update = updater.progress.updates
     assert isinstance(hyper, GradientConfig)
     draw = generator(ctx.seed, prompt_id=0, sample=update, step=0, stream=Stream.WINDOWS)
     return gradient_batch(
@@ -276,22 +368,35 @@ def _direct_align_rows(
 
 
 def _matching_rows(
-    ctx: StageContext, batch: TrainingBatch, updater: PolicyUpdater, conditioning: Conditioning, samples: np.ndarray, passes: int
+    ctx: StageContext,
+    batch: TrainingBatch,
+    updater: PolicyUpdater,
+    conditioning: Conditioning,
+    samples: np.ndarray,
+    passes: int,
 ) -> tuple[RowBatch, dict[str, float]]:
-    """(the rows of some samples, metrics of the fake score), once the fake score has followed the policy."""
+    """(the rows of some samples, metrics of the fake score), once the fake score has followed the
+    policy.
+    """
     hyper = ctx.config.hyper
     assert isinstance(hyper, MatchingConfig)
     conditioning = conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
     advantage = torch.from_numpy(batch.advantages[samples]).to(conditioning.device)
     keys = batch.keys.take(samples)
-    steps = student_steps(updater.policy, conditioning, keys, ctx.config.sampler, updater.schedule, passes)
-    fake = [updater.update_fake(matching_batch(steps, advantage, hyper, draw), passes) for draw in range(hyper.fake_updates)]
+    steps = student_steps(
+        updater.policy, conditioning, keys, ctx.config.sampler, updater.schedule, passes
+    )
+    fake = [
+        updater.update_fake(matching_batch(steps, advantage, hyper, draw), passes)
+        for draw in range(hyper.fake_updates)
+    ]
     return matching_batch(steps, advantage, hyper, hyper.fake_updates), _means(fake)
 
 
 def _passes(ctx: StageContext, groups: SampleGroups) -> int:
     """Forward-backward passes of an update on some sample groups, on every rank."""
-    hyper, draws = ctx.config.hyper, 1
+    hyper = ctx.config.hyper
+    draws = 1
     if isinstance(hyper, ForwardConfig):
         draws = hyper.noise_levels
     elif isinstance(hyper, GradientConfig):
@@ -300,13 +405,23 @@ def _passes(ctx: StageContext, groups: SampleGroups) -> int:
 
 
 def _update(
-    ctx: StageContext, updater: PolicyUpdater, rows: RowBatch, groups: SampleGroups, prompt_sets: Mapping[int, str]
+    ctx: StageContext,
+    updater: PolicyUpdater,
+    rows: RowBatch,
+    groups: SampleGroups,
+    prompt_sets: Mapping[int, str],
 ) -> dict[str, float]:
-    """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of them."""
+    """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of
+    them.
+    """
     world = Ranks.current().world
-    passes = int(rows.group_index[-1]) + 1 if rows.inputs.predicted else _passes(ctx, groups)  # the rollout's, each a group
+    passes = (
+        int(rows.group_index[-1]) + 1 if rows.inputs.predicted else _passes(ctx, groups)
+    )  # the rollout's, each a group
     metrics = updater.update(rows, passes, prompt_sets)
-    if len(groups) < world and "grad_variance" in metrics:  # every rank had all of them, and each counted as another row
+    if (
+        len(groups) < world and "grad_variance" in metrics
+    ):  # every rank had all of them, and each counted as another row
         metrics["grad_variance"] /= world
     return metrics
 

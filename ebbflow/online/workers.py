@@ -1,10 +1,10 @@
 """Workers of an online stage and how the stage calls them, wherever they run.
 
-A worker is anything whose methods can be awaited: an object of this process, a thread of it, or a Ray actor. The stage's own
-process is one asyncio loop: it awaits calls.
+A worker is anything whose methods can be awaited: an object of this process, a thread of it, or a
+Ray actor. The stage's own process is one asyncio loop: it awaits calls.
 
-Large results stay where they are. A method listed in ``NUM_RETURNS`` gives several results: handles of all but the last, which is
-the report for the stage's own process.
+Large results stay where they are. A method listed in ``NUM_RETURNS`` gives several results: handles
+of all but the last, which is the report for the stage's own process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ StartWorker = Callable[[int], Awaitable["Worker"]]
 
 
 class StageError(RuntimeError):
-    """An online stage cannot continue: names the role, what happened to its workers, and how to fix it."""
+    """An online stage cannot continue: names the role, what happened to its workers, and how to fix
+    it.
+    """
 
 
 class WorkerDied(RuntimeError):
@@ -51,7 +53,8 @@ class CallFailed(RuntimeError):
 
     def __init__(self, error: BaseException, attempts: int) -> None:
         super().__init__(f"{type(error).__name__}: {error} (attempt {attempts} of {attempts})")
-        self.error, self.attempts = error, attempts
+        self.error = error
+        self.attempts = attempts
 
 
 class Worker(Protocol):
@@ -71,10 +74,13 @@ class Worker(Protocol):
 
 
 class LocalWorker:
-    """An object of this process. A call runs at once and to its end: nothing else happens meanwhile."""
+    """An object of this process. A call runs at once and to its end: nothing else happens
+    meanwhile.
+    """
 
     def __init__(self, target: Any, index: int = 0) -> None:
-        self.target, self.index = target, index
+        self.target = target
+        self.index = index
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.target, method)(*arguments)
@@ -84,8 +90,9 @@ class LocalWorker:
 
 
 class ThreadWorker(LocalWorker):
-    """An object of this process whose calls each run in a thread of their own. A thread that hangs cannot be ended: nobody waits
-    for it, and it does not keep the process alive."""
+    """An object of this process whose calls each run in a thread of their own. A thread that hangs
+    cannot be ended: nobody waits for it, and it does not keep the process alive.
+    """
 
     async def call(self, method: str, *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -97,9 +104,13 @@ class ThreadWorker(LocalWorker):
 
         def run() -> None:
             try:
-                resolve, outcome = done.set_result, getattr(self.target, method)(*arguments)
-            except BaseException as error:  # whatever it is, it belongs to the one who awaits the call
-                resolve, outcome = done.set_exception, error
+                resolve = done.set_result
+                outcome = getattr(self.target, method)(*arguments)
+            except (
+                BaseException
+            ) as error:  # whatever it is, it belongs to the one who awaits the call
+                resolve = done.set_exception
+                outcome = error
             with suppress(RuntimeError):  # the stage ended and closed its loop
                 loop.call_soon_threadsafe(deliver, resolve, outcome)
 
@@ -108,10 +119,11 @@ class ThreadWorker(LocalWorker):
 
 
 class WorkerPool:
-    """The workers of one role. Each has one call at a time; calls wait for an idle worker in their order.
+    """The workers of one role. Each has one call at a time; calls wait for an idle worker in their
+    order.
 
-    A worker that dies or hangs is replaced. The call that it had keeps the new worker and is repeated there at once, so that work
-    which others wait for does not go to the end of the line.
+    A worker that dies or hangs is replaced. The call that it had keeps the new worker and is
+    repeated there at once, so that work which others wait for does not go to the end of the line.
 
     Args:
         start_worker: replaces the worker with a number; its time does not count as the call's.
@@ -132,10 +144,15 @@ class WorkerPool:
         max_attempts: int = 1,
         retry_on: Callable[[Exception], bool] = lambda error: isinstance(error, WorkerDied),
     ) -> None:
-        self.role, self.start_worker, self.timeout = role, start_worker, timeout
-        self.max_attempts, self.retry_on = max_attempts, retry_on
+        self.role = role
+        self.start_worker = start_worker
+        self.timeout = timeout
+        self.max_attempts = max_attempts
+        self.retry_on = retry_on
         self.idle = deque(workers)
-        self.turn = asyncio.Semaphore(len(workers))  # strictly first come, first served, which asyncio.Queue is not
+        self.turn = asyncio.Semaphore(
+            len(workers)
+        )  # strictly first come, first served, which asyncio.Queue is not
         self.num_replaced = 0
 
     async def call(self, method: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
@@ -168,7 +185,9 @@ class WorkerPool:
 
     async def _replaced(self, worker: Worker, error: Exception) -> Worker:
         what = "died" if isinstance(error, WorkerDied) else "hung"
-        logger.warning("%s worker %d %s; another is started (%s)", self.role, worker.index, what, error)
+        logger.warning(
+            "%s worker %d %s; another is started (%s)", self.role, worker.index, what, error
+        )
         worker.stop()
         replacement = await self.start_worker(worker.index)
         self.num_replaced += 1
@@ -176,43 +195,57 @@ class WorkerPool:
         return replacement
 
 
-def rollout_pool(workers: Sequence[Worker], start_worker: StartWorker, timeout: float | None = None) -> WorkerPool:
-    """Rollout workers: a request is repeated when its worker died or hung; errors of the engine end the stage."""
+def rollout_pool(
+    workers: Sequence[Worker], start_worker: StartWorker, timeout: float | None = None
+) -> WorkerPool:
+    """Rollout workers: a request is repeated when its worker died or hung; errors of the engine end
+    the stage.
+    """
     return WorkerPool("rollout", workers, start_worker, timeout, max_attempts=MAX_DEATHS)
 
 
-def reward_pool(workers: Sequence[Worker], start_worker: StartWorker, scoring: ScoringConfig) -> WorkerPool:
-    """Reward workers, retried as the recipe says: rewards are other people's code and servers. A broken contract is final, and so
-    are images that are gone."""
+def reward_pool(
+    workers: Sequence[Worker], start_worker: StartWorker, scoring: ScoringConfig
+) -> WorkerPool:
+    """Reward workers, retried as the recipe says: rewards are other people's code and servers. A
+    broken contract is final, and so are images that are gone.
+    """
 
     def may_pass(error: Exception) -> bool:
         return not isinstance(error, (RewardError, ResultLost))
 
-    return WorkerPool("reward", workers, start_worker, scoring.timeout, scoring.retries + 1, may_pass)
+    return WorkerPool(
+        "reward", workers, start_worker, scoring.timeout, scoring.retries + 1, may_pass
+    )
 
 
 class TrainingGroup:
-    """The ranks of the training group. Every method is called on all of them, with the same arguments.
+    """The ranks of the training group. Every method is called on all of them, with the same
+    arguments.
 
     Args:
         grace: seconds that the other ranks have to say more, after one of them failed.
     """
 
     def __init__(self, ranks: Sequence[Worker], grace: float = 0) -> None:
-        self.ranks, self.grace = ranks, grace
+        self.ranks = ranks
+        self.grace = grace
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Every rank's result.
 
         Raises:
-            the first error that explains the failure: that of a rank that died, or else of the first that failed. The errors of
+            the first error that explains the failure: that of a rank that died, or else of the
+                first that failed. The errors of
             the other ranks are added as notes.
         """
         calls = [asyncio.ensure_future(rank.call(method, *arguments)) for rank in self.ranks]
         try:
             _, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if running and not any(isinstance(error, StageError) for error in _errors(calls)):
-                await asyncio.wait(running, timeout=self.grace)  # one rank failed: the others may know why
+                await asyncio.wait(
+                    running, timeout=self.grace
+                )  # one rank failed: the others may know why
         finally:
             for call in calls:
                 call.cancel()  # those that are left would wait for the rank that failed
@@ -226,7 +259,11 @@ class TrainingGroup:
 
 
 def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    return [error for call in calls if call.done() and not call.cancelled() and (error := call.exception())]
+    return [
+        error
+        for call in calls
+        if call.done() and not call.cancelled() and (error := call.exception())
+    ]
 
 
 def _explained(errors: Sequence[BaseException]) -> BaseException:
@@ -254,7 +291,9 @@ class StageWorkers(Protocol):
     reads_latents: bool
 
     async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
-        """The weights that generate from now on: of a copy of the policy; left out, of the one that the algorithm rolls out."""
+        """The weights that generate from now on: of a copy of the policy; left out, of the one that
+        the algorithm rolls out.
+        """
 
     async def fetch(self, handle: Handle) -> Any:
         """The value of a handle, in this process.
@@ -267,7 +306,9 @@ class StageWorkers(Protocol):
         """A handle of a value, which is sent to several workers once."""
 
     async def save_policy(self, folder: Path, *arguments: Any) -> None:
-        """Have the training group write a policy folder (``TrainingWorker.save``), here on this machine."""
+        """Have the training group write a policy folder (``TrainingWorker.save``), here on this
+        machine.
+        """
 
     async def save_checkpoint(self, folder: Path) -> None:
         """Have every rank write its part of a checkpoint into a folder of this machine."""

@@ -1,7 +1,7 @@
 """The report's charts as inline SVG, and a stage's timeline as PNG.
 
-In the SVG, text stays text and colours are CSS variables, so the page's light and dark themes apply. The timeline is a PNG
-because it is an artifact of the run.
+In the SVG, text stays text and colours are CSS variables, so the page's light and dark themes
+apply. The timeline is a PNG because it is an artifact of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from matplotlib.ticker import MaxNLocator
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
 from ebbflow.formatting import significant
 
-INK, FAINT, GRID = "#5b6471", "#9aa3af", "#e4e7ec"
+INK = "#5b6471"
+FAINT = "#9aa3af"
+GRID = "#e4e7ec"
 SERIES = ("#2f6fdf", "#e0791a", "#159a7a", "#a24fc4", "#c8385a", "#7a8a1f", "#1795b8", "#8a6a4f")
 LINES: tuple[Any, ...] = ("solid", (0, (3, 1.5)))
 """Of the metrics of a panel, so that colour is not all that tells them apart."""
@@ -67,7 +69,9 @@ TASKS = ("training", "rollout", "scoring", "validation", "receive", "profile")
 
 
 class Panel(NamedTuple):
-    """One of the small multiples: metrics that share an axis. ``band`` is the area between two metrics."""
+    """One of the small multiples: metrics that share an axis. ``band`` is the area between two
+    metrics.
+    """
 
     title: str
     meaning: str
@@ -78,40 +82,56 @@ class Panel(NamedTuple):
 PANELS = (
     Panel(
         "Reward, mean and range",
-        "Of the step's samples: the line is their mean, the band reaches from the least to the greatest. It should rise.",
+        "Of the step's samples: the line is their mean, the band reaches from the least to the"
+        " greatest. It should rise.",
         ("reward/mean",),
         ("reward/min", "reward/max"),
     ),
     Panel(
         "Ratio, mean |r − 1|",
-        "How far the probability of a sample has moved since it was generated; near 0 in the first update of a step.",
+        "How far the probability of a sample has moved since it was generated; near 0 in the first"
+        " update of a step.",
         ("ratio/deviation",),
     ),
     Panel(
         "Clipped, down / up",
-        "Shares of the loss terms whose ratio left the clip range below (solid line) and above (dashed): they no longer train.",
+        "Shares of the loss terms whose ratio left the clip range below (solid line) and above"
+        " (dashed): they no longer train.",
         ("clip/down", "clip/up"),
     ),
     Panel(
         "Rollout mismatch, |Δ log-prob|",
-        "Difference between the engine's and the trainer's log-probability of the same sample; it should stay near 0.",
+        "Difference between the engine's and the trainer's log-probability of the same sample; it"
+        " should stay near 0.",
         ("rollout/delta_mean",),
     ),
     Panel(
         "Reference divergence",
-        "Divergence from the reference policy that the penalty acts on; a steep rise says that the policy runs away.",
+        "Divergence from the reference policy that the penalty acts on; a steep rise says that the"
+        " policy runs away.",
         ("kl/reference",),
     ),
     Panel(
         "Velocity drift",
-        "Mean squared difference between the policy's velocity and the base model's; a steep rise comes before hacked rewards.",
+        "Mean squared difference between the policy's velocity and the base model's; a steep rise"
+        " comes before hacked rewards.",
         ("velocity_drift",),
     ),
-    Panel("Gradient norm", "Length of the gradient before it is clipped; spikes say that training is unstable.", ("grad_norm",)),
-    Panel("Loss", "What the optimiser minimises. In reinforcement learning its level says little: read the reward.", ("loss",)),
+    Panel(
+        "Gradient norm",
+        "Length of the gradient before it is clipped; spikes say that training is unstable.",
+        ("grad_norm",),
+    ),
+    Panel(
+        "Loss",
+        "What the optimiser minimises. In reinforcement learning its level says little: read the"
+        " reward.",
+        ("loss",),
+    ),
     Panel(
         "Groups without variance",
-        "Share of the prompts whose samples all have the same reward: nothing is learned from them.",
+        "Share of the prompts whose samples all have the same reward: nothing is learned from"
+        " them.",
         ("group/zero_std_share",),
     ),
 )
@@ -141,7 +161,12 @@ def label(metric: str) -> str:
     return words.upper() if words in ("ocr", "kl") else words[:1].upper() + words[1:]
 
 
-def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: str, champion: Evaluation | None) -> list[Chart]:
+def progress(
+    evaluations: Sequence[Evaluation],
+    metrics: Sequence[str],
+    chosen: str,
+    champion: Evaluation | None,
+) -> list[Chart]:
     """Held-out means over the run's evaluations, a panel per metric: each has a scale of its own.
 
     A ring marks the ``chosen`` label; a dashed line is the champion.
@@ -149,26 +174,42 @@ def progress(evaluations: Sequence[Evaluation], metrics: Sequence[str], chosen: 
     return [_progress(evaluations, metric, chosen, champion) for metric in metrics]
 
 
-def _progress(evaluations: Sequence[Evaluation], metric: str, chosen: str, champion: Evaluation | None) -> Chart:
-    labels, name = [evaluation.label for evaluation in evaluations], label(metric)
+def _progress(
+    evaluations: Sequence[Evaluation], metric: str, chosen: str, champion: Evaluation | None
+) -> Chart:
+    labels = [evaluation.label for evaluation in evaluations]
+    name = label(metric)
     values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
     at = labels.index(chosen)
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(2.9, 1.7)
         axes.plot(range(len(values)), values, color=SERIES[0], marker="o", markersize=4)
-        axes.plot([at], [values[at]], color=SERIES[0], marker="o", markersize=10, fillstyle="none", markeredgewidth=1.2)
+        axes.plot(
+            [at],
+            [values[at]],
+            color=SERIES[0],
+            marker="o",
+            markersize=10,
+            fillstyle="none",
+            markeredgewidth=1.2,
+        )
         if champion is not None and math.isfinite(its := champion.held_out.get(metric, math.nan)):
             axes.axhline(its, color=INK, linestyle=(0, (4, 3)), linewidth=1)
         axes.set_xlim(-0.3, len(values) - 0.7)
         _label_evaluations(axes, labels)
         _plain_scale(axes)
         axes.grid(axis="x", visible=False)
-        steps = ", ".join(f"{each} {significant(value)}" for each, value in zip(labels, values, strict=True))
-        return Chart(name, significant(values[at]), _svg(figure, f"{name} over the evaluations: {steps}"))
+        steps = ", ".join(
+            f"{each} {significant(value)}" for each, value in zip(labels, values, strict=True)
+        )
+        return Chart(
+            name, significant(values[at]), _svg(figure, f"{name} over the evaluations: {steps}")
+        )
 
 
 def differences(decision: GateDecision) -> Markup:
-    """Every comparison of the gate as a point with its interval, against zero and how far a guardrail may fall.
+    """Every comparison of the gate as a point with its interval, against zero and how far a
+    guardrail may fall.
 
     A row per metric, each on its own scale.
     """
@@ -176,23 +217,32 @@ def differences(decision: GateDecision) -> Markup:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 0.2 + 0.62 * len(comparisons)), layout="constrained")
         FigureCanvasSVG(figure)
-        for axes, comparison in zip(figure.subplots(len(comparisons), 1, squeeze=False)[:, 0], comparisons, strict=True):
+        for axes, comparison in zip(
+            figure.subplots(len(comparisons), 1, squeeze=False)[:, 0], comparisons, strict=True
+        ):
             if comparison.tolerance:
                 axes.axvspan(-comparison.tolerance, 0, color=FAINT, alpha=0.35, linewidth=0)
             axes.axvline(0, color=INK, linewidth=1)
-            axes.plot([comparison.low, comparison.high], [0, 0], color=SERIES[0], linewidth=3, alpha=0.45)
+            axes.plot(
+                [comparison.low, comparison.high], [0, 0], color=SERIES[0], linewidth=3, alpha=0.45
+            )
             axes.plot([comparison.difference], [0], color=SERIES[0], marker="o", markersize=6)
             axes.set_yticks([0], [label(comparison.metric)])
             axes.set_ylim(-1, 1)
             axes.grid(axis="y", visible=False)
             axes.spines["left"].set_visible(False)
             axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.3g}" if abs(value) > 1e-12 else "0")
-        return _svg(figure, "Differences between candidate and champion; the table beside has the numbers")
+            axes.xaxis.set_major_formatter(
+                lambda value, _: f"{value:+.3g}" if abs(value) > 1e-12 else "0"
+            )
+        return _svg(
+            figure, "Differences between candidate and champion; the table beside has the numbers"
+        )
 
 
 def scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Markup:
-    """A metric of every prompt before and after, against the diagonal; a larger mark stands for several prompts.
+    """A metric of every prompt before and after, against the diagonal; a larger mark stands for
+    several prompts.
 
     Args:
         before, after: finite values, paired by prompt.
@@ -205,7 +255,8 @@ def scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Mar
     }
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(3.8, 3.6)
-        low, high = min([*before, *after]), max([*before, *after])
+        low = min([*before, *after])
+        high = max([*before, *after])
         axes.plot([low, high], [low, high], color=FAINT, linestyle=(0, (4, 3)), linewidth=1)
         texts = []
         for name, (pairs, marker, colour) in kinds.items():
@@ -213,39 +264,70 @@ def scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Mar
             if pairs:
                 sizes = [30 * min(counts[pair], 40) ** 0.6 for pair in pairs]
                 at = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-                axes.scatter(*at, s=sizes, marker=marker, color=colour, alpha=0.6, linewidth=0, label=texts[-1])
+                axes.scatter(
+                    *at,
+                    s=sizes,
+                    marker=marker,
+                    color=colour,
+                    alpha=0.6,
+                    linewidth=0,
+                    label=texts[-1],
+                )
         axes.set(xlabel=f"{label(metric)}, before", ylabel=f"{label(metric)}, after")
         _plain_scale(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(lambda value, _: _short(value))
-        figure.legend(loc="outside upper left", ncols=3, handletextpad=0.2, columnspacing=1.0, markerscale=0.8)
-        return _svg(figure, f"{label(metric)} of every prompt before and after: of {len(before)} prompts {', '.join(texts)}")
+        figure.legend(
+            loc="outside upper left", ncols=3, handletextpad=0.2, columnspacing=1.0, markerscale=0.8
+        )
+        return _svg(
+            figure,
+            f"{label(metric)} of every prompt before and after: of {len(before)} prompts"
+            f" {', '.join(texts)}",
+        )
 
 
 def training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
     """The small multiples of one stage, without the panels whose metrics it did not report."""
-    return [_panel(panel, metrics) for panel in PANELS if any(_series(metrics, key)[0] for key in panel.lines)]
+    return [
+        _panel(panel, metrics)
+        for panel in PANELS
+        if any(_series(metrics, key)[0] for key in panel.lines)
+    ]
 
 
 def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) -> bytes:
-    """What each worker did when, as a PNG 1200 pixels wide: a row per worker, roles in the order of the spans.
+    """What each worker did when, as a PNG 1200 pixels wide: a row per worker, roles in the order of
+    the spans.
 
     Args:
         spans: at least one.
-        steps: (start, end) by step number. The last ``MAX_STEPS`` are shown; without steps, everything is.
+        steps: (start, end) by step number. The last ``MAX_STEPS`` are shown; without steps,
+            everything is.
     """
     shown = dict(sorted(steps.items())[-MAX_STEPS:])
     first, last = _time_range(spans, shown, whole=len(shown) == len(steps))
     zero = min(span.start for span in spans)
     rows = _rows(spans)
-    tasks = sorted({span.task for span in spans}, key=lambda task: (TASKS.index(task) if task in TASKS else len(TASKS), task))
-    colours = dict(zip(dict.fromkeys([*TASKS, *tasks]), _colours(len(TASKS) + len(tasks)), strict=False))
+    tasks = sorted(
+        {span.task for span in spans},
+        key=lambda task: (TASKS.index(task) if task in TASKS else len(TASKS), task),
+    )
+    colours = dict(
+        zip(dict.fromkeys([*TASKS, *tasks]), _colours(len(TASKS) + len(tasks)), strict=False)
+    )
     with matplotlib.rc_context({**STYLE, "savefig.transparent": False, "axes.grid": False}):
-        figure = Figure(figsize=(12, 1.1 + 0.34 * (max(rows.values()) + 1)), dpi=100, layout="constrained")
+        figure = Figure(
+            figsize=(12, 1.1 + 0.34 * (max(rows.values()) + 1)), dpi=100, layout="constrained"
+        )
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         for task in tasks:
-            bars = [span for span in spans if span.task == task and span.end > first and span.start < last]
+            bars = [
+                span
+                for span in spans
+                if span.task == task and span.end > first and span.start < last
+            ]
             axes.barh(
                 [rows[span.role, span.worker] for span in bars],
                 [span.end - span.start for span in bars],
@@ -256,12 +338,20 @@ def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) ->
                 edgecolor="white",
                 linewidth=0.3,
             )
-        _mark_steps(axes, {number: (start - zero, end - zero) for number, (start, end) in shown.items()})
+        _mark_steps(
+            axes, {number: (start - zero, end - zero) for number, (start, end) in shown.items()}
+        )
         axes.set_yticks(list(rows.values()), [f"{role} {worker}" for role, worker in rows])
-        axes.set(ylim=(max(rows.values()) + 0.5, -0.5), xlim=(first - zero, last - zero), xlabel="seconds")
+        axes.set(
+            ylim=(max(rows.values()) + 0.5, -0.5),
+            xlim=(first - zero, last - zero),
+            xlabel="seconds",
+        )
         axes.xaxis.set_major_locator(MaxNLocator(14))
         axes.spines["left"].set_visible(False)
-        figure.legend(loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+        figure.legend(
+            loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4
+        )
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
         return buffer.getvalue()
@@ -274,10 +364,14 @@ def _rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     return {(roles[role], worker): row + 0.4 * role for row, (role, worker) in enumerate(workers)}
 
 
-def _time_range(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]], whole: bool) -> tuple[float, float]:
+def _time_range(
+    spans: Sequence[Span], steps: Mapping[int, tuple[float, float]], whole: bool
+) -> tuple[float, float]:
     """Everything, or from the first of the steps to the end."""
     end = max([*(span.end for span in spans), *(end for _, end in steps.values())])
-    return (min(span.start for span in spans) if whole else min(start for start, _ in steps.values())), end
+    return (
+        min(span.start for span in spans) if whole else min(start for start, _ in steps.values())
+    ), end
 
 
 def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
@@ -286,9 +380,19 @@ def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
         axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
         middle = (start + end) / 2
         name = f"step {number}" if number == min(steps) else f"{number}"
-        axes.text(middle, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", va="bottom", clip_on=False)
+        axes.text(
+            middle,
+            1.01,
+            name,
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="bottom",
+            clip_on=False,
+        )
     if steps:
-        axes.axvline(max(end for _, end in steps.values()), color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+        axes.axvline(
+            max(end for _, end in steps.values()), color=INK, linewidth=0.8, linestyle=(0, (2, 2))
+        )
 
 
 def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
@@ -303,16 +407,24 @@ def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
             steps, values = _series(metrics, key)
             if steps:
                 marker = "o" if len(steps) == 1 else None
-                axes.plot(steps, values, color=colour, linestyle=dashes, marker=marker, markersize=3)
+                axes.plot(
+                    steps, values, color=colour, linestyle=dashes, marker=marker, markersize=3
+                )
                 last.append(_short(values[-1], 2 if len(panel.lines) > 1 else 3))
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         _plain_scale(axes)
         axes.margins(x=0.02)
-        return Chart(panel.title, " / ".join(last), _svg(figure, f"{panel.title} over the steps, last {' / '.join(last)}"))
+        return Chart(
+            panel.title,
+            " / ".join(last),
+            _svg(figure, f"{panel.title} over the steps, last {' / '.join(last)}"),
+        )
 
 
 def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Steps and finite values of one metric, averaged over spans when there are more than ``MAX_POINTS``."""
+    """Steps and finite values of one metric, averaged over spans when there are more than
+    ``MAX_POINTS``.
+    """
     inputs = [(row["step"], row[key]) for row in metrics if key in row and math.isfinite(row[key])]
     span = -(-len(inputs) // MAX_POINTS) or 1
     groups = [inputs[start : start + span] for start in range(0, len(inputs), span)]
@@ -332,11 +444,17 @@ def _short(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if size < 1e-3 or size >= 1e5 else f"{value:.{digits}g}"
+    return (
+        f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+        if size < 1e-3 or size >= 1e5
+        else f"{value:.{digits}g}"
+    )
 
 
 def _label_evaluations(axes: Axes, names: Sequence[str]) -> None:
-    """Labels under the points; of many evaluations only every second, third ... so that none overlap."""
+    """Labels under the points; of many evaluations only every second, third ... so that none
+    overlap.
+    """
     stride = -(-len(names) // MAX_LABELS)
     shown = range(0, len(names), stride)
     axes.set_xticks(list(shown), [names[position].replace(" ", "\n", 1) for position in shown])
@@ -354,7 +472,9 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 def _svg(figure: Figure, description: str) -> Markup:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    figure.savefig(
+        buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
     text = buffer.getvalue()
     text = _unique_ids(text[text.index("<svg") :], description)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)
@@ -364,12 +484,18 @@ def _svg(figure: Figure, description: str) -> Markup:
 
 
 def _unique_ids(svg: str, description: str) -> str:
-    """The ids that something refers to, unlike those of other charts of the page; all others are left out."""
+    """The ids that something refers to, unlike those of other charts of the page; all others are
+    left out.
+    """
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     prefix = f"c{hashlib.sha256(f'{description}{svg}'.encode()).hexdigest()[:8]}-"
 
     def renamed(tag: re.Match[str]) -> str:
-        named = re.sub(r' id="([^"]*)"', lambda name: f' id="{prefix}{name[1]}"' if name[1] in used else "", tag[0])
+        named = re.sub(
+            r' id="([^"]*)"',
+            lambda name: f' id="{prefix}{name[1]}"' if name[1] in used else "",
+            tag[0],
+        )
         return re.sub(r'(href="#|url\(#)', rf"\1{prefix}", named)
 
     return re.sub(r"<[^>]+>", renamed, svg)

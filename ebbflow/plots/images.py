@@ -16,11 +16,13 @@ CAPTION_SIZE = 13
 MIN_WIDTH = 128
 """Narrower images are enlarged by a whole factor, pixel by pixel."""
 MAX_WIDTH = 256
-PAPER, INK = "#ffffff", "#30343b"
+PAPER = "#ffffff"
+INK = "#30343b"
 
 
 def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> Image.Image:
-    """Images in reading order with a caption under each; small ones are enlarged, large ones reduced.
+    """Images in reading order with a caption under each; small ones are enlarged, large ones
+    reduced.
 
     Args:
         pngs: encoded images, at least one; sizes may differ. Of a video the first frame is shown.
@@ -31,7 +33,10 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
         ValueError: no images, not one caption per image, or no columns.
     """
     if not pngs or len(pngs) != len(captions) or columns < 1:
-        raise ValueError(f"got {len(pngs)} images, {len(captions)} captions and {columns} columns; pass a caption per image")
+        raise ValueError(
+            f"got {len(pngs)} images, {len(captions)} captions and {columns} columns; pass a"
+            " caption per image"
+        )
     images = [fit(open_rgb(png), MIN_WIDTH, MAX_WIDTH) for png in pngs]
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
@@ -40,7 +45,8 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
     sheet = Image.new("RGB", (columns * cell_width + MARGIN, rows * cell_height + MARGIN), PAPER)
     draw = ImageDraw.Draw(sheet)
     for index, (image, text) in enumerate(zip(images, captions, strict=True)):
-        left, top = MARGIN + index % columns * cell_width, MARGIN + index // columns * cell_height
+        left = MARGIN + index % columns * cell_width
+        top = MARGIN + index // columns * cell_height
         sheet.paste(image, (left, top))
         below = (left, cell_height + top - MARGIN - CAPTION_SIZE - 6)
         draw.text(below, _cut(text, cell_width - MARGIN), fill=INK, font=_font())
@@ -48,7 +54,9 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
 
 
 def caption(sample: Mapping[str, Any]) -> str:
-    """Of a sample: its ``target``, or else its ``prompt``, and its ``reward`` (None if it was not scored)."""
+    """Of a sample: its ``target``, or else its ``prompt``, and its ``reward`` (None if it was not
+    scored).
+    """
     score = "not scored" if sample["reward"] is None else f"{sample['reward']:.2f}"
     return f"{sample['target'] or sample['prompt']} {score}"
 
@@ -59,18 +67,24 @@ def open_rgb(png: bytes) -> Image.Image:
 
 
 def fit(image: Image.Image, min_width: int, max_width: int) -> Image.Image:
-    """Enlarge by a whole factor to at least ``min_width``, or reduce to at most ``max_width``; in between leave it as it is."""
+    """Enlarge by a whole factor to at least ``min_width``, or reduce to at most ``max_width``; in
+    between leave it as it is.
+    """
     if image.width < min_width:
         factor = -(-min_width // image.width)
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     if image.width > max_width:
-        return image.resize((max_width, max(1, round(image.height * max_width / image.width))), Image.Resampling.LANCZOS)
+        return image.resize(
+            (max_width, max(1, round(image.height * max_width / image.width))),
+            Image.Resampling.LANCZOS,
+        )
     return image
 
 
 @cache
 def _font() -> ImageFont.FreeTypeFont:
-    # matplotlib ships this font, so captions look the same on every machine; it takes a second to import
+    # matplotlib ships this font, so captions look the same on every machine; it takes a second to
+    # import
     from matplotlib import font_manager
 
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), CAPTION_SIZE)

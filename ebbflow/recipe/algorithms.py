@@ -1,9 +1,11 @@
-"""The hyper-parameters of each algorithm with their source, and what it needs of a stage; losses are in ``ebbflow.algorithms``.
+"""The hyper-parameters of each algorithm with their source, and what it needs of a stage; losses
+are in ``ebbflow.algorithms``.
 
-Each class says in a line what the algorithm does (``ebbflow list`` prints it), declares the stage's defaults that make it the
-published one, and holds what was published, with sources: ``ebbflow defaults`` prints both, and a test holds them against each
-other. Published clip ranges are for latents of 10^4 and more elements: log-probs are means over them, so a small model such as
-glyph, with 512, needs a wider one.
+Each class says in a line what the algorithm does (``ebbflow list`` prints it), declares the stage's
+defaults that make it the published one, and holds what was published, with sources: ``ebbflow
+defaults`` prints both, and a test holds them against each other. Published clip ranges are for
+latents of 10^4 and more elements: log-probs are means over them, so a small model such as glyph,
+with 512, needs a wider one.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from ebbflow.recipe.plugins import import_path, name_or_path
 
 
 class EmaScheduleConfig(Strict):
-    """A copy that follows: copy <- d copy + (1 - d) theta after step n, d = min(min_decay + slope max(n - warmup, 0), max_decay).
+    """A copy that follows: copy <- d copy + (1 - d) theta after step n, d = min(min_decay + slope
+    max(n - warmup, 0), max_decay).
 
-    A step is an optimiser step; where a copy generates the rollouts (DiffusionNFT, CRD) it is a rollout step.
+    A step is an optimiser step; where a copy generates the rollouts (DiffusionNFT, CRD) it is a
+    rollout step.
     """
 
     warmup: int = Field(0, ge=0)
@@ -32,7 +36,10 @@ class EmaScheduleConfig(Strict):
     @model_validator(mode="after")
     def _decay_does_not_fall(self) -> EmaScheduleConfig:
         if self.min_decay > self.max_decay:
-            raise ValueError(f"min_decay = {self.min_decay:g} is above max_decay = {self.max_decay:g}; raise the second")
+            raise ValueError(
+                f"min_decay = {self.min_decay:g} is above max_decay = {self.max_decay:g}; raise the"
+                " second"
+            )
         return self
 
     def decay(self, step: int) -> float:
@@ -41,7 +48,10 @@ class EmaScheduleConfig(Strict):
 
 
 GROUP_SIZE = "the size of a run follows the machines, not the algorithm"
-SUM_OF_REWARDS = "each of several rewards is normalised by itself, so that no scale decides; of one reward it is the same"
+SUM_OF_REWARDS = (
+    "each of several rewards is normalised by itself, so that no scale decides; of one reward it is"
+    " the same"
+)
 TEACHER_GUIDANCE = "it is that of a model, and some have none; the recipe says it"
 """Why defaults of every algorithm deviate from their source."""
 
@@ -65,15 +75,19 @@ class Published(NamedTuple):
 
 
 class AlgorithmConfig(Strict):
-    """What every algorithm declares. A user's own hyper-parameters derive from one of the four kinds below.
+    """What every algorithm declares. A user's own hyper-parameters derive from one of the four
+    kinds below.
 
     Attributes:
-        kind: what its rows are made of: steps of a trajectory with log-probs, noised final latents, rewards with gradient, or a
-            few-step student's samples, noised again.
+        kind: what its rows are made of: steps of a trajectory with log-probs, noised final latents,
+            rewards with gradient, or a few-step student's samples, noised again.
         stages: where it can run.
-        stage_defaults: keys of the stage that it sets unless the recipe does; a stage ignores those that its kind lacks.
-        published: what its source has, by the dotted key of a stage (``algorithm.beta``, ``window.size``).
-        needs_density: its loss takes log-probs for logarithms of a density, which those of the ``cps`` sampler are not.
+        stage_defaults: keys of the stage that it sets unless the recipe does; a stage ignores those
+            that its kind lacks.
+        published: what its source has, by the dotted key of a stage (``algorithm.beta``,
+            ``window.size``).
+        needs_density: its loss takes log-probs for logarithms of a density, which those of the
+            ``cps`` sampler are not.
         paper: where it is published.
     """
 
@@ -85,12 +99,16 @@ class AlgorithmConfig(Strict):
     paper: ClassVar[str] = ""
 
     def ratio_range(self, dims: int) -> float | None:
-        """How far the ratio of mean log-probs over ``dims`` elements may be off 1 before a term has no gradient; None: any."""
+        """How far the ratio of mean log-probs over ``dims`` elements may be off 1 before a term has
+        no gradient; None: any.
+        """
         return None
 
 
 class TrajectoryConfig(AlgorithmConfig):
-    """Algorithms on the steps of a fresh trajectory: a stochastic sampler, a window of its steps, their log-probs."""
+    """Algorithms on the steps of a fresh trajectory: a stochastic sampler, a window of its steps,
+    their log-probs.
+    """
 
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
 
@@ -112,18 +130,25 @@ class SigmaConfig(Strict):
         description="; ".join(f"{name}: {text}" for name, text in SIGMAS.items()) + "."
     )
     shift: float = Field(1.0, gt=0)
-    """Of ``uniform`` and ``logit_normal``: sigma <- shift sigma / (1 + (shift - 1) sigma); 3 is that of SD3's schedule."""
+    """Of ``uniform`` and ``logit_normal``: sigma <- shift sigma / (1 + (shift - 1) sigma); 3 is
+    that of SD3's schedule.
+    """
     min: float = Field(0.0, ge=0, le=1)
     """The distribution is that of the sigmas in [``min``, ``max``], after the shift."""
     max: float = Field(1.0, ge=0, le=1)
     stratified: bool = True
-    """One sigma from each of as many equal parts of the distribution, or runs of the schedule, as there are ``noise_levels``;
-    false: independent draws, and of a schedule draws without replacement."""
+    """One sigma from each of as many equal parts of the distribution, or runs of the schedule, as
+    there are ``noise_levels``; false: independent draws, and of a schedule draws without
+    replacement.
+    """
 
     @model_validator(mode="after")
     def _some_sigma_lies_in_the_band(self) -> SigmaConfig:
         if self.min >= self.max:
-            raise ValueError(f"min = {self.min:g} is not below max = {self.max:g}, so no sigma is left; lower min or raise max")
+            raise ValueError(
+                f"min = {self.min:g} is not below max = {self.max:g}, so no sigma is left; lower"
+                " min or raise max"
+            )
         return self
 
     @model_validator(mode="after")
@@ -151,7 +176,9 @@ class ForwardConfig(AlgorithmConfig):
 
 
 class GradientConfig(AlgorithmConfig):
-    """Algorithms on the gradient of differentiable rewards: some denoising steps are taken again with gradient, and decoded."""
+    """Algorithms on the gradient of differentiable rewards: some denoising steps are taken again
+    with gradient, and decoded.
+    """
 
     stage_defaults: ClassVar = {"sampler": {"name": "ode"}}
 
@@ -178,24 +205,30 @@ class GradientConfig(AlgorithmConfig):
 
 
 class DirectAlignConfig(GradientConfig):
-    """Direct-Align (2509.06942): final latents are noised with their own initial noise, and recovered by one step with gradient.
+    """Direct-Align (2509.06942): final latents are noised with their own initial noise, and
+    recovered by one step with gradient.
 
-    The step ends at a sigma that is drawn for each sample from [``min_sigma``, ``max_sigma``]. The denoising branch starts above
-    it, the inversion branch below it.
+    The step ends at a sigma that is drawn for each sample from [``min_sigma``, ``max_sigma``]. The
+    denoising branch starts above it, the inversion branch below it.
     """
 
     min_sigma: float = Field(0.75, ge=0, lt=1)
     max_sigma: float = Field(0.9643, gt=0, lt=1)
     jump: float = Field(0.1, gt=0, le=0.5)
-    """How far a step goes, as a share of the band [``min_sigma``, ``max_sigma``]; less near its ends, which it does not leave."""
+    """How far a step goes, as a share of the band [``min_sigma``, ``max_sigma``]; less near its
+    ends, which it does not leave.
+    """
     inversion: bool = True
-    """Whether each sample also has a row of the inversion branch; false: the denoising branch alone."""
+    """Whether each sample also has a row of the inversion branch; false: the denoising branch
+    alone.
+    """
 
     @model_validator(mode="after")
     def _some_sigma_lies_in_the_band(self) -> DirectAlignConfig:
         if self.min_sigma >= self.max_sigma:
             raise ValueError(
-                f"min_sigma = {self.min_sigma:g} is not below max_sigma = {self.max_sigma:g}; lower min_sigma or raise max_sigma"
+                f"min_sigma = {self.min_sigma:g} is not below max_sigma = {self.max_sigma:g}; lower"
+                " min_sigma or raise max_sigma"
             )
         return self
 
@@ -207,7 +240,8 @@ class DirectAlignConfig(GradientConfig):
         return steps  # no step of the sampler has a gradient
 
     def words(self, update: int) -> tuple[str, str]:
-        """The positive and the negative word that an update puts before the prompts that rewards see; empty: none.
+        """The positive and the negative word that an update puts before the prompts that rewards
+        see; empty: none.
 
         Args:
             update: the number of updates before it.
@@ -216,28 +250,40 @@ class DirectAlignConfig(GradientConfig):
 
 
 class MatchingConfig(AlgorithmConfig):
-    """Distillation of a many-step teacher into a few-step student, by the distribution of its samples (docs/few_steps.md)."""
+    """Distillation of a many-step teacher into a few-step student, by the distribution of its
+    samples (docs/few_steps.md).
+    """
 
     kind: ClassVar = "matching"
     stages: ClassVar = ("online",)
     along_trajectory: ClassVar[bool] = False
-    """What is noised again is the end of a deterministic step, to the noise levels of that step; else the clean prediction."""
+    """What is noised again is the end of a deterministic step, to the noise levels of that step;
+    else the clean prediction.
+    """
 
     teacher: PathText | None = Field(None, min_length=1)
-    """Policy folder (or URI) of the teacher, trained from the same base model with the same ``policy``; left out, the policy that
-    the stage starts from."""
+    """Policy folder (or URI) of the teacher, trained from the same base model with the same
+    ``policy``; left out, the policy that the stage starts from.
+    """
     guidance: float = Field(1.0, ge=1)
-    """Scale of classifier-free guidance of the teacher alone: the student learns to generate without (``model.guidance: 1``)."""
+    """Scale of classifier-free guidance of the teacher alone: the student learns to generate
+    without (``model.guidance: 1``).
+    """
     fake_updates: int = Field(5, ge=1)
-    """Optimiser steps of the fake score before each of the student's, on the same samples with other noise."""
+    """Optimiser steps of the fake score before each of the student's, on the same samples with
+    other noise.
+    """
     fake_lr_factor: float = Field(1.0, gt=0)
-    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise."""
+    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise.
+    """
     sigma: SigmaConfig = SigmaConfig(kind="uniform", min=0.02, max=0.98)
     """Noise levels at which the two scores are compared, and the fake score is trained."""
 
 
 class CustomAlgorithmConfig(Strict):
-    """A user's own: ``path`` leads to an ``ebbflow.algorithms.base.Algorithm``, ``options`` are its hyper-parameters."""
+    """A user's own: ``path`` leads to an ``ebbflow.algorithms.base.Algorithm``, ``options`` are its
+    hyper-parameters.
+    """
 
     name: Literal["custom"] = "custom"
     path: Annotated[str, name_or_path()]
@@ -255,22 +301,31 @@ class CustomAlgorithmConfig(Strict):
         """The algorithm and its hyper-parameters.
 
         Raises:
-            RecipeError: nothing can be imported from there, it is no algorithm, it does not take these options, or it asks for
-                what no stage can give.
+            RecipeError: nothing can be imported from there, it is no algorithm, it does not take
+                these options, or it asks for what no stage can give.
         """
         algorithm = import_path(self.path)
         config = getattr(algorithm, "config", None)
         if not (isinstance(config, type) and issubclass(config, AlgorithmConfig)):
-            raise RecipeError(f"{self.path} is a {type(algorithm).__name__}, not an ebbflow.algorithms.base.Algorithm")
+            raise RecipeError(
+                f"{self.path} is a {type(algorithm).__name__}, not an"
+                " ebbflow.algorithms.base.Algorithm"
+            )
         try:
             hyper = config.model_validate(self.options)
         except ValidationError as error:
             raise RecipeError(f"options of {self.path}:\n{explain(error, config)}") from None
         if hyper.kind != "forward" and "offline" in hyper.stages:
-            raise RecipeError(f"{self.path}: offline stages store no trajectories; take them out of {config.__name__}.stages")
-        if "teacher" in algorithm.copies(hyper) and not {"teacher", "teachers"} & config.model_fields.keys():
             raise RecipeError(
-                f"{self.path} asks for the copy 'teacher' and has no key for its path; give {config.__name__} a field "
-                "'teacher: str', its policy folder or URI"
+                f"{self.path}: offline stages store no trajectories; take them out of"
+                f" {config.__name__}.stages"
+            )
+        if (
+            "teacher" in algorithm.copies(hyper)
+            and not {"teacher", "teachers"} & config.model_fields.keys()
+        ):
+            raise RecipeError(
+                f"{self.path} asks for the copy 'teacher' and has no key for its path; give"
+                f" {config.__name__} a field 'teacher: str', its policy folder or URI"
             )
         return algorithm, hyper

@@ -22,14 +22,22 @@ from pydantic_core import CoreSchema
 
 from ebbflow.recipe.secrets import is_secret_option, redact
 
-NAME, MAX_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 128
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+MAX_LENGTH = 128
 """Of names that become names of folders and in MLflow."""
-MAX_VALUES, MAX_DEPTH = 100_000, 50
-"""Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would fill memory."""
+MAX_VALUES = 100_000
+MAX_DEPTH = 50
+"""Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would
+fill memory.
+"""
 MAX_PROBLEMS = 20
 """Lines of an explanation."""
-SECRET = re.compile(r"token|secret|pass|pwd|key|credential|auth|cookie|dsn|header|connection|sig|jwt", re.IGNORECASE)
-"""Names of keys whose texts no message repeats: what is under them is a secret, or was taken for the place of one."""
+SECRET = re.compile(
+    r"token|secret|pass|pwd|key|credential|auth|cookie|dsn|header|connection|sig|jwt", re.IGNORECASE
+)
+"""Names of keys whose texts no message repeats: what is under them is a secret, or was taken for
+the place of one.
+"""
 
 
 class _Short(Repr):
@@ -48,7 +56,9 @@ _SHORT.maxlevel = 3
 
 
 class _OfOtherKind:
-    """Stands for a boolean or number that pydantic would convert: no field takes it, and messages show the value."""
+    """Stands for a boolean or number that pydantic would convert: no field takes it, and messages
+    show the value.
+    """
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -65,9 +75,13 @@ class RecipeError(Exception):
 
 
 class Strict(BaseModel):
-    """Base of every recipe model: unknown keys are errors, true is no number and 1 not true, instances never change."""
+    """Base of every recipe model: unknown keys are errors, true is no number and 1 not true,
+    instances never change.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -75,10 +89,15 @@ class Strict(BaseModel):
         """pydantic's own strict mode would also refuse ``lr: 3e-4``, which YAML reads as text."""
         if not isinstance(data, dict):
             return data
-        return {key: _refuse_other_kind(value, _kinds(cls).get(key, frozenset())) for key, value in data.items()}
+        return {
+            key: _refuse_other_kind(value, _kinds(cls).get(key, frozenset()))
+            for key, value in data.items()
+        }
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         """The schema, with the docstrings of the fields as their descriptions."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
@@ -100,11 +119,19 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def _refuse_other_kind(value: Any, kinds: frozenset[Any]) -> Any:
-    """The value, or ``_OfOtherKind`` for a boolean where only numbers fit, or a number where only booleans do."""
+    """The value, or ``_OfOtherKind`` for a boolean where only numbers fit, or a number where only
+    booleans do.
+    """
     if isinstance(value, list):
         return [_refuse_other_kind(item, kinds) for item in value]
-    numbers, booleans = bool(kinds & {int, float}), bool in kinds
-    if numbers != booleans and isinstance(value, (int, float)) and isinstance(value, bool) != booleans and Any not in kinds:
+    numbers = bool(kinds & {int, float})
+    booleans = bool in kinds
+    if (
+        numbers != booleans
+        and isinstance(value, (int, float))
+        and isinstance(value, bool) != booleans
+        and Any not in kinds
+    ):
         return _OfOtherKind(value)
     return value
 
@@ -112,8 +139,9 @@ def _refuse_other_kind(value: Any, kinds: frozenset[Any]) -> Any:
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
     """The docstring below each field of a model, inherited fields included.
 
-    Read from the source when somebody asks: pydantic's ``use_attribute_docstrings`` reads it as the class is made, and its search
-    for the source loads every module that flytekit meant to load lazily, Ray and pandas among them.
+    Read from the source when somebody asks: pydantic's ``use_attribute_docstrings`` reads it as the
+    class is made, and its search for the source loads every module that flytekit meant to load
+    lazily, Ray and pandas among them.
     """
     docs: dict[str, str] = {}
     for owner in reversed(model.__mro__):
@@ -128,14 +156,20 @@ def _docs_by_class(module: str) -> dict[str, dict[str, str]]:
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     if not file.endswith(".py"):
         return {}
-    classes = [node for node in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(node, ast.ClassDef)]
+    classes = [
+        node
+        for node in ast.walk(ast.parse(Path(file).read_bytes()))
+        if isinstance(node, ast.ClassDef)
+    ]
     return {node.name: dict(_docs_in_class(node)) for node in classes}
 
 
 def _docs_in_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for field, text in pairwise(node.body):
         match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(doc))
+            ):
                 yield name, inspect.cleandoc(doc)
 
 
@@ -149,7 +183,8 @@ def nowhere(path: tuple[Any, ...]) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel], locate: Locate = nowhere) -> str:
-    """One line per problem of a ``ValidationError``: its line, the key, what was given, and what would do.
+    """One line per problem of a ``ValidationError``: its line, the key, what was given, and what
+    would do.
 
     What was given to an unknown key is not repeated: it may be a secret that nothing recognises.
     """
@@ -157,13 +192,19 @@ def explain(error: ValidationError, model: type[BaseModel], locate: Locate = now
     problems = error.errors()
     paths = [problem["loc"] for problem in problems]
     for problem in problems:
-        if problem["type"] == "too_short" and any(path[: len(problem["loc"])] == problem["loc"] != path for path in paths):
+        if problem["type"] == "too_short" and any(
+            path[: len(problem["loc"])] == problem["loc"] != path for path in paths
+        ):
             continue  # a list that only seems short because an item of it is wrong
-        loc, given = problem["loc"], problem.get("input")
+        loc = problem["loc"]
+        given = problem.get("input")
         if problem["type"] == "union_tag_invalid":  # then the problem is the value of a key inside
-            loc, given = (*loc, problem["ctx"]["discriminator"].strip("'")), problem["ctx"]["tag"]
+            loc = (*loc, problem["ctx"]["discriminator"].strip("'"))
+            given = problem["ctx"]["tag"]
         secret = isinstance(given, str) and any(SECRET.search(str(key)) for key in loc)
-        hidden = secret or problem["type"] == "extra_forbidden" or isinstance(given, (dict, BaseModel))
+        hidden = (
+            secret or problem["type"] == "extra_forbidden" or isinstance(given, (dict, BaseModel))
+        )
         shown = "" if hidden else f" = {short(given)}"
         path = dotted(loc) if loc else model.__name__.lower()
         reason = "\n".join(map(sanitize, redact(_reason(problem, model)).splitlines()))
@@ -177,7 +218,8 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """(path, value) of everything in nested data, mappings and lists too.
 
     Raises:
-        RecipeError: there is more than any recipe holds: YAML's aliases can repeat each other, or hold themselves.
+        RecipeError: there is more than any recipe holds: YAML's aliases can repeat each other, or
+            hold themselves.
     """
     left: list[tuple[tuple[Any, ...], Any]] = [((), data)]
     found = []
@@ -186,7 +228,8 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
         found.append((path, value))
         if len(found) > MAX_VALUES or len(path) > MAX_DEPTH:
             raise RecipeError(
-                f"{dotted(path[:3])}: more than {MAX_VALUES} values, or {MAX_DEPTH} inside each other; write it without aliases"
+                f"{dotted(path[:3])}: more than {MAX_VALUES} values, or {MAX_DEPTH} inside each"
+                " other; write it without aliases"
             )
         if isinstance(value, dict):
             left += [((*path, key), inner) for key, inner in value.items()]
@@ -196,16 +239,18 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = nowhere) -> None:
-    """Check that ``iter_leaves`` hold no secrets, which would end up in parameters, files and reports.
+    """Check that ``iter_leaves`` hold no secrets, which would end up in parameters, files and
+    reports.
 
     Raises:
-        RecipeError: a text holds a password, a token or a key, or the name of one of somebody's own options says that it is one;
-            says where, and not what.
+        RecipeError: a text holds a password, a token or a key, or the name of one of somebody's own
+            options says that it is one; says where, and not what.
     """
     lines = [
-        f"{locate(path)}{dotted(path)} {reason}: it would end up in logs and reports; take it out and keep it in the environment "
-        "(for MLflow MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, "
-        "or one that your own code reads, for a store of files the cloud's own)"
+        f"{locate(path)}{dotted(path)} {reason}: it would end up in logs and reports; take it out"
+        " and keep it in the environment (for MLflow MLFLOW_TRACKING_USERNAME and"
+        " MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one"
+        " that your own code reads, for a store of files the cloud's own)"
         for path, value in values
         if (reason := _secret(path, value))
     ]
@@ -216,17 +261,26 @@ def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]], locate: Locate
 def _secret(path: tuple[Any, ...], value: Any) -> str | None:
     """What may be said of a value that is or holds a secret; None of every other."""
     texts = (
-        [value] if isinstance(value, str) else [key for key in value if isinstance(key, str)] if isinstance(value, dict) else []
+        [value]
+        if isinstance(value, str)
+        else [key for key in value if isinstance(key, str)]
+        if isinstance(value, dict)
+        else []
     )
     if any(redact(text) != text for text in texts):
-        return "holds a password, a token or a key" if isinstance(value, str) else "has a key with a password or a token in it"
+        return (
+            "holds a password, a token or a key"
+            if isinstance(value, str)
+            else "has a key with a password or a token in it"
+        )
     if "options" in path[:-1] and is_secret_option(path[path.index("options") + 1 :], value):
         return "is a secret, by its name"
     return None
 
 
 def require_plain(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = nowhere) -> None:
-    """Check that JSON can hold ``iter_leaves``, since that is how a recipe travels: YAML also reads dates, sets and bytes.
+    """Check that JSON can hold ``iter_leaves``, since that is how a recipe travels: YAML also reads
+    dates, sets and bytes.
 
     Raises:
         RecipeError: it cannot; one line for each.
@@ -243,7 +297,11 @@ def require_plain(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = no
 
 
 def _not_a_key(key: Any) -> str | None:
-    return _not_a_value(key) if isinstance(key, str) else f"YAML reads this key as {short(key)}; put it in quotes"
+    return (
+        _not_a_value(key)
+        if isinstance(key, str)
+        else f"YAML reads this key as {short(key)}; put it in quotes"
+    )
 
 
 def _not_a_value(value: Any) -> str | None:
@@ -256,11 +314,17 @@ def _not_a_value(value: Any) -> str | None:
         return None if math.isfinite(value) else "Input should be a finite number"
     if not isinstance(value, str):
         return f"YAML reads this as a {type(value).__name__}; put it in quotes, or take it out"
-    return "holds a NUL character, which no name may have; take it out" if "\0" in value else lone_surrogate(value)
+    return (
+        "holds a NUL character, which no name may have; take it out"
+        if "\0" in value
+        else lone_surrogate(value)
+    )
 
 
 def lone_surrogate(text: str) -> str | None:
-    """Why a text cannot be written as UTF-8, or None: JSON's escapes can spell half of a surrogate pair."""
+    """Why a text cannot be written as UTF-8, or None: JSON's escapes can spell half of a surrogate
+    pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -270,7 +334,12 @@ def lone_surrogate(text: str) -> str | None:
 
 def dotted(path: tuple[Any, ...]) -> str:
     """A path in nested data, as messages name it."""
-    return ".".join(sanitize(redact(part) if isinstance(part, str) else short(part), 80) for part in path) or "recipe"
+    return (
+        ".".join(
+            sanitize(redact(part) if isinstance(part, str) else short(part), 80) for part in path
+        )
+        or "recipe"
+    )
 
 
 def short(value: Any) -> str:
@@ -285,13 +354,21 @@ def sanitize(text: str, most: int = 500) -> str:
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The known name that is almost the given one, has it as a word, or is most like it; None where none is."""
-    known, given = list(known), given[:100]
+    """The known name that is almost the given one, has it as a word, or is most like it; None where
+    none is.
+    """
+    known = list(known)
+    given = given[:100]
     if almost := difflib.get_close_matches(given, known, n=1, cutoff=0.8):
         return almost[0]
-    names, text = {name.lower(): name for name in known}, given.lower().replace("-", "_")
+    names = {name.lower(): name for name in known}
+    text = given.lower().replace("-", "_")
     close = difflib.get_close_matches(text, names, n=1, cutoff=0.8)
-    near = close or [name for name in names if text in name.split("_")] or difflib.get_close_matches(text, names, n=1)
+    near = (
+        close
+        or [name for name in names if text in name.split("_")]
+        or difflib.get_close_matches(text, names, n=1)
+    )
     return names[near[0]] if near else None
 
 
@@ -304,7 +381,10 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def _reason(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
         known = sorted(_keys_beside(problem["loc"], model))
-        return f"unknown key; {did_you_mean(dotted(problem['loc'][-1:]), known)}Known keys here: {', '.join(known)}"
+        return (
+            f"unknown key; {did_you_mean(dotted(problem['loc'][-1:]), known)}Known keys here:"
+            f" {', '.join(known)}"
+        )
     if problem["type"] == "union_tag_invalid":
         return _choose(problem["ctx"]["tag"], problem["ctx"]["expected_tags"])
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
@@ -369,7 +449,9 @@ def _descend(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[st
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to ``total``, in proportion to the weights, by the largest remainders."""
+    """Whole numbers that add up to ``total``, in proportion to the weights, by the largest
+    remainders.
+    """
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])

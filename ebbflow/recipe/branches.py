@@ -1,4 +1,6 @@
-"""Branches of a round: specialists that are trained side by side, each on prompts and rewards of its own."""
+"""Branches of a round: specialists that are trained side by side, each on prompts and rewards of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ BRANCH = "branch:"
 
 
 class BranchConfig(Strict):
-    """A branch: the stages that name it train a specialist from the policy before them, on prompts and rewards of its own."""
+    """A branch: the stages that name it train a specialist from the policy before them, on prompts
+    and rewards of its own.
+    """
 
     prompts: list[str] = []
     """Names of sets of ``prompts.mixture``; left out, all prompts."""
@@ -31,7 +35,11 @@ def taught_by(stage: StageConfig) -> list[str]:
     """The branches whose policies are teachers of a stage, in the order in which it names them."""
     hyper = stage.hyper
     named = [getattr(hyper, "teacher", None), *getattr(hyper, "teachers", {}).values()]
-    return list(dict.fromkeys(text.removeprefix(BRANCH) for text in named if text and text.startswith(BRANCH)))
+    return list(
+        dict.fromkeys(
+            text.removeprefix(BRANCH) for text in named if text and text.startswith(BRANCH)
+        )
+    )
 
 
 def require_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> None:
@@ -44,21 +52,37 @@ def require_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> 
     for index, stage in enumerate(stages):
         key = f"stages.{index}"
         if stage.branch and stage.branch not in known:
-            raise ValueError(f"{key}.branch = {stage.branch!r}: no such branch; 'branches' has {', '.join(known) or 'none'}")
+            raise ValueError(
+                f"{key}.branch = {stage.branch!r}: no such branch; 'branches' has"
+                f" {', '.join(known) or 'none'}"
+            )
         if stage.branch and getattr(stage, "pairs", None):
-            raise ValueError(f"{key} trains on pairs, whose prompts are of no branch; take branch: {stage.branch} out of it")
+            raise ValueError(
+                f"{key} trains on pairs, whose prompts are of no branch; take branch:"
+                f" {stage.branch} out of it"
+            )
         for name in taught_by(stage):
             if stage.branch:
-                raise ValueError(f"{key} is in a branch and cannot learn from {BRANCH}{name}; take a policy folder or its URI")
+                raise ValueError(
+                    f"{key} is in a branch and cannot learn from {BRANCH}{name}; take a policy"
+                    " folder or its URI"
+                )
             if name not in [earlier.branch for earlier in stages[:index]]:
-                raise ValueError(f"{key} learns from {BRANCH}{name}, of which no stage before it is; give stages branch: {name}")
+                raise ValueError(
+                    f"{key} learns from {BRANCH}{name}, of which no stage before it is; give stages"
+                    f" branch: {name}"
+                )
     for name in known:
         own = [index for index, stage in enumerate(stages) if stage.branch == name]
         if not own:
             raise ValueError(f"branches.{name} has no stage; give stages branch: {name}")
         if between := [index for index in range(own[0], own[-1]) if not stages[index].branch]:
-            raise ValueError(f"stages.{between[0]} is between stages of branches.{name} and in no branch; move it")
+            raise ValueError(
+                f"stages.{between[0]} is between stages of branches.{name} and in no branch;"
+                " move it"
+            )
         if not any(name in taught_by(stage) for stage in stages):
             raise ValueError(
-                f"nothing learns from branches.{name}; name {BRANCH}{name} among the teachers of a distillation after its stages"
+                f"nothing learns from branches.{name}; name {BRANCH}{name} among the teachers of a"
+                " distillation after its stages"
             )

@@ -1,4 +1,6 @@
-"""What a stage chooses besides its algorithm: sampler, engine, window, advantages, reference penalty, correction, optimiser."""
+"""What a stage chooses besides its algorithm: sampler, engine, window, advantages, reference
+penalty, correction, optimiser.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,13 @@ SAMPLERS = {
     "flow_sde": "noise that follows the schedule (Flow-GRPO, 2505.05470); eta .7",
     "dance_sde": "the same noise at every step (DanceGRPO, 2505.07818); eta .3",
     "cps": "keeps the noise level of the path, so that no grain is left (2509.05952); eta .8",
-    "dpm_solver": "deterministic second-order DPM-Solver++ (2211.01095): closer to the exact path in few steps",
-    "unipc": "the same with a corrector after each step (UniPC, 2302.04867), the published solver of Wan",
+    "dpm_solver": (
+        "deterministic second-order DPM-Solver++ (2211.01095): closer to the exact path in few"
+        " steps"
+    ),
+    "unipc": (
+        "the same with a corrector after each step (UniPC, 2302.04867), the published solver of Wan"
+    ),
 }
 STOCHASTIC_SAMPLERS = ("flow_sde", "dance_sde", "cps")
 
@@ -28,14 +35,26 @@ WINDOWS = {
     "random": "a new start at every optimisation step (Flow-GRPO-Fast)",
     "progressive": "moves by 'stride' every 'steps_per_window' optimisation steps (MixGRPO)",
     "decaying": "moves in ever shorter intervals (MixGRPO)",
-    "share": "all steps but the last are stochastic, a random 'share' of them is trained (DanceGRPO)",
+    "share": (
+        "all steps but the last are stochastic, a random 'share' of them is trained (DanceGRPO)"
+    ),
 }
 WINDOW_KEYS: dict[str, tuple[str, ...]] = {
     "all": (),
     "fixed": ("size", "start", "tail"),
     "random": ("size", "start", "tail", "limit", "stride"),
     "progressive": ("size", "start", "tail", "limit", "stride", "steps_per_window", "roll_over"),
-    "decaying": ("size", "start", "tail", "limit", "stride", "steps_per_window", "roll_over", "decay", "decay_after"),
+    "decaying": (
+        "size",
+        "start",
+        "tail",
+        "limit",
+        "stride",
+        "steps_per_window",
+        "roll_over",
+        "decay",
+        "decay_after",
+    ),
     "share": ("share",),
 }
 """The keys that each kind of window uses, apart from ``kind``."""
@@ -56,7 +75,8 @@ class SamplerConfig(Strict):
     """How latents are denoised; the steps are in ``ebbflow.flow``."""
 
     name: Annotated[str, name_or_path(*SAMPLERS)] = Field(
-        "ode", description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md)."
+        "ode",
+        description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md).",
     )
     steps: int = Field(6, ge=2, le=1000)
     eta: float | None = Field(None, gt=0, le=2)
@@ -65,13 +85,22 @@ class SamplerConfig(Strict):
     @property
     def stochastic(self) -> bool:
         """Whether its steps have log-probabilities."""
-        return import_path(self.name).eta is not None if ":" in self.name else self.name in STOCHASTIC_SAMPLERS
+        return (
+            import_path(self.name).eta is not None
+            if ":" in self.name
+            else self.name in STOCHASTIC_SAMPLERS
+        )
 
     @model_validator(mode="after")
     def _path_leads_to_a_sampler(self) -> SamplerConfig:
         if ":" in self.name:
             try:
-                require_members(import_path(self.name), ("step", "eta"), self.name, "ebbflow.flow.transition.Sampler")
+                require_members(
+                    import_path(self.name),
+                    ("step", "eta"),
+                    self.name,
+                    "ebbflow.flow.transition.Sampler",
+                )
             except RecipeError as error:
                 raise ValueError(str(error)) from None
         return self
@@ -79,14 +108,18 @@ class SamplerConfig(Strict):
     @model_validator(mode="after")
     def _cps_turns_at_one(self) -> SamplerConfig:
         if self.name == "cps" and self.eta is not None and self.eta > 1:
-            raise ValueError(f"eta = {self.eta}: the noise of cps, sin(eta * 90 degrees), falls again above 1; take 1 or less")
+            raise ValueError(
+                f"eta = {self.eta}: the noise of cps, sin(eta * 90 degrees), falls again above 1;"
+                " take 1 or less"
+            )
         return self
 
     @model_validator(mode="after")
     def _only_stochastic_samplers_have_noise(self) -> SamplerConfig:
         if self.eta is not None and not self.stochastic:
             raise ValueError(
-                f"{self.name} is deterministic and has no eta; leave it out, or take {', '.join(STOCHASTIC_SAMPLERS)}"
+                f"{self.name} is deterministic and has no eta; leave it out, or take"
+                f" {', '.join(STOCHASTIC_SAMPLERS)}"
             )
         return self
 
@@ -105,17 +138,21 @@ class SizeConfig(Strict):
 
 
 class ParityConfig(Strict):
-    """What another engine has to show before it may generate: log-probs like the training policy's, on the same noise."""
+    """What another engine has to show before it may generate: log-probs like the training policy's,
+    on the same noise.
+    """
 
     samples: int = Field(4, ge=1)
     bar: float | None = Field(None, gt=0)
-    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs here. Left out: the clip range of
-    the algorithm (of ``flow_dppo`` sqrt(2 tau / D)), so that no sample of the gate would have lost its gradient; 1e-3 where
-    nothing is clipped."""
+    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs
+    here. Left out: the clip range of the algorithm (of ``flow_dppo`` sqrt(2 tau / D)), so that no
+    sample of the gate would have lost its gradient; 1e-3 where nothing is clipped.
+    """
 
 
 class WindowConfig(Strict):
-    """Which denoising steps are stochastic and trained; one draw per optimisation step for all samples.
+    """Which denoising steps are stochastic and trained; one draw per optimisation step for all
+    samples.
 
     A key that the kind does not use is an error.
     """
@@ -126,25 +163,33 @@ class WindowConfig(Strict):
     size: int = Field(3, ge=1)
     start: int = Field(0, ge=0)
     limit: float = Field(0.5, gt=0, le=1)
-    """Windows start within this share of the denoising steps: late steps carry mostly noise. ``decaying`` hurries through them
-    instead, and its default is 1."""
+    """Windows start within this share of the denoising steps: late steps carry mostly noise.
+    ``decaying`` hurries through them instead, and its default is 1.
+    """
     stride: int = Field(1, ge=1)
     steps_per_window: int = Field(10, ge=1)
     decay: float = Field(0.1, ge=0)
-    """``decaying``: a window at start t stays for ceil(steps_per_window exp(-decay max(t - decay_after, 0))) steps ..."""
+    """``decaying``: a window at start t stays for ceil(steps_per_window exp(-decay max(t -
+    decay_after, 0))) steps ...
+    """
     decay_after: int | None = Field(None, ge=0)
     """... left out: half of the denoising steps, rounded up (published: 13 of 25)."""
     roll_over: bool = True
     """Begin again at ``start`` after the last window; without it the last window stays."""
     share: float = Field(0.6, gt=0, le=1)
     tail: float | None = Field(None, gt=0, lt=1)
-    """After the window, DPM-Solver++ takes this share of the remaining steps: .4 is MixGRPO-Flash, and .2 with a ``fixed``
-    window at 0 is Flash*."""
+    """After the window, DPM-Solver++ takes this share of the remaining steps: .4 is MixGRPO-Flash,
+    and .2 with a ``fixed`` window at 0 is Flash*.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _decaying_windows_reach_the_end(cls, data: Any) -> Any:
-        return {"limit": 1.0} | data if isinstance(data, dict) and data.get("kind") == "decaying" else data
+        return (
+            {"limit": 1.0} | data
+            if isinstance(data, dict) and data.get("kind") == "decaying"
+            else data
+        )
 
     @model_validator(mode="after")
     def _every_key_is_used(self) -> WindowConfig:
@@ -153,22 +198,30 @@ class WindowConfig(Strict):
         for key, field in WindowConfig.model_fields.items():
             value = getattr(self, key)
             if key not in ("kind", *WINDOW_KEYS[self.kind]) and value != field.default:
-                unused.append(f"{key} = {value!r} (for {', '.join(kind for kind, keys in WINDOW_KEYS.items() if key in keys)})")
+                unused.append(
+                    f"{key} = {value!r} (for"
+                    f" {', '.join(kind for kind, keys in WINDOW_KEYS.items() if key in keys)})"
+                )
         if unused:
             raise ValueError(
-                f"a window of kind {self.kind!r} does not use {' and '.join(unused)}; leave it out, or take a kind that does"
+                f"a window of kind {self.kind!r} does not use {' and '.join(unused)}; leave it out,"
+                " or take a kind that does"
             )
         return self
 
 
 class TreeConfig(Strict):
-    """The samples of a group as leaves of trees: trajectories that split at some denoising steps (BranchGRPO, 2509.06040).
+    """The samples of a group as leaves of trees: trajectories that split at some denoising steps
+    (BranchGRPO, 2509.06040).
 
-    What is before a split is generated and trained once, with the mean reward of the leaves after it.
+    What is before a split is generated and trained once, with the mean reward of the leaves after
+    it.
     """
 
     splits: list[int] = Field([0, 3, 6, 9], min_length=1)
-    """Denoising steps at which every trajectory becomes ``branches``, ascending; they are stochastic in every window."""
+    """Denoising steps at which every trajectory becomes ``branches``, ascending; they are
+    stochastic in every window.
+    """
     branches: int = Field(2, ge=2)
 
     @property
@@ -178,14 +231,21 @@ class TreeConfig(Strict):
 
     @property
     def sharing(self) -> tuple[int, ...]:
-        """The leaves that share the noise of each denoising step, up to the last split; after it each has its own."""
-        before = [sum(split <= step for split in self.splits) for step in range(self.splits[-1] + 1)]
+        """The leaves that share the noise of each denoising step, up to the last split; after it
+        each has its own.
+        """
+        before = [
+            sum(split <= step for split in self.splits) for step in range(self.splits[-1] + 1)
+        ]
         return tuple(self.leaves // self.branches**count for count in before)
 
     @model_validator(mode="after")
     def _splits_follow_each_other(self) -> TreeConfig:
         if self.splits != sorted(set(self.splits)) or self.splits[0] < 0:
-            raise ValueError(f"splits = {self.splits} are denoising steps from 0 on; give each once, in ascending order")
+            raise ValueError(
+                f"splits = {self.splits} are denoising steps from 0 on; give each once, in"
+                " ascending order"
+            )
         return self
 
 
@@ -194,25 +254,38 @@ ADVANTAGE_CLIP = 5.0
 
 
 class AdvantagesConfig(Strict):
-    """A = (R - baseline) / (std + 1e-4) inside the group of a prompt, clamped unless ``clip`` is null."""
+    """A = (R - baseline) / (std + 1e-4) inside the group of a prompt, clamped unless ``clip`` is
+    null.
+    """
 
     std: Literal["global", "group", "none"] = "global"
     """Of the whole batch (Flow-GRPO), of the group (DanceGRPO), or 1 (Dr. GRPO)."""
     clip: float | None = Field(ADVANTAGE_CLIP, gt=0)
-    """Advantages are clamped to +-clip; ``null``, for algorithms on trajectories: not at all (Flow-DPPO)."""
+    """Advantages are clamped to +-clip; ``null``, for algorithms on trajectories: not at all
+    (Flow-DPPO).
+    """
     combine: Literal["per_reward", "sum"] = "per_reward"
-    """Several rewards: each normalised by itself, then added with the weights; or their weighted sum, normalised (Flow-GRPO)."""
+    """Several rewards: each normalised by itself, then added with the weights; or their weighted
+    sum, normalised (Flow-GRPO).
+    """
     trim: float = Field(0.0, ge=0, lt=0.5)
-    """Share of a group left out at either end of its rewards when its baseline, their mean, is taken."""
+    """Share of a group left out at either end of its rewards when its baseline, their mean, is
+    taken.
+    """
     keep_extremes: int | None = Field(None, ge=1)
     """Train on this many best and as many worst samples of each group only."""
     running: bool = False
-    """Baseline and standard deviation of a prompt over all its samples of the stage so far, not of this step alone."""
+    """Baseline and standard deviation of a prompt over all its samples of the stage so far, not of
+    this step alone.
+    """
 
     @model_validator(mode="after")
     def _one_baseline(self) -> AdvantagesConfig:
         if self.trim and self.running:
-            raise ValueError("trim leaves out samples of this step and running averages over earlier ones too; take one of them")
+            raise ValueError(
+                "trim leaves out samples of this step and running averages over earlier ones too;"
+                " take one of them"
+            )
         return self
 
 
@@ -222,15 +295,19 @@ class ReferenceConfig(Strict):
     weight: float = Field(0.0, ge=0)
     """Its weight in the loss; every algorithm has its own default."""
     penalty: Literal["kl", "kl_without_dt", "velocity"] = "velocity"
-    """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step; ``kl_without_dt``: over 2 s^2, as
-    Flow-GRPO's code has it, and under ``cps`` the same as ``kl``; ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on
-    trajectories, ``velocity`` otherwise."""
+    """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step;
+    ``kl_without_dt``: over 2 s^2, as Flow-GRPO's code has it, and under ``cps`` the same as ``kl``;
+    ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity`` otherwise.
+    """
     guidance: float = Field(1.0, ge=1)
-    """Scale of classifier-free guidance of v_ref alone, for algorithms on final latents: their policy is pulled to the base model
-    as it draws with guidance. 1 is none."""
+    """Scale of classifier-free guidance of v_ref alone, for algorithms on final latents: their
+    policy is pulled to the base model as it draws with guidance. 1 is none.
+    """
     adaptive: bool = False
-    """Weigh each row's penalty by its advantage: from 1e-4 at -``advantages.clip`` up to ``weight`` at the other end. What scores
-    badly is left sooner, and what scores well stays near the base model (CRD, 2603.14128)."""
+    """Weigh each row's penalty by its advantage: from 1e-4 at -``advantages.clip`` up to ``weight``
+    at the other end. What scores badly is left sooner, and what scores well stays near the base
+    model (CRD, 2603.14128).
+    """
 
     @property
     def guided(self) -> bool:
@@ -239,55 +316,74 @@ class ReferenceConfig(Strict):
 
 
 class CorrectionConfig(Strict):
-    """What is done about rollouts that another policy made than the one that trains: another engine, precision or version.
+    """What is done about rollouts that another policy made than the one that trains: another
+    engine, precision or version.
 
-    Everything is a function of delta = log-prob under the training policy - log-prob of the rollout, of a sample at a step.
+    Everything is a function of delta = log-prob under the training policy - log-prob of the
+    rollout, of a sample at a step.
     """
 
     mode: Literal["bypass", "decoupled"] = "decoupled"
-    """``bypass``, two policies: the ratio is against the rollout's log-probs. This corrects next to nothing: a ratio of mean
-    log-probs is the true one to the power 1 / D, of its own step alone. ``decoupled``, three policies: the ratio is against the
-    training policy before the updates of this step (one more forward pass), and importance weights correct the rollout."""
+    """``bypass``, two policies: the ratio is against the rollout's log-probs. This corrects next to
+    nothing: a ratio of mean log-probs is the true one to the power 1 / D, of its own step alone.
+    ``decoupled``, three policies: the ratio is against the training policy before the updates of
+    this step (one more forward pass), and importance weights correct the rollout.
+    """
     unit: Literal["mean", "sum"] = "sum"
-    """Scale of delta in weights and thresholds: the sum over the latent's D elements, the true log-density; or their mean, like
-    every log-prob here and in published code, which is D times as small, so that 1e-4 is much."""
+    """Scale of delta in weights and thresholds: the sum over the latent's D elements, the true
+    log-density; or their mean, like every log-prob here and in published code, which is D times as
+    small, so that 1e-4 is much.
+    """
     weights: Literal["none", "truncated", "masked"] = "truncated"
-    """exp(delta), at most ``high``; or exp(delta) where it lies within [``low``, ``high``] and the term dropped elsewhere. Left
-    out in mode ``bypass``: none."""
+    """exp(delta), at most ``high``; or exp(delta) where it lies within [``low``, ``high``] and the
+    term dropped elsewhere. Left out in mode ``bypass``: none.
+    """
     level: Literal["step", "trajectory"] = "step"
-    """One weight per step, which varies less; or one per sample from the sum of its deltas: before the bounds, only this one
-    (with unit ``sum``) gives the gradient of the policy that trains."""
+    """One weight per step, which varies less; or one per sample from the sum of its deltas: before
+    the bounds, only this one (with unit ``sum``) gives the gradient of the policy that trains.
+    """
     low: float = Field(0.8, gt=0, lt=1)
     high: float = Field(1.25, gt=1)
     """Bounds of the weights; left out with unit ``mean``: .9995 and 1.0005."""
     normalise: bool = False
     """Divide the weights by their mean over the batch."""
     reject: Literal["none", "k1", "k2", "k3"] = "none"
-    """Drop rows by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 - delta."""
+    """Drop rows by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 - delta.
+    """
     reject_level: Literal["step", "sequence_mean", "sequence_sum", "sequence_max"] = "step"
-    """What is compared with the threshold: the step's own, or the mean, sum or largest over the sample's steps."""
+    """What is compared with the threshold: the step's own, or the mean, sum or largest over the
+    sample's steps.
+    """
     reject_above: float = Field(0.25, gt=0)
-    """Threshold, on the scale of ``unit``; left out: .25 for k1 and .03 for k2 and k3, with unit ``mean`` 5e-4 and 1.25e-7."""
+    """Threshold, on the scale of ``unit``; left out: .25 for k1 and .03 for k2 and k3, with unit
+    ``mean`` 5e-4 and 1.25e-7.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _weights_follow_the_mode_and_thresholds_the_unit(cls, data: Any) -> Any:
-        """Defaults that catch a stale rollout in every unit: a threshold on the wrong scale never does anything."""
+        """Defaults that catch a stale rollout in every unit: a threshold on the wrong scale never
+        does anything.
+        """
         if not isinstance(data, dict):
             return data
         if data.get("mode") == "bypass":
             data = {"weights": "none"} | data
         squared = data.get("reject") in ("k2", "k3")
         if data.get("unit") == "mean":
-            return {"low": 0.9995, "high": 1.0005, "reject_above": 1.25e-7 if squared else 5e-4} | data
+            return {
+                "low": 0.9995,
+                "high": 1.0005,
+                "reject_above": 1.25e-7 if squared else 5e-4,
+            } | data
         return {"reject_above": 0.03 if squared else 0.25} | data
 
     @model_validator(mode="after")
     def _bypass_has_no_weights(self) -> CorrectionConfig:
         if self.mode == "bypass" and self.weights != "none":
             raise ValueError(
-                f"mode bypass corrects nothing, and weights = {self.weights!r} belong to a ratio against the training policy; "
-                "set weights: none, or mode: decoupled"
+                f"mode bypass corrects nothing, and weights = {self.weights!r} belong to a ratio"
+                " against the training policy; set weights: none, or mode: decoupled"
             )
         return self
 
@@ -300,13 +396,19 @@ SCHEDULES = {
 
 
 class LearningRateScheduleConfig(Strict):
-    """The learning rate at each optimiser step of the stage: it rises over the warm-up, then follows ``kind``."""
+    """The learning rate at each optimiser step of the stage: it rises over the warm-up, then
+    follows ``kind``.
+    """
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description=listed(SCHEDULES))
     warmup: int = Field(0, ge=0)
-    """Optimiser steps of the warm-up: step n, from zero, has the share (n + 1) / (warmup + 1) of lr."""
+    """Optimiser steps of the warm-up: step n, from zero, has the share (n + 1) / (warmup + 1) of
+    lr.
+    """
     updates: int | None = Field(None, ge=1)
-    """Optimiser steps, warm-up included, after which ``linear`` and ``cosine`` stay at ``final``; left out: all of the stage."""
+    """Optimiser steps, warm-up included, after which ``linear`` and ``cosine`` stay at ``final``;
+    left out: all of the stage.
+    """
     final: float = Field(0.0, ge=0, le=1)
     """Share of lr that ``linear`` and ``cosine`` end at."""
 
@@ -319,7 +421,8 @@ class LearningRateScheduleConfig(Strict):
         """The share of lr at an optimiser step, from zero.
 
         Args:
-            updates: optimiser steps of the stage; only of a schedule that falls, and that does not say when it ends.
+            updates: optimiser steps of the stage; only of a schedule that falls, and that does not
+                say when it ends.
         """
         if update < self.warmup:
             return (update + 1) / (self.warmup + 1)
@@ -334,9 +437,15 @@ class LearningRateScheduleConfig(Strict):
     @model_validator(mode="after")
     def _every_key_is_used(self) -> LearningRateScheduleConfig:
         if not self.falls and (self.updates is not None or self.final):
-            raise ValueError("updates and final are for kind linear or cosine; leave them out, or take one of the two")
+            raise ValueError(
+                "updates and final are for kind linear or cosine; leave them out, or take one of"
+                " the two"
+            )
         if self.updates is not None and self.updates <= self.warmup:
-            raise ValueError(f"updates = {self.updates} must be above warmup = {self.warmup}; lower warmup, or raise updates")
+            raise ValueError(
+                f"updates = {self.updates} must be above warmup = {self.warmup}; lower warmup, or"
+                " raise updates"
+            )
         return self
 
 
@@ -344,15 +453,23 @@ class LearningRateFactorConfig(Strict):
     """A factor of the learning rate of some parameters."""
 
     parameters: str = Field(min_length=1)
-    """Pattern of their names, ``*`` for anything: ``"*.lora_B.*"`` with factor 16 is LoRA+ (2402.12354)."""
+    """Pattern of their names, ``*`` for anything: ``"*.lora_B.*"`` with factor 16 is LoRA+
+    (2402.12354).
+    """
     factor: float = Field(ge=0)
     """0 leaves them as they are."""
 
 
 OPTIMIZERS = {
     "adamw": "AdamW (1711.05101)",
-    "muon": "Muon for all matrices, whose step is made orthogonal and as large as AdamW's (2502.16982), AdamW for the rest",
-    "adamw_8bit": "AdamW of bitsandbytes, with moments of 8 bits (2110.02861) in a quarter of the memory; one process trains",
+    "muon": (
+        "Muon for all matrices, whose step is made orthogonal and as large as AdamW's (2502.16982),"
+        " AdamW for the rest"
+    ),
+    "adamw_8bit": (
+        "AdamW of bitsandbytes, with moments of 8 bits (2110.02861) in a quarter of the memory; one"
+        " process trains"
+    ),
 }
 
 
@@ -364,7 +481,9 @@ class OptimizerConfig(Strict):
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
     lr_factors: list[LearningRateFactorConfig] = []
     """Learning rates of some parameters, by their names; the first pattern that fits one counts."""
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.999], min_length=2, max_length=2
+    )
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second."""
@@ -375,17 +494,23 @@ class OptimizerConfig(Strict):
 
     @model_validator(mode="after")
     def _momentum_is_of_muon(self) -> OptimizerConfig:
-        if self.name != "muon" and self.momentum != OptimizerConfig.model_fields["momentum"].default:
+        if (
+            self.name != "muon"
+            and self.momentum != OptimizerConfig.model_fields["momentum"].default
+        ):
             raise ValueError(f"momentum is for name: muon, and {self.name} has betas; leave it out")
         return self
 
     @property
     def divisible(self) -> bool:
-        """Whether its state can be divided among processes and wait in main memory: not in blocks that share a scale."""
+        """Whether its state can be divided among processes and wait in main memory: not in blocks
+        that share a scale.
+        """
         return self.name != "adamw_8bit"
 
     def require_whole_state(self, key: str, sharded: bool, offloaded: bool = False) -> None:
-        """Check that the state stays where the optimiser has it; ``key`` is that of the optimiser in messages.
+        """Check that the state stays where the optimiser has it; ``key`` is that of the optimiser
+        in messages.
 
         Raises:
             RecipeError: it cannot be divided or wait in main memory, and it would be.
@@ -394,13 +519,14 @@ class OptimizerConfig(Strict):
             return
         if offloaded:
             raise RecipeError(
-                f"{key}.name = {self.name!r} has a state that cannot wait in main memory; leave model.cpu_offload out, or take "
-                "adamw"
+                f"{key}.name = {self.name!r} has a state that cannot wait in main memory; leave"
+                " model.cpu_offload out, or take adamw"
             )
         if sharded:
             raise RecipeError(
-                f"{key}.name = {self.name!r} has a state that cannot be divided among processes; train with one "
-                "(EBBFLOW_TRAIN_PROCESSES=1, or resources.training.count: 1 of an online stage), or take adamw"
+                f"{key}.name = {self.name!r} has a state that cannot be divided among processes;"
+                " train with one (EBBFLOW_TRAIN_PROCESSES=1, or resources.training.count: 1 of an"
+                " online stage), or take adamw"
             )
 
     def require_package(self, key: str) -> None:
@@ -411,6 +537,6 @@ class OptimizerConfig(Strict):
         """
         if self.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise RecipeError(
-                f'{key}.name = {self.name!r} needs bitsandbytes, which is not installed; run `pip install "ebbflow[8bit]"`, or '
-                "take adamw"
+                f"{key}.name = {self.name!r} needs bitsandbytes, which is not installed; run `pip"
+                ' install "ebbflow[8bit]"`, or take adamw'
             )

@@ -1,4 +1,6 @@
-"""The defaults of each algorithm next to the published values: ``ebbflow defaults``, and the page ``docs/defaults.md``."""
+"""The defaults of each algorithm next to the published values: ``ebbflow defaults``, and the page
+``docs/defaults.md``.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,46 @@ from ebbflow.recipe.stages import OnlineStageConfig
 PAGE = "docs/defaults.md"
 HEADER = f"""# Defaults, and what was published
 
-`ebbflow defaults` prints this page from the code, `ebbflow defaults ALGORITHM` one table of it; a test holds {PAGE} against the
-code. The column *default* is what an online stage has that names the algorithm and nothing else; offline stages have the same,
-without `updates_per_step`. Where it is not the published value, the remarks begin with **deviates** and say why. Published values
-are for models with 65,536 latent elements and more, most of them for LoRA adapters: recipes for the glyph model say what they
-change.
+`ebbflow defaults` prints this page from the code, `ebbflow defaults ALGORITHM` one table of it; a
+test holds {PAGE} against the code. The column *default* is what an online stage has that names
+the algorithm and nothing else; offline stages have the same, without `updates_per_step`. Where it
+is not the published value, the remarks begin with **deviates** and say why. Published values are
+for models with 65,536 latent elements and more, most of them for LoRA adapters: recipes for the
+glyph model say what they change.
 
 A source is a repository on GitHub, a file, and an entry of it.
 """
 
-ORDER = ("algorithm", "sampler", "window", "advantages", "reference", "optimizer", "updates_per_step", "group_size")
+ORDER = (
+    "algorithm",
+    "sampler",
+    "window",
+    "advantages",
+    "reference",
+    "optimizer",
+    "updates_per_step",
+    "group_size",
+)
 
 
 def defaults_page() -> str:
     """The tables of all algorithms, as Markdown."""
-    return HEADER + "".join(f"\n{defaults_table(name)}" for name, config in ALGORITHMS.items() if config.published)
+    return HEADER + "".join(
+        f"\n{defaults_table(name)}" for name, config in ALGORITHMS.items() if config.published
+    )
 
 
 def defaults_table(name: str) -> str:
-    """The table of one algorithm, as Markdown: setting, default, published value, source and remarks."""
+    """The table of one algorithm, as Markdown: setting, default, published value, source and
+    remarks.
+    """
     config = ALGORITHMS[name]
     lines = [f"## {name}", "", *([f"arXiv {config.paper}", ""] if config.paper else [])]
     lines += ["| setting | default | published | source | remarks |", "|---|---|---|---|---|"]
     values = default_values(config)
-    lines += [_row(key, values, config.published[key]) for key in sorted(config.published, key=_place)]
+    lines += [
+        _row(key, values, config.published[key]) for key in sorted(config.published, key=_place)
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -50,7 +68,11 @@ def default_values(config: type[AlgorithmConfig]) -> dict[str, Any]:
 def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     found = []
     for key, value in values.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+        found += (
+            _leaves(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else [(f"{prefix}{key}", value)]
+        )
     return found
 
 
@@ -62,11 +84,21 @@ def _place(key: str) -> int:
 
 def _row(key: str, values: Mapping[str, Any], row: Published) -> str:
     setting, default = (key, row.ours) if row.ours else (f"`{key}`", _shown(values[key]))
-    remarks = "; ".join(filter(None, [row.deviation and f"**deviates**: {row.deviation}", row.note]))
-    return f"| {setting} | {default} | {_shown(row.value)} | {row.source} | {remarks} |".replace("  ", " ")
+    remarks = "; ".join(
+        filter(None, [row.deviation and f"**deviates**: {row.deviation}", row.note])
+    )
+    return f"| {setting} | {default} | {_shown(row.value)} | {row.source} | {remarks} |".replace(
+        "  ", " "
+    )
 
 
 def _shown(value: Any) -> str:
     if value is None:
         return "none"
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

@@ -33,8 +33,9 @@ class EvaluationConfig(Strict):
     samples: int = Field(4, ge=1, le=64)
     """Samples of each of the ``repeated_prompts``; all other prompts have one."""
     repeated_prompts: int = Field(16, ge=0)
-    """The first held-out prompts, as many as these: their samples say how diverse a prompt's images are, and what the best of
-    them scores."""
+    """The first held-out prompts, as many as these: their samples say how diverse a prompt's images
+    are, and what the best of them scores.
+    """
     confidence: float = Field(0.95, gt=0.5, lt=1)
     resamples: int = Field(10_000, ge=100)
 

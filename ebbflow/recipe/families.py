@@ -1,7 +1,9 @@
-"""The model families: one record each, with all that can be known of a family without importing torch.
+"""The model families: one record each, with all that can be known of a family without importing
+torch.
 
-A record stands in the file of its family, ``ebbflow/models/families/NAME.py``, as ``FAMILY = Family(...)``: a new family is one
-file, and no list of names has to follow. It is read from the text of the file, whose import would bring torch and diffusers.
+A record stands in the file of its family, ``ebbflow/models/families/NAME.py``, as ``FAMILY =
+Family(...)``: a new family is one file, and no list of names has to follow. It is read from the
+text of the file, whose import would bring torch and diffusers.
 """
 
 from __future__ import annotations
@@ -15,17 +17,20 @@ FOLDER = Path(__file__).parents[1] / "models" / "families"
 
 @dataclass(frozen=True)
 class Family:
-    """A model family that Ebbflow ships. A user's family needs no record: the recipe names its adapter.
+    """A model family that Ebbflow ships. A user's family needs no record: the recipe names its
+    adapter.
 
     Attributes:
         adapter: class of its file, an ``ebbflow.models.base.Model``.
         guided: has classifier-free guidance, and so reads negative prompts.
         edits_images: every prompt comes with an image.
-        experts: has a transformer for much noise and one for little, and ``model.expert`` names the one that is trained, or both.
+        experts: has a transformer for much noise and one for little, and ``model.expert`` names the
+            one that is trained, or both.
         diffusers: ``DiffusionPipeline.from_pretrained`` loads its folders, and draws with them.
-        vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment (``containers/vllm_omni``); None: the engine
-            cannot generate with it.
-        tiny: builders of its tiny models (``ebbflow tiny name``), in ``ebbflow/models/tiny/NAME.py``.
+        vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment
+            (``containers/vllm_omni``); None: the engine cannot generate with it.
+        tiny: builders of its tiny models (``ebbflow tiny name``), in
+            ``ebbflow/models/tiny/NAME.py``.
     """
 
     adapter: str

@@ -33,22 +33,30 @@ class GlyphTrainingConfig(Strict):
     width: int = Field(32, ge=16, le=256, multiple_of=8)
     letters: int = Field(4, ge=1, le=16)
     """Letters per string."""
-    alphabets: list[Alphabet] = Field(["capitals"], min_length=1, exclude_if=lambda given: given == ["capitals"])
-    """What the strings are made of, each of one of these. A model without ``lower_case`` reads small letters as capitals."""
+    alphabets: list[Alphabet] = Field(
+        ["capitals"], min_length=1, exclude_if=lambda given: given == ["capitals"]
+    )
+    """What the strings are made of, each of one of these. A model without ``lower_case`` reads
+    small letters as capitals.
+    """
     steps: int = Field(900, ge=1)
     batch: int = Field(64, ge=1)
     lr: float = Field(2e-3, gt=0, le=1)
     ema: float = Field(0.99, ge=0, lt=1)
     caption_noise: float = Field(0.35, ge=0, le=1)
-    """Probability of replacing each letter of a caption in the last third. It leaves reinforcement learning something to improve:
-    without it the base already spells almost everything right."""
+    """Probability of replacing each letter of a caption in the last third. It leaves reinforcement
+    learning something to improve: without it the base already spells almost everything right.
+    """
     seed: int = Field(0, ge=0, lt=2**63)
 
     @field_validator("alphabets")
     @classmethod
     def _each_once(cls, alphabets: list[Alphabet]) -> list[Alphabet]:
         if len(set(alphabets)) < len(alphabets):
-            raise ValueError(f"{', '.join(alphabets)}: each alphabet may be named once; leave out what is there twice")
+            raise ValueError(
+                f"{', '.join(alphabets)}: each alphabet may be named once; leave out what is there"
+                " twice"
+            )
         return alphabets
 
     @property
@@ -58,51 +66,78 @@ class GlyphTrainingConfig(Strict):
 
 
 class FsdpConfig(Strict):
-    """How processes that train together share the weights (FSDP2). One process has all of them, and uses none of these keys."""
+    """How processes that train together share the weights (FSDP2). One process has all of them, and
+    uses none of these keys.
+    """
 
     gather: Literal["float32", "bfloat16"] = "float32"
-    """Of trained weights on their way between processes, and in the network; with ``precision: bfloat16``, bfloat16 sends half as
-    much. Gradients are added in float32, and the optimiser's weights stay float32."""
+    """Of trained weights on their way between processes, and in the network; with ``precision:
+    bfloat16``, bfloat16 sends half as much. Gradients are added in float32, and the optimiser's
+    weights stay float32.
+    """
     keep_gathered: bool = False
-    """In passes without gradient, keep the weights of all blocks from one micro-batch to the next: they are sent once, and every
-    process holds the whole network meanwhile."""
+    """In passes without gradient, keep the weights of all blocks from one micro-batch to the next:
+    they are sent once, and every process holds the whole network meanwhile.
+    """
     prefetch: bool = False
-    """Ask for the weights of the next block before a block computes, not as it ends: for GPUs that wait for their CPU."""
+    """Ask for the weights of the next block before a block computes, not as it ends: for GPUs that
+    wait for their CPU.
+    """
 
 
 class ModelConfig(PretrainedSourceConfig):
-    """The base model: a folder or repository in the Hugging Face layout of its family, or the glyph model, trained here."""
+    """The base model: a folder or repository in the Hugging Face layout of its family, or the glyph
+    model, trained here.
+    """
 
     family: Annotated[str, name_or_path(*FAMILIES)] = "glyph"
-    """A family that Ebbflow ships, or ``package.module:Class``, an adapter of your own (``docs/extending.md``)."""
+    """A family that Ebbflow ships, or ``package.module:Class``, an adapter of your own
+    (``docs/extending.md``).
+    """
     height: int | None = Field(None, ge=8)
-    """Of the images, in pixels; left out, the default of the family's pipeline. The glyph model's is ``training.height``."""
+    """Of the images, in pixels; left out, the default of the family's pipeline. The glyph model's
+    is ``training.height``.
+    """
     width: int | None = Field(None, ge=8)
     frames: int = Field(1, ge=1)
     """Of a video; 1 draws images."""
     expert: Literal["high_noise", "low_noise", "both"] | None = None
-    """Which transformer is trained, of a model with two (``wan_a14b``, ``wan_i2v``); left out, the one for ``high_noise``."""
+    """Which transformer is trained, of a model with two (``wan_a14b``, ``wan_i2v``); left out, the
+    one for ``high_noise``.
+    """
     guidance: float = Field(1.0, ge=1)
-    """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or the guidance that the network
-    takes as an input (``flux``). 1 is none."""
+    """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or
+    the guidance that the network takes as an input (``flux``). 1 is none.
+    """
     max_tokens: int | None = Field(None, ge=1)
-    """Longest prompt, in tokens of the large text encoder; left out, the default of the family's pipeline."""
+    """Longest prompt, in tokens of the large text encoder; left out, the default of the family's
+    pipeline.
+    """
     precision: Precision = "float32"
-    """Of the network's arithmetic in rollout, training and evaluation, and of frozen weights. Latents, log-probs and trained
-    parameters are always float32."""
+    """Of the network's arithmetic in rollout, training and evaluation, and of frozen weights.
+    Latents, log-probs and trained parameters are always float32.
+    """
     gradient_checkpointing: bool = False
     """Recompute the activations of each block in the backward pass: slower, far less memory."""
     gradient_checkpointing_every: int = Field(1, ge=1)
-    """Of the blocks, recompute each so many; the others keep their activations, which costs memory and saves time."""
+    """Of the blocks, recompute each so many; the others keep their activations, which costs memory
+    and saves time.
+    """
     fsdp: FsdpConfig = FsdpConfig()
     cpu_offload: bool = False
-    """Keep in main memory what training needs only now and then: the optimiser's state and the copies of the policy; where
-    several processes share the model (FSDP2), its weights and gradients too, which go to the GPU block by block. Slower."""
+    """Keep in main memory what training needs only now and then: the optimiser's state and the
+    copies of the policy; where several processes share the model (FSDP2), its weights and gradients
+    too, which go to the GPU block by block. Slower.
+    """
     attention: str | None = None
-    """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out, its default."""
+    """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out,
+    its default.
+    """
     compile: Literal["blocks", "off"] = "off"
-    """``blocks`` compiles the network block by block (``torch.compile``) where it generates rollouts and trains: a quarter to a
-    third faster, after a minute or more of compiling in each process that has not got it from torch's cache."""
+    """``blocks`` compiles the network block by block (``torch.compile``) where it generates
+    rollouts and trains: a quarter to a third faster, after a minute or more of compiling in each
+    process that has not got it from torch's cache.
+    """
     training: GlyphTrainingConfig = GlyphTrainingConfig()
 
     @field_validator("compile", mode="before")
@@ -113,7 +148,10 @@ class ModelConfig(PretrainedSourceConfig):
     @model_validator(mode="after")
     def _only_glyph_is_trained_here(self) -> ModelConfig:
         if self.family != "glyph" and self.path is None:
-            raise ValueError(f"family = {self.family!r} needs the 'path' of its base model; only glyph is trained here")
+            raise ValueError(
+                f"family = {self.family!r} needs the 'path' of its base model; only glyph is"
+                " trained here"
+            )
         return self
 
     @model_validator(mode="after")
@@ -121,29 +159,42 @@ class ModelConfig(PretrainedSourceConfig):
         family = FAMILIES.get(self.family)
         if self.expert and family and not family.experts:
             known = ", ".join(name for name, record in FAMILIES.items() if record.experts)
-            raise ValueError(f"expert = {self.expert!r}: {self.family} has one transformer; leave it out, or take {known}")
+            raise ValueError(
+                f"expert = {self.expert!r}: {self.family} has one transformer; leave it out, or"
+                f" take {known}"
+            )
         return self
 
     @model_validator(mode="after")
     def _keys_of_memory_do_something(self) -> ModelConfig:
         if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
             raise ValueError(
-                f"gradient_checkpointing_every = {self.gradient_checkpointing_every} chooses among recomputed blocks; set "
-                "gradient_checkpointing: true, or leave it out"
+                f"gradient_checkpointing_every = {self.gradient_checkpointing_every} chooses among"
+                " recomputed blocks; set gradient_checkpointing: true, or leave it out"
             )
         if self.fsdp.gather == "bfloat16" and self.precision != "bfloat16":
-            raise ValueError(f"fsdp.gather = 'bfloat16' computes in bfloat16, and precision is {self.precision}; set that, too")
+            raise ValueError(
+                f"fsdp.gather = 'bfloat16' computes in bfloat16, and precision is {self.precision};"
+                " set that, too"
+            )
         return self
 
     @model_validator(mode="after")
     def _glyph_draws_as_it_was_trained(self) -> ModelConfig:
         foreign = ("height", "width", "frames", "guidance", "max_tokens", "attention")
-        given = [key for key in foreign if getattr(self, key) != type(self).model_fields[key].default]
+        given = [
+            key for key in foreign if getattr(self, key) != type(self).model_fields[key].default
+        ]
         if self.family == "glyph" and given:
-            raise ValueError(f"{', '.join(given)}: the glyph model draws what it was trained on; set training.height and width")
+            raise ValueError(
+                f"{', '.join(given)}: the glyph model draws what it was trained on; set"
+                " training.height and width"
+            )
         return self
 
 
 def resized(model: ModelConfig, height: int | None, width: int | None) -> ModelConfig:
     """The model with images of another height and width; as they are, where one is None."""
-    return model.model_copy(update={"height": height or model.height, "width": width or model.width})
+    return model.model_copy(
+        update={"height": height or model.height, "width": width or model.width}
+    )

@@ -1,4 +1,5 @@
-"""How an online stage runs: who does its work, on what, and what it logs apart from the training."""
+"""How an online stage runs: who does its work, on what, and what it logs apart from the
+training."""
 
 from __future__ import annotations
 
@@ -10,8 +11,14 @@ from ebbflow.recipe.base import Strict
 
 MODES = {
     "sync": "every step trains on rollouts of the policy as it is",
-    "one_step_off": "while a step trains, the rollouts of the next are generated with the weights that it started from",
-    "async": "rollouts run up to 'staleness' steps ahead, with the newest weights at each of their parts; older ones are dropped",
+    "one_step_off": (
+        "while a step trains, the rollouts of the next are generated with the weights that it"
+        " started from"
+    ),
+    "async": (
+        "rollouts run up to 'staleness' steps ahead, with the newest weights at each of their"
+        " parts; older ones are dropped"
+    ),
 }
 Mode = Literal["sync", "one_step_off", "async"]
 Role = Literal["training", "rollout", "reward"]
@@ -30,7 +37,9 @@ class WorkersConfig(Strict):
 
 
 class ResourcesConfig(Strict):
-    """Who does the work of an online stage. In this process (``placement: in_process``) only ``reward.count`` may be above 1."""
+    """Who does the work of an online stage. In this process (``placement: in_process``) only
+    ``reward.count`` may be above 1.
+    """
 
     training: WorkersConfig = WorkersConfig()
     rollout: WorkersConfig = WorkersConfig()
@@ -48,18 +57,24 @@ class ScoringConfig(Strict):
 
 
 class ValidationConfig(Strict):
-    """Samples of fixed validation prompts with fixed noise, before the first step and while the stage runs."""
+    """Samples of fixed validation prompts with fixed noise, before the first step and while the
+    stage runs.
+    """
 
     every: int = Field(10, ge=1)
     """Steps between two validations."""
     prompts: int = Field(16, ge=1)
     """Validation prompts, the first ones."""
     best: bool = False
-    """End with the policy of the best validation instead of the last one; of those steps that have a checkpoint."""
+    """End with the policy of the best validation instead of the last one; of those steps that have
+    a checkpoint.
+    """
 
 
 class DumpsConfig(Strict):
-    """Rollouts kept to be looked at: images, and a JSON line for each with prompt, target, scores, policy version and seed."""
+    """Rollouts kept to be looked at: images, and a JSON line for each with prompt, target, scores,
+    policy version and seed.
+    """
 
     every: int = Field(10, ge=1)
     """Steps between two dumps."""
@@ -68,7 +83,9 @@ class DumpsConfig(Strict):
 
 
 class ProfileConfig(Strict):
-    """Traces of torch's profiler, and the memory of GPUs, of some steps: of each worker, the first task of the step."""
+    """Traces of torch's profiler, and the memory of GPUs, of some steps: of each worker, the first
+    task of the step.
+    """
 
     steps: list[int] = Field([1], min_length=1)
     """Numbers of the steps, from zero."""
@@ -76,35 +93,56 @@ class ProfileConfig(Strict):
 
 
 class PromptFilterConfig(Strict):
-    """Training prompts that the stage leaves out, after a first pass with the policy that it starts from."""
+    """Training prompts that the stage leaves out, after a first pass with the policy that it starts
+    from.
+    """
 
     prompts: int | None = Field(None, ge=1)
-    """How many the first pass tries, a random choice; the stage trains on what is left of them. Left out: all."""
+    """How many the first pass tries, a random choice; the stage trains on what is left of them.
+    Left out: all.
+    """
     samples: int = Field(4, ge=2)
     """Of each prompt, made and scored as in training."""
     min_reward: float | None = None
     max_reward: float | None = None
-    """A prompt stays whose mean reward, the weighted sum, is neither below the one nor above the other."""
+    """A prompt stays whose mean reward, the weighted sum, is neither below the one nor above the
+    other.
+    """
     min_std: float = Field(0.0, ge=0)
     """A prompt stays whose samples have at least this standard deviation of rewards."""
 
     @model_validator(mode="after")
     def _something_is_left_out(self) -> PromptFilterConfig:
         if self.min_reward is None and self.max_reward is None and not self.min_std:
-            raise ValueError("it leaves nothing out; give min_reward, max_reward or min_std, or leave prompt_filter out")
-        if self.min_reward is not None and self.max_reward is not None and self.min_reward > self.max_reward:
-            raise ValueError(f"min_reward = {self.min_reward:g} is above max_reward = {self.max_reward:g}; raise the second")
+            raise ValueError(
+                "it leaves nothing out; give min_reward, max_reward or min_std, or leave"
+                " prompt_filter out"
+            )
+        if (
+            self.min_reward is not None
+            and self.max_reward is not None
+            and self.min_reward > self.max_reward
+        ):
+            raise ValueError(
+                f"min_reward = {self.min_reward:g} is above max_reward = {self.max_reward:g}; raise"
+                " the second"
+            )
         return self
 
 
 CURRICULA = {
-    "spread": "the standard deviation of its samples' rewards, which is what advantages come from (2408.15099)",
+    "spread": (
+        "the standard deviation of its samples' rewards, which is what advantages come from"
+        " (2408.15099)"
+    ),
     "low_reward": "how far its mean reward is below the best mean so far (Kimi k1.5, 2501.12599)",
 }
 
 
 class CurriculumConfig(Strict):
-    """Prompts are drawn by what their rewards say so far, instead of in turn; those not yet seen count as much as the best."""
+    """Prompts are drawn by what their rewards say so far, instead of in turn; those not yet seen
+    count as much as the best.
+    """
 
     weight: Literal["spread", "low_reward"] = Field(
         "spread", description="; ".join(f"{name}: {text}" for name, text in CURRICULA.items()) + "."
@@ -118,27 +156,39 @@ class CurriculumConfig(Strict):
 class OnlineConfig(Strict):
     """Keys of an online stage, apart from what it learns and how."""
 
-    mode: Mode = Field("sync", description="; ".join(f"{name}: {text}" for name, text in MODES.items()) + ".")
+    mode: Mode = Field(
+        "sync", description="; ".join(f"{name}: {text}" for name, text in MODES.items()) + "."
+    )
     staleness: int = Field(1, ge=1)
-    """With mode ``async``: optimisation steps that the policy may be ahead of the rollouts that it learns from."""
+    """With mode ``async``: optimisation steps that the policy may be ahead of the rollouts that it
+    learns from.
+    """
     placement: Literal["in_process", "ray"] = "in_process"
-    """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray actors."""
+    """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray
+    actors.
+    """
     resources: ResourcesConfig = ResourcesConfig()
     prompt_filter: PromptFilterConfig | None = None
     curriculum: CurriculumConfig | None = None
     rollout_timeout: float = Field(3600, gt=0)
-    """With ``placement: ray``: seconds for the rollouts of one part of a step; then the worker is replaced."""
+    """With ``placement: ray``: seconds for the rollouts of one part of a step; then the worker is
+    replaced.
+    """
     scoring: ScoringConfig = ScoringConfig()
     validation: ValidationConfig | None = None
     dumps: DumpsConfig | None = None
     profile: ProfileConfig | None = None
     statistics_alarm: float | None = Field(2.0, gt=0)
-    """An image statistic (entropy, edges, brightness ...) of a step's samples that differs from the first step's by more than so
-    many of its standard deviations, beyond chance, is warned of and stands in the report; ``null``: none is."""
+    """An image statistic (entropy, edges, brightness ...) of a step's samples that differs from the
+    first step's by more than so many of its standard deviations, beyond chance, is warned of and
+    stands in the report; ``null``: none is.
+    """
 
     def traces(self, role: Role, step: int) -> bool:
         """Whether the work of a role for a step is profiled."""
-        return self.profile is not None and role in self.profile.roles and step in self.profile.steps
+        return (
+            self.profile is not None and role in self.profile.roles and step in self.profile.steps
+        )
 
     @model_validator(mode="after")
     def _one_process_has_one_worker(self) -> OnlineConfig:
@@ -147,17 +197,23 @@ class OnlineConfig(Strict):
         alone: tuple[Role, ...] = ("training", "rollout")
         if several := [role for role in alone if getattr(self.resources, role).count > 1]:
             raise ValueError(
-                f"resources.{several[0]}.count above 1 needs processes of their own; set placement: ray, or leave it at 1"
+                f"resources.{several[0]}.count above 1 needs processes of their own; set placement:"
+                " ray, or leave it at 1"
             )
         for role, workers in self.resources:
-            if shares := [key for key in ("cpus", "gpus", "cores") if vars(workers)[key] != vars(WorkersConfig())[key]]:
+            if shares := [
+                key
+                for key in ("cpus", "gpus", "cores")
+                if vars(workers)[key] != vars(WorkersConfig())[key]
+            ]:
                 raise ValueError(
-                    f"resources.{role}.{shares[0]} is for processes of their own; set placement: ray, or leave it out"
+                    f"resources.{role}.{shares[0]} is for processes of their own; set placement:"
+                    " ray, or leave it out"
                 )
         if self.profile and "reward" in self.profile.roles:
             raise ValueError(
-                "profile.roles has 'reward', which is scored during the rollouts, and torch has one profiler per process; "
-                "set placement: ray, or leave 'reward' out"
+                "profile.roles has 'reward', which is scored during the rollouts, and torch has one"
+                " profiler per process; set placement: ray, or leave 'reward' out"
             )
         return self
 
@@ -165,6 +221,7 @@ class OnlineConfig(Strict):
     def _only_async_is_stale_by_choice(self) -> OnlineConfig:
         if self.mode != "async" and self.staleness != 1:
             raise ValueError(
-                f"staleness = {self.staleness} is for mode: async; mode {self.mode!r} has none to choose, leave it out"
+                f"staleness = {self.staleness} is for mode: async; mode {self.mode!r} has none to"
+                " choose, leave it out"
             )
         return self

@@ -1,4 +1,6 @@
-"""Texts of a recipe that name a file, a folder, a URI or a store: refused where they could not work, before anything runs."""
+"""Texts of a recipe that name a file, a folder, a URI or a store: refused where they could not
+work, before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator
 
-MAX_NAME, MAX_PATH = 255, 4000
-"""Bytes of a name, and of a path, that Linux takes; below the second, to leave room for what a run puts into a folder."""
+MAX_NAME = 255
+MAX_PATH = 4000
+"""Bytes of a name, and of a path, that Linux takes; below the second, to leave room for what a run
+puts into a folder.
+"""
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-PATTERN, HTTP_PATTERN = re.compile(r"[*?[]"), re.compile(r"[*[]")
+PATTERN = re.compile(r"[*?[]")
+HTTP_PATTERN = re.compile(r"[*[]")
 """What Flyte and fsspec take for the pattern of several files."""
 PATH_KEYS = {"path", "source", "held_out_source", "pairs", "teacher"}
 """Keys of a recipe that name files, folders or ``package.module:name``."""
@@ -22,7 +28,9 @@ PATH_MAPPINGS = {"teachers"}
 """Keys of mappings whose values do."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
 SHIPPED = "ebbflow:datasets/"
-"""How the text of a path begins that names a file installed with Ebbflow: it means the same on every machine."""
+"""How the text of a path begins that names a file installed with Ebbflow: it means the same on
+every machine.
+"""
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -35,7 +43,9 @@ def require_path(text: str) -> str:
     if CONTROL.search(text):
         raise ValueError("it has a control character; take it out")
     if (HTTP_PATTERN if re.match("https?://", text) else PATTERN).search(text):
-        raise ValueError("'*', '?' and '[' are patterns of several files; rename the file or folder")
+        raise ValueError(
+            "'*', '?' and '[' are patterns of several files; rename the file or folder"
+        )
     if "://" in text:
         return text
     if text.startswith("~"):
@@ -59,7 +69,8 @@ def require_output(text: str) -> str:
 
 
 def require_store_uri(uri: str) -> str:
-    """Check the URI of an MLflow store. A SQLite store is a file, and its path means the same to everything that reads the URI.
+    """Check the URI of an MLflow store. A SQLite store is a file, and its path means the same to
+    everything that reads the URI.
 
     Raises:
         ValueError: it is not.
@@ -69,7 +80,10 @@ def require_store_uri(uri: str) -> str:
     if SQLITE.match(uri):
         path = uri.removeprefix("sqlite:///")
         if path in (uri, "", ":memory:") or path.startswith("file:"):
-            raise ValueError("a SQLite store is a file that all nodes of a run open; write sqlite:/// and its path")
+            raise ValueError(
+                "a SQLite store is a file that all nodes of a run open; write sqlite:/// and its"
+                " path"
+            )
         require_output(path)
     return uri
 
@@ -81,14 +95,17 @@ def local_path(text: str) -> Path:
 
 def shipped_files() -> list[str]:
     """The prompt files that are installed with Ebbflow, as a recipe names them."""
-    return sorted(f"ebbflow:{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("datasets/*/prompts.*"))
+    return sorted(
+        f"ebbflow:{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("datasets/*/prompts.*")
+    )
 
 
 def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
     """The data of a recipe in ``folder``, with its paths as the working directory sees them.
 
-    A relative path is looked for in ``folder``, then in the working directory; one that is in neither stays as it is, and so does
-    what a hub holds. Paths below the working directory stay relative, so that the recipe means the same on other machines.
+    A relative path is looked for in ``folder``, then in the working directory; one that is in
+    neither stays as it is, and so does what a hub holds. Paths below the working directory stay
+    relative, so that the recipe means the same on other machines.
 
     Args:
         all_paths: every text in this mapping is a path, whatever its key.
@@ -99,9 +116,11 @@ def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
         return data
     names = data.keys() if all_paths else set() if data.get("revision") else PATH_KEYS
     return {
-        key: _resolved(value, folder)
-        if key in names and isinstance(value, str)
-        else resolve_paths(value, folder, key in PATH_MAPPINGS)
+        key: (
+            _resolved(value, folder)
+            if key in names and isinstance(value, str)
+            else resolve_paths(value, folder, key in PATH_MAPPINGS)
+        )
         for key, value in data.items()
     }
 
@@ -114,7 +133,10 @@ def _resolved(text: str, folder: Path) -> str:
     if os.path.exists(text):
         if os.path.samefile(text, in_folder):
             return text
-        warnings.warn(f"{text} is in {folder} and in the working directory; the first is used: rename one", stacklevel=2)
+        warnings.warn(
+            f"{text} is in {folder} and in the working directory; the first is used: rename one",
+            stacklevel=2,
+        )
     relative = os.path.relpath(in_folder)
     return os.path.abspath(in_folder) if relative.startswith("..") else relative
 

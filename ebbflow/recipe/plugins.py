@@ -1,4 +1,6 @@
-"""Names in a recipe that lead to code: what comes with Ebbflow by its name, a user's own by ``package.module:name``."""
+"""Names in a recipe that lead to code: what comes with Ebbflow by its name, a user's own by
+``package.module:name``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def name_or_path(*known: str) -> AfterValidator:
     def check(value: str) -> str:
         if value not in known and not PATH.fullmatch(value):
             hint = did_you_mean(value, known)
-            choices = f"{'Take' if hint else 'take'} {', '.join(known)}, or give" if known else "give"
+            choices = (
+                f"{'Take' if hint else 'take'} {', '.join(known)}, or give" if known else "give"
+            )
             raise ValueError(f"{hint}{choices} package.module:name of your own")
         return value
 
@@ -34,13 +38,17 @@ def import_path(path: str) -> Any:
     """What ``package.module:name`` leads to.
 
     Raises:
-        RecipeError: the module cannot be imported or has no such name. Whatever else goes wrong inside it comes through as it is.
+        RecipeError: the module cannot be imported or has no such name. Whatever else goes wrong
+            inside it comes through as it is.
     """
     module_path, name = path.split(":")
     try:
         module = import_module(module_path)
     except ImportError as error:
-        raise RecipeError(f"{path} cannot be imported ({error}); install its package, or put its folder on PYTHONPATH") from None
+        raise RecipeError(
+            f"{path} cannot be imported ({error}); install its package, or put its folder on"
+            " PYTHONPATH"
+        ) from None
     try:
         return getattr(module, name)
     except AttributeError:
@@ -60,12 +68,16 @@ def modules_of(package: str) -> list[ModuleType]:
 
 
 def built_in(package: str, base: type[C]) -> tuple[type[C], ...]:
-    """The classes below ``base`` in the files of a package that a recipe can name: those whose ``name`` has a default."""
+    """The classes below ``base`` in the files of a package that a recipe can name: those whose
+    ``name`` has a default.
+    """
     return tuple(
         found
         for module in modules_of(package)
         for found in vars(module).values()
-        if isinstance(found, type) and issubclass(found, base) and found.__module__ == module.__name__
+        if isinstance(found, type)
+        and issubclass(found, base)
+        and found.__module__ == module.__name__
         if "name" in found.model_fields and not found.model_fields["name"].is_required()
     )
 

@@ -19,24 +19,35 @@ class PolicyConfig(Strict):
     rank: int = Field(16, ge=1)
     alpha: int = Field(16, ge=1)
     targets: list[str] | None = Field(None, min_length=1)
-    """Names of the linear layers that LoRA adapts, or their ends; left out, those of the model's family."""
+    """Names of the linear layers that LoRA adapts, or their ends; left out, those of the model's
+    family.
+    """
     layers: list[str] | None = Field(None, min_length=1)
-    """Patterns (``*`` for anything) of the layers to train, such as ``"transformer_blocks.1?.*"``; left out, all. Under LoRA, of
-    its ``targets`` those that fit a pattern."""
+    """Patterns (``*`` for anything) of the layers to train, such as ``"transformer_blocks.1?.*"``;
+    left out, all. Under LoRA, of its ``targets`` those that fit a pattern.
+    """
     init: Literal["gaussian", "kaiming"] = "gaussian"
-    """Of the first factors of LoRA: normal with a standard deviation of 1 / rank; or uniform, as its authors' code has it. The
-    second ones are 0, so that the policy starts at the base model, which PiSSA and OLoRA would change."""
+    """Of the first factors of LoRA: normal with a standard deviation of 1 / rank; or uniform, as
+    its authors' code has it. The second ones are 0, so that the policy starts at the base model,
+    which PiSSA and OLoRA would change.
+    """
     rslora: bool = False
-    """Scale adapters by alpha / sqrt(rank), not alpha / rank: their effect does not shrink with the rank (2312.03732)."""
+    """Scale adapters by alpha / sqrt(rank), not alpha / rank: their effect does not shrink with the
+    rank (2312.03732).
+    """
     dora: bool = False
-    """Train the length of each row of an adapted weight apart from its direction (2402.09353): nearer to full training at low
-    ranks, and slower."""
+    """Train the length of each row of an adapted weight apart from its direction (2402.09353):
+    nearer to full training at low ranks, and slower.
+    """
     start: PretrainedSourceConfig | None = None
-    """What training starts from instead of the base model: the policy folder of an earlier run, or a published LoRA (a file, a
-    folder or a repository) of this base, of at most this rank."""
+    """What training starts from instead of the base model: the policy folder of an earlier run, or
+    a published LoRA (a file, a folder or a repository) of this base, of at most this rank.
+    """
     ema: EmaScheduleConfig | None = None
-    """An exponential moving average of the trained parameters, updated after every optimiser step. Where there is one, it is what
-    gets evaluated, promoted and served; training goes on from the parameters themselves."""
+    """An exponential moving average of the trained parameters, updated after every optimiser step.
+    Where there is one, it is what gets evaluated, promoted and served; training goes on from the
+    parameters themselves.
+    """
 
     @property
     def scale(self) -> float:
@@ -47,11 +58,16 @@ class PolicyConfig(Strict):
     def _variants_are_of_adapters(self) -> PolicyConfig:
         variants = {"init": self.init != "gaussian", "rslora": self.rslora, "dora": self.dora}
         if self.train == "full" and (used := [name for name, wanted in variants.items() if wanted]):
-            raise ValueError(f"{', '.join(used)}: is for adapters; set train to lora, or leave it out")
+            raise ValueError(
+                f"{', '.join(used)}: is for adapters; set train to lora, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
     def _a_start_is_somewhere(self) -> PolicyConfig:
         if self.start and not self.start.path:
-            raise ValueError("start needs the 'path' of a policy folder or of a LoRA; leave start out to begin at the base model")
+            raise ValueError(
+                "start needs the 'path' of a policy folder or of a LoRA; leave start out to begin"
+                " at the base model"
+            )
         return self

@@ -1,4 +1,6 @@
-"""Weights that come from elsewhere: a folder, a URI, or a repository of the Hugging Face hub at one commit."""
+"""Weights that come from elsewhere: a folder, a URI, or a repository of the Hugging Face hub at one
+commit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class PretrainedSourceConfig(Strict):
     def _a_revision_is_of_a_repository(self) -> PretrainedSourceConfig:
         if self.revision and not (self.path and REPOSITORY.fullmatch(self.path)):
             raise ValueError(
-                f"revision is the commit of a Hugging Face repository, and path = {self.path!r} is no owner/name; "
-                "give the id of a repository, or leave revision out"
+                f"revision is the commit of a Hugging Face repository, and path = {self.path!r} is"
+                " no owner/name; give the id of a repository, or leave revision out"
             )
         return self

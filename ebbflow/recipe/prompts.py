@@ -32,11 +32,15 @@ class PromptsConfig(Strict):
     """Where prompts come from and how they are split by id."""
 
     source: PathText | None = None
-    """A .txt, .jsonl, .json, .csv, .tsv or .parquet file; left out: random strings for the glyph model. A relative path, here as
-    for every input, is looked for next to the recipe, then in the working directory. ``ebbflow:datasets/signs/prompts.txt`` is
-    installed with Ebbflow, so that every pod has it."""
+    """A .txt, .jsonl, .json, .csv, .tsv or .parquet file; left out: random strings for the glyph
+    model. A relative path, here as for every input, is looked for next to the recipe, then in the
+    working directory. ``ebbflow:datasets/signs/prompts.txt`` is installed with Ebbflow, so that
+    every pod has it.
+    """
     mixture: list[PromptSetConfig] = []
-    """Several files instead of ``source``: every step takes prompts of all of them, in proportion to their weights."""
+    """Several files instead of ``source``: every step takes prompts of all of them, in proportion
+    to their weights.
+    """
     count: int = Field(2048, ge=3)
     """How many strings to make up when there is no source."""
     validation: int = Field(64, ge=1)
@@ -44,8 +48,10 @@ class PromptsConfig(Strict):
     held_out: int = Field(128, ge=2)
     """Prompts that only the report and the promotion gate see."""
     held_out_source: PathText | None = Field(None, exclude_if=partial(operator.is_, None))
-    """A file of its own for the held-out prompts, such as those of a benchmark: ``held_out`` of them, all or a choice that is the
-    same in every run. Its prompts are not trained on. Validation prompts are still of the training set."""
+    """A file of its own for the held-out prompts, such as those of a benchmark: ``held_out`` of
+    them, all or a choice that is the same in every run. Its prompts are not trained on. Validation
+    prompts are still of the training set.
+    """
 
     @property
     def sources(self) -> list[str]:
@@ -58,14 +64,18 @@ class PromptsConfig(Strict):
         return [part.label for part in self.mixture]
 
     def counts(self, prompts: int) -> dict[str, int]:
-        """How many of so many prompts each set of the mixture has, by name: whole numbers by the largest remainders."""
+        """How many of so many prompts each set of the mixture has, by name: whole numbers by the
+        largest remainders.
+        """
         counts = apportion([part.weight for part in self.mixture], prompts)
         return {part.label: count for part, count in zip(self.mixture, counts, strict=True)}
 
     @model_validator(mode="after")
     def _one_or_several_files(self) -> PromptsConfig:
         if self.source and self.mixture:
-            raise ValueError("source and mixture both name files; add the first to the second, or leave one out")
+            raise ValueError(
+                "source and mixture both name files; add the first to the second, or leave one out"
+            )
         names = self.labels
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"mixture has {twice[0]} twice; give one of them another name")
@@ -76,12 +86,18 @@ class PromptsConfig(Strict):
         taken = self.validation + (0 if self.held_out_source else self.held_out)
         if not self.sources and taken >= self.count:
             names = "validation" if self.held_out_source else "validation + held_out"
-            raise ValueError(f"{names} = {taken} leaves nothing of count = {self.count} to train on")
+            raise ValueError(
+                f"{names} = {taken} leaves nothing of count = {self.count} to train on"
+            )
         return self
 
     @model_validator(mode="after")
     def _a_held_out_file_has_a_number(self) -> PromptsConfig:
-        """A default would evaluate a part of a benchmark, whose numbers then compare with nothing."""
+        """A default would evaluate a part of a benchmark, whose numbers then compare with
+        nothing."""
         if self.held_out_source and "held_out" not in self.model_fields_set:
-            raise ValueError("held_out_source needs held_out, the number of its prompts to evaluate: all of them for a benchmark")
+            raise ValueError(
+                "held_out_source needs held_out, the number of its prompts to evaluate: all of them"
+                " for a benchmark"
+            )
         return self

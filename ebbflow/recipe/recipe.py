@@ -10,7 +10,14 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ebbflow.recipe.algorithms import MatchingConfig
 from ebbflow.recipe.base import (
@@ -44,7 +51,12 @@ from ebbflow.recipe.rewards import (
     require_prompt_sets,
     without_reward,
 )
-from ebbflow.recipe.stages import AnyStageConfig, CustomStageConfig, OfflineStageConfig, OnlineStageConfig
+from ebbflow.recipe.stages import (
+    AnyStageConfig,
+    CustomStageConfig,
+    OfflineStageConfig,
+    OnlineStageConfig,
+)
 from ebbflow.recipe.yaml_text import describe_yaml_error, read_yaml
 
 MAX_BYTES = 2**16
@@ -54,19 +66,25 @@ SHIPPED = "workflows/recipes"
 
 
 class StopRuleConfig(Strict):
-    """Ends the rounds early: the validation reward has not grown by ``min_delta`` for ``patience`` rounds."""
+    """Ends the rounds early: the validation reward has not grown by ``min_delta`` for ``patience``
+    rounds.
+    """
 
     patience: int = Field(2, ge=1)
     min_delta: float = Field(0.0, ge=0)
 
 
 class TrackingConfig(Strict):
-    """Where runs are tracked; ``MLFLOW_TRACKING_URI`` when ``uri`` is left out, a SQLite file in ``output`` without it."""
+    """Where runs are tracked; ``MLFLOW_TRACKING_URI`` when ``uri`` is left out, a SQLite file in
+    ``output`` without it.
+    """
 
     experiment: str = Field("ebbflow", min_length=1, max_length=MAX_LENGTH)
     uri: StoreText | None = None
     sinks: list[Literal["tensorboard", "wandb"]] = []
-    """Where the curves of a run also go; each needs its package (docs/metrics.md). One that fails is a warning."""
+    """Where the curves of a run also go; each needs its package (docs/metrics.md). One that fails
+    is a warning.
+    """
 
 
 class Recipe(Strict):
@@ -79,22 +97,31 @@ class Recipe(Strict):
     threads: int = Field(1, ge=1)
     """Torch threads per process: small models do not gain from more unless the cores are idle."""
     deterministic: bool = False
-    """On a GPU: kernels that give the same bytes every time, slower; an operation that has none is an error (docs/bitwise.md)."""
+    """On a GPU: kernels that give the same bytes every time, slower; an operation that has none is
+    an error (docs/bitwise.md).
+    """
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
     rewards: list[AnyRewardConfig] = Field([reward("ocr")], min_length=1)
     """What is trained on: the weighted sum of these."""
     guardrails: list[AnyRewardConfig] = [reward("tesseract"), reward("similarity")]
-    """Metrics that are watched and never trained on; one that is not installed is reported and left out."""
+    """Metrics that are watched and never trained on; one that is not installed is reported and left
+    out.
+    """
     max_failed_share: float = Field(0.05, ge=0, lt=1)
-    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops; also of the held-out samples
-    on which a guardrail may fail before the gate refuses."""
+    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops;
+    also of the held-out samples on which a guardrail may fail before the gate refuses.
+    """
     policy: PolicyConfig = PolicyConfig()
     rounds: int = Field(1, ge=1, le=20)
     stages: list[AnyStageConfig] = Field([OnlineStageConfig(), OfflineStageConfig()], min_length=1)
     """What one round does, in order; stages of ``branches`` side by side."""
-    branches: dict[Annotated[str, Field(pattern=NAME, max_length=MAX_LENGTH)], BranchConfig] = Field({}, exclude_if=operator.not_)
-    """Specialists of a round, by their names; a distillation then has them as teachers (docs/branches.md)."""
+    branches: dict[Annotated[str, Field(pattern=NAME, max_length=MAX_LENGTH)], BranchConfig] = (
+        Field({}, exclude_if=operator.not_)
+    )
+    """Specialists of a round, by their names; a distillation then has them as teachers
+    (docs/branches.md).
+    """
     stop: StopRuleConfig = StopRuleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
@@ -104,20 +131,33 @@ class Recipe(Strict):
     @classmethod
     def _rewards_are_a_list(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            raise ValueError("give a list of rewards; what is only watched is a list under 'guardrails', beside 'rewards'")
+            raise ValueError(
+                "give a list of rewards; what is only watched is a list under 'guardrails', beside"
+                " 'rewards'"
+            )
         return given
 
     @model_validator(mode="after")
     def _guardrails_are_not_trained_on(self) -> Recipe:
         watched = [config.column for config in self.guardrails]
-        trained = [[config.column for config in rewards] for rewards in (self.rewards, *self._rewards_of_branches)]
+        trained = [
+            [config.column for config in rewards]
+            for rewards in (self.rewards, *self._rewards_of_branches)
+        ]
         for names in (*trained, watched):
             if len(set(names)) < len(names):
-                raise ValueError(f"each reward may be named once, got {names}; give one of them a 'label'")
+                raise ValueError(
+                    f"each reward may be named once, got {names}; give one of them a 'label'"
+                )
         if both := {name for names in trained for name in names} & set(watched):
-            raise ValueError(f"{sorted(both)} cannot be trained on and be a guardrail; take it out of 'guardrails'")
+            raise ValueError(
+                f"{sorted(both)} cannot be trained on and be a guardrail; take it out of"
+                " 'guardrails'"
+            )
         if weighed := [guardrail.column for guardrail in self.guardrails if guardrail.weight != 1]:
-            raise ValueError(f"a guardrail has no weight, since it is only watched; take it from {weighed}")
+            raise ValueError(
+                f"a guardrail has no weight, since it is only watched; take it from {weighed}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -125,49 +165,80 @@ class Recipe(Strict):
         require_prompt_sets("rewards", self.rewards, self.prompts.labels)
         require_prompt_sets("guardrails", self.guardrails, self.prompts.labels)
         for name in (None, *self.branches):
-            view, key = self.of_branch(name), f"branches.{name}.rewards" if name else "rewards"
+            view = self.of_branch(name)
+            key = f"branches.{name}.rewards" if name else "rewards"
             if name:
                 require_prompt_sets(key, self.branches[name].rewards, view.prompts.labels)
             if without := without_reward(view.rewards, view.prompts.labels):
-                raise ValueError(f"{key}: none of them scores the prompt set {without[0]}; add it to the 'prompts' of one")
+                raise ValueError(
+                    f"{key}: none of them scores the prompt set {without[0]}; add it to the"
+                    " 'prompts' of one"
+                )
         if self.prompts.held_out_source and all(reward.prompts for reward in self.rewards):
-            raise ValueError("rewards: each names prompt sets, and prompts.held_out_source is none; leave 'prompts' of one out")
+            raise ValueError(
+                "rewards: each names prompt sets, and prompts.held_out_source is none; leave"
+                " 'prompts' of one out"
+            )
         return self
 
     @model_validator(mode="after")
     def _evaluations_have_a_reward(self) -> Recipe:
-        """Of rewards that come with Ebbflow: whether a user's own compares is known once it is imported."""
+        """Of rewards that come with Ebbflow: whether a user's own compares is known once it is
+        imported.
+        """
         for name in (None, *self.branches):
-            view, key = self.of_branch(name), f"branches.{name}.rewards" if name and self.branches[name].rewards else "rewards"
-            evaluated = [reward for reward in view.rewards if isinstance(reward, CustomRewardConfig) or not reward.compares]
+            view = self.of_branch(name)
+            key = f"branches.{name}.rewards" if name and self.branches[name].rewards else "rewards"
+            evaluated = [
+                reward
+                for reward in view.rewards
+                if isinstance(reward, CustomRewardConfig) or not reward.compares
+            ]
             sets = view.prompts.labels
-            if not evaluated or without_reward(evaluated, sets) != without_reward(view.rewards, sets):
+            if not evaluated or without_reward(evaluated, sets) != without_reward(
+                view.rewards, sets
+            ):
                 raise ValueError(ONLY_COMPARISONS.format(key))
-        watched = [guardrail for guardrail in self.guardrails if not isinstance(guardrail, CustomRewardConfig)]
+        watched = [
+            guardrail
+            for guardrail in self.guardrails
+            if not isinstance(guardrail, CustomRewardConfig)
+        ]
         if compared := [guardrail.column for guardrail in watched if guardrail.compares]:
             raise ValueError(GUARDRAIL_COMPARES.format(compared[0]))
         return self
 
     @model_validator(mode="after")
     def _the_model_draws_what_rewards_score(self) -> Recipe:
-        if "lower_case" in self.model.training.alphabets and any(config.name == "recognizer" for config in self._all_rewards):
-            raise ValueError("recognizer reads capitals alone, and model.training.alphabets has lower_case; take ocr, case: kept")
-        if self.model.frames == 1 and (strange := [config.column for config in self._all_rewards if config.needs_videos]):
+        if "lower_case" in self.model.training.alphabets and any(
+            config.name == "recognizer" for config in self._all_rewards
+        ):
             raise ValueError(
-                f"{strange[0]} scores videos, and model.frames = 1 draws images; raise it, or leave {strange[0]} out"
+                "recognizer reads capitals alone, and model.training.alphabets has lower_case; take"
+                " ocr, case: kept"
+            )
+        if self.model.frames == 1 and (
+            strange := [config.column for config in self._all_rewards if config.needs_videos]
+        ):
+            raise ValueError(
+                f"{strange[0]} scores videos, and model.frames = 1 draws images; raise it, or leave"
+                f" {strange[0]} out"
             )
         return self
 
     @model_validator(mode="after")
     def _tolerances_are_of_guardrails(self) -> Recipe:
-        known, tolerance = [guardrail.column for guardrail in self.guardrails], self.promotion.guardrail_tolerance
+        known = [guardrail.column for guardrail in self.guardrails]
+        tolerance = self.promotion.guardrail_tolerance
         for unit in ("standard_deviations", "absolute"):
             for name in getattr(tolerance, unit):
                 if name not in known:
                     nearest = difflib.get_close_matches(name, known, n=1)
                     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
                     key = dotted(("promotion", "guardrail_tolerance", unit, name))
-                    raise RecipeError(f"{key}: no such guardrail; {hint}It has {', '.join(known) or 'none'}")
+                    raise RecipeError(
+                        f"{key}: no such guardrail; {hint}It has {', '.join(known) or 'none'}"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -176,7 +247,8 @@ class Recipe(Strict):
         for name, branch in self.branches.items():
             if strange := [part for part in branch.prompts if part not in sets]:
                 raise ValueError(
-                    f"branches.{name}.prompts: prompts.mixture has no set {strange[0]!r}, only {', '.join(sets) or 'no sets'}"
+                    f"branches.{name}.prompts: prompts.mixture has no set {strange[0]!r}, only"
+                    f" {', '.join(sets) or 'no sets'}"
                 )
         require_branches(self.branches, self.stages)
         return self
@@ -185,13 +257,17 @@ class Recipe(Strict):
     def _every_prompt_set_has_its_share(self) -> Recipe:
         for index, stage in enumerate(self.stages):
             from_pairs = isinstance(stage, OfflineStageConfig) and stage.pairs
-            key = None if from_pairs else {"online": "prompts_per_step", "offline": "prompts"}.get(stage.kind)
+            key = (
+                None
+                if from_pairs
+                else {"online": "prompts_per_step", "offline": "prompts"}.get(stage.kind)
+            )
             wanted = getattr(stage, key) if key else 0
             counts = self.of_branch(stage.branch).prompts.counts(wanted) if wanted else {}
             if empty := [name for name, count in counts.items() if not count]:
                 raise ValueError(
-                    f"stages.{index}.{key} = {wanted} gives the prompt set {empty[0]} less than one prompt; raise it, or "
-                    "the set's weight in prompts.mixture"
+                    f"stages.{index}.{key} = {wanted} gives the prompt set {empty[0]} less than one"
+                    " prompt; raise it, or the set's weight in prompts.mixture"
                 )
         return self
 
@@ -204,34 +280,48 @@ class Recipe(Strict):
             given = f"stages.{index}.algorithm.teachers = {', '.join(teachers)}"
             if strange := sorted(teachers.keys() - set(names)):
                 raise ValueError(
-                    f"{given}: prompts.mixture has no set {strange[0]!r}, only {', '.join(names) or 'no sets'}; name the sets"
+                    f"{given}: prompts.mixture has no set {strange[0]!r}, only"
+                    f" {', '.join(names) or 'no sets'}; name the sets"
                 )
             if without := [name for name in names if name not in teachers]:
                 raise ValueError(
-                    f"{given}: the prompt set {without[0]} has no teacher; name one for every set of prompts.mixture"
+                    f"{given}: the prompt set {without[0]} has no teacher; name one for every set"
+                    " of prompts.mixture"
                 )
         return self
 
     @model_validator(mode="after")
     def _students_have_a_teacher(self) -> Recipe:
-        """The velocity of a student of few steps is no score, so it cannot be the teacher of another."""
+        """The velocity of a student of few steps is no score, so it cannot be the teacher of
+        another.
+        """
         for index, stage in enumerate(self.stages):
-            key, named = f"stages.{index}.algorithm", taught_by(stage)
+            key = f"stages.{index}.algorithm"
+            named = taught_by(stage)
             if not isinstance(stage.hyper, MatchingConfig) or (stage.hyper.teacher and not named):
                 continue
-            branch, end = stage.branch, index
-            policy = f"{key} has no teacher, so that it learns from the policy before it, and that is"
+            branch = stage.branch
+            end = index
+            policy = (
+                f"{key} has no teacher, so that it learns from the policy before it, and that is"
+            )
             if named:
                 branch = named[0]
-                end = 1 + max(number for number in range(index) if self.stages[number].branch == branch)
+                end = 1 + max(
+                    number for number in range(index) if self.stages[number].branch == branch
+                )
                 policy = f"{key}.teacher = {stage.hyper.teacher!r} is"
             if students := self._students_before(end, branch):
                 since = f"since stages.{students[0]}" if students[0] < end else "in round 2"
-                raise ValueError(f"{policy} a student of few steps {since}; give teacher a policy folder")
+                raise ValueError(
+                    f"{policy} a student of few steps {since}; give teacher a policy folder"
+                )
         return self
 
     def _students_before(self, end: int, branch: str | None) -> list[int]:
-        """The stages that make a student of few steps of the policy that a branch, or none, has before a stage."""
+        """The stages that make a student of few steps of the policy that a branch, or none, has
+        before a stage.
+        """
         return [
             index
             for index, stage in enumerate(self.stages)
@@ -248,36 +338,50 @@ class Recipe(Strict):
                 continue
             if self.model.guidance > 1 and (family is None or family.guided):
                 raise ValueError(
-                    f"stages.{index}: a student of {stage.algorithm_name} generates without guidance, and model.guidance = "
-                    f"{self.model.guidance:g}; set it to 1, and algorithm.guidance to that of the teacher"
+                    f"stages.{index}: a student of {stage.algorithm_name} generates without"
+                    f" guidance, and model.guidance = {self.model.guidance:g}; set it to 1, and"
+                    " algorithm.guidance to that of the teacher"
                 )
             if hyper.guidance > 1 and family and not family.guided:
                 raise ValueError(
-                    f"stages.{index}.algorithm.guidance = {hyper.guidance:g} needs classifier-free guidance, which model.family "
-                    f"= {self.model.family!r} has not; leave it out"
+                    f"stages.{index}.algorithm.guidance = {hyper.guidance:g} needs classifier-free"
+                    f" guidance, which model.family = {self.model.family!r} has not; leave it out"
                 )
             if self.model.precision == "float16":
-                raise ValueError(f"stages.{index}: the fake score of {stage.algorithm_name} has no float16; take bfloat16")
+                raise ValueError(
+                    f"stages.{index}: the fake score of {stage.algorithm_name} has no float16; take"
+                    " bfloat16"
+                )
         return self
 
     @model_validator(mode="after")
     def _rollouts_can_be_computed(self) -> Recipe:
         rough = self.model.precision
         for index, stage in enumerate(self.stages):
-            if rough != "float32" and stage.rollout_precision == "float32" and self.policy.train == "lora":
+            if (
+                rough != "float32"
+                and stage.rollout_precision == "float32"
+                and self.policy.train == "lora"
+            ):
                 raise ValueError(
-                    f"stages.{index}.rollout_precision = 'float32' cannot be had from weights kept in model.precision = "
-                    f"{rough!r}; set model.precision to float32, or leave rollout_precision out"
+                    f"stages.{index}.rollout_precision = 'float32' cannot be had from weights kept"
+                    f" in model.precision = {rough!r}; set model.precision to float32, or leave"
+                    " rollout_precision out"
                 )
         return self
 
     @model_validator(mode="after")
     def _weights_stay_until_the_update(self) -> Recipe:
         for index, stage in enumerate(self.stages):
-            if self.model.cpu_offload and isinstance(stage, OnlineStageConfig) and stage.reuse_rollout_forward:
+            if (
+                self.model.cpu_offload
+                and isinstance(stage, OnlineStageConfig)
+                and stage.reuse_rollout_forward
+            ):
                 raise ValueError(
-                    f"stages.{index}.reuse_rollout_forward goes back through the weights of the rollout, and model.cpu_offload "
-                    "overwrites them meanwhile; leave one of them out"
+                    f"stages.{index}.reuse_rollout_forward goes back through the weights of the"
+                    " rollout, and model.cpu_offload overwrites them meanwhile; leave one of"
+                    " them out"
                 )
         return self
 
@@ -285,7 +389,9 @@ class Recipe(Strict):
     def _optimizers_have_their_state_whole(self) -> Recipe:
         for index, stage in enumerate(self.stages):
             sharded = isinstance(stage, OnlineStageConfig) and stage.resources.training.count > 1
-            stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded, self.model.cpu_offload)
+            stage.optimizer.require_whole_state(
+                f"stages.{index}.optimizer", sharded, self.model.cpu_offload
+            )
         return self
 
     @model_validator(mode="after")
@@ -294,8 +400,9 @@ class Recipe(Strict):
         for index, stage in enumerate(self.stages):
             if stage.engine == "vllm_omni" and self.model.family not in known:
                 raise ValueError(
-                    f"stages.{index}.engine = 'vllm_omni' generates with {' and '.join(known)}, not with model.family = "
-                    f"{self.model.family!r}; set engine: diffusers, or leave it out"
+                    f"stages.{index}.engine = 'vllm_omni' generates with {' and '.join(known)}, not"
+                    f" with model.family = {self.model.family!r}; set engine: diffusers, or leave"
+                    " it out"
                 )
         return self
 
@@ -304,8 +411,8 @@ class Recipe(Strict):
         for index, stage in enumerate(self.stages):
             if stage.engine == "vllm_omni" and (self.policy.rslora or self.policy.dora):
                 raise ValueError(
-                    f"stages.{index}.engine = 'vllm_omni' knows adapters without policy.rslora and policy.dora; leave them out, "
-                    "or set engine: diffusers"
+                    f"stages.{index}.engine = 'vllm_omni' knows adapters without policy.rslora and"
+                    " policy.dora; leave them out, or set engine: diffusers"
                 )
         return self
 
@@ -315,8 +422,9 @@ class Recipe(Strict):
         for index, stage in enumerate(self.stages):
             if stage.reference.guided and self.model.family in unguided:
                 raise ValueError(
-                    f"stages.{index}.reference.guidance = {stage.reference.guidance:g} (a default of some algorithms) needs "
-                    f"classifier-free guidance, which model.family = {self.model.family!r} has not; set reference.guidance to 1"
+                    f"stages.{index}.reference.guidance = {stage.reference.guidance:g} (a default"
+                    " of some algorithms) needs classifier-free guidance, which model.family ="
+                    f" {self.model.family!r} has not; set reference.guidance to 1"
                 )
         return self
 
@@ -324,8 +432,8 @@ class Recipe(Strict):
     def _deterministic_kernels_are_torchs_own(self) -> Recipe:
         if self.deterministic and "native" not in (attention := self.model.attention or "native"):
             raise ValueError(
-                f"deterministic: torch cannot tell whether the kernels of model.attention = {attention!r} add in a fixed order; "
-                "take native, or leave it out"
+                "deterministic: torch cannot tell whether the kernels of model.attention ="
+                f" {attention!r} add in a fixed order; take native, or leave it out"
             )
         return self
 
@@ -333,19 +441,27 @@ class Recipe(Strict):
     def _guidance_can_be_left_out(self) -> Recipe:
         family = FAMILIES.get(self.model.family)
         for index, stage in enumerate(self.stages):
-            if not stage.guidance_in_loss and (self.model.guidance == 1 or (family and not family.guided)):
+            if not stage.guidance_in_loss and (
+                self.model.guidance == 1 or (family and not family.guided)
+            ):
                 raise ValueError(
-                    f"stages.{index}.guidance_in_loss = False, and model.family = {self.model.family!r} with model.guidance = "
-                    f"{self.model.guidance:g} has no classifier-free guidance to leave out; leave guidance_in_loss out"
+                    f"stages.{index}.guidance_in_loss = False, and model.family ="
+                    f" {self.model.family!r} with model.guidance = {self.model.guidance:g} has no"
+                    " classifier-free guidance to leave out; leave guidance_in_loss out"
                 )
         return self
 
     @model_validator(mode="after")
     def _the_evaluated_size_is_possible(self) -> Recipe:
-        sizes = {key: size for key in ("height", "width") if (size := getattr(self.evaluation, key))}
+        sizes = {
+            key: size for key in ("height", "width") if (size := getattr(self.evaluation, key))
+        }
         if sizes and self.model.family == "glyph":
             key, size = next(iter(sizes.items()))
-            raise ValueError(f"evaluation.{key} = {size}: the glyph model draws the size that it was trained on; leave it out")
+            raise ValueError(
+                f"evaluation.{key} = {size}: the glyph model draws the size that it was trained on;"
+                " leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -353,43 +469,62 @@ class Recipe(Strict):
         family = FAMILIES.get(self.model.family)
         index = next((index for index, stage in enumerate(self.stages) if stage.sizes), None)
         if index is not None and self.model.family == "glyph":
-            raise ValueError(f"stages.{index}.sizes: the glyph model draws the size that it was trained on; leave sizes out")
+            raise ValueError(
+                f"stages.{index}.sizes: the glyph model draws the size that it was trained on;"
+                " leave sizes out"
+            )
         if index is not None and family and family.edits_images:
             raise ValueError(
-                f"stages.{index}.sizes: {self.model.family} draws the images that it edits in one size; leave sizes out"
+                f"stages.{index}.sizes: {self.model.family} draws the images that it edits in one"
+                " size; leave sizes out"
             )
         return self
 
     @model_validator(mode="wrap")  # type: ignore[arg-type, unused-ignore]  # mypy finds it or not, by the order of the files
     @classmethod
-    def _explain_what_is_wrong(cls, data: Any, handler: ModelWrapValidatorHandler[Recipe], info: ValidationInfo) -> Recipe:
+    def _explain_what_is_wrong(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Recipe], info: ValidationInfo
+    ) -> Recipe:
         context = info.context or {}
         locate = context.get("locate", nowhere)
         try:
             values = iter_leaves(data)
             require_no_secrets(values, locate)
-            recipe: Recipe = handler(resolve_paths(data, context["folder"]) if "folder" in context else data)
+            recipe: Recipe = handler(
+                resolve_paths(data, context["folder"]) if "folder" in context else data
+            )
             require_plain(values, locate)
         except ValidationError as error:
-            raise RecipeError(f"this recipe cannot be run:\n{explain(error, cls, locate)}") from None
+            raise RecipeError(
+                f"this recipe cannot be run:\n{explain(error, cls, locate)}"
+            ) from None
         except RecipeError as error:
             raise RecipeError(f"this recipe cannot be run:\n{error}") from None
         return recipe
 
     @property
     def own_paths(self) -> list[str]:
-        """Paths to a user's own code that nothing imports while the recipe is read: rewards, the family, engines, stage kinds."""
-        rewards = [config.path for config in self._all_rewards if isinstance(config, CustomRewardConfig)]
+        """Paths to a user's own code that nothing imports while the recipe is read: rewards, the
+        family, engines, stage kinds.
+        """
+        rewards = [
+            config.path for config in self._all_rewards if isinstance(config, CustomRewardConfig)
+        ]
         kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
         engines = [stage.engine for stage in self.stages]
-        return [path for path in (*rewards, self.model.family, *engines, *kinds, self.evaluation.sampler) if ":" in path]
+        return [
+            path
+            for path in (*rewards, self.model.family, *engines, *kinds, self.evaluation.sampler)
+            if ":" in path
+        ]
 
     @property
     def evaluated_rewards(self) -> list[RewardConfig]:
         """Those of ``rewards`` that score single images, as an evaluation does.
 
         Raises:
-            RecipeError: there are none, or none for a prompt set, or nothing can be imported from the path of a user's own.
+            RecipeError: there are none, or none for a prompt set, or nothing can be imported from
+                the path of a user's own.
         """
         found = [reward for reward in self.rewards if not reward.compares]
         if not found or without_reward(found, self.prompts.labels):
@@ -398,8 +533,14 @@ class Recipe(Strict):
 
     @property
     def rollout_models(self) -> list[ModelConfig]:
-        """The base model as rollouts have it: in its own size, where a stage names no ``sizes``, and in the largest of those."""
-        largest = max((size for stage in self.stages for size in stage.sizes), key=lambda s: s.height * s.width, default=None)
+        """The base model as rollouts have it: in its own size, where a stage names no ``sizes``,
+        and in the largest of those.
+        """
+        largest = max(
+            (size for stage in self.stages for size in stage.sizes),
+            key=lambda s: s.height * s.width,
+            default=None,
+        )
         own = [self.model] * (not all(stage.sizes for stage in self.stages))
         return [*own, *([resized(self.model, largest.height, largest.width)] if largest else [])]
 
@@ -412,7 +553,11 @@ class Recipe(Strict):
     def num_evaluated(self) -> int:
         """Samples of one evaluation."""
         repeated = min(self.evaluation.repeated_prompts, self.prompts.held_out)
-        return self.prompts.validation + self.prompts.held_out + repeated * (self.evaluation.samples - 1)
+        return (
+            self.prompts.validation
+            + self.prompts.held_out
+            + repeated * (self.evaluation.samples - 1)
+        )
 
     @property
     def digest(self) -> str:
@@ -420,20 +565,28 @@ class Recipe(Strict):
         return hashlib.sha256(self.canonical.encode()).hexdigest()
 
     def stage_label(self, round_index: int, stage_index: int) -> str:
-        """How a stage is called everywhere, counted from one: ``"2.1 online"``, or ``"2.1 online letters"`` in a branch."""
+        """How a stage is called everywhere, counted from one: ``"2.1 online"``, or ``"2.1 online
+        letters"`` in a branch.
+        """
         stage = self.stages[stage_index]
-        return f"{round_index + 1}.{stage_index + 1} {stage.kind}" + (f" {stage.branch}" if stage.branch else "")
+        return f"{round_index + 1}.{stage_index + 1} {stage.kind}" + (
+            f" {stage.branch}" if stage.branch else ""
+        )
 
     def branch_label(self, round_index: int, name: str) -> str:
         """How a branch is called in a round, counted from one: ``"2 letters"``."""
         return f"{round_index + 1} {name}"
 
     def of_branch(self, name: str | None) -> Recipe:
-        """The recipe with the prompt sets and the rewards of a branch; as it is for what is in no branch."""
+        """The recipe with the prompt sets and the rewards of a branch; as it is for what is in no
+        branch.
+        """
         branch = self.branches.get(name or "")
         if branch is None:
             return self
-        mixture = [part for part in self.prompts.mixture if part.label in branch.prompts] or self.prompts.mixture
+        mixture = [
+            part for part in self.prompts.mixture if part.label in branch.prompts
+        ] or self.prompts.mixture
         prompts = self.prompts.model_copy(update={"mixture": mixture})
         scored = {
             "rewards": applying(branch.rewards or self.rewards, prompts.labels),
@@ -444,7 +597,11 @@ class Recipe(Strict):
     @property
     def _all_rewards(self) -> list[AnyRewardConfig]:
         """Those of branches, too, and guardrails."""
-        return [*self.rewards, *self.guardrails, *(config for rewards in self._rewards_of_branches for config in rewards)]
+        return [
+            *self.rewards,
+            *self.guardrails,
+            *(config for rewards in self._rewards_of_branches for config in rewards),
+        ]
 
     @property
     def _rewards_of_branches(self) -> list[list[AnyRewardConfig]]:
@@ -455,34 +612,49 @@ def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe from a YAML (or JSON) file.
 
     Raises:
-        RecipeError: the file is missing, is not a mapping, or does not describe a run; names the line.
+        RecipeError: the file is missing, is not a mapping, or does not describe a run; names the
+            line.
     """
     path = Path(path)
     if not os.path.isfile(path):  # no error of its own for a name that no file can have
-        raise RecipeError(f"no recipe at {path}; {_nearest_recipe(path)}the ones that come with Ebbflow are in {SHIPPED}/")
+        raise RecipeError(
+            f"no recipe at {path}; {_nearest_recipe(path)}the ones that come with Ebbflow are in"
+            f" {SHIPPED}/"
+        )
     if path.stat().st_size > MAX_BYTES:
-        raise RecipeError(f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run")
+        raise RecipeError(
+            f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run"
+        )
     return parse_recipe(path.read_bytes(), str(path), path.parent)
 
 
 def parse_recipe(text: str | bytes, name: str, folder: Path = Path()) -> Recipe:
-    """Read a recipe from YAML or JSON, which ``name`` stands for in messages; its paths are relative to ``folder``.
+    """Read a recipe from YAML or JSON, which ``name`` stands for in messages; its paths are
+    relative to ``folder``.
 
     Raises:
-        RecipeError: it is not a mapping, gives a key twice, or does not describe a run; names the line.
+        RecipeError: it is not a mapping, gives a key twice, or does not describe a run; names the
+            line.
     """
     try:
         read = read_yaml(text, name)
-    except Exception as error:  # what PyYAML's converters raise at odd tags, and the end of the stack at deep nesting, too
+    except Exception as error:
+        # what PyYAML's converters raise at odd tags, and the end of the stack at deep nesting, too
         raise RecipeError(describe_yaml_error(error, name)) from None
     if not isinstance(read.data, dict):
-        raise RecipeError(f"{name} must hold a mapping of recipe keys, got {type(read.data).__name__}")
+        raise RecipeError(
+            f"{name} must hold a mapping of recipe keys, got {type(read.data).__name__}"
+        )
     return Recipe.model_validate(read.data, context={"locate": read.locate, "folder": folder})
 
 
 def _nearest_recipe(path: Path) -> str:
     """A hint for a path that leads nowhere: a recipe in the same folder, or one of ours."""
     folders = [folder for folder in (path.parent, Path(SHIPPED)) if os.path.isdir(folder)]
-    known = {file.stem: str(file) for folder in reversed(folders) for file in sorted(folder.glob("*.yaml"))}
+    known = {
+        file.stem: str(file)
+        for folder in reversed(folders)
+        for file in sorted(folder.glob("*.yaml"))
+    }
     near = nearest(path.stem, known)
     return f"did you mean {known[near]}? " if near else ""

@@ -1,8 +1,9 @@
 """What a recipe can name: the algorithms and rewards in their folders, and a user's own.
 
-A file in ``ebbflow/algorithms/built_in`` or ``ebbflow/rewards/built_in`` defines a class of hyper-parameters or options, and is
-found here by its ``name``: a new one is one file, and no list of names has to follow. Those files import their base classes from
-this room, the lowest one; it imports them by the names of their folders, as it imports a user's own by its path.
+A file in ``ebbflow/algorithms/built_in`` or ``ebbflow/rewards/built_in`` defines a class of
+hyper-parameters or options, and is found here by its ``name``: a new one is one file, and no list
+of names has to follow. Those files import their base classes from this room, the lowest one; it
+imports them by the names of their folders, as it imports a user's own by its path.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from ebbflow.recipe.base import did_you_mean
 from ebbflow.recipe.plugins import PATH, built_in
 from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
 
-ALGORITHMS = {config.model_fields["name"].default: config for config in built_in("ebbflow.algorithms.built_in", AlgorithmConfig)}
+ALGORITHMS = {
+    config.model_fields["name"].default: config
+    for config in built_in("ebbflow.algorithms.built_in", AlgorithmConfig)
+}
 """The class of hyper-parameters of each algorithm, by the name that ``algorithm.name`` takes."""
 
 REWARDS = {
@@ -35,7 +39,10 @@ def _named(given: Any) -> Any:
     if PATH.fullmatch(name):
         return {**given, "name": "custom", "path": name}
     if name not in (*REWARDS, "custom"):
-        raise ValueError(f"{did_you_mean(name, REWARDS)}Take {', '.join(REWARDS)}, or give package.module:name of your own")
+        raise ValueError(
+            f"{did_you_mean(name, REWARDS)}Take {', '.join(REWARDS)}, or give package.module:name"
+            " of your own"
+        )
     return given
 
 
@@ -47,9 +54,12 @@ if TYPE_CHECKING:
     AnyAlgorithmConfig = _NamedAlgorithm | CustomAlgorithmConfig
     AnyRewardConfig = RewardConfig
 else:
-    AnyAlgorithmConfig = Annotated[Union[(*ALGORITHMS.values(), CustomAlgorithmConfig)], Field(discriminator="name")]
+    AnyAlgorithmConfig = Annotated[
+        Union[(*ALGORITHMS.values(), CustomAlgorithmConfig)], Field(discriminator="name")
+    ]
     AnyRewardConfig = Annotated[
-        Annotated[Union[(*REWARDS.values(), CustomRewardConfig)], Field(discriminator="name")], BeforeValidator(_named)
+        Annotated[Union[(*REWARDS.values(), CustomRewardConfig)], Field(discriminator="name")],
+        BeforeValidator(_named),
     ]
 
 
@@ -59,7 +69,8 @@ def algorithm_named(name: str) -> AnyAlgorithmConfig:
 
 
 def reward(name: str, **keys: Any) -> RewardConfig:
-    """A reward by its name (or a user's own by its path), with the keys that a recipe would give it.
+    """A reward by its name (or a user's own by its path), with the keys that a recipe would give
+    it.
 
     Raises:
         ValidationError: there is no such reward or key.

@@ -1,6 +1,8 @@
-"""What the options of every reward derive from. Each reward's own are in its file (``ebbflow.rewards.built_in``).
+"""What the options of every reward derive from. Each reward's own are in its file
+(``ebbflow.rewards.built_in``).
 
-The first line of a class says what the reward measures and on which scale (``ebbflow list`` prints it).
+The first line of a class says what the reward measures and on which scale (``ebbflow list`` prints
+it).
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from pydantic import Field
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.plugins import import_path, name_or_path
 
-MAX_SCORE, MAX_WEIGHT = 1e30, 1e6
+MAX_SCORE = 1e30
+MAX_WEIGHT = 1e6
 """Of a score, in magnitude, and of a reward: float64 then holds the squares of weighted sums."""
 
 ONLY_COMPARISONS = (
-    "{}: all of them, or all of a prompt set, compare the images of a prompt with each other, and an evaluation scores "
-    "single images; add a reward that does, so that policies can be compared"
+    "{}: all of them, or all of a prompt set, compare the images of a prompt with each other, and"
+    " an evaluation scores single images; add a reward that does, so that policies can be compared"
 )
-GUARDRAIL_COMPARES = "guardrails: {} compares the images of a prompt, and an evaluation scores single ones; take it out"
+GUARDRAIL_COMPARES = (
+    "guardrails: {} compares the images of a prompt, and an evaluation scores single ones; take"
+    " it out"
+)
 
 
 class RewardConfig(Strict):
@@ -34,7 +40,8 @@ class RewardConfig(Strict):
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
     """How its scores are called in tables, charts and reports; left out, its name."""
     prompts: list[str] = Field([], exclude_if=operator.not_)
-    """Names of sets of ``prompts.mixture``: only their prompts are scored. Left out, all prompts."""
+    """Names of sets of ``prompts.mixture``: only their prompts are scored. Left out, all prompts.
+    """
 
     def applies_to(self, prompt_set: str) -> bool:
         """Whether it scores the prompts of a set of the mixture."""
@@ -47,12 +54,15 @@ class RewardConfig(Strict):
 
     @property
     def reads(self) -> bool:
-        """Whether it compares an image with the prompt's target text, which every prompt must then have."""
+        """Whether it compares an image with the prompt's target text, which every prompt must then
+        have.
+        """
         return False
 
     @property
     def compares(self) -> bool:
-        """Whether it compares the images of a prompt with each other, so that it cannot score one by itself.
+        """Whether it compares the images of a prompt with each other, so that it cannot score one
+        by itself.
 
         Raises:
             RecipeError: nothing can be imported from the path of a user's own.
@@ -96,8 +106,9 @@ class OcrRewardConfig(ReadingRewardConfig):
     """A reward that spells out what it reads, and compares it with the target."""
 
     match: Match = "exact"
-    """``exact``: every further letter that is read costs. ``contained``: a reading that contains the target scores 1, as in
-    published code; a policy can then write more than it was asked for."""
+    """``exact``: every further letter that is read costs. ``contained``: a reading that contains
+    the target scores 1, as in published code; a policy can then write more than it was asked for.
+    """
     case: Case = Field("ignored", exclude_if=lambda given: given == "ignored")
     """``ignored``: "open" is as good as "OPEN", as published. ``kept``: it is not."""
 
@@ -133,7 +144,9 @@ class CustomRewardConfig(RewardConfig):
 
 def applying(rewards: Iterable[AnyConfig], prompt_sets: Sequence[str]) -> list[AnyConfig]:
     """The rewards that score prompts of one of the sets; all where prompts come in no sets."""
-    return [reward for reward in rewards if not prompt_sets or any(map(reward.applies_to, prompt_sets))]
+    return [
+        reward for reward in rewards if not prompt_sets or any(map(reward.applies_to, prompt_sets))
+    ]
 
 
 def without_reward(rewards: Sequence[RewardConfig], prompt_sets: Iterable[str]) -> list[str]:
@@ -141,7 +154,9 @@ def without_reward(rewards: Sequence[RewardConfig], prompt_sets: Iterable[str]) 
     return [name for name in prompt_sets if not any(reward.applies_to(name) for reward in rewards)]
 
 
-def require_prompt_sets(key: str, rewards: Iterable[RewardConfig], prompt_sets: Sequence[str]) -> None:
+def require_prompt_sets(
+    key: str, rewards: Iterable[RewardConfig], prompt_sets: Sequence[str]
+) -> None:
     """Check that rewards name sets that there are.
 
     Raises:
@@ -150,6 +165,6 @@ def require_prompt_sets(key: str, rewards: Iterable[RewardConfig], prompt_sets: 
     for reward in rewards:
         if strange := [name for name in reward.prompts if name not in prompt_sets]:
             raise ValueError(
-                f"{key}: {reward.column}.prompts names the prompt set {strange[0]!r}, and there are "
-                f"{', '.join(prompt_sets) or 'none'}; name sets of prompts.mixture"
+                f"{key}: {reward.column}.prompts names the prompt set {strange[0]!r}, and there are"
+                f" {', '.join(prompt_sets) or 'none'}; name sets of prompts.mixture"
             )

@@ -1,8 +1,9 @@
-"""What secrets look like: in URIs and connection strings, by the names of keys, and by the forms that their issuers give them.
+"""What secrets look like: in URIs and connection strings, by the names of keys, and by the forms
+that their issuers give them.
 
-Secrets have no place in a recipe: it becomes parameters, a file in MLflow, a page of the report. ``ebbflow.recipe.base`` refuses
-them, and everything that quotes somebody else's text redacts it. Every pattern takes linear time: none searches the same text
-from many places.
+Secrets have no place in a recipe: it becomes parameters, a file in MLflow, a page of the report.
+``ebbflow.recipe.base`` refuses them, and everything that quotes somebody else's text redacts it.
+Every pattern takes linear time: none searches the same text from many places.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ USER_AND_PASSWORD = re.compile(
     r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+://)(?:"
     r"[^\s/?#@:]*:[^\s/?#]*@"
     r"|[^\s/?#:]{0,300}@[^\s/?#:]{0,300}:[^\s/?#@]*@"  # an e-mail address as user
-    rf"|[^\s/?#@:\[]*:(?!{PORT})[^\s@]{{0,300}}@(?:[^\s/?#]*@)?"  # a slash in the password that nobody encoded
+    # a slash in the password that nobody encoded
+    rf"|[^\s/?#@:\[]*:(?!{PORT})[^\s@]{{0,300}}@(?:[^\s/?#]*@)?"
     r")"
 )
 USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#]+@")
@@ -29,18 +31,22 @@ PARAMETER_NAME = re.compile(
     r"token(?!iz)|secret|passw|pwd|key(?!word)|signature|(?:^|[_.-])sig$|credential|auth(?!ors?$)|(?:^|[_.-])pass$|^code$",
     re.IGNORECASE,
 )
-SETTING = re.compile(r"(?<![\w.%?&#-])([\w.%-]{1,100})=(\{[^{}]*\}|'[^']*'|\"[^\"]*\"|(?:(?!,[\w.%-]{1,100}=)[^\s;'\"])+)")
+SETTING = re.compile(
+    r"(?<![\w.%?&#-])([\w.%-]{1,100})=(\{[^{}]*\}|'[^']*'|\"[^\"]*\"|(?:(?!,[\w.%-]{1,100}=)[^\s;'\"])+)"
+)
 """Of a connection string, whose settings stand between semicolons, commas or blanks."""
 MAX_DECODED = 2
 """Times that a parameter is decoded: URIs inside URIs inside URIs are nobody's."""
 ENTRY = re.compile(r"""((["'])([\w.-]{1,100})\2\s{0,9}:\s{0,9})(["'])(?:\\.|(?!\4)[^\\])*\4""")
 """Of a mapping, as JSON and Python write it."""
 AUTHORIZATION = re.compile(
-    r"(authorization['\"]?\s{0,9}[:=]\s{0,9}['\"]?)(?:(?:basic|bearer|token)\s{1,9})?[^\s'\",;]+", re.IGNORECASE
+    r"(authorization['\"]?\s{0,9}[:=]\s{0,9}['\"]?)(?:(?:basic|bearer|token)\s{1,9})?[^\s'\",;]+",
+    re.IGNORECASE,
 )
 ISSUED = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
-    r"sk-(?:ant|proj|svcacct|admin|or|lf)-[\w-]{16,}|sk-[A-Za-z0-9]{20,}"  # OpenAI, Anthropic, OpenRouter, Langfuse
+    # OpenAI, Anthropic, OpenRouter, Langfuse
+    r"sk-(?:ant|proj|svcacct|admin|or|lf)-[\w-]{16,}|sk-[A-Za-z0-9]{20,}"
     r"|[prs]k_(?:live|test)_[A-Za-z0-9]{10,}"  # Stripe
     r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
     r"|hf_[A-Za-z0-9]{20,}|r8_[A-Za-z0-9]{30,}|nvapi-[\w-]{20,}|gsk_[A-Za-z0-9]{20,}"
@@ -52,7 +58,8 @@ ISSUED = re.compile(
 )
 """Keys and tokens whose issuers mark them."""
 PRIVATE_KEY = re.compile(
-    r"-----BEGIN ([A-Z0-9 ]{0,40})PRIVATE KEY(?: BLOCK)?-----(?:(?!-----END )[\s\S])*(?:-----END [A-Z0-9 ]{0,60}-----)?"
+    r"-----BEGIN ([A-Z0-9 ]{0,40})PRIVATE KEY(?: BLOCK)?-----(?:(?!-----END )[\s\S])*(?:-----END"
+    r" [A-Z0-9 ]{0,60}-----)?"
 )
 
 OPTION = re.compile(
@@ -63,7 +70,9 @@ OPTION = re.compile(
     r"|openrouter|replicate|together|wandb)_?keys?"
     r"|(?:admin|db|database|http|login|proxy|root|smtp|user)_?pass)$|^pass$"
 )
-"""Names of somebody's own options that are secrets, in snake case and without a number at their end."""
+"""Names of somebody's own options that are secrets, in snake case and without a number at their
+end.
+"""
 PASSWORD = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|passphrase|passcode|pwd)$")
 """Those of which a number is one, too; other numbers count tokens."""
 OF_WORDS = re.compile(
@@ -72,16 +81,28 @@ OF_WORDS = re.compile(
 )
 """Tokens that a language model reads."""
 HEADERS = re.compile(r"(?:^|_)headers?$")
-HARMLESS_HEADERS = ("accept", "accept_encoding", "accept_language", "cache_control", "connection", "content_type", "user_agent")
+HARMLESS_HEADERS = (
+    "accept",
+    "accept_encoding",
+    "accept_language",
+    "cache_control",
+    "connection",
+    "content_type",
+    "user_agent",
+)
 
 
 def redact(text: str) -> str:
-    """A text without the passwords, tokens and keys in it, as far as their form or what stands before them gives them away."""
+    """A text without the passwords, tokens and keys in it, as far as their form or what stands
+    before them gives them away.
+    """
     return _redact(text, decode=True)
 
 
 def is_secret_option(path: tuple[Any, ...], value: Any) -> bool:
-    """Whether the names along the path of an option, from ``options`` on, say that its value is a secret."""
+    """Whether the names along the path of an option, from ``options`` on, say that its value is a
+    secret.
+    """
     names = [_snake_case(str(key)) for key in path]
     if isinstance(value, str) and value:
         return any(map(names_a_secret, names)) or _is_secret_header(names, value)
@@ -89,7 +110,9 @@ def is_secret_option(path: tuple[Any, ...], value: Any) -> bool:
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether a value of this name is a secret, such as ``api_key``, ``accessToken`` or ``password2``."""
+    """Whether a value of this name is a secret, such as ``api_key``, ``accessToken`` or
+    ``password2``.
+    """
     name = _snake_case(name)
     return bool(OPTION.search(name)) and not OF_WORDS.search(name)
 
@@ -98,9 +121,18 @@ def _redact(text: str, decode: bool) -> str:
     """``decode``: look for secrets inside percent-encoded parameters, too."""
     for uri in (USER_AND_PASSWORD, USER_OF_THE_WEB, ORACLE):
         text = uri.sub(r"\1***@", text)
-    text = PARAMETER.sub(lambda found: _without_value(found, _is_secret_parameter(found[2], found[3], decode)), text)
-    text = SETTING.sub(lambda found: _without_value(found, _is_secret_setting(found[1], found[2])), text)
-    text = ENTRY.sub(lambda found: f"{found[1]}{found[4]}***{found[4]}" if names_a_secret(found[3]) else found[0], text)
+    text = PARAMETER.sub(
+        lambda found: _without_value(found, _is_secret_parameter(found[2], found[3], decode)), text
+    )
+    text = SETTING.sub(
+        lambda found: _without_value(found, _is_secret_setting(found[1], found[2])), text
+    )
+    text = ENTRY.sub(
+        lambda found: (
+            f"{found[1]}{found[4]}***{found[4]}" if names_a_secret(found[3]) else found[0]
+        ),
+        text,
+    )
     text = AUTHORIZATION.sub(r"\1***", text)
     return PRIVATE_KEY.sub("***", ISSUED.sub("***", text))
 
@@ -111,10 +143,13 @@ def _without_value(found: re.Match[str], is_secret: bool) -> str:
 
 def _is_secret_parameter(name: str, value: str, decode: bool) -> bool:
     name = unquote_plus(name)
-    if PARAMETER_NAME.search(name) and not re.match(r"ssl_?(?:key|cert)|(?:max|min|num|new)_?tokens", name, re.IGNORECASE):
+    if PARAMETER_NAME.search(name) and not re.match(
+        r"ssl_?(?:key|cert)|(?:max|min|num|new)_?tokens", name, re.IGNORECASE
+    ):
         return True
     for _ in range(MAX_DECODED if decode else 0):
-        encoded, value = value, unquote_plus(value)
+        encoded = value
+        value = unquote_plus(value)
         if value != encoded and _redact(value, decode=False) != value:
             return True
     return False
@@ -126,13 +161,22 @@ def _is_secret_setting(name: str, value: str) -> bool:
 
 
 def _is_secret_header(names: list[str], value: str) -> bool:
-    """Of HTTP headers all are taken for secrets but those that everybody sends: their names are as many as services."""
+    """Of HTTP headers all are taken for secrets but those that everybody sends: their names are as
+    many as services.
+    """
     if not any(map(HEADERS.search, names)):
         return False
-    own = names[-1] if not HEADERS.search(names[-1]) and not names[-1].isdigit() else _snake_case(value.partition(":")[0])
+    own = (
+        names[-1]
+        if not HEADERS.search(names[-1]) and not names[-1].isdigit()
+        else _snake_case(value.partition(":")[0])
+    )
     return own not in HARMLESS_HEADERS
 
 
 def _snake_case(name: str) -> str:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_").rstrip("0123456789").rstrip("_") or name
+    return (
+        re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_").rstrip("0123456789").rstrip("_")
+        or name
+    )

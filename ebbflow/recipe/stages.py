@@ -5,9 +5,21 @@ from __future__ import annotations
 import operator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
-from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig, GradientConfig, MatchingConfig
+from ebbflow.recipe.algorithms import (
+    AlgorithmConfig,
+    CustomAlgorithmConfig,
+    GradientConfig,
+    MatchingConfig,
+)
 from ebbflow.recipe.base import Strict, apportion
 from ebbflow.recipe.choices import (
     ENGINES,
@@ -36,7 +48,9 @@ class CheckpointsConfig(Strict):
     every: int = Field(10, ge=1)
     """Steps between two, of an offline stage optimiser steps."""
     keep: int = Field(2, ge=1)
-    """How many are kept: the last ones, in case the newest turns out to be damaged. The best validated one stays beside them."""
+    """How many are kept: the last ones, in case the newest turns out to be damaged. The best
+    validated one stays beside them.
+    """
 
 
 class StageConfig(Strict):
@@ -44,39 +58,49 @@ class StageConfig(Strict):
 
     algorithm: AnyAlgorithmConfig
     branch: str | None = Field(None, exclude_if=operator.not_)
-    """The one of ``branches`` that this stage is of; different branches begin with the same policy and run side by side."""
+    """The one of ``branches`` that this stage is of; different branches begin with the same policy
+    and run side by side.
+    """
     sampler: SamplerConfig = SamplerConfig()
     sizes: list[SizeConfig] = Field([], exclude_if=operator.not_)
-    """Sizes of the images of rollouts: every step of an online stage has one of them, drawn by their weights, and every shard of
-    an offline stage. Left out: that of ``model``."""
+    """Sizes of the images of rollouts: every step of an online stage has one of them, drawn by
+    their weights, and every shard of an offline stage. Left out: that of ``model``.
+    """
     window: WindowConfig | None = None
     """For algorithms that train on the steps of a trajectory; they have one by default."""
     advantages: AdvantagesConfig = AdvantagesConfig()
     reference: ReferenceConfig = ReferenceConfig()
     correction: CorrectionConfig | None = None
-    """For algorithms on trajectories: none by default, and the ratio is against the rollout's log-probs as they are; where
-    another policy, engine or precision generates, that is an alarm."""
+    """For algorithms on trajectories: none by default, and the ratio is against the rollout's
+    log-probs as they are; where another policy, engine or precision generates, that is an alarm.
+    """
     optimizer: OptimizerConfig = OptimizerConfig()
     group_size: int = Field(16, ge=2)
     """Samples per prompt; advantages compare inside the group."""
     shared_initial_noise: bool = False
-    """The samples of a prompt start from one noise, another at every step of an online stage (``--init_same_noise`` of DanceGRPO
-    and MixGRPO); only the noise of stochastic steps tells them apart."""
+    """The samples of a prompt start from one noise, another at every step of an online stage
+    (``--init_same_noise`` of DanceGRPO and MixGRPO); only the noise of stochastic steps tells them
+    apart.
+    """
     micro_batch: int = Field(64, ge=1)
     """Samples per forward and backward pass."""
     guidance_in_loss: bool = True
-    """Of algorithms on trajectories, where the model has classifier-free guidance: false generates with it, and trains the
-    network's own prediction, with ratios against that prediction before the updates of the step (one more forward pass)."""
+    """Of algorithms on trajectories, where the model has classifier-free guidance: false generates
+    with it, and trains the network's own prediction, with ratios against that prediction before the
+    updates of the step (one more forward pass).
+    """
     rollout_precision: Precision | None = None
     """Of the network while it generates, where that is not ``model.precision``."""
     engine: Annotated[str, name_or_path(*ENGINES)] = Field(
-        "diffusers", description=f"{listed(ENGINES)} Or package.module:Name of your own (docs/extending.md)."
+        "diffusers",
+        description=f"{listed(ENGINES)} Or package.module:Name of your own (docs/extending.md).",
     )
     parity: ParityConfig = ParityConfig()
     """The gate of another engine than ``diffusers``."""
     drift_alarm: float = Field(1.0, gt=0)
-    """A velocity drift from the base model, mean((v - v_base)^2), above this is warned of and stands in the report: what learns
-    well stays well below 1, what games its reward often does not."""
+    """A velocity drift from the base model, mean((v - v_base)^2), above this is warned of and
+    stands in the report: what learns well stays well below 1, what games its reward often does not.
+    """
     checkpoints: CheckpointsConfig | None = CheckpointsConfig()
     max_hours: float | None = Field(None, gt=0)
     """Hours after which the stage ends with what was learnt so far, and the run goes on."""
@@ -86,39 +110,64 @@ class StageConfig(Strict):
     @property
     def hyper(self) -> AlgorithmConfig:
         """The algorithm's hyper-parameters; of a user's own algorithm, its own class of them."""
-        return self.algorithm.load()[1] if isinstance(self.algorithm, CustomAlgorithmConfig) else self.algorithm
+        return (
+            self.algorithm.load()[1]
+            if isinstance(self.algorithm, CustomAlgorithmConfig)
+            else self.algorithm
+        )
 
     @property
     def algorithm_name(self) -> str:
         """How people call the algorithm: a user's own by its path."""
-        return self.algorithm.path if isinstance(self.algorithm, CustomAlgorithmConfig) else self.algorithm.name
+        return (
+            self.algorithm.path
+            if isinstance(self.algorithm, CustomAlgorithmConfig)
+            else self.algorithm.name
+        )
 
     @property
     def guides_a_copy(self) -> bool:
-        """Whether it needs negative prompts for the reference or the teacher, though the policy generates without guidance."""
-        return self.reference.guided or (isinstance(self.hyper, MatchingConfig) and self.hyper.guidance > 1)
+        """Whether it needs negative prompts for the reference or the teacher, though the policy
+        generates without guidance.
+        """
+        return self.reference.guided or (
+            isinstance(self.hyper, MatchingConfig) and self.hyper.guidance > 1
+        )
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_follow_the_algorithm(cls, data: Any) -> Any:
-        """Keys that the algorithm sets unless the recipe does, down to single keys of the sampler, the window and so on."""
+        """Keys that the algorithm sets unless the recipe does, down to single keys of the sampler,
+        the window and so on.
+        """
         if not isinstance(data, dict):
             return data
         algorithm = _algorithm_class(data.get("algorithm", cls.model_fields["algorithm"].default))
         if algorithm is None:
             return data  # its own error says more than ours could
         penalty = "kl" if algorithm.kind == "trajectory" else "velocity"
-        defaults = {"reference": {}} | {k: v for k, v in algorithm.stage_defaults.items() if k in cls.model_fields}
+        defaults = {"reference": {}} | {
+            k: v for k, v in algorithm.stage_defaults.items() if k in cls.model_fields
+        }
         defaults["reference"] = {"penalty": penalty} | defaults["reference"]
-        return {**defaults, **data, **{key: _over(key, defaults[key], data[key]) for key in defaults.keys() & data.keys()}}
+        return {
+            **defaults,
+            **data,
+            **{key: _over(key, defaults[key], data[key]) for key in defaults.keys() & data.keys()},
+        }
 
     @model_validator(mode="after")
     def _everything_suits_the_algorithm(self) -> StageConfig:
         kind = getattr(self, "kind", "")
         if kind in ("online", "offline") and kind not in self.hyper.stages:
             raise ValueError(_wrong_stage(self.algorithm_name, kind))
-        if kind == "offline" and (hasattr(self.hyper, "teacher") or hasattr(self.hyper, "teachers")):
-            raise ValueError(f"{self.algorithm_name} learns from a teacher, which only online stages load; use it in one")
+        if kind == "offline" and (
+            hasattr(self.hyper, "teacher") or hasattr(self.hyper, "teachers")
+        ):
+            raise ValueError(
+                f"{self.algorithm_name} learns from a teacher, which only online stages load; use"
+                " it in one"
+            )
         checks = {
             "trajectory": self._check_trajectory,
             "forward": self._check_forward,
@@ -128,8 +177,8 @@ class StageConfig(Strict):
         checks[self.hyper.kind]()
         if self.advantages.clip is None and self.hyper.kind != "trajectory":
             raise ValueError(
-                f"advantages.clip = null is for algorithms on trajectories, and {self.algorithm_name} is none; "
-                "take a number such as 5, or leave it out"
+                "advantages.clip = null is for algorithms on trajectories, and"
+                f" {self.algorithm_name} is none; take a number such as 5, or leave it out"
             )
         return self
 
@@ -137,8 +186,9 @@ class StageConfig(Strict):
     def _samples_of_a_prompt_differ(self) -> StageConfig:
         if self.shared_initial_noise and not self.sampler.stochastic:
             raise ValueError(
-                "shared_initial_noise makes all samples of a prompt one and the same image, as the sampler "
-                f"{self.sampler.name!r} adds no noise; leave it out, or set sampler.name to flow_sde, dance_sde or cps"
+                "shared_initial_noise makes all samples of a prompt one and the same image, as the"
+                f" sampler {self.sampler.name!r} adds no noise; leave it out, or set sampler.name"
+                " to flow_sde, dance_sde or cps"
             )
         return self
 
@@ -147,15 +197,17 @@ class StageConfig(Strict):
         schedule = self.optimizer.schedule
         if getattr(self, "kind", "") == "custom" and schedule.falls and schedule.updates is None:
             raise ValueError(
-                f"optimizer.schedule.kind = {schedule.kind!r}: nobody knows how many optimiser steps a custom stage takes; set "
-                "optimizer.schedule.updates"
+                f"optimizer.schedule.kind = {schedule.kind!r}: nobody knows how many optimiser"
+                " steps a custom stage takes; set optimizer.schedule.updates"
             )
         return self
 
     @model_validator(mode="after")
     def _another_engine_has_a_gate(self) -> StageConfig:
         if self.engine == "diffusers" and self.parity != ParityConfig():
-            raise ValueError("parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out")
+            raise ValueError(
+                "parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -164,116 +216,156 @@ class StageConfig(Strict):
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"sizes has {twice[0]} twice; give one of them the sum of the weights")
         if self.sizes and self.engine != "diffusers":
-            raise ValueError(f"engine = {self.engine!r} generates in one size; set engine: diffusers, or leave sizes out")
+            raise ValueError(
+                f"engine = {self.engine!r} generates in one size; set engine: diffusers, or leave"
+                " sizes out"
+            )
         if self.sizes and getattr(self, "kind", "") == "custom":
             raise ValueError("a stage of your own kind chooses its sizes itself; leave sizes out")
         return self
 
     def _check_trajectory(self) -> None:
-        name, sampler, window = self.algorithm_name, self.sampler, self.window
+        name = self.algorithm_name
+        sampler = self.sampler
+        window = self.window
         if self.reference.adaptive and self.advantages.clip is None:
             raise ValueError(
-                "reference.adaptive weighs with shares of advantages.clip, which is null; give advantages.clip a number such as 5"
+                "reference.adaptive weighs with shares of advantages.clip, which is null; give"
+                " advantages.clip a number such as 5"
             )
         if not sampler.stochastic:
             raise ValueError(
-                f"{name} needs the log-probabilities of a stochastic sampler and {sampler.name!r} has none; "
-                "set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to diffusion_nft"
+                f"{name} needs the log-probabilities of a stochastic sampler and {sampler.name!r}"
+                " has none; set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to"
+                " diffusion_nft"
             )
         if self.reference.guided:
             raise ValueError(
-                f"reference.guidance = {self.reference.guidance:g} is for algorithms on final latents, whose policy is unguided; "
-                f"{name} guides policy and base model by model.guidance: leave it out"
+                f"reference.guidance = {self.reference.guidance:g} is for algorithms on final"
+                f" latents, whose policy is unguided; {name} guides policy and base model by"
+                " model.guidance: leave it out"
             )
         if window is None:
-            raise ValueError(f"{name} trains on a window of the denoising steps; leave 'window' out for the default one")
+            raise ValueError(
+                f"{name} trains on a window of the denoising steps; leave 'window' out for the"
+                " default one"
+            )
         _check_window(window, sampler.steps)
         if not self.guidance_in_loss and self.correction is not None:
             raise ValueError(
-                "guidance_in_loss: false takes the ratio against the policy without guidance, and 'correction' would compare it "
-                "with guided rollouts; leave 'correction' out, or guidance_in_loss at true"
+                "guidance_in_loss: false takes the ratio against the policy without guidance, and"
+                " 'correction' would compare it with guided rollouts; leave 'correction' out, or"
+                " guidance_in_loss at true"
             )
         if sampler.name == "cps":
             self._check_cps(name)
 
     def _check_cps(self, name: str) -> None:
-        """The published log-prob of CPS is no density: it has no 1 / (2 b^2), so no threshold on it has a unit."""
+        """The published log-prob of CPS is no density: it has no 1 / (2 b^2), so no threshold on it
+        has a unit.
+        """
         if self.hyper.needs_density:
             raise ValueError(
-                f"{name} needs log-probs that are densities, and those of cps leave out 1 / (2 b^2); "
-                "set sampler.name to flow_sde or dance_sde, or algorithm.name to mix_grpo"
+                f"{name} needs log-probs that are densities, and those of cps leave out 1 / (2"
+                " b^2); set sampler.name to flow_sde or dance_sde, or algorithm.name to mix_grpo"
             )
         for key in ("weights", "reject"):
             if (value := getattr(self.correction, key, "none")) != "none":
                 raise ValueError(
-                    f"correction.{key} = {value!r} compares densities, and the log-probs of cps are none; "
-                    f"set correction.{key} to none, or sampler.name to flow_sde or dance_sde"
+                    f"correction.{key} = {value!r} compares densities, and the log-probs of cps are"
+                    f" none; set correction.{key} to none, or sampler.name to flow_sde or dance_sde"
                 )
 
     def _check_forward(self) -> None:
         name = self.algorithm_name
         if self.window is not None:
-            raise ValueError(f"{name} trains on final latents alone; leave 'window' out, or set algorithm.name to mix_grpo")
+            raise ValueError(
+                f"{name} trains on final latents alone; leave 'window' out, or set algorithm.name"
+                " to mix_grpo"
+            )
         if self.correction is not None:
             raise ValueError(
-                f"{name} has no log-probs for a correction to compare; leave 'correction' out, or set algorithm.name to mix_grpo"
+                f"{name} has no log-probs for a correction to compare; leave 'correction' out, or"
+                " set algorithm.name to mix_grpo"
             )
         if not self.guidance_in_loss:
-            raise ValueError(f"the loss of {name} is without guidance always; leave 'guidance_in_loss' out")
+            raise ValueError(
+                f"the loss of {name} is without guidance always; leave 'guidance_in_loss' out"
+            )
         if self.reference.penalty != "velocity":
             raise ValueError(
-                f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory and {name} has none; "
-                "take velocity, or leave it out"
+                f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory"
+                f" and {name} has none; take velocity, or leave it out"
             )
 
     def _check_gradient(self) -> None:
-        name, hyper, steps = self.algorithm_name, self.hyper, self.sampler.steps
+        name = self.algorithm_name
+        hyper = self.hyper
+        steps = self.sampler.steps
         assert isinstance(hyper, GradientConfig)
         if self.sampler.name != "ode":
             raise ValueError(
-                f"{name} takes the gradient through the steps of the sampler ode, and sampler.name = {self.sampler.name!r}; "
-                "leave sampler.name out"
+                f"{name} takes the gradient through the steps of the sampler ode, and sampler.name"
+                f" = {self.sampler.name!r}; leave sampler.name out"
             )
         if hyper.steps_with_gradient > steps:
             raise ValueError(
-                f"{name} takes {hyper.steps_with_gradient} steps with gradient, and sampler.steps = {steps}; raise it"
+                f"{name} takes {hyper.steps_with_gradient} steps with gradient, and sampler.steps ="
+                f" {steps}; raise it"
             )
         if self.window is not None:
-            raise ValueError(f"{name} chooses its steps itself; leave 'window' out, or set algorithm.name to mix_grpo")
+            raise ValueError(
+                f"{name} chooses its steps itself; leave 'window' out, or set algorithm.name to"
+                " mix_grpo"
+            )
         if self.correction is not None:
-            raise ValueError(f"{name} trains on samples of the policy as it is, which need no 'correction'; leave it out")
+            raise ValueError(
+                f"{name} trains on samples of the policy as it is, which need no 'correction';"
+                " leave it out"
+            )
         if not self.guidance_in_loss:
-            raise ValueError(f"the gradient of {name} goes through guided steps; leave 'guidance_in_loss' out")
+            raise ValueError(
+                f"the gradient of {name} goes through guided steps; leave 'guidance_in_loss' out"
+            )
         if self.reference.penalty != "velocity" or self.reference.guided:
             raise ValueError(
-                f"the reference of {name} is its velocity as it generates; take reference.penalty = velocity and "
-                "reference.guidance = 1, or leave them out"
+                f"the reference of {name} is its velocity as it generates; take reference.penalty ="
+                " velocity and reference.guidance = 1, or leave them out"
             )
 
     def _check_matching(self) -> None:
-        name, hyper, sampler = self.algorithm_name, self.hyper, self.sampler.name
+        name = self.algorithm_name
+        hyper = self.hyper
+        sampler = self.sampler.name
         assert isinstance(hyper, MatchingConfig)
         if hyper.along_trajectory and sampler != "ode":
             raise ValueError(
-                f"{name} matches the ends of deterministic steps, and sampler.name = {sampler!r}; take ode, or the algorithm dmd2"
+                f"{name} matches the ends of deterministic steps, and sampler.name = {sampler!r};"
+                " take ode, or the algorithm dmd2"
             )
         if hyper.along_trajectory and hyper.sigma.kind == "schedule":
             raise ValueError(
-                f"{name} noises samples to the levels of a step, and algorithm.sigma.kind = 'schedule' has none but the ends of "
-                "it, which say nothing; take uniform or logit_normal, or leave algorithm.sigma out"
+                f"{name} noises samples to the levels of a step, and algorithm.sigma.kind ="
+                " 'schedule' has none but the ends of it, which say nothing; take uniform or"
+                " logit_normal, or leave algorithm.sigma out"
             )
         if sampler in ("dpm_solver", "unipc"):
             raise ValueError(
-                f"{name} trains a student in single steps, and {sampler!r} needs the step before; set sampler.name to cps or ode"
+                f"{name} trains a student in single steps, and {sampler!r} needs the step before;"
+                " set sampler.name to cps or ode"
             )
         if self.window is not None or self.correction is not None:
-            raise ValueError(f"{name} takes the student's steps itself; leave 'window' and 'correction' out")
+            raise ValueError(
+                f"{name} takes the student's steps itself; leave 'window' and 'correction' out"
+            )
         if not self.guidance_in_loss:
-            raise ValueError(f"the student of {name} is without guidance always; leave 'guidance_in_loss' out")
+            raise ValueError(
+                f"the student of {name} is without guidance always; leave 'guidance_in_loss' out"
+            )
         if self.reference.penalty != "velocity":
             raise ValueError(
-                f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory and {name} has none; "
-                "take velocity, or leave it out"
+                f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory"
+                f" and {name} has none; take velocity, or leave it out"
             )
 
 
@@ -296,14 +388,17 @@ def _algorithm_class(given: Any) -> type[AlgorithmConfig] | None:
 def _over(block: str, default: Any, given: Any) -> Any:
     """What the recipe gives, with the algorithm's defaults for the keys that it leaves out.
 
-    Of another sampler or kind of window than the algorithm's it gives all, but for the number of denoising steps: the algorithm's
-    other keys belong to its own.
+    Of another sampler or kind of window than the algorithm's it gives all, but for the number of
+    denoising steps: the algorithm's other keys belong to its own.
     """
     if isinstance(given, BaseModel):
         given = given.model_dump(exclude_unset=True)
     if not (isinstance(given, dict) and isinstance(default, dict)):
         return given
-    choice, usual = {"sampler": ("name", SamplerConfig().name), "window": ("kind", WindowConfig().kind)}.get(block, ("", ""))
+    choice, usual = {
+        "sampler": ("name", SamplerConfig().name),
+        "window": ("kind", WindowConfig().kind),
+    }.get(block, ("", ""))
     own = default.get(choice, usual)
     if given.get(choice, own) != own:
         default = {key: value for key, value in default.items() if key == "steps"}
@@ -311,7 +406,9 @@ def _over(block: str, default: Any, given: Any) -> Any:
 
 
 def _check_window(window: WindowConfig, denoising_steps: int) -> None:
-    used, reach, end = WINDOW_KEYS[window.kind], window.start + window.size, window.limit * denoising_steps
+    used = WINDOW_KEYS[window.kind]
+    reach = window.start + window.size
+    end = window.limit * denoising_steps
     if "size" in used and reach >= denoising_steps:
         raise ValueError(
             f"the window's start + size = {reach} must be below sampler.steps = {denoising_steps}: "
@@ -319,32 +416,52 @@ def _check_window(window: WindowConfig, denoising_steps: int) -> None:
         )
     if "limit" in used and window.start >= end:
         raise ValueError(
-            f"a {window.kind} window would never move: its start = {window.start} must be below limit * sampler.steps = {end:g}; "
-            "start earlier, raise limit, or take kind fixed"
+            f"a {window.kind} window would never move: its start = {window.start} must be below"
+            f" limit * sampler.steps = {end:g}; start earlier, raise limit, or take kind fixed"
         )
 
 
 def _wrong_stage(name: str, kind: str) -> str:
     if kind == "offline":
-        return f"{name} needs fresh trajectories: use it in an online stage, and diffusion_nft in an offline one"
+        return (
+            f"{name} needs fresh trajectories: use it in an online stage, and diffusion_nft in an"
+            " offline one"
+        )
     return f"{name} cannot run in an {kind} stage; the nearest that can is diffusion_nft"
 
 
 REUSABLE_FORWARD: dict[str, tuple[Any, str]] = {
     "mode": ("sync", "other rollouts are of weights that have moved since; set mode: sync"),
-    "placement": ("in_process", "graphs stay in the process that made them; set placement: in_process"),
+    "placement": (
+        "in_process",
+        "graphs stay in the process that made them; set placement: in_process",
+    ),
     "engine": ("diffusers", "another engine gives no gradient; set engine: diffusers"),
-    "updates_per_step": (1, "after the first update the weights have moved; set updates_per_step: 1"),
-    "tree": (None, "samples of a tree share predictions; take an algorithm without one, such as mix_grpo"),
-    "guidance_in_loss": (True, "the loss is on other predictions than the rollout's; leave guidance_in_loss out"),
-    "rollout_precision": (None, "training must predict as the rollout did; leave rollout_precision out"),
+    "updates_per_step": (
+        1,
+        "after the first update the weights have moved; set updates_per_step: 1",
+    ),
+    "tree": (
+        None,
+        "samples of a tree share predictions; take an algorithm without one, such as mix_grpo",
+    ),
+    "guidance_in_loss": (
+        True,
+        "the loss is on other predictions than the rollout's; leave guidance_in_loss out",
+    ),
+    "rollout_precision": (
+        None,
+        "training must predict as the rollout did; leave rollout_precision out",
+    ),
     "correction": (None, "the rollout is the policy's own; leave 'correction' out"),
 }
 """What ``reuse_rollout_forward`` needs of other keys, and why."""
 
 
 class OnlineStageConfig(OnlineConfig, StageConfig):
-    """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the models hot."""
+    """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the
+    models hot.
+    """
 
     kind: Literal["online"] = "online"
     algorithm: AnyAlgorithmConfig = algorithm_named("mix_grpo")
@@ -352,21 +469,25 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     """Rollout-and-update steps."""
     prompts_per_step: int = Field(8, ge=1)
     refill_rounds: int = Field(0, ge=0)
-    """Times that a step draws other prompts in place of those whose samples all score alike, as dynamic sampling of DAPO does
-    (2503.14476); generated with the newest weights, and waited for."""
+    """Times that a step draws other prompts in place of those whose samples all score alike, as
+    dynamic sampling of DAPO does (2503.14476); generated with the newest weights, and waited for.
+    """
     updates_per_step: int = Field(2, ge=1)
     """Optimiser steps per rollout batch: its samples are split into that many parts."""
     reuse_rollout_forward: bool = Field(False, exclude_if=operator.not_)
-    """Of algorithms on trajectories with ``updates_per_step: 1``: the update goes back through the rollout's own forward passes
-    and predicts nothing again: faster, and the activations of all trained steps of all samples of a step are in memory together
-    (docs/online.md)."""
+    """Of algorithms on trajectories with ``updates_per_step: 1``: the update goes back through the
+    rollout's own forward passes and predicts nothing again: faster, and the activations of all
+    trained steps of all samples of a step are in memory together (docs/online.md).
+    """
     tree: TreeConfig | None = None
-    """Of algorithms on trajectories: the samples of a group branch off each other, and every denoising step has an advantage of
-    its own (docs/algorithms.md)."""
+    """Of algorithms on trajectories: the samples of a group branch off each other, and every
+    denoising step has an advantage of its own (docs/algorithms.md).
+    """
 
     @model_serializer(mode="wrap")
     def _without_a_tree_as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """``exclude_if`` would leave out the null of an algorithm that has a tree by default, too."""
+        """``exclude_if`` would leave out the null of an algorithm that has a tree by default,
+        too."""
         fields: dict[str, Any] = write(self)
         if self.tree is None and "tree" not in self.hyper.stage_defaults:
             fields.pop("tree", None)
@@ -381,27 +502,30 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     def _check_tree(self, tree: TreeConfig) -> None:
         if self.hyper.kind != "trajectory":
             raise ValueError(
-                f"tree gives the steps of a trajectory advantages, and {self.algorithm_name} trains on none; "
-                "leave 'tree' out, or set algorithm.name to branch_grpo"
+                f"tree gives the steps of a trajectory advantages, and {self.algorithm_name} trains"
+                " on none; leave 'tree' out, or set algorithm.name to branch_grpo"
             )
         if hasattr(self.hyper, "teacher"):
             raise ValueError(
-                f"tree trains the samples whose rewards differ, and {self.algorithm_name} learns from no reward; leave 'tree' out"
+                f"tree trains the samples whose rewards differ, and {self.algorithm_name} learns"
+                " from no reward; leave 'tree' out"
             )
         if (last := tree.splits[-1]) > self.sampler.steps - 2:
             raise ValueError(
-                f"tree.splits has {last}, and of sampler.steps = {self.sampler.steps} the last one is deterministic; split at "
-                f"{self.sampler.steps - 2} at the latest, or take more steps"
+                f"tree.splits has {last}, and of sampler.steps = {self.sampler.steps} the last one"
+                f" is deterministic; split at {self.sampler.steps - 2} at the latest, or take more"
+                " steps"
             )
         if self.group_size % tree.leaves:
             raise ValueError(
-                f"group_size = {self.group_size} is no multiple of the {tree.leaves} leaves of a tree, tree.branches = "
-                f"{tree.branches} to the power of {len(tree.splits)} splits; change one of them"
+                f"group_size = {self.group_size} is no multiple of the {tree.leaves} leaves of a"
+                f" tree, tree.branches = {tree.branches} to the power of {len(tree.splits)} splits;"
+                " change one of them"
             )
         if self.advantages.running:
             raise ValueError(
-                "advantages.running has one history for each prompt, and the nodes of a tree are compared at every denoising "
-                "step; leave one of them out"
+                "advantages.running has one history for each prompt, and the nodes of a tree are"
+                " compared at every denoising step; leave one of them out"
             )
 
     @model_validator(mode="after")
@@ -411,8 +535,9 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         if self.checkpoints is None or self.validation.every % self.checkpoints.every:
             every = self.checkpoints.every if self.checkpoints else None
             raise ValueError(
-                f"validation.best goes back to a checkpoint, and validation.every = {self.validation.every} meets none of "
-                f"checkpoints.every = {every}; make the first a multiple of the second"
+                "validation.best goes back to a checkpoint, and validation.every ="
+                f" {self.validation.every} meets none of checkpoints.every = {every}; make the"
+                " first a multiple of the second"
             )
         return self
 
@@ -422,44 +547,58 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
             return self
         if self.hyper.kind != "trajectory":
             raise ValueError(
-                f"reuse_rollout_forward is for algorithms on trajectories, and {self.algorithm_name} is none; leave it out, or "
-                "set algorithm.name to mix_grpo"
+                "reuse_rollout_forward is for algorithms on trajectories, and"
+                f" {self.algorithm_name} is none; leave it out, or set algorithm.name to mix_grpo"
             )
         for key, (needed, why) in REUSABLE_FORWARD.items():
             if (value := getattr(self, key)) != needed:
                 given = value if isinstance(value, str | int) else "given"
-                raise ValueError(f"reuse_rollout_forward: {key} is {given}, and {why}, or leave reuse_rollout_forward out")
+                raise ValueError(
+                    f"reuse_rollout_forward: {key} is {given}, and {why}, or leave"
+                    " reuse_rollout_forward out"
+                )
         return self
 
     @model_validator(mode="after")
     def _a_step_can_be_filled(self) -> OnlineStageConfig:
-        if (tried := self.prompt_filter and self.prompt_filter.prompts) and tried < self.prompts_per_step:
+        if (
+            tried := self.prompt_filter and self.prompt_filter.prompts
+        ) and tried < self.prompts_per_step:
             raise ValueError(
-                f"prompt_filter.prompts = {tried} are fewer than prompts_per_step = {self.prompts_per_step}; raise the first"
+                f"prompt_filter.prompts = {tried} are fewer than prompts_per_step ="
+                f" {self.prompts_per_step}; raise the first"
             )
         return self
 
     @model_validator(mode="after")
     def _the_warmup_is_over_in_time(self) -> OnlineStageConfig:
-        if (updates := self.steps * self.updates_per_step) <= (warmup := self.optimizer.schedule.warmup):
+        if (updates := self.steps * self.updates_per_step) <= (
+            warmup := self.optimizer.schedule.warmup
+        ):
             raise ValueError(
-                f"optimizer.schedule.warmup = {warmup} takes the whole stage of steps * updates_per_step = {updates} optimiser "
-                "steps; lower it"
+                f"optimizer.schedule.warmup = {warmup} takes the whole stage of steps *"
+                f" updates_per_step = {updates} optimiser steps; lower it"
             )
         return self
 
     @model_validator(mode="after")
     def _profiled_steps_exist(self) -> OnlineStageConfig:
-        if self.profile and (beyond := [step for step in self.profile.steps if not 0 <= step < self.steps]):
-            raise ValueError(f"profile.steps has {beyond[0]}, and the stage's steps are 0 to {self.steps - 1}; take some of them")
+        if self.profile and (
+            beyond := [step for step in self.profile.steps if not 0 <= step < self.steps]
+        ):
+            raise ValueError(
+                f"profile.steps has {beyond[0]}, and the stage's steps are 0 to {self.steps - 1};"
+                " take some of them"
+            )
         return self
 
 
 def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
-    """The recipe's; without one, rollouts of anything but the policy as it is are watched and nothing else is done about them.
+    """The recipe's; without one, rollouts of anything but the policy as it is are watched and
+    nothing else is done about them.
 
-    Guided rollouts of a loss without guidance are scored again under the policy without it, and not weighed: the weights would be
-    those between two policies that are apart on purpose.
+    Guided rollouts of a loss without guidance are scored again under the policy without it, and not
+    weighed: the weights would be those between two policies that are apart on purpose.
     """
     if not stage.guidance_in_loss:
         return CorrectionConfig(mode="decoupled", weights="none")
@@ -469,19 +608,27 @@ def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig 
 
 
 def lacks_correction(stage: StageConfig, precision: Precision) -> bool:
-    """Whether rollouts are of another policy, engine or precision than training, and the recipe says nothing about it."""
+    """Whether rollouts are of another policy, engine or precision than training, and the recipe
+    says nothing about it.
+    """
     rough = (stage.rollout_precision or precision) != precision
-    apart = isinstance(stage, OnlineStageConfig) and (stage.mode != "sync" or stage.engine != "diffusers")
+    apart = isinstance(stage, OnlineStageConfig) and (
+        stage.mode != "sync" or stage.engine != "diffusers"
+    )
     return stage.correction is None and (rough or apart)
 
 
 class OfflineStageConfig(StageConfig):
-    """A large batch generated and scored once, in shards, then several epochs over it; or a file of preference pairs."""
+    """A large batch generated and scored once, in shards, then several epochs over it; or a file of
+    preference pairs.
+    """
 
     kind: Literal["offline"] = "offline"
     algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
     pairs: PathText | None = None
-    """A .parquet or .jsonl file of preference pairs to train on, instead of generating and scoring (``datasets/README.md``)."""
+    """A .parquet or .jsonl file of preference pairs to train on, instead of generating and scoring
+    (``datasets/README.md``).
+    """
     prompts: int = Field(64, ge=1)
     shards: int = Field(2, ge=1)
     """Rollout and scoring pods; prompts are dealt out evenly."""
@@ -489,32 +636,50 @@ class OfflineStageConfig(StageConfig):
     batch_size: int = Field(128, ge=1)
     """Samples per optimiser step, over all training processes."""
     latent_precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the final latents in rollout shards: bfloat16 rounds them, and takes less than half the space and time to read."""
+    """Of the final latents in rollout shards: bfloat16 rounds them, and takes less than half the
+    space and time to read.
+    """
 
     @model_validator(mode="after")
     def _shards_have_prompts(self) -> OfflineStageConfig:
         if self.shards > self.prompts and not self.pairs:
-            raise ValueError(f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a prompt at most")
+            raise ValueError(
+                f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a"
+                " prompt at most"
+            )
         return self
 
     @model_validator(mode="after")
     def _every_size_has_a_shard(self) -> OfflineStageConfig:
         if self.sizes and self.pairs:
-            raise ValueError("sizes are of images that are generated, and pairs has images already; leave one of them out")
-        for size, count in zip(self.sizes, apportion([size.weight for size in self.sizes], self.shards), strict=True):
+            raise ValueError(
+                "sizes are of images that are generated, and pairs has images already; leave one of"
+                " them out"
+            )
+        for size, count in zip(
+            self.sizes, apportion([size.weight for size in self.sizes], self.shards), strict=True
+        ):
             if not count:
-                raise ValueError(f"shards = {self.shards} leaves none for {size.label}, as a shard has one size; raise it")
+                raise ValueError(
+                    f"shards = {self.shards} leaves none for {size.label}, as a shard has one size;"
+                    " raise it"
+                )
         return self
 
     @model_validator(mode="after")
     def _a_prompt_is_seen_once(self) -> OfflineStageConfig:
         if self.advantages.running:
-            raise ValueError("advantages.running needs prompts that come back; an offline stage generates once: leave it out")
+            raise ValueError(
+                "advantages.running needs prompts that come back; an offline stage generates once:"
+                " leave it out"
+            )
         return self
 
 
 class CustomStageConfig(StageConfig):
-    """A stage kind of your own: ``path`` leads to the function that trains, ``options`` are its settings (docs/extending.md)."""
+    """A stage kind of your own: ``path`` leads to the function that trains, ``options`` are its
+    settings (docs/extending.md).
+    """
 
     kind: Literal["custom"] = "custom"
     algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
@@ -522,4 +687,6 @@ class CustomStageConfig(StageConfig):
     options: dict[str, Any] = {}
 
 
-AnyStageConfig = Annotated[OnlineStageConfig | OfflineStageConfig | CustomStageConfig, Field(discriminator="kind")]
+AnyStageConfig = Annotated[
+    OnlineStageConfig | OfflineStageConfig | CustomStageConfig, Field(discriminator="kind")
+]

@@ -17,7 +17,9 @@ MAX_KEYS = 1000
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """YAML's safe loader, to which a key given twice is an error and not a silent choice of the last."""
+    """YAML's safe loader, to which a key given twice is an error and not a silent choice of the
+    last.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -30,7 +32,9 @@ class UniqueKeys(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
         if len(node.value) > MAX_KEYS:  # merges of merges grow without bound
-            raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_KEYS} keys in one place", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"more than {MAX_KEYS} keys in one place", node.start_mark
+            )
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,11 @@ class YamlText:
     node: yaml.Node | None
 
     def locate(self, path: tuple[Any, ...]) -> str:
-        """``"file:line: "`` of the key at a path in the data, or of the nearest one above it that the text has.
+        """``"file:line: "`` of the key at a path in the data, or of the nearest one above it that
+        the text has.
 
-        A path of pydantic also holds the names of the choices in a union, which the text does not have.
+        A path of pydantic also holds the names of the choices in a union, which the text does not
+        have.
         """
         node = self.node
         if node is None:
@@ -59,10 +65,19 @@ class YamlText:
         for part in path:
             if isinstance(node, yaml.MappingNode):
                 # Merged keys stand first, and what overrides them comes last.
-                found = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.value == str(part)]
+                found = [
+                    (key, value)
+                    for key, value in node.value
+                    if isinstance(key, yaml.ScalarNode) and key.value == str(part)
+                ]
                 if found:
-                    mark, node = found[-1][0].start_mark, found[-1][1]
-            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                    mark = found[-1][0].start_mark
+                    node = found[-1][1]
+            elif (
+                isinstance(node, yaml.SequenceNode)
+                and isinstance(part, int)
+                and part < len(node.value)
+            ):
                 node = node.value[part]
                 mark = node.start_mark
         return f"{self.name}:{mark.line + 1}: "
@@ -73,7 +88,8 @@ def read_yaml(text: str | bytes, name: str) -> YamlText:
 
     Raises:
         yaml.YAMLError: it is not valid, or gives a key twice.
-        Exception: whatever PyYAML's converters raise at odd tags, and the end of the stack at deep nesting.
+        Exception: whatever PyYAML's converters raise at odd tags, and the end of the stack at deep
+            nesting.
     """
     loader = UniqueKeys(text)
     try:
@@ -84,12 +100,21 @@ def read_yaml(text: str | bytes, name: str) -> YamlText:
 
 
 def describe_yaml_error(error: Exception, name: str) -> str:
-    """Where it is and what is wrong, without the line itself, which PyYAML would quote: it may hold a secret."""
+    """Where it is and what is wrong, without the line itself, which PyYAML would quote: it may hold
+    a secret.
+    """
     line = ""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
     else:
-        reason = str(error) if isinstance(error, yaml.YAMLError) else re.sub(r"(['\"]).*\1", "...", str(error))
-    return f"{name}{line}: not valid YAML: {sanitize(redact(' '.join(reason.split()))) or type(error).__name__}"
+        reason = (
+            str(error)
+            if isinstance(error, yaml.YAMLError)
+            else re.sub(r"(['\"]).*\1", "...", str(error))
+        )
+    return (
+        f"{name}{line}: not valid YAML:"
+        f" {sanitize(redact(' '.join(reason.split()))) or type(error).__name__}"
+    )

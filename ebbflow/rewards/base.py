@@ -1,4 +1,6 @@
-"""What a reward is: a deterministic function of images, groups, videos or latents, and their prompts, to a number for each."""
+"""What a reward is: a deterministic function of images, groups, videos or latents, and their
+prompts, to a number for each.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ class Reward(Protocol):
 class GroupReward(Protocol):
     """Compares the images of one prompt with each other; larger is better.
 
-    Stages score whole groups, so they can train on it. An evaluation scores single images and leaves it out: inside a group, a
-    win rate is one half on average, whatever the policy draws.
+    Stages score whole groups, so they can train on it. An evaluation scores single images and
+    leaves it out: inside a group, a win rate is one half on average, whatever the policy draws.
     """
 
     name: str
@@ -77,7 +79,9 @@ class VideoReward(Protocol):
 
 @runtime_checkable
 class LatentReward(Protocol):
-    """Scores final latents, before they are decoded; larger is better. It is for one model family, whose latents it knows."""
+    """Scores final latents, before they are decoded; larger is better. It is for one model family,
+    whose latents it knows.
+    """
 
     name: str
 
@@ -85,7 +89,9 @@ class LatentReward(Protocol):
         """As of ``Reward``."""
 
     def score_latents(self, latents: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        """Scores of latents at sigma = 0, float32 [N, ...] as the family's network has them (``Model.latent_shape``)."""
+        """Scores of latents at sigma = 0, float32 [N, ...] as the family's network has them
+        (``Model.latent_shape``).
+        """
 
 
 AnyReward: TypeAlias = Reward | GroupReward | VideoReward | LatentReward
@@ -93,23 +99,33 @@ AnyReward: TypeAlias = Reward | GroupReward | VideoReward | LatentReward
 
 @runtime_checkable
 class DifferentiableReward(Reward, Protocol):
-    """A reward that also gives its gradient with respect to the image: algorithms such as ReFL and DRaFT learn from that."""
+    """A reward that also gives its gradient with respect to the image: algorithms such as ReFL and
+    DRaFT learn from that.
+    """
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [N] with gradient of images, float32 RGB in [0, 1], [N, 3, height, width]; those of a call but for rounding."""
+        """Scores [N] with gradient of images, float32 RGB in [0, 1], [N, 3, height, width]; those
+        of a call but for rounding.
+        """
 
 
 @runtime_checkable
 class DifferentiableLatentReward(LatentReward, Protocol):
-    """A reward of latents that also gives its gradient: nothing is decoded for it, with or without gradient."""
+    """A reward of latents that also gives its gradient: nothing is decoded for it, with or without
+    gradient.
+    """
 
     def latents_with_gradient(self, latents: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [N] with gradient of latents, float32 [N, ...]; those of ``score_latents`` but for rounding."""
+        """Scores [N] with gradient of latents, float32 [N, ...]; those of ``score_latents`` but for
+        rounding.
+        """
 
 
 @runtime_checkable
 class FeatureReward(Reward, Protocol):
-    """A reward whose network also says what an image shows: an evaluation measures the diversity of samples with it."""
+    """A reward whose network also says what an image shows: an evaluation measures the diversity of
+    samples with it.
+    """
 
     def features(self, images: np.ndarray) -> np.ndarray:
         """Features, float32 [N, D], of images, uint8 RGB [N, height, width, 3]."""

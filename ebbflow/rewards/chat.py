@@ -1,4 +1,6 @@
-"""What rewards share that ask a vision-language model behind an OpenAI-compatible server about images."""
+"""What rewards share that ask a vision-language model behind an OpenAI-compatible server about
+images.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class _Part(BaseModel):
 
 class _Token(_Part):
     token: str
-    logprob: float = Field(le=1e-3)  # rounding may leave the logarithm of a probability a little above 0
+    logprob: float = Field(
+        le=1e-3
+    )  # rounding may leave the logarithm of a probability a little above 0
 
 
 class _Place(_Part):
@@ -90,7 +94,9 @@ class ChatRewardConfig(ChatServerConfig):
     """The same, with a question of the recipe's."""
 
     question: str = Field(min_length=1)
-    """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are taken."""
+    """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are
+    taken.
+    """
 
     @field_validator("question")
     @classmethod
@@ -106,7 +112,9 @@ class ChatRewardConfig(ChatServerConfig):
 
 
 def base_url(url: str) -> str:
-    """What comes before ``/chat/completions``: ``http://host:port`` stands for ``http://host:port/v1``, a path for itself."""
+    """What comes before ``/chat/completions``: ``http://host:port`` stands for
+    ``http://host:port/v1``, a path for itself.
+    """
     return url if urlsplit(url).path else f"{url}/v1"
 
 
@@ -120,7 +128,9 @@ def missing_model(config: ChatServerConfig, sleep: Sleep = time.sleep) -> str | 
     served = [model.id for model in models.data]
     if config.model in served:
         return None
-    return f"{url} has no model {config.model!r}; it has {shown(', '.join(served) or 'none', config)}"
+    return (
+        f"{url} has no model {config.model!r}; it has {shown(', '.join(served) or 'none', config)}"
+    )
 
 
 def ask_about(
@@ -147,10 +157,14 @@ def ask_about(
         "max_tokens": max_tokens,
         **({"logprobs": True, "top_logprobs": TOP_TOKENS} if log_probs else {}),
     }
-    return ask(config, completions_url(config), Completion, json.dumps(request).encode(), sleep).choices[0]
+    return ask(
+        config, completions_url(config), Completion, json.dumps(request).encode(), sleep
+    ).choices[0]
 
 
-def read_answer(config: ChatServerConfig, choice: Choice, read: Callable[[str], Answer | None], wanted: str) -> Answer:
+def read_answer(
+    config: ChatServerConfig, choice: Choice, read: Callable[[str], Answer | None], wanted: str
+) -> Answer:
     """What ``read`` finds in a whole answer.
 
     Raises:
@@ -159,7 +173,9 @@ def read_answer(config: ChatServerConfig, choice: Choice, read: Callable[[str], 
     text = choice.message.content or ""
     found = None if choice.finish_reason == "length" else read(text)
     if found is None:
-        raise NoAnswer(f'{completions_url(config)} answered "{shown(text[-200:], config)}": {wanted}')
+        raise NoAnswer(
+            f'{completions_url(config)} answered "{shown(text[-200:], config)}": {wanted}'
+        )
     return found
 
 
@@ -174,7 +190,8 @@ class ChatReward:
     name: str
 
     def __init__(self, config: ChatServerConfig, sleep: Sleep = time.sleep) -> None:
-        self.config, self.name = config, config.name
+        self.config = config
+        self.name = config.name
         self.sleep = sleep
 
     def unavailable(self) -> str | None:
@@ -196,7 +213,8 @@ class ImageChatReward(ChatReward, ABC):
         """The score of an image, uint8 RGB [height, width, 3], and its metrics.
 
         Raises:
-            NoAnswer: the model gave no answer that can be used, or the prompt lacks what is asked about.
+            NoAnswer: the model gave no answer that can be used, or the prompt lacks what is asked
+                about.
         """
 
 
@@ -207,7 +225,8 @@ def judge_images(
     prompts: Sequence[Prompt],
     metrics: Sequence[str] = (),
 ) -> RewardResult:
-    """The scores that ``judge`` gives to each image and its prompt, several at a time; ``NoAnswer`` fails one.
+    """The scores that ``judge`` gives to each image and its prompt, several at a time; ``NoAnswer``
+    fails one.
 
     Args:
         judge: to the score and the metrics, in their order.
@@ -230,7 +249,9 @@ def judge_images(
                 failures[index] = row
             else:
                 rows[index] = row
-    columns = {f"{config.column}_{metric}": rows[:, 1 + number] for number, metric in enumerate(metrics)}
+    columns = {
+        f"{config.column}_{metric}": rows[:, 1 + number] for number, metric in enumerate(metrics)
+    }
     return RewardResult(rows[:, 0], columns, failures)
 
 
@@ -244,7 +265,9 @@ def _picture(image: np.ndarray) -> dict[str, Any]:
 
     return {
         "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(encode_png(image[None])[0]).decode()}"},
+        "image_url": {
+            "url": f"data:image/png;base64,{base64.b64encode(encode_png(image[None])[0]).decode()}"
+        },
     }
 
 
@@ -261,12 +284,20 @@ def yes_or_no(text: str) -> float | None:
 
 
 def probability(choice: Choice, word: str, other: str) -> float | None:
-    """P(word) / (P(word) + P(other)) of the first token, each over all its spellings; None where there is neither."""
+    """P(word) / (P(word) + P(other)) of the first token, each over all its spellings; None where
+    there is neither.
+    """
     places = choice.logprobs.content if choice.logprobs else None
-    found = [(token.token.strip().lower(), token.logprob) for token in (places[0].top_logprobs if places else [])]
+    found = [
+        (token.token.strip().lower(), token.logprob)
+        for token in (places[0].top_logprobs if places else [])
+    ]
     answers = [(said, log_prob) for said, log_prob in found if said in (word, other)]
     if not answers:
         return None
     largest = max(log_prob for _, log_prob in answers)  # which keeps the sum from being 0
-    shares = {one: sum(math.exp(value - largest) for said, value in answers if said == one) for one in (word, other)}
+    shares = {
+        one: sum(math.exp(value - largest) for said, value in answers if said == one)
+        for one in (word, other)
+    }
     return shares[word] / (shares[word] + shares[other])

@@ -20,7 +20,8 @@ from ebbflow.rewards.weights import check_vocabulary, load_network
 
 @dataclass(frozen=True)
 class Clip:
-    """A CLIP with its tokenizer and its preprocessing, from uint8 RGB [n, height, width, 3] to pixel values.
+    """A CLIP with its tokenizer and its preprocessing, from uint8 RGB [n, height, width, 3] to
+    pixel values.
 
     ``differentiable`` is the same for RGB in [0, 1], [n, 3, height, width], with gradient.
     """
@@ -31,12 +32,19 @@ class Clip:
     differentiable: Callable[[Tensor], Tensor]
 
     def embed_images(self, images: np.ndarray | Tensor) -> Tensor:
-        """Unit vectors, float32 [n, width]; with gradient of RGB in [0, 1], [n, 3, height, width]."""
-        pixels = self.differentiable(images) if isinstance(images, Tensor) else self.pixels(images).to(self.model.device)
+        """Unit vectors, float32 [n, width]; with gradient of RGB in [0, 1], [n, 3, height,
+        width]."""
+        pixels = (
+            self.differentiable(images)
+            if isinstance(images, Tensor)
+            else self.pixels(images).to(self.model.device)
+        )
         return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
 
     def embed_texts(self, texts: list[str]) -> Tensor:
-        """Unit vectors, float32 [n, width]. What is longer than the encoder reads (77 tokens) is cut, its end token kept."""
+        """Unit vectors, float32 [n, width]. What is longer than the encoder reads (77 tokens) is
+        cut, its end token kept.
+        """
         # Padded to the full length, so that no row depends on the length of its neighbours.
         tokens = self.tokenizer(
             texts,
@@ -45,7 +53,10 @@ class Clip:
             max_length=self.model.config.text_config.max_position_embeddings,
             return_tensors="pt",
         ).to(self.model.device)
-        return normalize(self.model.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output, dim=-1)
+        return normalize(
+            self.model.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output,
+            dim=-1,
+        )
 
     def cosines(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
         """Of each image and its text, float32 [n]."""
@@ -54,15 +65,21 @@ class Clip:
 
 @cache
 def load_clip(folder: Path) -> Clip:
-    """The CLIP of a folder in the Hugging Face layout; loaded once, however many rewards read from it."""
+    """The CLIP of a folder in the Hugging Face layout; loaded once, however many rewards read from
+    it.
+    """
     processor = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
     tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     model = load_network(CLIPModel, folder)
     check_vocabulary(tokenizer, model.config.text_config.vocab_size, folder)
 
     def pixels(images: np.ndarray) -> Tensor:
-        values: Tensor = processor(list(images), input_data_format="channels_last", return_tensors="pt").pixel_values
+        values: Tensor = processor(
+            list(images), input_data_format="channels_last", return_tensors="pt"
+        ).pixel_values
         return values
 
-    differentiable = partial(resized_units, size=model.config.vision_config.image_size, margin=math.floor)
+    differentiable = partial(
+        resized_units, size=model.config.vision_config.image_size, margin=math.floor
+    )
     return Clip(model, tokenizer, pixels, differentiable)

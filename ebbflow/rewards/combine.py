@@ -1,4 +1,6 @@
-"""Several rewards become the one number that a policy is trained on: the weighted sum, with failures masked."""
+"""Several rewards become the one number that a policy is trained on: the weighted sum, with
+failures masked.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FRAMES_SCORED = 8
-"""Frames of a video that are scored, evenly spaced from the first to the last; all frames of a shorter video."""
+"""Frames of a video that are scored, evenly spaced from the first to the last; all frames of a
+shorter video.
+"""
 
 
 NO_PICTURE = "the model generated a latent that is not finite"
@@ -40,10 +44,13 @@ class ScoreTable:
     """Scores of N images or videos.
 
     Attributes:
-        reward: float64 [N], the weighted sum of the trained rewards of each one's prompt set; NaN where any of them failed.
-        metrics: float64 [N] columns: every reward by its name, and its own metrics; NaN where it failed, and where it does not
-            score the prompt's set: there, a trained one is NaN although ``reward`` is finite.
-        failures: the reasons, for every sample on which a reward or guardrail failed; None elsewhere.
+        reward: float64 [N], the weighted sum of the trained rewards of each one's prompt set; NaN
+            where any of them failed.
+        metrics: float64 [N] columns: every reward by its name, and its own metrics; NaN where it
+            failed, and where it does not score the prompt's set: there, a trained one is NaN
+            although ``reward`` is finite.
+        failures: the reasons, for every sample on which a reward or guardrail failed; None
+            elsewhere.
     """
 
     reward: np.ndarray
@@ -61,25 +68,39 @@ class ScoreTable:
         return float(np.isnan(self.reward).mean()) if len(self.reward) else 0.0
 
     def where(self, finite: np.ndarray) -> ScoreTable:
-        """The same table with the rows failed whose latent is not ``finite``, bool [N]: their images show nothing."""
+        """The same table with the rows failed whose latent is not ``finite``, bool [N]: their
+        images show nothing.
+        """
         broken = ~finite
         return ScoreTable(
             reward=np.where(broken, np.nan, self.reward),
-            metrics={name: np.where(broken, np.nan, values) for name, values in self.metrics.items()},
-            failures=[NO_PICTURE if lost else reason for lost, reason in zip(broken, self.failures, strict=True)],
+            metrics={
+                name: np.where(broken, np.nan, values) for name, values in self.metrics.items()
+            },
+            failures=[
+                NO_PICTURE if lost else reason
+                for lost, reason in zip(broken, self.failures, strict=True)
+            ],
         )
 
     @staticmethod
     def none(count: int, columns: Sequence[str], reason: str) -> ScoreTable:
         """``count`` images that could not be scored at all."""
-        return ScoreTable(np.full(count, np.nan), {name: np.full(count, np.nan) for name in columns}, [reason] * count)
+        return ScoreTable(
+            np.full(count, np.nan),
+            {name: np.full(count, np.nan) for name in columns},
+            [reason] * count,
+        )
 
     @staticmethod
     def cat(parts: Sequence[ScoreTable]) -> ScoreTable:
         """The rows of all parts (at least one); NaN in columns that a part lacks."""
         names = dict.fromkeys(name for part in parts for name in part.metrics)
         nothing = [np.full(len(part.reward), np.nan) for part in parts]
-        columns = {name: [part.metrics.get(name, none) for part, none in zip(parts, nothing, strict=True)] for name in names}
+        columns = {
+            name: [part.metrics.get(name, none) for part, none in zip(parts, nothing, strict=True)]
+            for name in names
+        }
         return ScoreTable(
             reward=np.concatenate([part.reward for part in parts]),
             metrics={name: np.concatenate(column) for name, column in columns.items()},
@@ -89,7 +110,8 @@ class ScoreTable:
 
 @dataclass(frozen=True)
 class Scorer:
-    """The rewards of a run: trained ones with their weights, guardrails, and why some guardrails are unavailable.
+    """The rewards of a run: trained ones with their weights, guardrails, and why some guardrails
+    are unavailable.
 
     Attributes:
         of_sets: the options of those that score the prompts of some sets only, by their columns.
@@ -126,10 +148,13 @@ class Scorer:
 
     def of_single_images(self) -> Scorer:
         """The same without rewards that compare the images of a prompt with each other."""
-        return replace(self, rewards=tuple(row for row in self.rewards if not isinstance(row[0], GroupReward)))
+        return replace(
+            self, rewards=tuple(row for row in self.rewards if not isinstance(row[0], GroupReward))
+        )
 
     def features(self, images: np.ndarray) -> np.ndarray | None:
-        """Features of images or videos, float32 [N, D], of the first reward or guardrail with ``features``; None without one.
+        """Features of images or videos, float32 [N, D], of the first reward or guardrail with
+        ``features``; None without one.
 
         Those of a video are of its middle frame.
         """
@@ -146,35 +171,46 @@ class Scorer:
         known = (DifferentiableReward, DifferentiableLatentReward)
         if lacking := [reward.name for reward, _ in self.rewards if not isinstance(reward, known)]:
             raise RewardError(
-                f"{algorithm} learns from the gradient of the rewards, and {lacking[0]!r} has none; train on hpsv3, imagereward, "
-                "pickscore, hps, clipscore, aesthetic, recognizer (glyph) or one of your own with 'with_gradient', or set "
-                "algorithm.name to mix_grpo"
+                f"{algorithm} learns from the gradient of the rewards, and {lacking[0]!r} has none;"
+                " train on hpsv3, imagereward, pickscore, hps, clipscore, aesthetic, recognizer"
+                " (glyph) or one of your own with 'with_gradient', or set algorithm.name to"
+                " mix_grpo"
             )
 
-    def of_latents_with_gradient(self, latents: Tensor, prompts: Sequence[Prompt], decode: Callable[[Tensor], Tensor]) -> Tensor:
-        """``with_gradient`` of final latents, [N, ...], which are decoded only where a trained reward looks at images.
+    def of_latents_with_gradient(
+        self, latents: Tensor, prompts: Sequence[Prompt], decode: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """``with_gradient`` of final latents, [N, ...], which are decoded only where a trained
+        reward looks at images.
 
         Args:
             decode: from latents to images or videos as ``with_gradient`` takes them, with gradient.
         """
-        of_images = [row for row in self.rewards if not isinstance(row[0], DifferentiableLatentReward)]
+        of_images = [
+            row for row in self.rewards if not isinstance(row[0], DifferentiableLatentReward)
+        ]
         total = latents.new_zeros(len(latents))
         if of_images:
             total = replace(self, rewards=tuple(of_images)).with_gradient(decode(latents), prompts)
         for reward, weight in self.rewards:
             if isinstance(reward, DifferentiableLatentReward):
-                total = self._added(total, reward, weight, reward.latents_with_gradient, latents, prompts)
+                total = self._added(
+                    total, reward, weight, reward.latents_with_gradient, latents, prompts
+                )
         return total
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum of the trained rewards with gradient, [N], where all are differentiable.
 
         Args:
-            images: RGB in [0, 1], [N, 3, height, width], or videos, [N, frames, 3, height, width], as in a call.
+            images: RGB in [0, 1], [N, 3, height, width], or videos, [N, frames, 3, height, width],
+                as in a call.
         """
         if images.ndim == 5:
             shown = scored_frames(images.shape[1])
-            frames = self.with_gradient(images[:, shown].flatten(0, 1), [prompt for prompt in prompts for _ in shown])
+            frames = self.with_gradient(
+                images[:, shown].flatten(0, 1), [prompt for prompt in prompts for _ in shown]
+            )
             return frames.view(len(images), -1).mean(1)
         total = images.new_zeros(len(images))
         for reward, weight in self.rewards:
@@ -191,23 +227,30 @@ class Scorer:
         images: Tensor,
         prompts: Sequence[Prompt],
     ) -> Tensor:
-        """``total``, [N], with the weighted scores of a reward added where it scores the prompts."""
+        """``total``, [N], with the weighted scores of a reward added where it scores the
+        prompts."""
         rows = np.flatnonzero(self._asked(reward, prompts)).tolist()
         if len(rows) == len(images):
             return total + weight * score(images, prompts)
         if not rows:
             return total
         index = images.new_tensor(rows).long()
-        return total.index_add(0, index, weight * score(images[index], [prompts[row] for row in rows]).to(total.dtype))
+        return total.index_add(
+            0, index, weight * score(images[index], [prompts[row] for row in rows]).to(total.dtype)
+        )
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt], latents: np.ndarray | None = None) -> ScoreTable:
-        """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3], each against its prompt.
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[Prompt], latents: np.ndarray | None = None
+    ) -> ScoreTable:
+        """Score images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3],
+        each against its prompt.
 
-        Most rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED`` frames, each scored against the
-        video's prompt, and a failed frame fails its video. Those that score whole videos get all frames. Where a reward compares,
-        the images of a prompt are its whole group; of videos, frames of the same time are compared. A reward of some prompt sets
-        sees the images of their prompts alone. ``latents``, float32 [N, ...], are for those that score latents; they see zeros in
-        place of what is not finite.
+        Most rewards score images: a video's reward and metrics are means over ``FRAMES_SCORED``
+        frames, each scored against the video's prompt, and a failed frame fails its video. Those
+        that score whole videos get all frames. Where a reward compares, the images of a prompt are
+        its whole group; of videos, frames of the same time are compared. A reward of some prompt
+        sets sees the images of their prompts alone. ``latents``, float32 [N, ...], are for those
+        that score latents; they see zeros in place of what is not finite.
 
         Raises:
             RewardError: images, prompts and latents do not match, or a reward breaks its contract.
@@ -220,17 +263,24 @@ class Scorer:
             shown = _finite_latents(reward, latents, len(images)) if of_latents else images
             score = _score if of_latents or images.ndim == 4 else _score_videos
             results[reward.name] = _score_rows(score, reward, shown, prompts, asked[reward.name])
-        trained = [np.where(asked[reward.name], weight * results[reward.name].values, 0.0) for reward, weight in self.rewards]
+        trained = [
+            np.where(asked[reward.name], weight * results[reward.name].values, 0.0)
+            for reward, weight in self.rewards
+        ]
         without = ~np.any([asked[reward.name] for reward, _ in self.rewards], axis=0)
         reasons = _reasons(results, asked, len(images))
         for row in np.flatnonzero(without).tolist():
             reasons[row] = f"no trained reward scores the prompt set {prompts[row].source!r}"
-        return ScoreTable(np.where(without, np.nan, np.sum(trained, axis=0)), _columns(results), reasons)
+        return ScoreTable(
+            np.where(without, np.nan, np.sum(trained, axis=0)), _columns(results), reasons
+        )
 
     def _asked(self, reward: AnyReward, prompts: Sequence[Prompt]) -> np.ndarray:
         """Which prompts a reward scores, bool [N]."""
         config = self.of_sets.get(reward.name)
-        return np.array([config is None or config.applies_to(prompt.source) for prompt in prompts], np.bool_)
+        return np.array(
+            [config is None or config.applies_to(prompt.source) for prompt in prompts], np.bool_
+        )
 
 
 def _score_rows(
@@ -240,7 +290,9 @@ def _score_rows(
     prompts: Sequence[Prompt],
     asked: np.ndarray,
 ) -> RewardResult:
-    """The scores of the images that are ``asked`` for, bool [N]; of the others NaN without a reason."""
+    """The scores of the images that are ``asked`` for, bool [N]; of the others NaN without a
+    reason.
+    """
     if asked.all():
         return score(reward, images, prompts)
     rows = np.flatnonzero(asked).tolist()
@@ -264,7 +316,9 @@ def _at(rows: Sequence[int], values: np.ndarray, count: int) -> np.ndarray:
 def _finite_latents(reward: AnyReward, latents: np.ndarray | None, count: int) -> np.ndarray:
     if latents is None or len(latents) != count:
         found = "none" if latents is None else len(latents)
-        raise RewardError(f"the reward {reward.name!r} scores latents, and there are {found} of {count} samples")
+        raise RewardError(
+            f"the reward {reward.name!r} scores latents, and there are {found} of {count} samples"
+        )
     return np.nan_to_num(latents.astype(np.float32), posinf=0.0, neginf=0.0)
 
 
@@ -289,11 +343,20 @@ def _score_videos(reward: AnyReward, videos: np.ndarray, prompts: Sequence[Promp
 
 
 def _interleaved(parts: Sequence[RewardResult]) -> RewardResult:
-    """The results of the first frames of all videos, of their second ones and so on, as one, video by video."""
+    """The results of the first frames of all videos, of their second ones and so on, as one, video
+    by video.
+    """
     return RewardResult(
         values=np.stack([part.values for part in parts], 1).ravel(),
-        metrics={name: np.stack([part.metrics[name] for part in parts], 1).ravel() for name in parts[0].metrics},
-        failures={index * len(parts) + frame: why for frame, part in enumerate(parts) for index, why in part.failures.items()},
+        metrics={
+            name: np.stack([part.metrics[name] for part in parts], 1).ravel()
+            for name in parts[0].metrics
+        },
+        failures={
+            index * len(parts) + frame: why
+            for frame, part in enumerate(parts)
+            for index, why in part.failures.items()
+        },
     )
 
 
@@ -314,7 +377,9 @@ def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
     for video, failed in enumerate(np.isnan(result.values).reshape(-1, len(shown))):
         if failed.any():
             first = int(failed.argmax())
-            others = f" (and {failed.sum() - 1} more of {len(shown)} frames)" if failed.sum() > 1 else ""
+            others = (
+                f" (and {failed.sum() - 1} more of {len(shown)} frames)" if failed.sum() > 1 else ""
+            )
             reason = _reason(result, video * len(shown) + first)
             reasons[video] = f"frame {shown[first]}: {reason}{others}"
     return reasons
@@ -337,16 +402,26 @@ def _custom(config: CustomRewardConfig) -> AnyReward:
     try:
         made: AnyReward = config.build()
     except TypeError as error:
-        raise RewardError(f"{config.path} rejects the options {', '.join(config.options)}: {error}") from error
+        raise RewardError(
+            f"{config.path} rejects the options {', '.join(config.options)}: {error}"
+        ) from error
     compares = hasattr(made, "compare")
     others = [part for part in ("score_videos", "score_latents") if hasattr(made, part)]
     scores = "compare" if compares else others[0] if others else "__call__"
     if missing := [part for part in ("unavailable", scores) if not hasattr(made, part)]:
-        raise RewardError(f"{config.path} is not a reward: it lacks {missing[0]!r} (ebbflow.rewards.base.Reward)")
+        raise RewardError(
+            f"{config.path} is not a reward: it lacks {missing[0]!r} (ebbflow.rewards.base.Reward)"
+        )
     if compares and not config.compares:
-        raise RewardError(f"{config.path} leads to what makes a reward that compares; name the class with 'compare' itself")
+        raise RewardError(
+            f"{config.path} leads to what makes a reward that compares; name the class with"
+            " 'compare' itself"
+        )
     if "score_latents" in others and not config.reads_latents:
-        raise RewardError(f"{config.path} leads to what makes a reward of latents; name the class with 'score_latents' itself")
+        raise RewardError(
+            f"{config.path} leads to what makes a reward of latents; name the class with"
+            " 'score_latents' itself"
+        )
     return made
 
 
@@ -354,16 +429,21 @@ def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConf
     """The scorer of a recipe. Guardrails that cannot run here are left out, with one warning.
 
     Raises:
-        RewardError: a trained reward cannot run here, a user's own is not a reward, or a guardrail compares.
+        RewardError: a trained reward cannot run here, a user's own is not a reward, or a guardrail
+            compares.
     """
     trained = [(load_reward(reward), reward.weight) for reward in rewards]
     for reward, _ in trained:
         if reason := reward.unavailable():
-            raise RewardError(f"the reward {reward.name!r} is trained on and cannot run here: {reason}")
+            raise RewardError(
+                f"the reward {reward.name!r} is trained on and cannot run here: {reason}"
+            )
     watched = [load_reward(guardrail) for guardrail in guardrails]
     if compared := [guardrail.name for guardrail in watched if isinstance(guardrail, GroupReward)]:
         raise RewardError(GUARDRAIL_COMPARES.format(compared[0]))
-    left_out = {guardrail.name: reason for guardrail in watched if (reason := guardrail.unavailable())}
+    left_out = {
+        guardrail.name: reason for guardrail in watched if (reason := guardrail.unavailable())
+    }
     if left_out:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"guardrails left out of this run: {listed}", stacklevel=2)
@@ -396,23 +476,34 @@ def checked(name: str, result: RewardResult, count: int) -> RewardResult:
     """
     for column, values in {name: result.values, **result.metrics}.items():
         if np.shape(values) != (count,):
-            raise RewardError(f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count} images")
+            raise RewardError(
+                f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count}"
+                " images"
+            )
         if len(beyond := np.flatnonzero(np.abs(values) > MAX_SCORE)):
             raise RewardError(
-                f"the reward {name!r} returned {column!r} = {values[beyond[0]]:g} for image {beyond[0]}; scores lie between "
-                f"{-MAX_SCORE:g} and {MAX_SCORE:g}, and NaN is a failure"
+                f"the reward {name!r} returned {column!r} = {values[beyond[0]]:g} for image"
+                f" {beyond[0]}; scores lie between {-MAX_SCORE:g} and {MAX_SCORE:g}, and NaN is a"
+                " failure"
             )
     return result
 
 
 def _check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
-    if images.dtype != np.uint8 or images.ndim not in (4, 5) or images.shape[-1] != 3 or 0 in images.shape[1:]:
+    if (
+        images.dtype != np.uint8
+        or images.ndim not in (4, 5)
+        or images.shape[-1] != 3
+        or 0 in images.shape[1:]
+    ):
         raise RewardError(
-            "images must be uint8 RGB [N, height, width, 3], or videos [N, frames, height, width, 3], "
-            f"got {images.dtype} {list(images.shape)}"
+            "images must be uint8 RGB [N, height, width, 3], or videos [N, frames, height, width,"
+            f" 3], got {images.dtype} {list(images.shape)}"
         )
     if len(images) != len(prompts):
-        raise RewardError(f"{len(images)} images for {len(prompts)} prompts; give one prompt per image")
+        raise RewardError(
+            f"{len(images)} images for {len(prompts)} prompts; give one prompt per image"
+        )
 
 
 def _columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
@@ -420,12 +511,16 @@ def _columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
     for name, result in results.items():
         for column, values in {name: result.values, **result.metrics}.items():
             if column in columns or column == "reward":
-                raise RewardError(f"the reward {name!r} has a column {column!r} that exists already; rename it")
+                raise RewardError(
+                    f"the reward {name!r} has a column {column!r} that exists already; rename it"
+                )
             columns[column] = np.asarray(values, np.float64)
     return columns
 
 
-def _reasons(results: dict[str, RewardResult], asked: Mapping[str, np.ndarray], count: int) -> list[str | None]:
+def _reasons(
+    results: dict[str, RewardResult], asked: Mapping[str, np.ndarray], count: int
+) -> list[str | None]:
     reasons: list[list[str]] = [[] for _ in range(count)]
     for name, result in results.items():
         for index in np.flatnonzero(np.isnan(result.values) & asked[name]):

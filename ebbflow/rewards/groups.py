@@ -1,4 +1,6 @@
-"""Rewards that compare the images of a prompt with each other: scored group by group, and win rates from comparisons."""
+"""Rewards that compare the images of a prompt with each other: scored group by group, and win rates
+from comparisons.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import AnyReward, GroupReward, LatentReward, RewardError, RewardResult, VideoReward
+from ebbflow.rewards.base import (
+    AnyReward,
+    GroupReward,
+    LatentReward,
+    RewardError,
+    RewardResult,
+    VideoReward,
+)
 
 ALONE = "the only image of its prompt here, and this reward compares images"
 
 
 def give_scores(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    """The scores of images [N, height, width, 3], each against its prompt, or against all others of its prompt; or of latents.
+    """The scores of images [N, height, width, 3], each against its prompt, or against all others of
+    its prompt; or of latents.
 
     Raises:
-        RewardError: a reward that compares breaks its contract, or one that scores videos, [N, frames, ...], gets images.
+        RewardError: a reward that compares breaks its contract, or one that scores videos, [N,
+            frames, ...], gets images.
     """
     if isinstance(reward, GroupReward):
         return score_groups(reward, images, prompts)
@@ -25,17 +36,25 @@ def give_scores(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]
     if not isinstance(reward, VideoReward):
         return reward(images, prompts)
     if images.ndim == 4:
-        raise RewardError(f"the reward {reward.name!r} scores videos and got images; set model.frames, or leave it out")
+        raise RewardError(
+            f"the reward {reward.name!r} scores videos and got images; set model.frames, or leave"
+            " it out"
+        )
     return reward.score_videos(images, prompts)
 
 
-def score_groups(reward: GroupReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    """The scores of images [N, ...], whose whole groups they are; an image without others of its prompt fails.
+def score_groups(
+    reward: GroupReward, images: np.ndarray, prompts: Sequence[Prompt]
+) -> RewardResult:
+    """The scores of images [N, ...], whose whole groups they are; an image without others of its
+    prompt fails.
 
     Raises:
         RewardError: the reward breaks its contract.
     """
-    values, metrics, failures = np.full(len(images), np.nan), dict[str, np.ndarray](), dict[int, str]()
+    values = np.full(len(images), np.nan)
+    metrics = dict[str, np.ndarray]()
+    failures = dict[int, str]()
     ids = np.array([prompt.prompt_id for prompt in prompts])
     for prompt_id in dict.fromkeys(ids.tolist()):
         rows = np.flatnonzero(ids == prompt_id)
@@ -54,26 +73,31 @@ def _compared(reward: GroupReward, images: np.ndarray, prompt: Prompt) -> Reward
     result = reward.compare(images, prompt)
     if not isinstance(result, RewardResult):
         raise RewardError(
-            f"the reward {reward.name!r} returned a {type(result).__name__}; return an ebbflow.rewards.base.RewardResult"
+            f"the reward {reward.name!r} returned a {type(result).__name__}; return an"
+            " ebbflow.rewards.base.RewardResult"
         )
     for column, values in {reward.name: result.values, **result.metrics}.items():
         if np.shape(values) != (len(images),):
             raise RewardError(
-                f"the reward {reward.name!r} returned {column!r} of shape {np.shape(values)} for a group of {len(images)} images"
+                f"the reward {reward.name!r} returned {column!r} of shape {np.shape(values)} for a"
+                f" group of {len(images)} images"
             )
     return result
 
 
 def win_rates(wins: np.ndarray) -> np.ndarray:
-    """The share of its comparisons that each image won, float64 [N]; NaN where more than half of them have no outcome.
+    """The share of its comparisons that each image won, float64 [N]; NaN where more than half of
+    them have no outcome.
 
         w_i = mean over j != i of P(i is better than j)            (Pref-GRPO, 2508.20751)
 
     Args:
-        wins: [N, N], 1 where the image of the row is better than that of the column, 0 where it is worse, between them where it
-            may be either; NaN where nothing is known. The diagonal is not looked at.
+        wins: [N, N], 1 where the image of the row is better than that of the column, 0 where it is
+            worse, between them where it may be either; NaN where nothing is known. The diagonal is
+            not looked at.
 
-    A comparison without an outcome is left out; the published code counts it as half a win for both.
+    A comparison without an outcome is left out; the published code counts it as half a win for
+    both.
     """
     others = ~np.eye(len(wins), dtype=bool)
     known = others & ~np.isnan(wins)

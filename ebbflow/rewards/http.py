@@ -1,7 +1,9 @@
-"""One question to a server of rewards: who may be asked, with which token, for how long, and what is said without an answer.
+"""One question to a server of rewards: who may be asked, with which token, for how long, and what
+is said without an answer.
 
-The standard library's client is used because of what it lacks: it follows no redirect, takes no proxy and no password from the
-environment and unpacks nothing, so a token goes to the host that the recipe names and to no other.
+The standard library's client is used because of what it lacks: it follows no redirect, takes no
+proxy and no password from the environment and unpacks nothing, so a token goes to the host that the
+recipe names and to no other.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MAX_BYTES = 4 * 2**20
 """Of an answer; a few numbers for each image take thousands."""
 SHOWN = 200
 """Characters of an answer that a message repeats."""
-FIRST_WAIT, MAX_WAIT = 1.0, 60.0
+FIRST_WAIT = 1.0
+MAX_WAIT = 60.0
 """Seconds between requests: doubled each time, and then a random share from half to all of it."""
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 """What a bearer token may be (RFC 6750)."""
@@ -40,11 +43,15 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class ServedRewardConfig(RewardConfig):
-    """A reward behind HTTP. The host must be this machine or one of ``EBBFLOW_REWARD_HOSTS`` (commas between them)."""
+    """A reward behind HTTP. The host must be this machine or one of ``EBBFLOW_REWARD_HOSTS``
+    (commas between them).
+    """
 
     url: str = Field(pattern=r"^https?://[!-?A-~]+$")
     token_variable: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$")
-    """The environment variable that holds the bearer token; the token itself has no place in a recipe."""
+    """The environment variable that holds the bearer token; the token itself has no place in a
+    recipe.
+    """
     timeout: float = Field(60.0, gt=0, le=3600)
     """Seconds for one request."""
     attempts: int = Field(3, ge=1, le=10)
@@ -55,7 +62,9 @@ class ServedRewardConfig(RewardConfig):
     def _is_a_base(cls, url: str) -> str:
         parts = urlsplit(url)
         if not parts.hostname or parts.query or parts.fragment:
-            raise ValueError("take http://host:port, with a path where the server has one, and nothing after it")
+            raise ValueError(
+                "take http://host:port, with a path where the server has one, and nothing after it"
+            )
         parts.port  # noqa: B018  raises ValueError for a port that is none
         return url.rstrip("/")
 
@@ -77,10 +86,12 @@ def ask(
 ) -> Answer:
     """The answer to a POST of JSON, or to a GET where there is no body.
 
-    What may pass (no connection, no answer in time, status 429 or 5xx) is asked again, ``config.attempts`` times in all.
+    What may pass (no connection, no answer in time, status 429 or 5xx) is asked again,
+    ``config.attempts`` times in all.
 
     Raises:
-        NoAnswer: nothing may be asked, nothing was answered, or what was answered is not of that form.
+        NoAnswer: nothing may be asked, nothing was answered, or what was answered is not of that
+            form.
     """
     token = _allowed(config)
     for wait in _waits(config.attempts):
@@ -91,7 +102,9 @@ def ask(
 
 
 def shown(text: bytes | str, config: ServedRewardConfig) -> str:
-    """What a server said, as it may stand in a message: on one line, without secrets, cut to 200 characters."""
+    """What a server said, as it may stand in a message: on one line, without secrets, cut to 200
+    characters.
+    """
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     if token := os.environ.get(config.token_variable or ""):
@@ -117,9 +130,14 @@ def read_token(variable: str | None) -> str | None:
         return None
     token = os.environ.get(variable, "")
     if not token:
-        raise NoAnswer(f"the environment variable {variable} is not set; it must hold the bearer token")
+        raise NoAnswer(
+            f"the environment variable {variable} is not set; it must hold the bearer token"
+        )
     if not TOKEN.fullmatch(token):
-        raise NoAnswer(f"what {variable} holds is no bearer token; it may have letters, digits and -._~+/ with = at its end")
+        raise NoAnswer(
+            f"what {variable} holds is no bearer token; it may have letters, digits and -._~+/ with"
+            " = at its end"
+        )
     return token
 
 
@@ -128,21 +146,31 @@ def _allowed(config: ServedRewardConfig) -> str | None:
     host = urlsplit(config.url).hostname or ""
     listed = {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")}
     if not is_loopback(host) and host not in listed:
-        raise NoAnswer(f"url = {config.url}: the host {host!r} may not be asked; add it to {HOSTS} where rewards are computed")
+        raise NoAnswer(
+            f"url = {config.url}: the host {host!r} may not be asked; add it to {HOSTS} where"
+            " rewards are computed"
+        )
     return read_token(config.token_variable)
 
 
 def _waits(attempts: int) -> list[float]:
     """Seconds to wait between the attempts."""
-    return [min(MAX_WAIT, FIRST_WAIT * 2**past) * random.uniform(0.5, 1) for past in range(attempts - 1)]
+    return [
+        min(MAX_WAIT, FIRST_WAIT * 2**past) * random.uniform(0.5, 1) for past in range(attempts - 1)
+    ]
 
 
 def _exchange(config: ServedRewardConfig, url: str, body: bytes | None, token: str | None) -> bytes:
     """One request: what came with a status of 200."""
     end = time.monotonic() + config.timeout
     try:
-        with closing(_connect(url, config.timeout)) as connection, _deadline(connection.sock, end - time.monotonic()):
-            connection.request("GET" if body is None else "POST", urlsplit(url).path, body, _headers(token))
+        with (
+            closing(_connect(url, config.timeout)) as connection,
+            _deadline(connection.sock, end - time.monotonic()),
+        ):
+            connection.request(
+                "GET" if body is None else "POST", urlsplit(url).path, body, _headers(token)
+            )
             response = connection.getresponse()
             content = _read(response)
     except TimeoutError:
@@ -166,7 +194,9 @@ def _connect(url: str, timeout: float) -> HTTPConnection:
 
 
 class _Reader(io.BufferedReader):
-    """What http.client reads an answer from. It asks for a negative number of bytes where a server announces such a chunk."""
+    """What http.client reads an answer from. It asks for a negative number of bytes where a server
+    announces such a chunk.
+    """
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
@@ -181,12 +211,15 @@ class _Response(HTTPResponse):
 
 
 def _headers(token: str | None) -> dict[str, str]:
-    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    return {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {token}"} if token else {}
+    )
 
 
 @contextmanager
 def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
-    """Cut the connection when the time is over: the socket's own time-out starts again with every byte that trickles in.
+    """Cut the connection when the time is over: the socket's own time-out starts again with every
+    byte that trickles in.
 
     Raises:
         TimeoutError: the time was over, whatever the cut then looked like.
@@ -215,22 +248,32 @@ def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
 def _read(response: HTTPResponse) -> bytes:
     """The body, and one byte more than is taken where there is more."""
     content = response.read(MAX_BYTES + 1)
-    if response.length and len(content) <= MAX_BYTES:  # what was announced and did not come; http.client is silent about it
+    if (
+        response.length and len(content) <= MAX_BYTES
+    ):  # what was announced and did not come; http.client is silent about it
         raise IncompleteRead(content, response.length)
     return content
 
 
-def _refused(config: ServedRewardConfig, url: str, response: HTTPResponse, content: bytes) -> NoAnswer:
+def _refused(
+    config: ServedRewardConfig, url: str, response: HTTPResponse, content: bytes
+) -> NoAnswer:
     """What a status other than 200 means."""
     answered = f"{url} answered {response.status}"
     if 300 <= response.status < 400:
         target = shown(response.headers.get("Location", "nowhere"), config)
-        return NoAnswer(f"{answered} and points to {target}; redirects are not followed, name the final address")
+        return NoAnswer(
+            f"{answered} and points to {target}; redirects are not followed, name the final address"
+        )
     answered += f": {shown(content, config)}"
     if response.status == 429 or response.status >= 500:
         return _Passing(answered)
     if response.status in (401, 403):
-        wanted = f"check the token in {config.token_variable}" if config.token_variable else "name a token with token_variable"
+        wanted = (
+            f"check the token in {config.token_variable}"
+            if config.token_variable
+            else "name a token with token_variable"
+        )
         return NoAnswer(f"{answered}; {wanted}")
     return NoAnswer(answered)
 
@@ -242,4 +285,6 @@ def _parsed(config: ServedRewardConfig, url: str, form: type[Answer], content: b
         return form.model_validate_json(content)
     except ValidationError as error:
         reason = shown(first_problem(error), config)
-        raise NoAnswer(f'{url} answered "{shown(content, config)}", which is no {form.__name__} ({reason})') from None
+        raise NoAnswer(
+            f'{url} answered "{shown(content, config)}", which is no {form.__name__} ({reason})'
+        ) from None

@@ -1,6 +1,7 @@
 """What rewards with a neural network share: their files, lazy loading, batches without gradients.
 
-Recipes import this module, so torch, transformers and the hub's client are imported where they are used.
+Recipes import this module, so torch, transformers and the hub's client are imported where they are
+used.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ if TYPE_CHECKING:
     from ebbflow.rewards.clip import Clip
 
     Score = Callable[[np.ndarray | Tensor, list[str]], Tensor]
-    """From n images, uint8 RGB [n, height, width, 3], and their n prompts to n scores; with gradient from RGB in [0, 1],
-    [n, 3, height, width]."""
+    """From n images, uint8 RGB [n, height, width, 3], and their n prompts to n scores; with
+    gradient from RGB in [0, 1], [n, 3, height, width].
+    """
 
 CLIP_FILES = ("config.json", "model*.safetensors", "*processor_config.json", "tokenizer.json")
 """Of a CLIP in the Hugging Face layout (``ebbflow.rewards.clip``)."""
 QWEN_FILES = ("config.json", "tokenizer.json")
-"""Of a repository of Qwen2-VL, what rewards need whose checkpoint holds its weights (``ebbflow.rewards.qwen2_vl``)."""
+"""Of a repository of Qwen2-VL, what rewards need whose checkpoint holds its weights
+(``ebbflow.rewards.qwen2_vl``).
+"""
 
 
 class PretrainedRewardConfig(RewardConfig, PretrainedSourceConfig):
-    """A reward with a network of its own, loaded once from a folder or from one commit of a Hugging Face repository."""
+    """A reward with a network of its own, loaded once from a folder or from one commit of a Hugging
+    Face repository.
+    """
 
     batch: int = Field(16, ge=1)
     """Images per forward pass."""
@@ -51,12 +57,17 @@ class Files:
     patterns: tuple[str, ...]
 
     def missing(self) -> str | None:
-        """What a local folder lacks, or None. A pinned repository is not checked before it is fetched."""
+        """What a local folder lacks, or None. A pinned repository is not checked before it is
+        fetched.
+        """
         path = self.source.path
         if self.source.on_hub:
             return None
         if path is None or not Path(path).is_dir():
-            return f"path = {path!r} is not a folder here; for a Hugging Face repository give the commit as 'revision'"
+            return (
+                f"path = {path!r} is not a folder here; for a Hugging Face repository give the"
+                " commit as 'revision'"
+            )
         return self._missing_in(Path(path))
 
     def folder(self) -> Path:
@@ -76,11 +87,17 @@ class Files:
 
     def _missing_in(self, folder: Path) -> str | None:
         absent = [pattern for pattern in self.patterns if not any(folder.glob(pattern))]
-        return f"{folder} holds no {' and no '.join(absent)}; copy the published files into it" if absent else None
+        return (
+            f"{folder} holds no {' and no '.join(absent)}; copy the published files into it"
+            if absent
+            else None
+        )
 
 
 class PretrainedReward(ABC):
-    """A reward with a network that is loaded when it is first used: frozen, kept for the life of the process."""
+    """A reward with a network that is loaded when it is first used: frozen, kept for the life of
+    the process.
+    """
 
     def __init__(self, config: PretrainedRewardConfig) -> None:
         self.config = config
@@ -92,13 +109,15 @@ class PretrainedReward(ABC):
 
     @abstractmethod
     def load(self) -> Any:
-        """Load the network onto this process's device, and give the function that scores with it."""
+        """Load the network onto this process's device, and give the function that scores with
+        it."""
 
     def unavailable(self) -> str | None:
         return next((reason for files in self.files() if (reason := files.missing())), None)
 
     def _scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        """What the network makes of images or videos and the texts of their prompts, in batches: float64 [N, ...].
+        """What the network makes of images or videos and the texts of their prompts, in batches:
+        float64 [N, ...].
 
         Raises:
             HubError: the network cannot be fetched.
@@ -108,7 +127,10 @@ class PretrainedReward(ABC):
         import torch
 
         texts = [prompt.prompt for prompt in prompts]
-        parts = [slice(start, start + self.config.batch) for start in range(0, len(images), self.config.batch)]
+        parts = [
+            slice(start, start + self.config.batch)
+            for start in range(0, len(images), self.config.batch)
+        ]
         with torch.no_grad():
             scores = [self._score(images[part], texts[part]).double().cpu() for part in parts]
         return torch.cat(scores).numpy() if scores else np.empty(0)
@@ -124,7 +146,9 @@ class PretrainedReward(ABC):
             return self.load()
         except (RewardError, HubError):
             raise
-        except Exception as error:  # transformers, tokenizers and torch share no base class of errors
+        except (
+            Exception
+        ) as error:  # transformers, tokenizers and torch share no base class of errors
             reason = sanitize(f"{type(error).__name__}: {error}")
             raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
 
@@ -145,7 +169,10 @@ class NetworkReward(PretrainedReward):
         import numpy as np
 
         values = self._scores(images, prompts)
-        failures = {int(index): f"the network gave {values[index]}" for index in np.flatnonzero(~np.isfinite(values))}
+        failures = {
+            int(index): f"the network gave {values[index]}"
+            for index in np.flatnonzero(~np.isfinite(values))
+        }
         values[list(failures)] = np.nan
         return RewardResult(values, failures=failures)
 
@@ -156,7 +183,9 @@ class NetworkReward(PretrainedReward):
 
 
 class ClipReward(NetworkReward):
-    """A reward that reads from a CLIP in the Hugging Face layout, the first of its files; its image embeddings are features."""
+    """A reward that reads from a CLIP in the Hugging Face layout, the first of its files; its image
+    embeddings are features.
+    """
 
     def clip(self) -> Clip:
         """The CLIP; loaded once, however many rewards read from it."""
@@ -168,6 +197,11 @@ class ClipReward(NetworkReward):
         """Unit image embeddings, float32 [N, D], of images, uint8 RGB [N, height, width, 3]."""
         import torch
 
-        parts = [images[start : start + self.config.batch] for start in range(0, len(images), self.config.batch)]
+        parts = [
+            images[start : start + self.config.batch]
+            for start in range(0, len(images), self.config.batch)
+        ]
         with torch.no_grad():
-            return torch.cat([self.clip().embed_images(part).float().cpu() for part in parts]).numpy()
+            return torch.cat(
+                [self.clip().embed_images(part).float().cpu() for part in parts]
+            ).numpy()

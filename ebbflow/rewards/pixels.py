@@ -1,4 +1,6 @@
-"""Images as the vision transformers of the published rewards take them: resized, cropped, standardised as CLIP was trained."""
+"""Images as the vision transformers of the published rewards take them: resized, cropped,
+standardised as CLIP was trained.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +12,42 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's training images (2103.00020), red, green, blue, in [0, 1]."""
 
 
 def resized_bytes(images: np.ndarray, size: int, device: torch.device) -> Tensor:
-    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as bytes, so every pixel is rounded and within its range."""
+    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as bytes, so every pixel is
+    rounded and within its range.
+    """
     height, width = _shorter_edge_to(size, *images.shape[1:3])
-    sized = [np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)) for image in images]
+    sized = [
+        np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+        for image in images
+    ]
     return standardised(_cropped(unit(np.stack(sized), device), size))
 
 
 def resized_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
-    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as numbers, antialiased, neither rounded nor clipped."""
+    """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as numbers, antialiased,
+    neither rounded nor clipped.
+    """
     return resized_units(unit(images, device), size)
 
 
 def resized_units(images: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
-    """RGB in [0, 1], [N, 3, H, W] -> float32 [N, 3, size, size], with gradient: as ``resized_floats``.
+    """RGB in [0, 1], [N, 3, H, W] -> float32 [N, 3, size, size], with gradient: as
+    ``resized_floats``.
 
     Args:
-        margin: how half of an odd number of pixels is rounded; transformers' processor of CLIP takes ``math.floor``.
+        margin: how half of an odd number of pixels is rounded; transformers' processor of CLIP
+            takes ``math.floor``.
     """
     shape = _shorter_edge_to(size, *images.shape[2:])
-    return standardised(_cropped(interpolate(images, shape, mode="bicubic", antialias=True), size, margin))
+    return standardised(
+        _cropped(interpolate(images, shape, mode="bicubic", antialias=True), size, margin)
+    )
 
 
 def unit(images: np.ndarray, device: torch.device) -> Tensor:
@@ -47,7 +61,9 @@ def _shorter_edge_to(size: int, height: int, width: int) -> tuple[int, int]:
 
 
 def _cropped(pixels: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
-    """The middle; an odd margin is split as torchvision does, by rounding half to even, unless ``margin`` rounds otherwise."""
+    """The middle; an odd margin is split as torchvision does, by rounding half to even, unless
+    ``margin`` rounds otherwise.
+    """
     top, left = (margin((edge - size) / 2) for edge in pixels.shape[-2:])
     return pixels[..., top : top + size, left : left + size]
 

@@ -1,4 +1,6 @@
-"""The PP-OCR models that rapidocr's wheel carries, as readers of one line and of a page. Nothing is downloaded."""
+"""The PP-OCR models that rapidocr's wheel carries, as readers of one line and of a page. Nothing is
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from PIL import Image
 HEIGHT = 48
 """Height in pixels that PP-OCR recognisers read."""
 BATCH = 16
-"""Images per forward pass: every column of an image is scored against 18,710 characters, which fills memory in larger ones."""
+"""Images per forward pass: every column of an image is scored against 18,710 characters, which
+fills memory in larger ones.
+"""
 MAX_THREADS = 2
 """The batches are too small for more."""
 BLANK = 0
 """The class of CTC that stands for no character."""
 PAGE_SIDE = 960
-"""Pixels of the longer side above which a page is made smaller before text is searched in it; smaller ones stay as they are."""
-DETECTOR, RECOGNISER = "det", "rec"
+"""Pixels of the longer side above which a page is made smaller before text is searched in it;
+smaller ones stay as they are.
+"""
+DETECTOR = "det"
+RECOGNISER = "rec"
 """What rapidocr calls its models."""
 
 
@@ -30,18 +37,22 @@ def read(images: np.ndarray) -> list[str]:
     """The line of text in each image, "" where there is none.
 
     Args:
-        images: uint8 RGB [N, height, width, 3], one line each, dark on light, letters about half the height or more.
+        images: uint8 RGB [N, height, width, 3], one line each, dark on light, letters about half
+            the height or more.
     """
     session, characters = _recogniser()
     texts: list[str] = []
     for start in range(0, len(images), BATCH):
-        scores = session.run(None, {session.get_inputs()[0].name: prepare(images[start : start + BATCH])})[0]
+        scores = session.run(
+            None, {session.get_inputs()[0].name: prepare(images[start : start + BATCH])}
+        )[0]
         texts += decode(scores.argmax(axis=2), characters)
     return texts
 
 
 def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
-    """All text of each image in reading order, "" where there is none, None where reading failed; and why, by position.
+    """All text of each image in reading order, "" where there is none, None where reading failed;
+    and why, by position.
 
     Args:
         images: uint8 RGB [N, height, width, 3], with text anywhere in them.
@@ -52,22 +63,31 @@ def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
     for index, image in enumerate(images):
         try:
             found = reader(np.ascontiguousarray(image[..., ::-1]))
-        except Exception as error:  # rapidocr's geometry has accidents of many types on odd shapes of text
-            failures[index] = f"rapidocr failed: {type(error).__name__}: {' '.join(str(error).split())[-200:]}"
+        except (
+            Exception
+        ) as error:  # rapidocr's geometry has accidents of many types on odd shapes of text
+            failures[index] = (
+                f"rapidocr failed: {type(error).__name__}: {' '.join(str(error).split())[-200:]}"
+            )
             texts.append(None)
             continue
         pieces = () if found.txts is None else found.txts
-        texts.append(" ".join(pieces[index] for index in (reading_order(found.boxes) if pieces else ())))
+        texts.append(
+            " ".join(pieces[index] for index in (reading_order(found.boxes) if pieces else ()))
+        )
     return texts, failures
 
 
 def reading_order(boxes: np.ndarray) -> list[int]:
-    """Positions of the boxes [N, 4 corners, (x, y)], in lines from top to bottom, each from left to right.
+    """Positions of the boxes [N, 4 corners, (x, y)], in lines from top to bottom, each from left to
+    right.
 
-    A box belongs to the line whose first box has its middle within half the height of the lower of both. rapidocr's own order
-    has a fixed tolerance of ten pixels at the upper edge instead, which takes words of large letters for lines of their own.
+    A box belongs to the line whose first box has its middle within half the height of the lower of
+    both. rapidocr's own order has a fixed tolerance of ten pixels at the upper edge instead, which
+    takes words of large letters for lines of their own.
     """
-    left, top = boxes[..., 0].min(axis=1), boxes[..., 1].min(axis=1)
+    left = boxes[..., 0].min(axis=1)
+    top = boxes[..., 1].min(axis=1)
     height = boxes[..., 1].max(axis=1) - top
     middle = top + height / 2
     lines: list[list[int]] = []
@@ -81,18 +101,26 @@ def reading_order(boxes: np.ndarray) -> list[int]:
 
 
 def prepare(images: np.ndarray) -> np.ndarray:
-    """Images as the recogniser wants them: float32 BGR [N, 3, 48, width'] in [-1, 1], the aspect kept, at least square."""
+    """Images as the recogniser wants them: float32 BGR [N, 3, 48, width'] in [-1, 1], the aspect
+    kept, at least square.
+    """
     height, width = images.shape[1:3]
     scaled = max(1, round(width * HEIGHT / height))
     sheet = np.full((len(images), HEIGHT, max(HEIGHT, scaled), 3), 255, np.uint8)
     for index, image in enumerate(images):
-        sheet[index, :, :scaled] = Image.fromarray(image).resize((scaled, HEIGHT), Image.Resampling.BICUBIC)
+        sheet[index, :, :scaled] = Image.fromarray(image).resize(
+            (scaled, HEIGHT), Image.Resampling.BICUBIC
+        )
     return np.ascontiguousarray(sheet[..., ::-1].transpose(0, 3, 1, 2), np.float32) / 127.5 - 1
 
 
 def decode(classes: np.ndarray, characters: Sequence[str]) -> list[str]:
-    """Texts of the best CTC path: int [N, columns] -> N texts. Repeats are merged, then blanks dropped."""
-    return ["".join(characters[label] for label in _merged(row) if label != BLANK) for row in classes]
+    """Texts of the best CTC path: int [N, columns] -> N texts. Repeats are merged, then blanks
+    dropped.
+    """
+    return [
+        "".join(characters[label] for label in _merged(row) if label != BLANK) for row in classes
+    ]
 
 
 def _merged(row: np.ndarray) -> Iterator[int]:
@@ -101,7 +129,8 @@ def _merged(row: np.ndarray) -> Iterator[int]:
 
 
 def model_file(part: str) -> Path:
-    """A model among the files that rapidocr's wheel installed; models it downloaded later do not count.
+    """A model among the files that rapidocr's wheel installed; models it downloaded later do not
+    count.
 
     Args:
         part: ``DETECTOR`` or ``RECOGNISER``.
@@ -112,11 +141,18 @@ def model_file(part: str) -> Path:
     try:
         files = importlib.metadata.files("rapidocr") or []
     except importlib.metadata.PackageNotFoundError:
-        raise FileNotFoundError("the package rapidocr is not installed; install it with: pip install rapidocr") from None
-    found = sorted(Path(str(file.locate())) for file in files if file.match(f"models/*{part}*.onnx"))
+        raise FileNotFoundError(
+            "the package rapidocr is not installed; install it with: pip install rapidocr"
+        ) from None
+    found = sorted(
+        Path(str(file.locate())) for file in files if file.match(f"models/*{part}*.onnx")
+    )
     if not found or not found[-1].is_file():
         version = importlib.metadata.version("rapidocr")
-        raise FileNotFoundError(f"rapidocr {version} has no models/*{part}*.onnx; install the version in constraints.txt")
+        raise FileNotFoundError(
+            f"rapidocr {version} has no models/*{part}*.onnx; install the version in"
+            " constraints.txt"
+        )
     return found[-1]
 
 
@@ -136,9 +172,13 @@ def _page_reader() -> Any:
 
     limits = {"Det.limit_type": "max", "Det.limit_side_len": PAGE_SIDE}
     reader = RapidOCR(params={"Global.use_cls": False, "Global.log_level": "critical", **limits})
-    # Its own sessions would wait with spinning threads; omegaconf takes plain values only, unless it is asked to.
+    # Its own sessions would wait with spinning threads; omegaconf takes plain values only, unless
+    # it is asked to.
     with flag_override(reader.cfg, "allow_objects", True):
-        reader.cfg.Det["session"], reader.cfg.Rec["session"] = _session(DETECTOR), _session(RECOGNISER)
+        reader.cfg.Det["session"], reader.cfg.Rec["session"] = (
+            _session(DETECTOR),
+            _session(RECOGNISER),
+        )
     return reader
 
 
@@ -152,4 +192,6 @@ def _session(part: str) -> Any:
     # Threads that spin while they wait would slow whatever else runs here down many times over.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(model_file(part)), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        str(model_file(part)), options, providers=["CPUExecutionProvider"]
+    )

@@ -1,7 +1,9 @@
-"""What the client and the server of a remote reward say to each other, in JSON over HTTP (docs/rewards.md).
+"""What the client and the server of a remote reward say to each other, in JSON over HTTP
+(docs/rewards.md).
 
-``POST /score`` takes a ``ScoreRequest`` and gives a ``ScoreAnswer``; ``GET /health`` gives a ``Health``. Unknown keys, numbers
-that are not finite and lists of different lengths are errors on either side.
+``POST /score`` takes a ``ScoreRequest`` and gives a ``ScoreAnswer``; ``GET /health`` gives a
+``Health``. Unknown keys, numbers that are not finite and lists of different lengths are errors on
+either side.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, mo
 
 from ebbflow.recipe.rewards import MAX_SCORE
 
-SCORE, HEALTH = "/score", "/health"
+SCORE = "/score"
+HEALTH = "/health"
 
 
 MAX_JSON_VALUES = 2**17
-"""Of a message. Each may become an object of 600 bytes, so it is counted before it is parsed (``count_values``)."""
+"""Of a message. Each may become an object of 600 bytes, so it is counted before it is parsed
+(``count_values``).
+"""
 
 Score = Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
 
@@ -46,7 +51,9 @@ class ScoreRequest(Message):
     @model_validator(mode="after")
     def _one_prompt_each(self) -> ScoreRequest:
         if len(self.images) != len(self.prompts):
-            raise ValueError(f"{len(self.images)} images cannot be scored against {len(self.prompts)} prompts")
+            raise ValueError(
+                f"{len(self.images)} images cannot be scored against {len(self.prompts)} prompts"
+            )
         return self
 
 
@@ -64,10 +71,15 @@ class ScoreAnswer(Message):
         count = len(self.scores)
         for column, values in self.metrics.items():
             if len(values) != count:
-                raise ValueError(f"{count} scores and {len(values)} values of the metric {column!r}")
+                raise ValueError(
+                    f"{count} scores and {len(values)} values of the metric {column!r}"
+                )
         for index in self.failures:
             if not 0 <= index < count or self.scores[index] is not None:
-                raise ValueError(f"a reason for the failure of image {index}, which has no null among its {count} scores")
+                raise ValueError(
+                    f"a reason for the failure of image {index}, which has no null among its"
+                    f" {count} scores"
+                )
         return self
 
 
@@ -79,7 +91,9 @@ class Health(Message):
 
 
 def count_values(text: bytes | bytearray) -> int:
-    """At least the number of values in JSON, or in a part of it: its commas and brackets, of which base64 has none."""
+    """At least the number of values in JSON, or in a part of it: its commas and brackets, of which
+    base64 has none.
+    """
     return sum(map(text.count, (b",", b"[", b"{")))
 
 

@@ -1,8 +1,10 @@
-"""What rewards share that are a Qwen2-VL with a head on special tokens: pixels to patches, prompts to tokens, one forward pass.
+"""What rewards share that are a Qwen2-VL with a head on special tokens: pixels to patches, prompts
+to tokens, one forward pass.
 
-Two things are as their published code has them, in training and in inference, although Qwen2-VL itself has them otherwise. All
-tokens have plain positions 0, 1, 2, ..., because the language model is called without the three-dimensional ones. And the
-frequencies of the rotary embeddings are rounded to bfloat16 with the rest of the network, which a late token feels.
+Two things are as their published code has them, in training and in inference, although Qwen2-VL
+itself has them otherwise. All tokens have plain positions 0, 1, 2, ..., because the language model
+is called without the three-dimensional ones. And the frequencies of the rotary embeddings are
+rounded to bfloat16 with the rest of the network, which a late token feels.
 """
 
 from __future__ import annotations
@@ -26,12 +28,20 @@ from ebbflow.rewards.pixels import standardised, unit
 from ebbflow.rewards.weights import build_network, check_vocabulary, pick, renamed, under
 
 EMBEDDINGS = "language_model.embed_tokens.weight"
-NAMES = {r"^model\.(?=layers|embed_tokens|norm)": "language_model.", r"^model\.(?=visual|language_model)": ""}
-"""From the names of a Qwen2-VL, as transformers had them before 4.52 and has them since, to those of ``Qwen2VLModel``."""
+NAMES = {
+    r"^model\.(?=layers|embed_tokens|norm)": "language_model.",
+    r"^model\.(?=visual|language_model)": "",
+}
+"""From the names of a Qwen2-VL, as transformers had them before 4.52 and has them since, to those
+of ``Qwen2VLModel``.
+"""
 NOT_READ = ("lm_head.", "rm_head.")
-"""What ``Qwen2VLModel`` lacks: the head for words, which a score does not need, and that of the reward."""
+"""What ``Qwen2VLModel`` lacks: the head for words, which a score does not need, and that of the
+reward.
+"""
 TURN = (
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{text}"
+    "<|im_start|>system\nYou are a helpful"
+    " assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{text}"
     "<|im_end|>\n<|im_start|>assistant\n"
 )
 """Qwen2-VL's chat template for one picture or video, and a text."""
@@ -39,7 +49,9 @@ TURN = (
 
 @dataclass(frozen=True)
 class JudgingQwen:
-    """A Qwen2-VL, its tokenizer with the reward's own tokens, and the head that reads its last hidden states there."""
+    """A Qwen2-VL, its tokenizer with the reward's own tokens, and the head that reads its last
+    hidden states there.
+    """
 
     model: Any
     head: nn.Module
@@ -47,20 +59,26 @@ class JudgingQwen:
     tokens: tuple[str, ...]
 
     def outputs(self, frames: Tensor, texts: Sequence[str], vision: str) -> Tensor:
-        """What the head makes of the last occurrence of each reward token, float32 [n, tokens, outputs].
+        """What the head makes of the last occurrence of each reward token, float32 [n, tokens,
+        outputs].
 
         Args:
-            frames: standardised [n, T, 3, height, width], T even; a picture is twice the same frame.
+            frames: standardised [n, T, 3, height, width], T even; a picture is twice the same
+                frame.
             texts: what follows the picture; each reward token is in each of them.
             vision: ``<|image_pad|>`` or ``<|video_pad|>``.
         """
         patches, grid = to_patches(frames.to(self.model.dtype), self.model.config.vision_config)
         merged = int(grid.prod()) // self.model.config.vision_config.spatial_merge_size**2
         turns = [TURN.format(vision=vision * merged, text=text) for text in texts]
-        batch = self.tokenizer(turns, padding=True, padding_side="right", return_tensors="pt").to(self.model.device)
+        batch = self.tokenizer(turns, padding=True, padding_side="right", return_tensors="pt").to(
+            self.model.device
+        )
         ids = batch.input_ids
         embedded = self.model.language_model.embed_tokens(ids)
-        seen = self.model.visual(patches, grid_thw=grid.expand(len(texts), 3).to(ids.device)).pooler_output
+        seen = self.model.visual(
+            patches, grid_thw=grid.expand(len(texts), 3).to(ids.device)
+        ).pooler_output
         places = (ids == self.tokenizer.convert_tokens_to_ids(vision))[..., None]
         embedded = embedded.masked_scatter(places, seen.to(embedded.dtype))
         hidden = self.model.language_model(
@@ -71,7 +89,9 @@ class JudgingQwen:
         ).last_hidden_state
         wanted = [self.tokenizer.convert_tokens_to_ids(token) for token in self.tokens]
         last = torch.stack([_last(ids == token) for token in wanted], dim=1)
-        outputs: Tensor = self.head(hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[-1])).float())
+        outputs: Tensor = self.head(
+            hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[-1])).float()
+        )
         return outputs
 
     def plain(self, text: str) -> str:
@@ -88,9 +108,14 @@ def _last(found: Tensor) -> Tensor:
 
 
 def load_backbone(
-    weights: Mapping[str, Tensor], folder: Path, source: Path, tokens: tuple[str, ...], precision: Precision
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    source: Path,
+    tokens: tuple[str, ...],
+    precision: Precision,
 ) -> tuple[Any, Any]:
-    """The network with the weights of a checkpoint, and its tokenizer with the reward's tokens at its end.
+    """The network with the weights of a checkpoint, and its tokenizer with the reward's tokens at
+    its end.
 
     Args:
         folder: configuration and tokenizer of the Qwen2-VL that was trained.
@@ -101,7 +126,9 @@ def load_backbone(
     """
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
-    found = renamed({name: tensor for name, tensor in weights.items() if not name.startswith(NOT_READ)}, NAMES)
+    found = renamed(
+        {name: tensor for name, tensor in weights.items() if not name.startswith(NOT_READ)}, NAMES
+    )
     (embeddings,) = pick(found, (EMBEDDINGS,), source)
     check_vocabulary(tokenizer, len(embeddings), folder)
     config = Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
@@ -113,7 +140,9 @@ def load_backbone(
     return model, tokenizer
 
 
-def linear_head(weights: Mapping[str, Tensor], numbers: Sequence[int], source: Path, device: torch.device) -> nn.Module:
+def linear_head(
+    weights: Mapping[str, Tensor], numbers: Sequence[int], source: Path, device: torch.device
+) -> nn.Module:
     """The linear layers ``rm_head.NUMBER`` with a ReLU after each but the last, float32, frozen.
 
     Raises:
@@ -129,29 +158,50 @@ def linear_head(weights: Mapping[str, Tensor], numbers: Sequence[int], source: P
     return nn.Sequential(*layers[:-1]).float().requires_grad_(False).to(device)
 
 
-def resized(images: np.ndarray | Tensor, min_pixels: int, max_pixels: int, factor: int, device: torch.device) -> Tensor:
-    """Standardised float32 [N, 3, h, w] of uint8 RGB [N, height, width, 3], or with gradient of [0, 1] RGB [N, 3, height, width].
+def resized(
+    images: np.ndarray | Tensor, min_pixels: int, max_pixels: int, factor: int, device: torch.device
+) -> Tensor:
+    """Standardised float32 [N, 3, h, w] of uint8 RGB [N, height, width, 3], or with gradient of [0,
+    1] RGB [N, 3, height, width].
 
     The number of pixels comes near the range, height and width are multiples of ``factor``.
     """
     shape = images.shape[1:3] if isinstance(images, np.ndarray) else images.shape[2:]
-    height, width = smart_resize(*shape, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+    height, width = smart_resize(
+        *shape, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels
+    )
     if isinstance(images, Tensor):
         return standardised(interpolate(images, (height, width), mode="bicubic", antialias=True))
-    sized = [np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)) for image in images]
+    sized = [
+        np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+        for image in images
+    ]
     return standardised(unit(np.stack(sized), device))
 
 
 def to_patches(frames: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Patches [N * T/2 * H * W, numbers], four neighbours after each other, and their grid (T/2, H, W), int64.
+    """Patches [N * T/2 * H * W, numbers], four neighbours after each other, and their grid (T/2, H,
+    W), int64.
 
     Args:
-        frames: [N, T, 3, H * patch, W * patch] with T a multiple of ``temporal_patch_size``, H and W of ``spatial_merge_size``.
+        frames: [N, T, 3, H * patch, W * patch] with T a multiple of ``temporal_patch_size``, H and
+            W of ``spatial_merge_size``.
     """
-    patch, merge, time = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
+    patch = config.patch_size
+    merge = config.spatial_merge_size
+    time = config.temporal_patch_size
     count, length, colours, height, width = frames.shape
     grid = torch.tensor([length // time, height // patch, width // patch])
     split = frames.reshape(
-        count, length // time, time, colours, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
+        count,
+        length // time,
+        time,
+        colours,
+        grid[1] // merge,
+        merge,
+        patch,
+        grid[2] // merge,
+        merge,
+        patch,
     ).permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
     return split.reshape(-1, colours * time * patch * patch), grid

@@ -1,8 +1,9 @@
 """A small server that makes any reward of this machine a remote one (``ebbflow.rewards.protocol``).
 
-A request is checked before it is unpacked: its token, then the size of its body and of its JSON (``server_limits``), then the
-chunks of its images and the sizes that their headers give. Only chunks with pixels are decoded: compressed text in other chunks
-can be a thousand times as large as the file.
+A request is checked before it is unpacked: its token, then the size of its body and of its JSON
+(``server_limits``), then the chunks of its images and the sizes that their headers give. Only
+chunks with pixels are decoded: compressed text in other chunks can be a thousand times as large as
+the file.
 """
 
 from __future__ import annotations
@@ -25,10 +26,25 @@ from pydantic import ValidationError
 from ebbflow.data.images import PNG_SIGNATURE, png_chunks
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import GroupReward, LatentReward, Reward, RewardError, RewardResult, VideoReward
+from ebbflow.rewards.base import (
+    GroupReward,
+    LatentReward,
+    Reward,
+    RewardError,
+    RewardResult,
+    VideoReward,
+)
 from ebbflow.rewards.combine import checked, load_reward
 from ebbflow.rewards.http import is_loopback
-from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest, first_problem
+from ebbflow.rewards.protocol import (
+    HEALTH,
+    SCORE,
+    Health,
+    PromptMessage,
+    ScoreAnswer,
+    ScoreRequest,
+    first_problem,
+)
 from ebbflow.rewards.server_limits import BodyReader, server_options
 
 MAX_IMAGES = 256
@@ -49,27 +65,41 @@ def serve(config: RewardConfig, host: str, port: int, token: str | None = None) 
         RewardError: the reward cannot run here, or anybody on the network could ask it.
     """
     if token is None and not is_loopback(host):
-        raise RewardError(f"host = {host!r} is open to others than this machine; set a token, or take 127.0.0.1")
+        raise RewardError(
+            f"host = {host!r} is open to others than this machine; set a token, or take 127.0.0.1"
+        )
     reward = load_reward(config)
     if reason := reward.unavailable():
         raise RewardError(f"the reward {reward.name!r} cannot run here: {reason}")
     if isinstance(reward, (GroupReward, VideoReward, LatentReward)):
         of_whole = "scores videos" if isinstance(reward, VideoReward) else "scores latents"
         what = "compares images" if isinstance(reward, GroupReward) else of_whole
-        raise RewardError(f"the reward {reward.name!r} {what}, and requests hold single images; name it in the recipe itself")
+        raise RewardError(
+            f"the reward {reward.name!r} {what}, and requests hold single images; name it in the"
+            " recipe itself"
+        )
     uvicorn.run(make_app(reward, token), host=host, port=port, **server_options())
 
 
 def make_app(reward: Reward, token: str | None) -> FastAPI:
-    """The server as an ASGI application: it asks for the bearer token where there is one, and scores one request at a time."""
+    """The server as an ASGI application: it asks for the bearer token where there is one, and
+    scores one request at a time.
+    """
 
     async def require_token(request: Request) -> None:
         given = request.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "send the header Authorization: Bearer with the token of this server")
+        if token is not None and not hmac.compare_digest(
+            given.encode(), f"Bearer {token}".encode()
+        ):
+            raise HTTPException(
+                401, "send the header Authorization: Bearer with the token of this server"
+            )
 
-    app = FastAPI(dependencies=[Depends(require_token)], docs_url=None, redoc_url=None, openapi_url=None)
-    bodies, one_at_a_time = BodyReader(), asyncio.Lock()
+    app = FastAPI(
+        dependencies=[Depends(require_token)], docs_url=None, redoc_url=None, openapi_url=None
+    )
+    bodies = BodyReader()
+    one_at_a_time = asyncio.Lock()
 
     @app.get(HEALTH)
     async def health() -> Health:
@@ -96,14 +126,20 @@ def _parsed(body: bytearray) -> ScoreRequest:
     except ValidationError as error:
         raise HTTPException(422, first_problem(error)) from None
     if len(asked.images) > MAX_IMAGES:
-        raise HTTPException(413, f"{len(asked.images)} images are more than {MAX_IMAGES}; send fewer at once")
+        raise HTTPException(
+            413, f"{len(asked.images)} images are more than {MAX_IMAGES}; send fewer at once"
+        )
     return asked
 
 
 def _score(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
     images = _decoded(asked.images)
     try:
-        result = checked(reward.name, reward(images, [_prompt(*numbered) for numbered in enumerate(asked.prompts)]), len(images))
+        result = checked(
+            reward.name,
+            reward(images, [_prompt(*numbered) for numbered in enumerate(asked.prompts)]),
+            len(images),
+        )
     except Exception as error:
         logger.exception("scoring failed")
         raise HTTPException(500, f"{reward.name} failed: {type(error).__name__}: {error}") from None
@@ -117,10 +153,16 @@ def _decoded(texts: list[str]) -> np.ndarray:
     chunks_left = iter(range(MAX_CHUNKS))
     images = [_opened(index, text, chunks_left) for index, text in enumerate(texts)]
     if len(sizes := {image.size for image in images}) > 1:
-        raise HTTPException(422, f"the images of a request must have one size, got {sorted(sizes)}; send them apart")
+        raise HTTPException(
+            422, f"the images of a request must have one size, got {sorted(sizes)}; send them apart"
+        )
     width, height = images[0].size
     if len(images) * width * height > MAX_PIXELS:
-        raise HTTPException(413, f"{len(images)} images of {width}x{height} are more than {MAX_PIXELS} pixels; send fewer")
+        raise HTTPException(
+            413,
+            f"{len(images)} images of {width}x{height} are more than {MAX_PIXELS} pixels; send"
+            " fewer",
+        )
     pixels = np.empty((len(images), height, width, 3), np.uint8)
     for index, image in enumerate(images):
         pixels[index] = _pixels(index, image)
@@ -139,7 +181,9 @@ def _opened(index: int, text: str, chunks_left: Iterator[int]) -> Image.Image:
     except Exception:  # base64's, and Pillow's of many types for files that are broken on purpose
         raise HTTPException(422, f"images.{index} is no PNG file in base64") from None
     if image.mode != "RGB":
-        raise HTTPException(422, f"images.{index} is a PNG file of the mode {image.mode}; send 8-bit RGB")
+        raise HTTPException(
+            422, f"images.{index} is a PNG file of the mode {image.mode}; send 8-bit RGB"
+        )
     return image
 
 
@@ -148,7 +192,11 @@ def _only_pixels(picture: bytes, chunks_left: Iterator[int]) -> bytes:
     kept = [PNG_SIGNATURE]
     for name, chunk in png_chunks(picture):
         if next(chunks_left, None) is None:
-            raise HTTPException(413, f"the images have more than {MAX_CHUNKS} PNG chunks; send fewer images, or larger chunks")
+            raise HTTPException(
+                413,
+                f"the images have more than {MAX_CHUNKS} PNG chunks; send fewer images, or larger"
+                " chunks",
+            )
         if name in PIXEL_CHUNKS:
             kept.append(chunk)
     return b"".join(kept)
@@ -158,12 +206,22 @@ def _pixels(index: int, image: Image.Image) -> np.ndarray:
     try:
         return np.asarray(image)
     except Exception:  # as above
-        raise HTTPException(422, f"images.{index} is a PNG file that ends early or is broken") from None
+        raise HTTPException(
+            422, f"images.{index} is a PNG file that ends early or is broken"
+        ) from None
 
 
 def _prompt(index: int, message: PromptMessage) -> Prompt:
     metadata = json.dumps(message.metadata, sort_keys=True, ensure_ascii=False)
-    return Prompt(index, message.prompt, message.negative_prompt, message.target, source="", split="", metadata=metadata)
+    return Prompt(
+        index,
+        message.prompt,
+        message.negative_prompt,
+        message.target,
+        source="",
+        split="",
+        metadata=metadata,
+    )
 
 
 def _as_answer(result: RewardResult) -> ScoreAnswer:

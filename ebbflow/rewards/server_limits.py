@@ -1,8 +1,9 @@
 """What a client may take from the server of rewards: connections, time and memory.
 
-uvicorn limits neither the time of a request's header nor that of its body, and its ``limit_concurrency`` turns everybody away
-once somebody holds that many connections. Here the connection that has waited longest for its request makes room for a new one:
-a client that means it sends a request within milliseconds.
+uvicorn limits neither the time of a request's header nor that of its body, and its
+``limit_concurrency`` turns everybody away once somebody holds that many connections. Here the
+connection that has waited longest for its request makes room for a new one: a client that means it
+sends a request within milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ebbflow.rewards.protocol import MAX_JSON_VALUES, count_values
 MAX_CONNECTIONS = 256
 """Open at once, or a quarter of the files that this process may open."""
 HEADER_SECONDS = 10.0
-"""For a request's whole header, from the connection or the last answer on; what is left of a refused body is discarded in it."""
+"""For a request's whole header, from the connection or the last answer on; what is left of a
+refused body is discarded in it.
+"""
 BODY_SECONDS = 60.0
 """Waiting for one body, in all."""
 MAX_BYTES = 256 * 2**20
@@ -35,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 def server_options() -> dict[str, Any]:
-    """uvicorn's options that limit connections. WebSockets would leave the protocol below, and no reward needs them."""
+    """uvicorn's options that limit connections. WebSockets would leave the protocol below, and no
+    reward needs them.
+    """
     return {"http": LimitedProtocol, "ws": "none", "backlog": max_connections()}
 
 
@@ -45,7 +50,9 @@ def max_connections() -> int:
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection: closed when its request takes too long, or when a new connection needs its place."""
+    """One connection: closed when its request takes too long, or when a new connection needs its
+    place.
+    """
 
     waiting_since = 0.0
     _alarm: asyncio.TimerHandle | None = None
@@ -84,17 +91,33 @@ class LimitedProtocol(H11Protocol):
             self._alarm.cancel()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a header, else for a body; this one where all are being answered."""
-        others = [other for other in self.connections if isinstance(other, LimitedProtocol) and other is not self]
+        """Close the connection that has waited longest for a header, else for a body; this one
+        where all are being answered.
+        """
+        others = [
+            other
+            for other in self.connections
+            if isinstance(other, LimitedProtocol) and other is not self
+        ]
         unfinished = [other for other in others if not other.has_request or other.cycle.more_body]
-        closed = min(unfinished, key=lambda other: (other.has_request, other.waiting_since), default=self)
-        logger.warning("%d connections are open; closing that of %s, which has sent no whole request", len(others), closed.client)
-        self.connections.discard(closed)  # it is lost in the next turn of the loop, and may not be counted until then
+        closed = min(
+            unfinished, key=lambda other: (other.has_request, other.waiting_since), default=self
+        )
+        logger.warning(
+            "%d connections are open; closing that of %s, which has sent no whole request",
+            len(others),
+            closed.client,
+        )
+        self.connections.discard(
+            closed
+        )  # it is lost in the next turn of the loop, and may not be counted until then
         closed.transport.abort()
 
 
 class BodyReader:
-    """Reads bodies into bounded memory. Beyond ``MAX_HELD`` only the oldest goes on, so that bodies never wait for each other."""
+    """Reads bodies into bounded memory. Beyond ``MAX_HELD`` only the oldest goes on, so that bodies
+    never wait for each other.
+    """
 
     def __init__(self) -> None:
         self._held = 0
@@ -106,11 +129,15 @@ class BodyReader:
         """The body of a request, which counts as held until the context ends.
 
         Raises:
-            HTTPException: it has too many bytes or JSON values, takes too long, or the client is gone.
+            HTTPException: it has too many bytes or JSON values, takes too long, or the client is
+                gone.
         """
         if int(request.headers.get("content-length", 0)) > MAX_BYTES:
             raise _too_large()
-        ticket, body, size, values = object(), bytearray(), 0, 0
+        ticket = object()
+        body = bytearray()
+        size = 0
+        values = 0
         self._oldest_first.append(ticket)
         try:
             async for chunk in _timely_chunks(request):
@@ -125,7 +152,9 @@ class BodyReader:
 
     async def _hold(self, ticket: object, size: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._held + size <= MAX_HELD or self._oldest_first[0] is ticket)
+            await self._changed.wait_for(
+                lambda: self._held + size <= MAX_HELD or self._oldest_first[0] is ticket
+            )
             self._held += size
 
     async def _release(self, ticket: object, size: int) -> None:
@@ -137,14 +166,19 @@ class BodyReader:
 
 async def _timely_chunks(request: Request) -> AsyncIterator[bytes]:
     """The chunks of a body, until waiting for them took ``BODY_SECONDS``."""
-    chunks, left, loop = aiter(request.stream()), BODY_SECONDS, asyncio.get_running_loop()
+    chunks = aiter(request.stream())
+    left = BODY_SECONDS
+    loop = asyncio.get_running_loop()
     while True:
         start = loop.time()
         try:
             async with asyncio.timeout(left):
                 chunk = await anext(chunks, None)
         except TimeoutError:
-            raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s; send fewer images at once") from None
+            raise HTTPException(
+                408,
+                f"the request did not arrive within {BODY_SECONDS:g} s; send fewer images at once",
+            ) from None
         except ClientDisconnect:
             raise HTTPException(400, "the request ended early") from None
         if chunk is None:
@@ -157,8 +191,14 @@ def _check(size: int, values: int) -> None:
     if size > MAX_BYTES:
         raise _too_large()
     if values > MAX_JSON_VALUES:
-        raise HTTPException(413, f"the request has more than {MAX_JSON_VALUES} commas and brackets; send fewer images at once")
+        raise HTTPException(
+            413,
+            f"the request has more than {MAX_JSON_VALUES} commas and brackets; send fewer images at"
+            " once",
+        )
 
 
 def _too_large() -> HTTPException:
-    return HTTPException(413, f"the request has more than {MAX_BYTES} bytes; send fewer images at once")
+    return HTTPException(
+        413, f"the request has more than {MAX_BYTES} bytes; send fewer images at once"
+    )

@@ -1,7 +1,8 @@
-"""Texts that published models were trained or published to read, to the letter: the files of ``templates/``. Their
-sources and licences are in NOTICE.
+"""Texts that published models were trained or published to read, to the letter: the files of
+``templates/``. Their sources and licences are in NOTICE.
 
-``{prompt}`` stands for the prompt of the image, or the instruction of an edit; other braces are part of the text.
+``{prompt}`` stands for the prompt of the image, or the instruction of an edit; other braces are
+part of the text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How read text is compared with the text that a prompt asks for. Every reward that reads scores in this one way."""
+"""How read text is compared with the text that a prompt asks for. Every reward that reads scores in
+this one way.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,23 @@ from ebbflow.recipe.rewards import Case, Match
 from ebbflow.rewards.base import NO_TARGET, RewardResult
 
 
-def text_similarity(read: str, target: str, match: Match = "exact", case: Case = "ignored") -> float:
-    """1 - min(Levenshtein, len) / len on text without white space, len that of the target: in [0, 1].
+def text_similarity(
+    read: str, target: str, match: Match = "exact", case: Case = "ignored"
+) -> float:
+    """1 - min(Levenshtein, len) / len on text without white space, len that of the target: in [0,
+    1].
 
     Text is lower-cased first, unless ``case`` is "kept".
 
-    The OCR reward of Flow-GRPO (2505.05470). Its code, and that of DiffusionNFT and VeRL-Omni, gives 1 whenever the target is
-    contained in the reading ("OPEN DAILY" for "OPEN"): ``match`` "contained".
+    The OCR reward of Flow-GRPO (2505.05470). Its code, and that of DiffusionNFT and VeRL-Omni,
+    gives 1 whenever the target is contained in the reading ("OPEN DAILY" for "OPEN"): ``match``
+    "contained".
 
     Raises:
         ValueError: the target is blank, so that there is nothing to read.
     """
-    read, target = _fold(read, case), _fold(target, case)
+    read = _fold(read, case)
+    target = _fold(target, case)
     if not target:
         raise ValueError("the target text is blank; leave it out instead")
     if match == "contained" and target in read:
@@ -44,12 +51,15 @@ def judge_readings(
     match: Match = "exact",
     case: Case = "ignored",
 ) -> RewardResult:
-    """Scores of N readings against their prompts' targets, with exact matches as the metric ``exact_name`` whatever ``match`` is.
+    """Scores of N readings against their prompts' targets, with exact matches as the metric
+    ``exact_name`` whatever ``match`` is.
 
-    A reading of None failed; ``failures`` says why, by position. A prompt without a target is a failure too.
+    A reading of None failed; ``failures`` says why, by position. A prompt without a target is a
+    failure too.
     """
     reasons = dict(failures or {})
-    values, matches = np.full(len(readings), np.nan), np.full(len(readings), np.nan)
+    values = np.full(len(readings), np.nan)
+    matches = np.full(len(readings), np.nan)
     for index, (reading, prompt) in enumerate(zip(readings, prompts, strict=True)):
         if prompt.target is None:
             reasons[index] = NO_TARGET

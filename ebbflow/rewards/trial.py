@@ -1,4 +1,5 @@
-"""Two calls of a user's own reward on small images, so that it fails before anything is generated."""
+"""Two calls of a user's own reward on small images, so that it fails before anything is
+generated."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ TRIED_FRAMES = 8
 """Of a video that a reward is tried on, at most."""
 
 
-def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int, frames: int = 1) -> None:
-    """Call a reward twice on noise, an image for each prompt, and check what it returns. One that cannot run here is left alone,
-    and so is one of latents, whose shape the model knows.
+def try_reward(
+    config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int, frames: int = 1
+) -> None:
+    """Call a reward twice on noise, an image for each prompt, and check what it returns. One that
+    cannot run here is left alone, and so is one of latents, whose shape the model knows.
 
-    One that compares gets two images of each prompt, and one of whole videos such where there are ``frames``.
+    One that compares gets two images of each prompt, and one of whole videos such where there are
+    ``frames``.
 
     Raises:
-        RewardError: it fails, returns anything but a ``RewardResult`` with a number or NaN for each image, or scores the same
-            images differently.
+        RewardError: it fails, returns anything but a ``RewardResult`` with a number or NaN for each
+            image, or scores the same images differently.
         RecipeError: nothing can be imported from its path.
     """
     reward = load_reward(config)
@@ -41,13 +45,19 @@ def try_reward(config: CustomRewardConfig, prompts: Sequence[Prompt], height: in
         results = [give_scores(reward, images.copy(), prompts) for _ in range(2)]
     except Exception as error:  # a user's own code can raise anything
         reason = sanitize(f"{type(error).__name__}: {error}")
-        raise RewardError(f"{name} fails on {len(images)} images of {height} x {width} pixels: {reason}") from error
+        raise RewardError(
+            f"{name} fails on {len(images)} images of {height} x {width} pixels: {reason}"
+        ) from error
     for result in results:
         if not isinstance(result, RewardResult):
-            raise RewardError(f"{name} returned a {type(result).__name__}; return an ebbflow.rewards.base.RewardResult")
+            raise RewardError(
+                f"{name} returned a {type(result).__name__}; return an"
+                " ebbflow.rewards.base.RewardResult"
+            )
         checked(reward.name, result, len(images))
     first, second = (np.asarray(result.values, np.float64) for result in results)
     if not np.array_equal(first, second, equal_nan=True):
         raise RewardError(
-            f"{name} gave the same images {first.tolist()} and then {second.tolist()}; a reward must not draw at random"
+            f"{name} gave the same images {first.tolist()} and then {second.tolist()}; a reward"
+            " must not draw at random"
         )

@@ -1,4 +1,6 @@
-"""Published weights into frozen networks: without pickles, and with an error for whatever does not fit."""
+"""Published weights into frozen networks: without pickles, and with an error for whatever does not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ebbflow.models.base import default_device
 from ebbflow.rewards.base import RewardError
 
 HEAD_LAYERS = (0, 2, 4, 6, 7)
-"""The linear layers of a head by their published numbers; the numbers between were dropouts in training."""
+"""The linear layers of a head by their published numbers; the numbers between were dropouts in
+training.
+"""
 LOADING = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
 """With the report: transformers itself only warns and initialises missing weights at random."""
 
@@ -29,9 +33,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         RewardError: the file holds anything but tensors.
     """
     try:
-        saved: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+        saved: Any = (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
     except (UnpicklingError, RuntimeError, EOFError, SafetensorError):
-        raise RewardError(f"{path} is damaged or holds more than weights; take the published file") from None
+        raise RewardError(
+            f"{path} is damaged or holds more than weights; take the published file"
+        ) from None
     weights = saved.get("state_dict", saved) if isinstance(saved, dict) else {}
     if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise RewardError(f"{path} is no table of weights by name; take the published file")
@@ -50,7 +60,11 @@ def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str
 
 def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights under a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def pick(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> list[Tensor]:
@@ -65,7 +79,8 @@ def pick(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> l
 
 
 def merge_lora(weights: Mapping[str, Tensor], scale: float, source: Path) -> dict[str, Tensor]:
-    """The weights of a network that peft wrapped, under their own names, with its adapter ``default`` merged, in float32.
+    """The weights of a network that peft wrapped, under their own names, with its adapter
+    ``default`` merged, in float32.
 
     Args:
         scale: of the product B A.
@@ -73,11 +88,16 @@ def merge_lora(weights: Mapping[str, Tensor], scale: float, source: Path) -> dic
     Raises:
         RewardError: an adapter lacks a part.
     """
-    own = {name.replace(".base_layer.", "."): tensor for name, tensor in under(weights, "base_model.model.").items()}
+    own = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in under(weights, "base_model.model.").items()
+    }
     merged = {name: tensor for name, tensor in own.items() if ".lora_" not in name}
     for name in [name for name in own if name.endswith(".lora_A.default.weight")]:
         layer = name.removesuffix(".lora_A.default.weight")
-        weight, first, second = pick(own, (f"{layer}.weight", name, f"{layer}.lora_B.default.weight"), source)
+        weight, first, second = pick(
+            own, (f"{layer}.weight", name, f"{layer}.lora_B.default.weight"), source
+        )
         merged[f"{layer}.weight"] = weight.float() + scale * second.float() @ first.float()
     return merged
 
@@ -91,10 +111,17 @@ def load_network(kind: Any, folder: Path, unused: str = "$^") -> Any:
     Raises:
         RewardError: weights are missing, left over, or of another shape.
     """
-    return _frozen(kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **LOADING), kind, folder, unused)
+    return _frozen(
+        kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **LOADING),
+        kind,
+        folder,
+        unused,
+    )
 
 
-def build_network(kind: Any, config: Any, weights: dict[str, Tensor], source: Path, **keys: Any) -> Any:
+def build_network(
+    kind: Any, config: Any, weights: dict[str, Tensor], source: Path, **keys: Any
+) -> Any:
     """``load_network`` from weights that were read from ``source`` and renamed.
 
     Args:
@@ -103,31 +130,44 @@ def build_network(kind: Any, config: Any, weights: dict[str, Tensor], source: Pa
     Raises:
         RewardError: weights are missing, left over, or of another shape.
     """
-    return _frozen(kind.from_pretrained(None, config=config, state_dict=weights, **LOADING | keys), kind, source)
+    return _frozen(
+        kind.from_pretrained(None, config=config, state_dict=weights, **LOADING | keys),
+        kind,
+        source,
+    )
 
 
 def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path, unused: str = "$^") -> Any:
     network, report = loaded
-    names = sorted(str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[key])
+    names = sorted(
+        str(name)
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for name in report[key]
+    )
     misfits = [name for name in names if not re.search(unused, name)]
     if misfits:
         raise RewardError(
-            f"{source} does not fit this {kind.__name__}: {len(misfits)} weights differ, first {misfits[0]}; "
-            "take the published files"
+            f"{source} does not fit this {kind.__name__}: {len(misfits)} weights differ, first"
+            f" {misfits[0]}; take the published files"
         )
     return network.requires_grad_(False).eval().to(default_device())
 
 
 def load_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Module:
-    """The linear layers, one after the other, that make one number of ``width`` features: [n, width] -> [n, 1].
+    """The linear layers, one after the other, that make one number of ``width`` features: [n,
+    width] -> [n, 1].
 
     Raises:
         RewardError: the weights are not theirs, or are made for another width.
     """
-    pairs = [pick(weights, (f"layers.{number}.weight", f"layers.{number}.bias"), source) for number in HEAD_LAYERS]
+    pairs = [
+        pick(weights, (f"layers.{number}.weight", f"layers.{number}.bias"), source)
+        for number in HEAD_LAYERS
+    ]
     if (takes := pairs[0][0].shape[1]) != width:
         raise RewardError(
-            f"the head in {source} takes {takes} features, and its network gives {width}; take the network it is for"
+            f"the head in {source} takes {takes} features, and its network gives {width}; take the"
+            " network it is for"
         )
     head = nn.Sequential(*(_linear(weight, bias) for weight, bias in pairs))
     return head.requires_grad_(False).to(default_device())
@@ -154,5 +194,6 @@ def check_vocabulary(tokenizer: Any, size: int, source: Path) -> None:
     """
     if len(tokenizer) != size:
         raise RewardError(
-            f"the tokenizer in {source} has {len(tokenizer)} tokens and the text encoder {size}; take the one it is for"
+            f"the tokenizer in {source} has {len(tokenizer)} tokens and the text encoder {size};"
+            " take the one it is for"
         )

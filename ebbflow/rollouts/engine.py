@@ -21,26 +21,39 @@ from ebbflow.storage.artifacts import verify_if_committed
 from ebbflow.training.policy import Policy
 
 PATHS = {"vllm_omni": "ebbflow.rollouts.vllm_omni:VllmOmni"}
-"""What opens each engine but the reference, ``(ctx, base-model folder) -> Engine``; a user's own is opened in the same way."""
+"""What opens each engine but the reference, ``(ctx, base-model folder) -> Engine``; a user's own is
+opened in the same way.
+"""
 
 
 class Engine(Protocol):
-    """Generates samples with the base model and the weights that were loaded last. Noise is a function of the keys."""
+    """Generates samples with the base model and the weights that were loaded last. Noise is a
+    function of the keys.
+    """
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Load the trained parameters: all of them by name (``Policy.parameters``), float32, unsharded, on the CPU."""
+        """Load the trained parameters: all of them by name (``Policy.parameters``), float32,
+        unsharded, on the CPU.
+        """
 
     def generate(
-        self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
+        self,
+        conditioning: Conditioning,
+        keys: SampleKeys,
+        sampler: SamplerConfig,
+        plan: Plan | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
-        """One sample per row, as ``ebbflow.rollouts.generate.generate``: (rollouts, their images or videos)."""
+        """One sample per row, as ``ebbflow.rollouts.generate.generate``: (rollouts, their images or
+        videos).
+        """
 
     def close(self) -> None:
         """Release what the engine holds outside this process."""
 
 
 def open_engine(ctx: StageContext, base: Path) -> Engine:
-    """Open the engine of a stage that names another than ``diffusers``; it generates after ``load``.
+    """Open the engine of a stage that names another than ``diffusers``; it generates after
+    ``load``.
 
     Args:
         base: the base-model folder.
@@ -66,9 +79,16 @@ class Diffusers:
         with_graph: as of ``generate``, for samples that are recorded.
     """
 
-    def __init__(self, ctx: StageContext, policy: Policy, generates: str = "current", with_graph: bool = False) -> None:
+    def __init__(
+        self,
+        ctx: StageContext,
+        policy: Policy,
+        generates: str = "current",
+        with_graph: bool = False,
+    ) -> None:
         self.policy = policy
-        self.generates, self.with_graph = generates, with_graph
+        self.generates = generates
+        self.with_graph = with_graph
         self.micro_batch = ctx.config.micro_batch
         self.precision = ctx.config.rollout_precision
 
@@ -76,17 +96,34 @@ class Diffusers:
         self.policy.assign(weights)
 
     def generate(
-        self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
+        self,
+        conditioning: Conditioning,
+        keys: SampleKeys,
+        sampler: SamplerConfig,
+        plan: Plan | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
         model = self.policy.model
         conditioning = conditioning.to(device_of(model))
-        # A trajectory is compared with the predictions of training: it must come from the same products.
+        # A trajectory is compared with the predictions of training: it must come from the same
+        # products.
         merged = nullcontext() if plan else self.policy.merged(self.precision)
         with self.policy.using(self.generates), merged:
-            rollouts = generate(model, conditioning, keys, sampler, plan, self.micro_batch, self.precision, self.with_graph)
-        # As many at once as were denoised: a convolution may take another kernel for another batch size, as on Intel CPUs.
+            rollouts = generate(
+                model,
+                conditioning,
+                keys,
+                sampler,
+                plan,
+                self.micro_batch,
+                self.precision,
+                self.with_graph,
+            )
+        # As many at once as were denoised: a convolution may take another kernel for another batch
+        # size, as on Intel CPUs.
         starts = range(0, len(keys), self.micro_batch)
-        return rollouts, np.concatenate([model.decode(rollouts.latents[i : i + self.micro_batch]) for i in starts])
+        return rollouts, np.concatenate(
+            [model.decode(rollouts.latents[i : i + self.micro_batch]) for i in starts]
+        )
 
     def close(self) -> None:
         """There is nothing outside this process."""

@@ -29,7 +29,8 @@ class Rollouts:
     Attributes:
         latents: the final ones, fp32 [N, ...].
         trajectory: the trained steps, where a plan named some.
-        velocities: those of the trained steps with their graphs, where the update goes back through them.
+        velocities: those of the trained steps with their graphs, where the update goes back through
+            them.
     """
 
     latents: Tensor
@@ -44,7 +45,9 @@ class Rollouts:
     def to(self, device: torch.device) -> Rollouts:
         trajectory = self.trajectory
         if trajectory is not None:
-            trajectory = Trajectory(**{name: values.to(device) for name, values in vars(trajectory).items()})
+            trajectory = Trajectory(
+                **{name: values.to(device) for name, values in vars(trajectory).items()}
+            )
         return Rollouts(self.latents.to(device), trajectory, self.velocities)
 
 
@@ -66,26 +69,31 @@ def generate(
 ) -> Rollouts:
     """Denoise one sample per row of ``conditioning``.
 
-    With a plan, its stochastic steps follow the sampler, the trained ones among them are recorded, and all others are
-    deterministic: Euler's, or after the last stochastic one the plan's tail. Without one, every step but the last follows the
-    sampler (its noise would stay in the image) and nothing is recorded. Micro-batches do not change a sample's noise; they can
-    change the last bits of the arithmetic. Samples of a micro-batch that are equal before a step are predicted once
-    (``samples_per_prediction``). ``precision`` is that of the network, the model's where it is left out; latents, means and
-    log-probs are fp32 always. ``with_graph`` predicts the trained steps with gradient and keeps their graphs.
+    With a plan, its stochastic steps follow the sampler, the trained ones among them are recorded,
+    and all others are deterministic: Euler's, or after the last stochastic one the plan's tail.
+    Without one, every step but the last follows the sampler (its noise would stay in the image) and
+    nothing is recorded. Micro-batches do not change a sample's noise; they can change the last bits
+    of the arithmetic. Samples of a micro-batch that are equal before a step are predicted once
+    (``samples_per_prediction``). ``precision`` is that of the network, the model's where it is left
+    out; latents, means and log-probs are fp32 always. ``with_graph`` predicts the trained steps
+    with gradient and keeps their graphs.
 
     Raises:
         ValueError: a plan for a deterministic sampler.
     """
     if plan is not None and not sampler.stochastic:
         raise ValueError(
-            f"a step of the deterministic sampler {sampler.name!r} has no log-probability that a plan could record; "
-            f"take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the plan out"
+            f"a step of the deterministic sampler {sampler.name!r} has no log-probability that a"
+            f" plan could record; take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the"
+            " plan out"
         )
     parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
     precision = precision or model.precision
     schedule = _schedule(model.sigmas(sampler.steps).to(conditioning.device), sampler, plan)
     rest = (sampler, plan, precision, *schedule, with_graph)
-    return join([_denoise(model, conditioning.rows(part), keys.rows(part), *rest) for part in parts])
+    return join(
+        [_denoise(model, conditioning.rows(part), keys.rows(part), *rest) for part in parts]
+    )
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
@@ -101,7 +109,9 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         means=torch.cat([part.means for part in trajectories]),
         log_probs=torch.cat([part.log_probs for part in trajectories]),
     )
-    return Rollouts(latents, trajectory, tuple(chain.from_iterable(part.velocities for part in parts)))
+    return Rollouts(
+        latents, trajectory, tuple(chain.from_iterable(part.velocities for part in parts))
+    )
 
 
 def _denoise(
@@ -116,28 +126,40 @@ def _denoise(
     with_graph: bool,
 ) -> Rollouts:
     """The rollouts of one micro-batch."""
-    device, conditioning = conditioning.device, conditioning.for_precision(precision)  # cast once for all steps
+    device, conditioning = (
+        conditioning.device,
+        conditioning.for_precision(precision),
+    )  # cast once for all steps
     trained = plan.trained if plan else ()
-    noisy = {step for step, solver in enumerate(solvers) if sampler.stochastic and solver == sampler.name}
+    noisy = {
+        step for step, solver in enumerate(solvers) if sampler.stochastic and solver == sampler.name
+    }
     counts = samples_per_prediction(keys.sharing, len(solvers), noisy, trained)
     distinct = {count: _distinct(keys, conditioning, count) for count in set(counts)}
-    latents, clean, record = initial_noise(model.latent_shape, keys).to(device), None, []
+    latents = initial_noise(model.latent_shape, keys).to(device)
+    clean = None
+    record = []
     velocities: list[Tensor] = []
     history: UniPCHistory | None = None
     for step, solver in enumerate(solvers):
         first, row, their_conditioning = distinct[counts[step]]
         different = latents[first]
         with torch.set_grad_enabled(with_graph and step in trained):
-            velocity = predict(model, different, sigmas[step].expand(len(different)), their_conditioning, precision)[row]
+            velocity = predict(
+                model, different, sigmas[step].expand(len(different)), their_conditioning, precision
+            )[row]
         if solver == "dpm_solver":
             latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
             continue
         if solver == "unipc":
             latents, history = unipc_step(latents, velocity, history, sigmas, step)
             continue
-        clean = latents - sigmas[step] * velocity  # the history that a tail begins with, as in MixGRPO's code
+        clean = (
+            latents - sigmas[step] * velocity
+        )  # the history that a tail begins with, as in MixGRPO's code
         move = flow.transition(solver, latents, velocity, sigmas, step, sampler.eta)
-        before, latents = latents, move.mean
+        before = latents
+        latents = move.mean
         if step in noisy:
             latents = flow.sample(move, shared_noise(model.latent_shape, keys, step + 1).to(device))
         if step in trained:
@@ -147,15 +169,21 @@ def _denoise(
         return Rollouts(latents, None)
     columns = [torch.stack(column, 1) for column in zip(*record, strict=True)]
     kept = (tuple(velocities),) if with_graph else ()
-    return Rollouts(latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns), kept)
+    return Rollouts(
+        latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns), kept
+    )
 
 
 Rows = slice | Tensor
 """Of a batch: all of them, or those at some positions."""
 
 
-def _distinct(keys: SampleKeys, conditioning: Conditioning, count: int) -> tuple[Rows, Rows, Conditioning]:
-    """Of each ``count`` successive samples of a prompt one: (its row, its number for every row, their conditioning)."""
+def _distinct(
+    keys: SampleKeys, conditioning: Conditioning, count: int
+) -> tuple[Rows, Rows, Conditioning]:
+    """Of each ``count`` successive samples of a prompt one: (its row, its number for every row,
+    their conditioning).
+    """
     if count == 1:
         return slice(None), slice(None), conditioning
     nodes = np.stack([keys.prompt_ids, keys.first_of(count)])
@@ -164,8 +192,12 @@ def _distinct(keys: SampleKeys, conditioning: Conditioning, count: int) -> tuple
     return rows, torch.from_numpy(row.reshape(-1)).to(conditioning.device), conditioning.rows(rows)
 
 
-def _schedule(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> tuple[Tensor, list[str]]:
-    """(the sigmas to use, [steps + 1], and what takes each of their steps), from the family's sigmas."""
+def _schedule(
+    sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None
+) -> tuple[Tensor, list[str]]:
+    """(the sigmas to use, [steps + 1], and what takes each of their steps), from the family's
+    sigmas.
+    """
     if not sampler.stochastic:
         return sigmas, [sampler.name] * sampler.steps
     stochastic = plan.stochastic if plan else range(sampler.steps - 1)

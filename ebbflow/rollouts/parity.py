@@ -1,12 +1,13 @@
-"""The gate in front of another rollout engine: the same noise must give the log-probs that the training policy has.
+"""The gate in front of another rollout engine: the same noise must give the log-probs that the
+training policy has.
 
-The engine generates a few samples and the policy replays them, step by step. All steps but the last are stochastic there and
-recorded, whatever window the stage trains on, and where its own sampler is deterministic Flow-SDE stands in for it: then
-algorithms that learn without trajectories are gated on the same numbers, of the same network at the same noise levels. Decoding
-is not compared.
+The engine generates a few samples and the policy replays them, step by step. All steps but the last
+are stochastic there and recorded, whatever window the stage trains on, and where its own sampler is
+deterministic Flow-SDE stands in for it: then algorithms that learn without trajectories are gated
+on the same numbers, of the same network at the same noise levels. Decoding is not compared.
 
-A LoRA whose second factors are still zero changes nothing, so a gate before the first update says little of how the engine
-takes weights; it can be asked again after it.
+A LoRA whose second factors are still zero changes nothing, so a gate before the first update says
+little of how the engine takes weights; it can be asked again after it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ UNCLIPPED_BAR = 1e-3
 
 
 class ParityError(RuntimeError):
-    """An engine does not generate what the training policy would: says how far off it is, where, and how to fix it."""
+    """An engine does not generate what the training policy would: says how far off it is, where,
+    and how to fix it.
+    """
 
 
 def parity_bar(stage: StageConfig, dims: int) -> float:
-    """The stage's ``parity.bar`` for latents of ``dims`` elements; left out, how far off 1 its ratio has a gradient."""
+    """The stage's ``parity.bar`` for latents of ``dims`` elements; left out, how far off 1 its
+    ratio has a gradient.
+    """
     return stage.parity.bar or stage.hyper.ratio_range(dims) or UNCLIPPED_BAR
 
 
 def parity_plan(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:
     """How the gate's samples are generated, for a stage's sampler."""
     every = tuple(range(sampler.steps - 1))
-    stochastic = sampler if sampler.stochastic else SamplerConfig(name="flow_sde", steps=sampler.steps)
+    stochastic = (
+        sampler if sampler.stochastic else SamplerConfig(name="flow_sde", steps=sampler.steps)
+    )
     return stochastic, Plan(every, every)
 
 
@@ -55,20 +62,30 @@ def measure_parity(
 ) -> dict[str, float]:
     """How far a trajectory, generated as ``parity_plan`` says, is from the policy as it is now.
 
-    ``parity/log_prob_max`` and ``_mean`` of |log-prob of the engine - log-prob of the policy|; ``parity/worst_step``, where the
-    largest is; and ``parity/mean_shift``, the largest root mean square of (mu of the engine - mu of the policy) / b, which tells
-    more: in a log-prob, a mean over many elements, small shifts cancel.
+    ``parity/log_prob_max`` and ``_mean`` of |log-prob of the engine - log-prob of the policy|;
+    ``parity/worst_step``, where the largest is; and ``parity/mean_shift``, the largest root mean
+    square of (mu of the engine - mu of the policy) / b, which tells more: in a log-prob, a mean
+    over many elements, small shifts cancel.
 
     Raises:
         ParityError: the noise, the schedule or the log-probs are others.
     """
     _require_same_start(policy, trajectory, keys, sampler)
     steps = trajectory.steps.tolist()
-    deltas, shifts = [], []
+    deltas = []
+    shifts = []
     for column, step in enumerate(steps):
         move = _replay(policy, trajectory, conditioning, column, step, sampler, micro_batch)
-        deltas.append(log_prob(move, trajectory.next_latents[:, column]) - trajectory.log_probs[:, column])
-        shifts.append(((trajectory.means[:, column] - move.mean) / move.std).flatten(1).square().mean(1).sqrt())
+        deltas.append(
+            log_prob(move, trajectory.next_latents[:, column]) - trajectory.log_probs[:, column]
+        )
+        shifts.append(
+            ((trajectory.means[:, column] - move.mean) / move.std)
+            .flatten(1)
+            .square()
+            .mean(1)
+            .sqrt()
+        )
     delta = torch.stack(deltas, 1).abs()
     sample, column = divmod(int(delta.argmax()), len(steps))  # of a NaN, where there is one
     found = {
@@ -78,31 +95,43 @@ def measure_parity(
         "parity/mean_shift": torch.stack(shifts, 1).max().item(),
     }
     if not found["parity/log_prob_max"] <= bar:
-        where = f"denoising step {steps[column]}, prompt {keys.prompt_ids[sample]}, sample {keys.samples[sample]}"
+        where = (
+            f"denoising step {steps[column]}, prompt {keys.prompt_ids[sample]}, sample"
+            f" {keys.samples[sample]}"
+        )
         raise ParityError(_refusal(found, where, f"{len(keys)} samples at {len(steps)} steps", bar))
     return found
 
 
 def _refusal(found: dict[str, float], where: str, extent: str, bar: float) -> str:
     return (
-        "the engine's log-probs are not those of the training policy on the same noise: they differ by up to "
-        f"{found['parity/log_prob_max']:.2e} ({where}), by {found['parity/log_prob_mean']:.2e} on average over {extent}, and "
-        f"parity.bar is {bar:.2e}; the means of its steps differ by up to {found['parity/mean_shift']:.2e} of their standard "
-        "deviation. Check that it was given the policy's weights, and rollout_precision; raise parity.bar where the stage's "
-        "correction is to make up for it; or set engine: diffusers"
+        "the engine's log-probs are not those of the training policy on the same noise: they"
+        f" differ by up to {found['parity/log_prob_max']:.2e} ({where}), by"
+        f" {found['parity/log_prob_mean']:.2e} on average over {extent}, and parity.bar is"
+        f" {bar:.2e}; the means of its steps differ by up to {found['parity/mean_shift']:.2e} of"
+        " their standard deviation. Check that it was given the policy's weights, and"
+        " rollout_precision; raise parity.bar where the stage's correction is to make up for it;"
+        " or set engine: diffusers"
     )
 
 
-def _require_same_start(policy: Policy, trajectory: Trajectory, keys: SampleKeys, sampler: SamplerConfig) -> None:
+def _require_same_start(
+    policy: Policy, trajectory: Trajectory, keys: SampleKeys, sampler: SamplerConfig
+) -> None:
     """The same bytes of x_T, and the family's schedule."""
-    sigmas, found = policy.model.sigmas(sampler.steps), trajectory.sigmas.cpu()
+    sigmas = policy.model.sigmas(sampler.steps)
+    found = trajectory.sigmas.cpu()
     if found.shape != sigmas.shape or not torch.allclose(found, sigmas, rtol=0, atol=SIGMAS_APART):
-        raise ParityError(f"the engine denoises along the sigmas {found.tolist()}, the policy's model along {sigmas.tolist()}")
+        raise ParityError(
+            f"the engine denoises along the sigmas {found.tolist()}, the policy's model along"
+            f" {sigmas.tolist()}"
+        )
     start = initial_noise(policy.model.latent_shape, keys)
     if not torch.equal(trajectory.latents[:, 0].cpu(), start):
         raise ParityError(
-            f"the engine starts from other noise than {len(keys)} samples of seed {keys.seed} have: their bytes differ. Its "
-            "environment and the trainer's must have the same version of Ebbflow"
+            f"the engine starts from other noise than {len(keys)} samples of seed {keys.seed} have:"
+            " their bytes differ. Its environment and the trainer's must have the same version of"
+            " Ebbflow"
         )
 
 
@@ -116,10 +145,15 @@ def _replay(
     micro_batch: int,
 ) -> Transition:
     """A recorded step under the policy."""
-    latents, sigma = trajectory.latents[:, column], trajectory.sigmas[step]
+    latents = trajectory.latents[:, column]
+    sigma = trajectory.sigmas[step]
     velocity: list[Tensor] = []
     for start in range(0, len(latents), micro_batch):
         part = slice(start, start + micro_batch)
         rows = latents[part]
-        velocity.append(predict(policy.model, rows, sigma.expand(len(rows)), conditioning.rows(part)))
-    return transition(sampler.name, latents, torch.cat(velocity), trajectory.sigmas, step, sampler.eta)
+        velocity.append(
+            predict(policy.model, rows, sigma.expand(len(rows)), conditioning.rows(part))
+        )
+    return transition(
+        sampler.name, latents, torch.cat(velocity), trajectory.sigmas, step, sampler.eta
+    )

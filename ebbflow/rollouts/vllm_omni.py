@@ -1,7 +1,9 @@
-"""vLLM-Omni as a rollout engine: a process in an environment of its own, whose pins differ from the trainer's.
+"""vLLM-Omni as a rollout engine: a process in an environment of its own, whose pins differ from the
+trainer's.
 
-``containers/vllm_omni`` is its side. Prompts go there encoded and noise as keys; the denoising loop that runs there is
-``ebbflow.rollouts.generate`` too. What can still differ is the network, and ``ebbflow.rollouts.parity`` measures that.
+``containers/vllm_omni`` is its side. Prompts go there encoded and noise as keys; the denoising loop
+that runs there is ``ebbflow.rollouts.generate`` too. What can still differ is the network, and
+``ebbflow.rollouts.parity`` measures that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ logger = logging.getLogger(__name__)
 VARIABLE = "EBBFLOW_VLLM_OMNI_PYTHON"
 PYTHON = "/opt/vllm-omni/bin/python"
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""The base model is a folder, no telemetry says what is generated, and a line per request would fill the disk."""
+"""The base model is a folder, no telemetry says what is generated, and a line per request would
+fill the disk.
+"""
 GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """What torchrun tells the trainer of its process group; the engine makes one of its own."""
 LOG_TAIL = 4000
@@ -44,13 +48,16 @@ MEMORY = Path("/dev/shm")
 
 
 class EngineError(RuntimeError):
-    """The engine cannot be started, has failed or has ended: names the call, with the engine's last lines or how to fix it."""
+    """The engine cannot be started, has failed or has ended: names the call, with the engine's last
+    lines or how to fix it.
+    """
 
 
 class VllmOmni:
     """``ebbflow.rollouts.engine.Engine`` in a process that ends with this one.
 
-    After an error it is closed, because what vLLM-Omni then holds is not known: open a new one and load the weights again.
+    After an error it is closed, because what vLLM-Omni then holds is not known: open a new one and
+    load the weights again.
 
     Args:
         base: the base-model folder.
@@ -61,10 +68,13 @@ class VllmOmni:
 
     def __init__(self, ctx: StageContext, base: Path) -> None:
         recipe = ctx.recipe
-        self.policy, self.micro_batch = recipe.policy, ctx.config.micro_batch
+        self.policy = recipe.policy
+        self.micro_batch = ctx.config.micro_batch
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it is written to for as long as the process lives)
         self._socket, self._process = _start(_interpreter(), self._log)
-        self._end = weakref.finalize(self, _end, self._socket, self._process)  # runs when this process exits, too
+        self._end = weakref.finalize(
+            self, _end, self._socket, self._process
+        )  # runs when this process exits, too
         precision = ctx.config.rollout_precision or recipe.model.precision
         model = recipe.model.model_copy(update={"precision": precision}).model_dump(mode="json")
         process = {"threads": recipe.threads, "deterministic": recipe.deterministic}
@@ -78,7 +88,9 @@ class VllmOmni:
         """
         try:
             if self.policy.train == "lora":
-                self._push("load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha})
+                self._push(
+                    "load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha}
+                )
                 return
             buckets = list(bucketize(weights))
             for number, bucket in enumerate(buckets, 1):
@@ -88,7 +100,11 @@ class VllmOmni:
             raise
 
     def generate(
-        self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
+        self,
+        conditioning: Conditioning,
+        keys: SampleKeys,
+        sampler: SamplerConfig,
+        plan: Plan | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
         """As ``Engine.generate``; the rollouts lie on the device of ``conditioning``.
 
@@ -98,7 +114,9 @@ class VllmOmni:
         found = []
         for start in range(0, len(keys), self.micro_batch):
             part = slice(start, start + self.micro_batch)
-            _, tensors = self._call("generate", *Task(conditioning.rows(part), keys.rows(part), sampler, plan).pack())
+            _, tensors = self._call(
+                "generate", *Task(conditioning.rows(part), keys.rows(part), sampler, plan).pack()
+            )
             found.append(unpack_rollouts(tensors))
         rollouts = join([rollouts for rollouts, _ in found])
         return rollouts.to(conditioning.device), np.concatenate([images for _, images in found])
@@ -112,31 +130,41 @@ class VllmOmni:
         with tempfile.NamedTemporaryFile(dir=_exchange(weights), suffix=".safetensors") as file:
             save_file(dict(weights), file.name)
             answer, _ = self._call(call, header | {"file": file.name})
-        found, sent = answer["sha256"], checksum(weights)
+        found = answer["sha256"]
+        sent = checksum(weights)
         if found != sent:
             raise EngineError(
-                f"{call}: the engine has read weights with checksum {found[:12]}, those of the policy have {sent[:12]}; nothing "
-                f"is generated with them. Look at what else writes to {_exchange(weights)}, and at the machine's memory"
+                f"{call}: the engine has read weights with checksum {found[:12]}, those of the"
+                f" policy have {sent[:12]}; nothing is generated with them. Look at what else"
+                f" writes to {_exchange(weights)}, and at the machine's memory"
             )
 
-    def _call(self, call: str, header: Header, tensors: Tensors | None = None) -> tuple[Header, dict[str, Tensor]]:
+    def _call(
+        self, call: str, header: Header, tensors: Tensors | None = None
+    ) -> tuple[Header, dict[str, Tensor]]:
         if not self._end.alive:
             raise EngineError(
-                f"{call}: the engine was closed, after an error or by its owner; open a new one, and load its weights"
+                f"{call}: the engine was closed, after an error or by its owner; open a new one,"
+                " and load its weights"
             )
         try:
             send(self._socket, header | {"call": call}, tensors)
             answer, found = receive(self._socket)
         except (EOFError, OSError):
             self.close()
-            answer, found = {"error": f"its process has ended with exit code {self._process.returncode}"}, {}
-        except BaseException:  # whoever interrupts a call leaves its answer behind, for the next one to take for its own
+            answer = {"error": f"its process has ended with exit code {self._process.returncode}"}
+            found = {}
+        except BaseException:
+            # An interrupted call leaves its answer behind; the next call would take it for its own.
             self.close()
             raise
         if "error" not in answer:
             return answer, found
         self.close()
-        raise EngineError(f"{call}: vLLM-Omni has failed: {answer['error']}\nThe last lines of its log:\n{_tail(self._log)}")
+        raise EngineError(
+            f"{call}: vLLM-Omni has failed: {answer['error']}\nThe last lines of its"
+            f" log:\n{_tail(self._log)}"
+        )
 
 
 def _interpreter() -> str:
@@ -148,8 +176,9 @@ def _interpreter() -> str:
     python = os.environ.get(VARIABLE, PYTHON)
     if not os.access(python, os.X_OK):
         raise EngineError(
-            f"{VARIABLE} = {python!r}: there is no Python of an environment with vLLM-Omni. Make one as containers/README.md "
-            "says and set the variable to its bin/python; or set engine: diffusers"
+            f"{VARIABLE} = {python!r}: there is no Python of an environment with vLLM-Omni. Make"
+            " one as containers/README.md says and set the variable to its bin/python; or set"
+            " engine: diffusers"
         )
     return python
 
@@ -160,9 +189,18 @@ def _start(python: str, log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen
     with theirs:
         end = theirs.fileno()
         command = [python, "-m", "ebbflow_vllm_omni", str(end), str(os.getpid())]
-        environment = QUIET | {name: value for name, value in os.environ.items() if name not in GROUP}
+        environment = QUIET | {
+            name: value for name, value in os.environ.items() if name not in GROUP
+        }
         logger.info("starting the process of vLLM-Omni, which takes a minute")
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[end], env=environment)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[end],
+            env=environment,
+        )
     return ours, process
 
 
@@ -185,4 +223,6 @@ def _exchange(weights: Mapping[str, Tensor]) -> Path:
 def _tail(log: IO[bytes]) -> str:
     """The last lines of a file that another process still writes through the same file position."""
     size = os.fstat(log.fileno()).st_size
-    return os.pread(log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()
+    return (
+        os.pread(log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()
+    )

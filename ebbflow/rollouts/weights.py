@@ -1,4 +1,6 @@
-"""Weights on their way from training to the rollout workers: in buckets, with a version, checked on arrival."""
+"""Weights on their way from training to the rollout workers: in buckets, with a version, checked on
+arrival.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class WeightsVersion:
 
     Attributes:
         version: training steps of the stage that they have seen.
-        digest: of all of them, by ``checksum``; empty where the rollout worker shares the trainer's and nothing is sent.
+        digest: of all of them, by ``checksum``; empty where the rollout worker shares the trainer's
+            and nothing is sent.
         buckets: where to find them: tensors by name, or what fetches them in another process.
         size: bytes.
     """
@@ -50,8 +53,9 @@ class WeightsVersion:
             received |= fetch(bucket)
         if (found := checksum(received)) != self.digest:
             raise TransferError(
-                f"the weights of version {self.version} arrived as {found[:12]} and were sent as {self.digest[:12]} (sha256): "
-                "nothing is generated with them; look at the memory and the network of the worker's machine"
+                f"the weights of version {self.version} arrived as {found[:12]} and were sent as"
+                f" {self.digest[:12]} (sha256): nothing is generated with them; look at the memory"
+                " and the network of the worker's machine"
             )
         return received
 
@@ -63,7 +67,8 @@ def bucketize(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Ten
     for name, tensor in tensors.items():
         if bucket and filled + tensor.nbytes > size:
             yield bucket
-            bucket, filled = {}, 0
+            bucket = {}
+            filled = 0
         bucket[name] = tensor
         filled += tensor.nbytes
     if bucket:
@@ -73,7 +78,8 @@ def bucketize(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Ten
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """sha256 over the names, shapes, types and bytes of all tensors, whatever their order.
 
-    Parts of them are hashed at once: one core hashes about 1 GB/s, and the rollouts of the next step wait for it.
+    Parts of them are hashed at once: one core hashes about 1 GB/s, and the rollouts of the next
+    step wait for it.
     """
     parts = bucketize(dict(sorted(tensors.items())), HASHED_AT_ONCE)
     with ThreadPoolExecutor() as pool:  # hashlib lets the other threads run

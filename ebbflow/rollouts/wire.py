@@ -1,7 +1,8 @@
-"""The requests and answers of a rollout engine in a process of its own: a JSON header and tensors as safetensors, nothing else.
+"""The requests and answers of a rollout engine in a process of its own: a JSON header and tensors
+as safetensors, nothing else.
 
-A message is two lengths of eight bytes (little-endian), the header and the tensors. Both processes import this module, so it
-needs no more than ``ebbflow.rollouts.generate`` does.
+A message is two lengths of eight bytes (little-endian), the header and the tensors. Both processes
+import this module, so it needs no more than ``ebbflow.rollouts.generate`` does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ Answer = Callable[[Header, Tensors], tuple[Header, Tensors]]
 def send(connection: socket.socket, header: Header, tensors: Tensors | None = None) -> None:
     """Send a message; tensors come from any device."""
     head = json.dumps(header).encode()
-    body = save({name: values.detach().to(CPU).contiguous() for name, values in (tensors or {}).items()})
+    body = save(
+        {name: values.detach().to(CPU).contiguous() for name, values in (tensors or {}).items()}
+    )
     connection.sendall(LENGTHS.pack(len(head), len(body)) + head)
     connection.sendall(body)
 
@@ -63,7 +66,9 @@ def _read(connection: socket.socket, size: int) -> bytearray:
 
 
 def serve(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
-    """Answer the calls that arrive, by the header's ``call``, until the other side is gone; an error is an answer too."""
+    """Answer the calls that arrive, by the header's ``call``, until the other side is gone; an
+    error is an answer too.
+    """
     try:
         while True:
             send(connection, *_answer(calls, *receive(connection)))
@@ -71,7 +76,9 @@ def serve(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
         return
 
 
-def _answer(calls: Mapping[str, Answer], header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
+def _answer(
+    calls: Mapping[str, Answer], header: Header, tensors: Tensors
+) -> tuple[Header, Tensors]:
     try:
         return calls[header["call"]](header, tensors)
     except Exception as error:  # whatever it is, the side that waits has to know
@@ -96,7 +103,11 @@ class Task:
             "guidance": [part.guidance for part in _sides(self.conditioning)],
         }
         sides = enumerate(_sides(self.conditioning))
-        return header, {f"{side} {name}": values for side, part in sides for name, values in part.tensors.items()}
+        return header, {
+            f"{side} {name}": values
+            for side, part in sides
+            for name, values in part.tensors.items()
+        }
 
     @staticmethod
     def unpack(header: Header, tensors: Tensors) -> Task:
@@ -109,7 +120,12 @@ class Task:
             own = {name: values for (number, name), values in named if number == str(side)}
             conditioning = Conditioning(own, conditioning, guidance)
         assert conditioning is not None
-        return Task(conditioning, SampleKeys(**header["keys"]), SamplerConfig.model_validate(header["sampler"]), plan)
+        return Task(
+            conditioning,
+            SampleKeys(**header["keys"]),
+            SamplerConfig.model_validate(header["sampler"]),
+            plan,
+        )
 
 
 def _integers(value: Any) -> Any:
@@ -132,5 +148,6 @@ def pack_rollouts(rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
 def unpack_rollouts(tensors: Tensors) -> tuple[Rollouts, np.ndarray]:
     """The inverse of ``pack_rollouts``."""
     rest = dict(tensors)
-    images, latents = rest.pop("images").numpy(), rest.pop("final latents")
+    images = rest.pop("images").numpy()
+    latents = rest.pop("final latents")
     return Rollouts(latents, Trajectory(**rest) if rest else None), images

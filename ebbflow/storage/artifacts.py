@@ -1,7 +1,8 @@
 """Folders that are whole or do not exist.
 
-A folder is written beside its final path, gets ``manifest.json`` (files, sizes, sha256), then ``COMMIT`` (sha256 of the
-manifest) last, and moves to its path. Readers accept only a folder whose COMMIT matches, and writers replace only such a folder.
+A folder is written beside its final path, gets ``manifest.json`` (files, sizes, sha256), then
+``COMMIT`` (sha256 of the manifest) last, and moves to its path. Readers accept only a folder whose
+COMMIT matches, and writers replace only such a folder.
 """
 
 from __future__ import annotations
@@ -20,15 +21,22 @@ from ebbflow.recipe.base import sanitize
 from ebbflow.storage.disk import atomic_write, private_folder, remove, sha256_of, sync
 from ebbflow.storage.locks import try_lock, wait_for_lock
 
-MANIFEST, COMMIT = "manifest.json", "COMMIT"
+MANIFEST = "manifest.json"
+COMMIT = "COMMIT"
 MAX_LISTED = 5
 CLOCK_TICK = 2 * 10**9
-"""Nanoseconds within which two changes of a file may get the same time: so young a folder is read each time."""
+"""Nanoseconds within which two changes of a file may get the same time: so young a folder is read
+each time.
+"""
 LARGE = 4 * 2**30
-"""Bytes of a folder that one process of a machine reads for all: reading it takes longer than waiting until it is not young."""
+"""Bytes of a folder that one process of a machine reads for all: reading it takes longer than
+waiting until it is not young.
+"""
 
 RECORDS_KEPT = 24 * 3600
-"""Seconds for which a machine keeps the record that a folder was read, after the last process that asked."""
+"""Seconds for which a machine keeps the record that a folder was read, after the last process that
+asked.
+"""
 
 
 class ArtifactError(Exception):
@@ -37,9 +45,11 @@ class ArtifactError(Exception):
 
 @contextmanager
 def new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
-    """Yield an empty folder to write into; when the block ends it is committed and replaces ``folder``.
+    """Yield an empty folder to write into; when the block ends it is committed and replaces
+    ``folder``.
 
-    An exception leaves nothing behind and whatever was at ``folder`` as it was. A link stays, and what it names is replaced.
+    An exception leaves nothing behind and whatever was at ``folder`` as it was. A link stays, and
+    what it names is replaced.
 
     Args:
         overwrite: see ``require_replaceable``.
@@ -61,7 +71,8 @@ def new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
 
 
 def require_replaceable(folder: Path, overwrite: bool = True) -> None:
-    """Check that writing ``folder`` deletes nothing of a user: it is new, empty or, to ``overwrite``, exactly what was committed.
+    """Check that writing ``folder`` deletes nothing of a user: it is new, empty or, to
+    ``overwrite``, exactly what was committed.
 
     Raises:
         ArtifactError: it holds something else.
@@ -78,7 +89,9 @@ def require_replaceable(folder: Path, overwrite: bool = True) -> None:
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    """A rename cannot replace a folder that is not empty, so the old one steps aside until the new one is in place."""
+    """A rename cannot replace a folder that is not empty, so the old one steps aside until the new
+    one is in place.
+    """
     old = new.with_name(f"{new.name}-old")
     if not folder.exists():
         new.rename(folder)
@@ -94,7 +107,9 @@ def _put_in_place(new: Path, folder: Path) -> None:
 
 
 def commit(folder: Path) -> None:
-    """Write the manifest of everything in ``folder``, then its COMMIT, each after what it describes has reached the disk."""
+    """Write the manifest of everything in ``folder``, then its COMMIT, each after what it describes
+    has reached the disk.
+    """
     (folder / MANIFEST).write_text(_manifest(folder))
     for path in folder.rglob("*"):
         if path.is_file() or path.is_dir():
@@ -109,16 +124,21 @@ def _manifest(folder: Path) -> str:
 
 
 def verify(folder: Path) -> str:
-    """Check that ``folder`` is exactly what was committed and return its digest (the content of COMMIT).
+    """Check that ``folder`` is exactly what was committed and return its digest (the content of
+    COMMIT).
 
-    A process reads the contents once, and again when name, size, inode or time of change of a file differ. Of a large folder,
-    one process of the machine reads them.
+    A process reads the contents once, and again when name, size, inode or time of change of a file
+    differ. Of a large folder, one process of the machine reads them.
 
     Raises:
-        ArtifactError: it is missing, was never committed, holds a link to a folder, or a file was changed, added or lost.
+        ArtifactError: it is missing, was never committed, holds a link to a folder, or a file was
+            changed, added or lost.
     """
     if not (folder / COMMIT).is_file() or not (folder / MANIFEST).is_file():
-        raise ArtifactError(f"{folder} has no COMMIT: it was never finished or is no artifact of Ebbflow; make it again")
+        raise ArtifactError(
+            f"{folder} has no COMMIT: it was never finished or is no artifact of Ebbflow; make it"
+            " again"
+        )
     state = _state(folder)
     young = max(changed for *_, changed in state) >= time.time_ns() - CLOCK_TICK
     if young and _is_large(state):
@@ -149,12 +169,19 @@ def _is_committed(folder: Path) -> bool:
 
 
 FileState = tuple[str, int, int, int, int]
-"""(name, device, inode, size, time of change) of a file. Unlike that of modification, no program can set this time."""
+"""(name, device, inode, size, time of change) of a file. Unlike that of modification, no program
+can set this time.
+"""
 
 
 def _state(folder: Path) -> tuple[FileState, ...]:
-    stats = ((path.relative_to(folder).as_posix(), path.stat()) for path in [*_paths(folder), folder / MANIFEST, folder / COMMIT])
-    return tuple((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats)
+    stats = (
+        (path.relative_to(folder).as_posix(), path.stat())
+        for path in [*_paths(folder), folder / MANIFEST, folder / COMMIT]
+    )
+    return tuple(
+        (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats
+    )
 
 
 def _is_large(state: tuple[FileState, ...]) -> bool:
@@ -168,21 +195,29 @@ def _verified_once(folder: Path, state: tuple[FileState, ...]) -> str:
 
 
 def _verified_on_this_machine(folder: Path, state: tuple[FileState, ...]) -> str:
-    """``_verified`` by the first process that asks; the others wait for its record, which only this user can write."""
+    """``_verified`` by the first process that asks; the others wait for its record, which only this
+    user can write.
+    """
     name = hashlib.sha256(repr((folder.absolute(), state)).encode()).hexdigest()
     record = private_folder() / f"verified-{name}"
     with wait_for_lock(record.with_suffix(".lock")):
-        if not record.exists() or record.read_text() != (folder / COMMIT).read_text(errors="replace"):
+        if not record.exists() or record.read_text() != (folder / COMMIT).read_text(
+            errors="replace"
+        ):
             record.write_text(_verified(folder))
             _remove_old_records(record.parent)
         return record.read_text()
 
 
 def _remove_old_records(folder: Path) -> None:
-    """The records that no process asked for in ``RECORDS_KEPT``, with their locks: of folders that changed or are gone."""
+    """The records that no process asked for in ``RECORDS_KEPT``, with their locks: of folders that
+    changed or are gone.
+    """
     for lock in folder.glob("verified-*.lock"):
         with suppress(OSError):  # another process removed it first
-            if lock.stat().st_mtime < time.time() - RECORDS_KEPT:  # who takes it opens it for writing
+            if (
+                lock.stat().st_mtime < time.time() - RECORDS_KEPT
+            ):  # who takes it opens it for writing
                 with try_lock(lock) as unused:
                     if unused:
                         lock.with_suffix("").unlink(missing_ok=True)
@@ -192,11 +227,19 @@ def _remove_old_records(folder: Path) -> None:
 def _verified(folder: Path) -> str:
     digest = (folder / COMMIT).read_text(errors="replace")
     if digest != sha256_of(folder / MANIFEST):
-        raise ArtifactError(f"{folder / MANIFEST} does not match its COMMIT: the folder is damaged; make it again")
-    expected, found = _expected(folder / MANIFEST), _files(folder)
+        raise ArtifactError(
+            f"{folder / MANIFEST} does not match its COMMIT: the folder is damaged; make it again"
+        )
+    expected = _expected(folder / MANIFEST)
+    found = _files(folder)
     if expected != found:
-        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        raise ArtifactError(f"{folder} does not match its manifest ({_listed(wrong)}); copy it again or make it again")
+        wrong = sorted(
+            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+        )
+        raise ArtifactError(
+            f"{folder} does not match its manifest ({_listed(wrong)}); copy it again or make it"
+            " again"
+        )
     return digest
 
 
@@ -206,7 +249,10 @@ def _expected(manifest: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, RecursionError):
         files = None
     if not isinstance(files, dict):
-        raise ArtifactError(f"{manifest} is no JSON object with the key 'files'; copy the folder again or make it again")
+        raise ArtifactError(
+            f"{manifest} is no JSON object with the key 'files'; copy the folder again or make it"
+            " again"
+        )
     return files
 
 
@@ -217,7 +263,11 @@ def _listed(names: list[str]) -> str:
 
 def _files(folder: Path) -> dict[str, dict[str, str | int]]:
     return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in _paths(folder)
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_of(path),
+        }
+        for path in _paths(folder)
     }
 
 
@@ -225,10 +275,14 @@ def _paths(folder: Path) -> list[Path]:
     """Every file but the manifest and COMMIT, by name.
 
     Raises:
-        ArtifactError: there is something else: a link to a folder, whose content no manifest could hold, a broken link, a pipe.
+        ArtifactError: there is something else: a link to a folder, whose content no manifest could
+            hold, a broken link, a pipe.
     """
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     if strange := [path for path in paths if not path.is_file()]:
         name = sanitize(strange[0].relative_to(folder).as_posix(), 100)
-        raise ArtifactError(f"{folder} holds {name!r}, which is neither a file nor a folder; put the content itself there")
+        raise ArtifactError(
+            f"{folder} holds {name!r}, which is neither a file nor a folder; put the content itself"
+            " there"
+        )
     return sorted(path for path in paths if path not in (folder / MANIFEST, folder / COMMIT))

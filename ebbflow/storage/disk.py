@@ -1,4 +1,6 @@
-"""Writing to a disk: whole or not at all, a full disk as one error, and no name that leads out of its folder."""
+"""Writing to a disk: whole or not at all, a full disk as one error, and no name that leads out of
+its folder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from ebbflow.storage.locks import try_lock
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_SPACE_TEXT = re.compile(r"No space left on device|[Qq]uota exceeded|File too large|database or disk is full")
+NO_SPACE_TEXT = re.compile(
+    r"No space left on device|[Qq]uota exceeded|File too large|database or disk is full"
+)
 """How libraries of other languages pass on the same errors."""
 
 logger = logging.getLogger(__name__)
@@ -34,12 +38,14 @@ class PathError(ValueError):
 
 @contextmanager
 def atomic_write(
-    path: Path, create: Callable[[Path], object] = Path.touch, publish: Callable[[Path, Path], object] = Path.replace
+    path: Path,
+    create: Callable[[Path], object] = Path.touch,
+    publish: Callable[[Path, Path], object] = Path.replace,
 ) -> Iterator[Path]:
     """Yield an empty file beside ``path`` to write into; when the block ends it becomes ``path``.
 
-    An exception leaves nothing behind and whatever was at ``path`` as it was. What a killed process left behind is removed by
-    the next one that writes the same path.
+    An exception leaves nothing behind and whatever was at ``path`` as it was. What a killed process
+    left behind is removed by the next one that writes the same path.
 
     Args:
         create: makes the empty file (``Path.mkdir``: a folder).
@@ -77,9 +83,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_stale_partials(path: Path) -> None:
-    """Remove what ``atomic_write`` left beside ``path`` in a process that was killed; it would fill the disk."""
+    """Remove what ``atomic_write`` left beside ``path`` in a process that was killed; it would fill
+    the disk.
+    """
     for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
-        with suppress(OSError), try_lock(partial) as abandoned:  # OSError: another process removed it first
+        with (
+            suppress(OSError),
+            try_lock(partial) as abandoned,
+        ):  # OSError: another process removed it first
             if abandoned:
                 remove(partial)
                 logger.info("removed %s, which a killed process left behind", partial)
@@ -115,8 +126,8 @@ def raise_if_disk_full(path: Path) -> Iterator[None]:
         if not _is_about_space(error):
             raise
         raise DiskFullError(
-            f"{path} could not be written: the disk is full, or a quota or file size limit is reached ({_free(path)} free); "
-            "free space and start again. Nothing partial was left"
+            f"{path} could not be written: the disk is full, or a quota or file size limit is"
+            f" reached ({_free(path)} free); free space and start again. Nothing partial was left"
         ) from error
 
 
@@ -134,7 +145,8 @@ def _free(path: Path) -> str:
 def private_folder(parent: Path | None = None) -> Path:
     """``ebbflow-USERID`` in a folder that all users may write to; default: the temporary folder.
 
-    Only this user can open it, so nobody else can put anything, or a link, at a name in it that can be guessed.
+    Only this user can open it, so nobody else can put anything, or a link, at a name in it that can
+    be guessed.
 
     Raises:
         PathError: another user made it first, or others may open it.
@@ -145,22 +157,26 @@ def private_folder(parent: Path | None = None) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PathError(
-            f"{folder} is not a folder of user {os.getuid()} alone ({stat.filemode(found.st_mode)}, owner {found.st_uid}): "
-            "another user may have put something into it; remove it, or set TMPDIR to a folder of your own"
+            f"{folder} is not a folder of user {os.getuid()} alone ({stat.filemode(found.st_mode)},"
+            f" owner {found.st_uid}): another user may have put something into it; remove it, or"
+            " set TMPDIR to a folder of your own"
         )
     return folder
 
 
 @contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
-    """An empty folder on this machine, which is removed with its files when the block ends; at most one of a name in a process.
+    """An empty folder on this machine, which is removed with its files when the block ends; at most
+    one of a name in a process.
 
     What a killed process left behind is removed by the next one that asks for the same name.
 
     Raises:
         DiskFullError: no space was left.
     """
-    with atomic_write(private_folder() / name, Path.mkdir, publish=lambda partial, path: None) as folder:
+    with atomic_write(
+        private_folder() / name, Path.mkdir, publish=lambda partial, path: None
+    ) as folder:
         yield folder
 
 
@@ -173,11 +189,15 @@ def safe_join(folder: Path, name: str) -> Path:
     """``folder / name`` for a name that comes from elsewhere.
 
     Raises:
-        PathError: it is absolute, empty, contains ``..`` or a backslash, or leads through a link out of the folder.
+        PathError: it is absolute, empty, contains ``..`` or a backslash, or leads through a link
+            out of the folder.
     """
     plain = name and "\\" not in name and "\0" not in name and not PureWindowsPath(name).drive
     if not plain or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise PathError(f"{name!r} is no file name below {folder}; remove '..', backslashes and the leading slash")
+        raise PathError(
+            f"{name!r} is no file name below {folder}; remove '..', backslashes and the leading"
+            " slash"
+        )
     resolve_inside(folder, name)
     return folder / name
 

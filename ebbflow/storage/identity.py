@@ -1,4 +1,6 @@
-"""What a run depends on apart from its recipe: the code, and what the recipe names on this machine. Digests show changes."""
+"""What a run depends on apart from its recipe: the code, and what the recipe names on this machine.
+Digests show changes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 
 
 def code_digest(*roots: Path) -> str:
-    """sha256 of the sources at ``roots`` (folders or files) and of the versions of what Ebbflow requires.
+    """sha256 of the sources at ``roots`` (folders or files) and of the versions of what Ebbflow
+    requires.
 
     It is the same wherever the same code is installed, and takes milliseconds.
     """
@@ -31,24 +34,33 @@ def code_digest(*roots: Path) -> str:
 
 
 def code_listing(*roots: Path) -> str:
-    """What ``code_digest`` is the sha256 of, as JSON: ``sources``, a list of [path, sha256] for each root, and ``versions``."""
-    return json.dumps({"sources": [_sources(root) for root in roots], "versions": _versions()}, sort_keys=True)
+    """What ``code_digest`` is the sha256 of, as JSON: ``sources``, a list of [path, sha256] for
+    each root, and ``versions``.
+    """
+    return json.dumps(
+        {"sources": [_sources(root) for root in roots], "versions": _versions()}, sort_keys=True
+    )
 
 
 def inputs_digest(recipe: Recipe) -> str:
     """sha256 of what the recipe names on this machine.
 
-    Of a file its content counts; of a folder its COMMIT, or else names, sizes and modification times, as a base model has tens
-    of GB; of ``package.module:name`` the sources of the whole package. What a URI or a hub holds is taken as unchanged.
+    Of a file its content counts; of a folder its COMMIT, or else names, sizes and modification
+    times, as a base model has tens of GB; of ``package.module:name`` the sources of the whole
+    package. What a URI or a hub holds is taken as unchanged.
     """
-    return _digest({key: state_of(value) for key, value in _local_names(recipe.model_dump(mode="json"))})
+    return _digest(
+        {key: state_of(value) for key, value in _local_names(recipe.model_dump(mode="json"))}
+    )
 
 
 def _sources(root: Path) -> list[list[str]]:
     """[path below the root, sha256] of every source."""
     if root.is_file():
         return [[root.name, sha256_of(root)]]
-    found = sorted((path.relative_to(root), path) for path in root.rglob("*") if path.suffix in SOURCE_SUFFIXES)
+    found = sorted(
+        (path.relative_to(root), path) for path in root.rglob("*") if path.suffix in SOURCE_SUFFIXES
+    )
     return [[str(name), sha256_of(path)] for name, path in found]
 
 
@@ -64,19 +76,33 @@ def _versions() -> dict[str, str]:
 
 
 def _local_names(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of everything in a resolved recipe that may name something on this machine."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    """(dotted key, text) of everything in a resolved recipe that may name something on this
+    machine.
+    """
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     all_paths = parent.rpartition(".")[2] in PATH_MAPPINGS
     for name, item in items:
         key = f"{parent}.{name}" if parent else str(name)
-        if isinstance(item, str) and (all_paths or name in PATH_KEYS or IMPORT_PATH.fullmatch(item)) and "://" not in item:
+        if (
+            isinstance(item, str)
+            and (all_paths or name in PATH_KEYS or IMPORT_PATH.fullmatch(item))
+            and "://" not in item
+        ):
             yield key, item
         else:
             yield from _local_names(item, key)
 
 
 def state_of(name: str) -> Any:
-    """What ``inputs_digest`` compares of a file, a folder or ``package.module:name``; None where there is none of this name."""
+    """What ``inputs_digest`` compares of a file, a folder or ``package.module:name``; None where
+    there is none of this name.
+    """
     path = local_path(name)
     if os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
         return sha256_of(path)
@@ -89,16 +115,25 @@ def _folder_state(folder: Path) -> Any:
     if (folder / COMMIT).is_file():
         return (folder / COMMIT).read_text(errors="replace")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [[path.relative_to(folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return [
+        [path.relative_to(folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns]
+        for path in files
+    ]
 
 
 def package_roots(module: str) -> list[Path]:
-    """The folders of the package, or the one file, that a module belongs to; none if it is not installed here."""
+    """The folders of the package, or the one file, that a module belongs to; none if it is not
+    installed here.
+    """
     try:
         spec = find_spec(module.partition(".")[0])
     except ValueError:  # a module without a file, such as __main__
         spec = None
-    return [Path(root) for root in spec.submodule_search_locations or [spec.origin or ""]] if spec else []
+    return (
+        [Path(root) for root in spec.submodule_search_locations or [spec.origin or ""]]
+        if spec
+        else []
+    )
 
 
 def _package_state(module: str) -> Any:

@@ -1,4 +1,6 @@
-"""One process at a time, by ``flock``: a lock ends with its process, however that dies, and leaves nothing to clean up."""
+"""One process at a time, by ``flock``: a lock ends with its process, however that dies, and leaves
+nothing to clean up.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ def exclusive_lock(folder: Path, fix: str = "wait until it ends, or stop it") ->
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise FolderInUseError(f"{folder} is in use by {lock.read() or 'another process'}; {fix}") from None
+            raise FolderInUseError(
+                f"{folder} is in use by {lock.read() or 'another process'}; {fix}"
+            ) from None
         except OSError as error:
-            warnings.warn(f"{folder} cannot be locked ({error.strerror}): nothing keeps a second process out", stacklevel=3)
+            warnings.warn(
+                f"{folder} cannot be locked ({error.strerror}): nothing keeps a second process out",
+                stacklevel=3,
+            )
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()

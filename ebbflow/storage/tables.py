@@ -1,4 +1,6 @@
-"""Parquet files that are written in streams, appear only when whole, and carry metadata that says what they are."""
+"""Parquet files that are written in streams, appear only when whole, and carry metadata that says
+what they are.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import pyarrow.parquet as pq
 from ebbflow.recipe.base import sanitize
 from ebbflow.storage.disk import atomic_write
 
-_METADATA, _METADATA_SHA256 = "ebbflow", "ebbflow.sha256"
+_METADATA = "ebbflow"
+_METADATA_SHA256 = "ebbflow.sha256"
 """Keys in the footer of the file. The footer of a Parquet file has no checksum of its own."""
 
 ROW_GROUP_BYTES = 2 * 2**20
@@ -27,30 +30,51 @@ class TableError(Exception):
     """A table that cannot be used: names the file, what is wrong and the fix."""
 
 
-def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], metadata: dict[str, Any]) -> None:
-    """Write record batches as they come (zstd); memory is bounded by one batch. See ``open_table_writer``."""
+def write_table(
+    path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], metadata: dict[str, Any]
+) -> None:
+    """Write record batches as they come (zstd); memory is bounded by one batch. See
+    ``open_table_writer``.
+    """
     with open_table_writer(path, schema, metadata) as write:
         for batch in batches:
             write(batch)
 
 
 @contextmanager
-def open_table_writer(path: Path, schema: pa.Schema, metadata: dict[str, Any]) -> Iterator[Callable[[pa.RecordBatch], None]]:
-    """Yield a function that writes a batch; the table appears when the block ends, and an exception leaves nothing behind.
+def open_table_writer(
+    path: Path, schema: pa.Schema, metadata: dict[str, Any]
+) -> Iterator[Callable[[pa.RecordBatch], None]]:
+    """Yield a function that writes a batch; the table appears when the block ends, and an exception
+    leaves nothing behind.
 
-    Binary columns (latents, images) get no dictionary and no statistics, as no two values are the same.
+    Binary columns (latents, images) get no dictionary and no statistics, as no two values are the
+    same.
 
     Args:
-        metadata: what made the table (seconds, sampler, recipe ...), kept as JSON in the footer; it is read when the block ends,
-            so it may be filled while batches are written.
+        metadata: what made the table (seconds, sampler, recipe ...), kept as JSON in the footer; it
+            is read when the block ends, so it may be filled while batches are written.
 
     Raises:
         DiskFullError: no space was left.
     """
-    narrow = [field.name for field in schema if not (pa.types.is_binary(field.type) or pa.types.is_fixed_size_binary(field.type))]
-    options: dict[str, Any] = {"use_dictionary": narrow, "write_statistics": narrow, "write_page_checksum": True}
-    with atomic_write(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd", **options) as writer:
-        yield lambda batch: writer.write_batch(batch, max(1, len(batch) * ROW_GROUP_BYTES // max(1, batch.nbytes)))
+    narrow = [
+        field.name
+        for field in schema
+        if not (pa.types.is_binary(field.type) or pa.types.is_fixed_size_binary(field.type))
+    ]
+    options: dict[str, Any] = {
+        "use_dictionary": narrow,
+        "write_statistics": narrow,
+        "write_page_checksum": True,
+    }
+    with (
+        atomic_write(path) as partial,
+        pq.ParquetWriter(partial, schema, compression="zstd", **options) as writer,
+    ):
+        yield lambda batch: writer.write_batch(
+            batch, max(1, len(batch) * ROW_GROUP_BYTES // max(1, batch.nbytes))
+        )
         text = json.dumps(metadata, sort_keys=True)
         writer.add_key_value_metadata({_METADATA: text, _METADATA_SHA256: _sha256(text.encode())})
 
@@ -66,24 +90,34 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
         return file.read()
 
 
-def read_batches(path: Path, rows: int = 1024, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+def read_batches(
+    path: Path, rows: int = 1024, columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
     """Read a table in batches of at most ``rows`` rows; only ``columns``, if they are named."""
     with _open(path) as file:
         yield from file.iter_batches(batch_size=rows, columns=columns)
 
 
-def read_row_groups(path: Path, column: str, wanted: Callable[[int, int], bool]) -> Iterator[tuple[int, pa.Array]]:
+def read_row_groups(
+    path: Path, column: str, wanted: Callable[[int, int], bool]
+) -> Iterator[tuple[int, pa.Array]]:
     """A column, row group by row group: the number of the first row, and the values.
 
     Args:
-        wanted: whether to read the row group with rows ``start`` to ``end - 1``; the others are skipped.
+        wanted: whether to read the row group with rows ``start`` to ``end - 1``; the others are
+            skipped.
     """
     with _open(path) as file:
         start = 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
             if wanted(start, end):
-                yield start, file.read_row_group(group, columns=[column], use_threads=False)[column].combine_chunks()
+                yield (
+                    start,
+                    file.read_row_group(group, columns=[column], use_threads=False)[
+                        column
+                    ].combine_chunks(),
+                )
             start = end
 
 
@@ -115,7 +149,10 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
     """
     with _open(path) as file:
         if missing := [name for name in names if name not in file.schema_arrow.names]:
-            raise TableError(f"{path} has no column {missing[0]!r}, only {sanitize(', '.join(file.schema_arrow.names))}")
+            raise TableError(
+                f"{path} has no column {missing[0]!r}, only"
+                f" {sanitize(', '.join(file.schema_arrow.names))}"
+            )
         return file.read(columns=list(names))
 
 
@@ -131,7 +168,9 @@ def read_table_metadata(path: Path) -> dict[str, Any]:
     if text is None:
         raise TableError(f"{path} was not written by Ebbflow: it has no metadata; make it again")
     if footer.get(_METADATA_SHA256.encode()) != _sha256(text).encode():
-        raise TableError(f"{path} is damaged: its metadata does not match its sha256; make it again")
+        raise TableError(
+            f"{path} is damaged: its metadata does not match its sha256; make it again"
+        )
     metadata: dict[str, Any] = json.loads(text)
     return metadata
 
@@ -158,18 +197,26 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
         raise
     except FileNotFoundError:
         raise TableError(f"no table at {path}") from None
-    except Exception as error:  # a damaged file can look like anything: Arrow has a dozen errors, memory and text their own
+    except Exception as error:
+        # Arrow, memory and text each raise errors of their own at a damaged file: no common base.
         reason = sanitize(f"{type(error).__name__}: {error}".partition("\n")[0], 300)
         raise TableError(f"{path} is no whole Parquet file ({reason}); make it again") from None
 
 
 def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema | None) -> None:
     if expected is not None and not found.remove_metadata().equals(expected.remove_metadata()):
-        raise TableError(f"{path} has the columns\n{_listed(found)}\nbut should have\n{_listed(expected)}")
+        raise TableError(
+            f"{path} has the columns\n{_listed(found)}\nbut should have\n{_listed(expected)}"
+        )
 
 
 def _listed(schema: pa.Schema) -> str:
-    return sanitize("; ".join(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema), 1000)
+    return sanitize(
+        "; ".join(
+            f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema
+        ),
+        1000,
+    )
 
 
 def _sha256(text: bytes) -> str:

@@ -1,4 +1,6 @@
-"""A node's logger. Metrics are worth less than GPU hours: no outage of the store may stop what is being logged."""
+"""A node's logger. Metrics are worth less than GPU hours: no outage of the store may stop what is
+being logged.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,17 @@ logger = logging.getLogger(__name__)
 def node_run(tracked: TrackedRun, node: str, first_step: int | None = None) -> Iterator[RunLogger]:
     """The child run of a node, with what an earlier attempt could not deliver.
 
-    It ends FINISHED when the body ends and FAILED when the body raises. A killed process leaves it RUNNING; the retry resumes it.
+    It ends FINISHED when the body ends and FAILED when the body raises. A killed process leaves it
+    RUNNING; the retry resumes it.
 
     Args:
-        node: unique in the execution and the same on every retry: ``1.2 offline training``, ``1.2 offline rollout 0`` ...
-        first_step: of a training stage, the training steps of the run before it: its metrics become curves of the parent run.
+        node: unique in the execution and the same on every retry: ``1.2 offline training``, ``1.2
+            offline rollout 0`` ...
+        first_step: of a training stage, the training steps of the run before it: its metrics become
+            curves of the parent run.
     """
-    run_logger, start = RunLogger(tracked, node, first_step), time.monotonic()
+    run_logger = RunLogger(tracked, node, first_step)
+    start = time.monotonic()
     logger.info("%s started", node)
     run_logger.flush()  # shows the node in the UI from its first second
     try:
@@ -63,8 +69,9 @@ def node_run(tracked: TrackedRun, node: str, first_step: int | None = None) -> I
 class RunLogger:
     """Logs what one node does. No method raises because the store is away.
 
-    Metrics carry absolute steps. A retried node repeats the steps after its checkpoint; values that the run, or a file of the
-    last attempt, already holds are skipped, because MLflow would append them again.
+    Metrics carry absolute steps. A retried node repeats the steps after its checkpoint; values that
+    the run, or a file of the last attempt, already holds are skipped, because MLflow would append
+    them again.
 
     Args:
         tracked, node, first_step: as for ``node_run``.
@@ -84,7 +91,9 @@ class RunLogger:
         self.non_finite: Counter[str] = Counter()
         self._has_file = saved is not None
         self._saved = {(metric.key, metric.step) for metric in self.pending.metrics}
-        self._saved_on_parent = {(metric.key, metric.step) for metric in self.pending.parent_metrics}
+        self._saved_on_parent = {
+            (metric.key, metric.step) for metric in self.pending.parent_metrics
+        }
         self._first_step = first_step
         self._flush_at = FLUSH_AT
 
@@ -108,10 +117,16 @@ class RunLogger:
         self._flush_if_due()
 
     def log_curves(self, values: Mapping[str, float], step: int) -> None:
-        """Log finite values to the parent run and the sinks; ``step`` counts the training steps of the whole run."""
+        """Log finite values to the parent run and the sinks; ``step`` counts the training steps of
+        the whole run.
+        """
         now = int(time.time() * 1000)
         shown = {key: float(value) for key, value in values.items() if math.isfinite(value)}
-        kept = [Metric(key, value, now, step) for key, value in shown.items() if (key, step) not in self._saved_on_parent]
+        kept = [
+            Metric(key, value, now, step)
+            for key, value in shown.items()
+            if (key, step) not in self._saved_on_parent
+        ]
         self.pending.parent_metrics += kept
         self.sinks.log(shown, step)
         self._flush_if_due()
@@ -121,26 +136,45 @@ class RunLogger:
         self._add("params", params=flatten(params))
 
     def log_image(self, key: str, image: Image.Image | bytes, step: int) -> None:
-        """Log an image (PIL, or encoded) by key and step; one that a resumed run already holds is skipped."""
-        self._add("image", key=key, content=image if isinstance(image, bytes) else _as_png(image), step=step)
+        """Log an image (PIL, or encoded) by key and step; one that a resumed run already holds is
+        skipped.
+        """
+        self._add(
+            "image",
+            key=key,
+            content=image if isinstance(image, bytes) else _as_png(image),
+            step=step,
+        )
 
     def log_table(self, name: str, table: pa.Table) -> None:
-        """Log a table without its binary columns as ``<name>.json``, for the UI's table view; a retry replaces it."""
+        """Log a table without its binary columns as ``<name>.json``, for the UI's table view; a
+        retry replaces it.
+        """
         frame = _without_binary(table).to_pandas()
         self._add("table", file=f"{name}.json", text=frame.to_json(orient="split", index=False))
 
     def log_dataset(self, name: str, table: pa.Table, context: str, source: str) -> None:
-        """Log name, digest and schema of a table that this node reads, without its binary columns; to the parent run, too.
+        """Log name, digest and schema of a table that this node reads, without its binary columns;
+        to the parent run, too.
 
         Args:
             context: its use: ``training``, ``evaluation`` ...
-            source: the path or the URI of the table, or a file of Ebbflow's (``ebbflow:datasets/...``).
+            source: the path or the URI of the table, or a file of Ebbflow's
+                (``ebbflow:datasets/...``).
         """
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Hint: Inferred schema")  # prompt ids are integers, on purpose
-            warnings.filterwarnings("ignore", "The specified dataset source can be interpreted")  # in several ways, all right
-            named = source.removeprefix("ebbflow:")  # which MLflow would take for the scheme of a URI, and refuse
-            dataset = from_pandas(_without_binary(table).to_pandas(), source=named, name=name).to_dict()
+            warnings.filterwarnings(
+                "ignore", "Hint: Inferred schema"
+            )  # prompt ids are integers, on purpose
+            warnings.filterwarnings(
+                "ignore", "The specified dataset source can be interpreted"
+            )  # in several ways, all right
+            named = source.removeprefix(
+                "ebbflow:"
+            )  # which MLflow would take for the scheme of a URI, and refuse
+            dataset = from_pandas(
+                _without_binary(table).to_pandas(), source=named, name=name
+            ).to_dict()
         self._add("dataset", dataset=dataset, context=context)
         self._add("dataset", on_parent=True, dataset=dataset, context=context)
 
@@ -153,7 +187,9 @@ class RunLogger:
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"no file at {path} to log as an artifact")
-        self._add("file", path=f"{folder}/{file.name}" if folder else file.name, content=file.read_bytes())
+        self._add(
+            "file", path=f"{folder}/{file.name}" if folder else file.name, content=file.read_bytes()
+        )
 
     def log_file(self, path: str, content: bytes) -> None:
         """Log a file at ``path`` of the run's artifacts; a retry replaces it.
@@ -169,7 +205,9 @@ class RunLogger:
         return self._deliver()
 
     def close(self, status: Status) -> None:
-        """Deliver the rest and end the run. What cannot be delivered is saved in the run's folder for later."""
+        """Deliver the rest and end the run. What cannot be delivered is saved in the run's folder
+        for later.
+        """
         if self.non_finite:
             tag = {"key": "ebbflow.non_finite_metrics", "value": json.dumps(dict(self.non_finite))}
             self.pending.records.append(Record("tag", tag))
@@ -184,11 +222,15 @@ class RunLogger:
 
     def _add(self, kind: str, on_parent: bool = False, **arguments: Any) -> None:
         self.pending.records.append(Record(kind, arguments, on_parent))
-        if self.pending.since is None:  # else it waits for the next flush: every failing call costs seconds of training
+        if (
+            self.pending.since is None
+        ):  # else it waits for the next flush: every failing call costs seconds of training
             self.flush()
 
     def _deliver(self, status: Status | None = None) -> bool:
-        """Deliver what is pending, and end the run if ``status`` says how. Returns whether all of it arrived."""
+        """Deliver what is pending, and end the run if ``status`` says how. Returns whether all of
+        it arrived.
+        """
         try:
             self.sender.send(self.pending)
             if status:
@@ -196,7 +238,9 @@ class RunLogger:
             if self._has_file:
                 files.delete(self.sender.tracked.folder, self.pending.node)
                 self._has_file = False
-        except Exception as error:  # a transport raises anything, and none of it may stop the training
+        except (
+            Exception
+        ) as error:  # a transport raises anything, and none of it may stop the training
             self._postpone(error)
             return False
         self._flush_at = FLUSH_AT
@@ -204,43 +248,70 @@ class RunLogger:
 
     def _postpone(self, error: Exception) -> None:
         if self.pending.since is None:
-            store, reason = redact(self.sender.tracked.tracking_uri), redact(str(error))
-            logger.warning("node %s: the MLflow store %s is away; records wait in memory: %s", self.pending.node, store, reason)
+            store = redact(self.sender.tracked.tracking_uri)
+            reason = redact(str(error))
+            logger.warning(
+                "node %s: the MLflow store %s is away; records wait in memory: %s",
+                self.pending.node,
+                store,
+                reason,
+            )
             self.pending.since = time.time()
-        # Attempts get rarer as the buffer fills: an outage of hours costs a few timeouts and not thousands.
+        # Attempts get rarer as the buffer fills: an outage of hours costs a few timeouts and not
+        # thousands.
         self._flush_at = max(2 * self.pending.num_metrics, FLUSH_AT)
 
     def _save(self, status: Status) -> None:
-        pending, folder = self.pending, self.sender.tracked.folder
+        pending = self.pending
+        folder = self.sender.tracked.folder
         pending.status = status
-        metrics, records = pending.num_metrics, len(pending.records)
+        metrics = pending.num_metrics
+        records = len(pending.records)
         ended = f"node {pending.node} ended while the MLflow store was away"
         try:
             uri = files.save(folder, pending)
         except Exception as error:  # as in _deliver
             metrics += pending.lost
             logger.warning(
-                "%s: %d metrics and %d other records are lost; cannot save them in %s: %s", ended, metrics, records, folder, error
+                "%s: %d metrics and %d other records are lost; cannot save them in %s: %s",
+                ended,
+                metrics,
+                records,
+                folder,
+                error,
             )
         else:
             logger.warning(
-                "%s: %d metrics and %d other records wait in %s, %d metrics are lost", ended, metrics, records, uri, pending.lost
+                "%s: %d metrics and %d other records wait in %s, %d metrics are lost",
+                ended,
+                metrics,
+                records,
+                uri,
+                pending.lost,
             )
 
     def _count_non_finite(self, key: str, value: float, step: int) -> None:
         if not self.non_finite[key]:
             logger.warning(
-                "node %s: metric %s is %s at step %d; such values are counted and not sent", self.pending.node, key, value, step
+                "node %s: metric %s is %s at step %d; such values are counted and not sent",
+                self.pending.node,
+                key,
+                value,
+                step,
             )
         self.non_finite[key] += 1
 
 
 def _load(tracked: TrackedRun, node: str) -> PendingRecords | None:
-    """What an earlier attempt saved. Any file system may be behind the URI, and its errors must not stop the work."""
+    """What an earlier attempt saved. Any file system may be behind the URI, and its errors must not
+    stop the work.
+    """
     try:
         return files.load(tracked.folder, node)
     except Exception as error:
-        logger.warning("node %s: cannot read the records saved in %s: %s", node, tracked.folder, error)
+        logger.warning(
+            "node %s: cannot read the records saved in %s: %s", node, tracked.folder, error
+        )
         return None
 
 

@@ -1,7 +1,8 @@
-"""The curves of a run, on its parent: what its stages and evaluations measure, by the training steps of the whole run.
+"""The curves of a run, on its parent: what its stages and evaluations measure, by the training
+steps of the whole run.
 
-A training step is a step of an online stage or an optimiser step of an offline one. Runs are compared by these curves, so they
-have no speeds.
+A training step is a step of an online stage or an optimiser step of an offline one. Runs are
+compared by these curves, so they have no speeds.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ from pathlib import Path
 from ebbflow.data.records import Evaluation
 from ebbflow.storage.tables import read_table_metadata
 
-TRAINING_REWARD, STAGE_REWARD = "train/reward", "reward/mean"
+TRAINING_REWARD = "train/reward"
+STAGE_REWARD = "reward/mean"
 """The mean reward of what is trained on: its name among the curves, and among a stage's metrics."""
 SPEEDS = ("seconds/", "ms_per_image/", "images_per_second", "utilisation/", "push/")
 """How the names of metrics begin that say nothing about the policy."""
 
 
 def stage_curves(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of a training step: each metric as a series of the stage, and the training reward as a series of the run."""
-    series = {f"{stage}/{name}": value for name, value in metrics.items() if not name.startswith(SPEEDS)}
+    """Of a training step: each metric as a series of the stage, and the training reward as a series
+    of the run.
+    """
+    series = {
+        f"{stage}/{name}": value for name, value in metrics.items() if not name.startswith(SPEEDS)
+    }
     return series | _training_reward(metrics)
 
 
 def rollout_curves(advantages: Path) -> dict[str, float]:
-    """Of an offline stage: the mean reward of the rollouts that it trains on; empty for pairs, which have none."""
+    """Of an offline stage: the mean reward of the rollouts that it trains on; empty for pairs,
+    which have none.
+    """
     return _training_reward(read_table_metadata(advantages).get("metrics", {}))
 
 

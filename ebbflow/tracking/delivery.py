@@ -29,11 +29,17 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
         return {prefix: str(value)}
     if not items:
         return {prefix: "[]" if isinstance(value, (list, tuple)) else "{}"}
-    return {key: text for name, item in items for key, text in flatten(item, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {
+        key: text
+        for name, item in items
+        for key, text in flatten(item, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
 
 
 def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> None:
-    """MLflow's parameters are immutable: writing the same ones again on a retry is a no-op, others are refused."""
+    """MLflow's parameters are immutable: writing the same ones again on a retry is a no-op, others
+    are refused.
+    """
     entities = [Param(key, _shorten(value)) for key, value in params.items()]
     for start in range(0, len(entities), PARAMS_PER_BATCH):
         client.log_batch(run_id, params=entities[start : start + PARAMS_PER_BATCH])
@@ -56,19 +62,27 @@ def _log_file(client: MlflowClient, run_id: str, path: str, content: bytes) -> N
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / Path(path).name
         file.write_bytes(content)
-        client.log_artifact(run_id, str(file), None if Path(path).parent == Path() else Path(path).parent.as_posix())
+        client.log_artifact(
+            run_id, str(file), None if Path(path).parent == Path() else Path(path).parent.as_posix()
+        )
 
 
 def _log_table(client: MlflowClient, run_id: str, file: str, text: str) -> None:
     folder = str(Path(file).parent)
-    if any(entry.path == file for entry in client.list_artifacts(run_id, None if folder == "." else folder)):
+    if any(
+        entry.path == file
+        for entry in client.list_artifacts(run_id, None if folder == "." else folder)
+    ):
         client.log_text(run_id, text, file)  # log_table would append
     else:
         client.log_table(run_id, pd.DataFrame(**json.loads(text)), file)
 
 
 def _log_dataset(client: MlflowClient, run_id: str, dataset: dict[str, str], context: str) -> None:
-    client.log_inputs(run_id, datasets=[DatasetInput(Dataset(**dataset), [InputTag("mlflow.data.context", context)])])
+    client.log_inputs(
+        run_id,
+        datasets=[DatasetInput(Dataset(**dataset), [InputTag("mlflow.data.context", context)])],
+    )
 
 
 def _log_tag(client: MlflowClient, run_id: str, key: str, value: str) -> None:

@@ -21,15 +21,31 @@ from ebbflow.models.hub import HubError
 from ebbflow.models.prepare import cached_base
 from ebbflow.storage.artifacts import COMMIT, ArtifactError
 from ebbflow.storage.disk import DiskFullError, atomic_write
-from ebbflow.tracking.registry import data_folder, download_version, named_version, version_with_base
+from ebbflow.tracking.registry import (
+    data_folder,
+    download_version,
+    named_version,
+    version_with_base,
+)
 from ebbflow.tracking.serving import base_folder
 from ebbflow.tracking.store import TrackingError
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
 MAX_NAME = 40
-"""Characters of a prompt in the name of its file: at four bytes each they leave room for a suffix below 255."""
+"""Characters of a prompt in the name of its file: at four bytes each they leave room for a suffix
+below 255.
+"""
 
-ERRORS = (TrackingError, ImageError, ArtifactError, PolicyError, ModelError, HubError, DiskFullError, OSError)
+ERRORS = (
+    TrackingError,
+    ImageError,
+    ArtifactError,
+    PolicyError,
+    ModelError,
+    HubError,
+    DiskFullError,
+    OSError,
+)
 """What ``draw`` raises, for a person to read."""
 
 
@@ -57,11 +73,13 @@ def draw(
     image: Path | None = None,
     allowed_code: Collection[str] = (),
 ) -> Iterator[Picture]:
-    """Draw every prompt with every seed into ``folder``, as a registered version of the model draws it. Overwrites nothing.
+    """Draw every prompt with every seed into ``folder``, as a registered version of the model draws
+    it. Overwrites nothing.
 
     Args:
         model: a policy folder, or ``MODEL``, ``MODEL@alias`` or ``MODEL/version``.
-        base: folder of the base model, where it is neither stored with a registered version nor in the run of the policy folder.
+        base: folder of the base model, where it is neither stored with a registered version nor in
+            the run of the policy folder.
         image: file of the image to edit.
         allowed_code: code that the policy may name.
 
@@ -72,9 +90,19 @@ def draw(
         DiskFullError: no space was left.
     """
     edited = condition_image(image.read_bytes(), Path()) if image else None
-    rows = [(Prompt(0, prompt, "", None, "", "", "{}", edited), seed) for prompt in prompts for seed in seeds]
+    rows = [
+        (Prompt(0, prompt, "", None, "", "", "{}", edited), seed)
+        for prompt in prompts
+        for seed in seeds
+    ]
     with _folders(tracking_uri, model, base) as (base_model, policy):
-        drawn = iter_images(base_model, policy, [prompt for prompt, _ in rows], [seed for _, seed in rows], allowed_code)
+        drawn = iter_images(
+            base_model,
+            policy,
+            [prompt for prompt, _ in rows],
+            [seed for _, seed in rows],
+            allowed_code,
+        )
         for index, (picture, error, warning) in drawn:
             prompt, seed = rows[index]
             path = _write(folder, f"{_name(prompt.prompt)}-{seed}", picture) if picture else None
@@ -107,8 +135,8 @@ def _base_of(policy: Path, tracking_uri: str, scratch: Path) -> Path:
     if metadata.model.on_hub:
         return cached_base(metadata.model)
     raise PolicyError(
-        f"{policy} was trained from base model {metadata.base_digest[:12]}, which is neither in its run nor in a registered "
-        "version; give its folder with --base"
+        f"{policy} was trained from base model {metadata.base_digest[:12]}, which is neither in its"
+        " run nor in a registered version; give its folder with --base"
     )
 
 
@@ -124,12 +152,16 @@ def _name(prompt: str) -> str:
 
 
 def _write(folder: Path, name: str, content: bytes) -> Path:
-    """Write ``name.png``, or, where another file has that name, ``name-2.png`` and so on, unless the picture is there already."""
+    """Write ``name.png``, or, where another file has that name, ``name-2.png`` and so on, unless
+    the picture is there already.
+    """
     names = chain([f"{name}.png"], (f"{name}-{number}.png" for number in count(2)))
     paths = (folder / name for name in names)
     path = next(path for path in paths if not os.path.lexists(path) or _holds(path, content))
     if not os.path.lexists(path):
-        with atomic_write(path, publish=os.link) as partial:  # unlike a rename, a link replaces nothing
+        with atomic_write(
+            path, publish=os.link
+        ) as partial:  # unlike a rename, a link replaces nothing
             partial.write_bytes(content)
     return path
 

@@ -1,7 +1,8 @@
-"""What the gate decided from, stored with a registered version, so that anybody can decide again (``verification``).
+"""What the gate decided from, stored with a registered version, so that anybody can decide again
+(``verification``).
 
-A version's folder ``evidence`` holds one file per item, and a tag of the version holds the sha256 of each file. Without the
-tables of scores and pictures it has some kilobytes.
+A version's folder ``evidence`` holds one file per item, and a tag of the version holds the sha256
+of each file. Without the tables of scores and pictures it has some kilobytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from ebbflow.storage.tables import read_table, write_table
 from ebbflow.tracking.store import DIGEST
 
 SIDES = ("candidate", "champion")
-RECIPE, CODE, PROMPT_TABLE, GATE, PICTURES = "recipe.json", "code.json", "prompts.parquet", "gate.json", "pictures.parquet"
+RECIPE = "recipe.json"
+CODE = "code.json"
+PROMPT_TABLE = "prompts.parquet"
+GATE = "gate.json"
+PICTURES = "pictures.parquet"
 SCORES = {side: f"{side}.parquet" for side in SIDES}
 TAGS = {
     RECIPE: DIGEST,
@@ -52,7 +57,8 @@ class GateInputs:
     """What a decision of the gate depends on.
 
     Attributes:
-        evaluations, samples: of the candidate and of the champion that it was compared with, by ``SIDES``.
+        evaluations, samples: of the candidate and of the champion that it was compared with, by
+            ``SIDES``.
         prompts: the prompt table of the run.
         code: the code that decided (``ebbflow.storage.identity.code_listing``).
     """
@@ -66,7 +72,9 @@ class GateInputs:
 
 
 def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
-    """Write the files of the evidence into a new folder; returns the tags of the version that belong to them."""
+    """Write the files of the evidence into a new folder; returns the tags of the version that
+    belong to them.
+    """
     folder.mkdir(parents=True)
     (folder / RECIPE).write_text(inputs.recipe.canonical)
     (folder / CODE).write_text(inputs.code)
@@ -85,7 +93,9 @@ def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
 def rewards_digest(recipe: Mapping[str, Any]) -> str:
     """sha256 of how a resolved recipe scores samples."""
     config = {key: recipe[key] for key in REWARD_KEYS}
-    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def picture_digests(samples: pa.Table) -> list[str]:
@@ -106,7 +116,9 @@ def by_key(samples: pa.Table, column: str) -> dict[tuple[int, int], Any]:
 
 def _write_scores(path: Path, samples: pa.Table) -> None:
     rows = held_out(samples)
-    scores = rows.drop_columns(["image"]).append_column(PICTURE_DIGEST, pa.array(picture_digests(rows), pa.string()))
+    scores = rows.drop_columns(["image"]).append_column(
+        PICTURE_DIGEST, pa.array(picture_digests(rows), pa.string())
+    )
     scores = scores.replace_schema_metadata(None)  # of the file that the rows come from
     write_table(path, scores.schema, scores.to_batches(), {})
 

@@ -1,5 +1,6 @@
-"""What every number of the report means, in a sentence each: rewards and margins say it in the recipe's docstrings, panels beside
-their metrics, and what is left stands here."""
+"""What every number of the report means, in a sentence each: rewards and margins say it in the
+recipe's docstrings, panels beside their metrics, and what is left stands here.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +12,35 @@ from ebbflow.recipe.base import field_docs
 from ebbflow.recipe.promotion import MarginsConfig
 
 MEANINGS = {
-    "reward": "The weighted sum of the trained rewards of a prompt, with the weights of the recipe.",
-    "exact_match": "1 where the OCR reads exactly the target text, else 0; the mean is the share of such pictures.",
-    "Velocity drift": "Mean squared difference between the policy's velocity and the base model's, on the policy's own samples.",
+    "reward": (
+        "The weighted sum of the trained rewards of a prompt, with the weights of the recipe."
+    ),
+    "exact_match": (
+        "1 where the OCR reads exactly the target text, else 0; the mean is the share of such"
+        " pictures."
+    ),
+    "Velocity drift": (
+        "Mean squared difference between the policy's velocity and the base model's, on the"
+        " policy's own samples."
+    ),
     "Policy version": "Optimiser steps since the base model.",
     "Spread": "Standard deviation of the prompts' means: how much easy and hard prompts differ.",
-    "Worst tenth": "Mean of the lowest tenth of the prompts: a policy that gives up on hard prompts falls here first.",
-    "Best of k": "Expected reward of the best of k samples of a prompt: what sampling more and keeping the best would give.",
-    "Interval": "Where the mean difference lies with the stated confidence, by resampling prompts (paired bootstrap).",
-    "Allowed fall": "How far a guardrail may fall before the gate refuses: promotion.guardrail_tolerance on its own scale.",
+    "Worst tenth": (
+        "Mean of the lowest tenth of the prompts: a policy that gives up on hard prompts falls here"
+        " first."
+    ),
+    "Best of k": (
+        "Expected reward of the best of k samples of a prompt: what sampling more and keeping the"
+        " best would give."
+    ),
+    "Interval": (
+        "Where the mean difference lies with the stated confidence, by resampling prompts (paired"
+        " bootstrap)."
+    ),
+    "Allowed fall": (
+        "How far a guardrail may fall before the gate refuses: promotion.guardrail_tolerance on its"
+        " own scale."
+    ),
 }
 OWN = "A score of your own code, or one that a server of rewards reports; higher counts as better."
 
@@ -38,8 +59,16 @@ def meaning(recipe: Recipe, metric: str) -> str:
         return MEANINGS[metric]
     for config in (*recipe.rewards, *recipe.guardrails):
         if config.column == metric:
-            text = OWN if config.name == "custom" else " ".join((type(config).__doc__ or OWN).split("\n\n")[0].split())
-            return f"{text} Only of prompts of {', '.join(config.prompts)}." if config.prompts else text
+            text = (
+                OWN
+                if config.name == "custom"
+                else " ".join((type(config).__doc__ or OWN).split("\n\n")[0].split())
+            )
+            return (
+                f"{text} Only of prompts of {', '.join(config.prompts)}."
+                if config.prompts
+                else text
+            )
     return OWN
 
 

@@ -1,4 +1,6 @@
-"""A policy as a version of a registered MLflow model: what is stored, and how it gets there exactly once."""
+"""A policy as a version of a registered MLflow model: what is stored, and how it gets there exactly
+once.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,42 @@ from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_m
 
 EVIDENCE = "evidence"
 """The folder of a version that holds what the gate decided from (``ebbflow.tracking.evidence``)."""
-POLICY_DIGEST, MODEL_FILES_DIGEST, BASE_STORED = "ebbflow.policy_digest", "ebbflow.model_files_digest", "ebbflow.base_stored"
-"""Tags: the digests of the version's policy folder and of MLflow's own files, and whether the base model is stored with it."""
+POLICY_DIGEST = "ebbflow.policy_digest"
+MODEL_FILES_DIGEST = "ebbflow.model_files_digest"
+BASE_STORED = "ebbflow.base_stored"
+"""Tags: the digests of the version's policy folder and of MLflow's own files, and whether the base
+model is stored with it.
+"""
 BYTECODE = "__pycache__"
 REGISTERED_MODEL_META = "registered_model_meta"
 """The file that MLflow may add when it downloads a version."""
 MAX_STORED_BASE = 2**30
-"""Bytes up to which a base model is stored with its version; larger ones are only referenced, or they would fill the store."""
+"""Bytes up to which a base model is stored with its version; larger ones are only referenced, or
+they would fill the store.
+"""
 LIBRARY = Path(__file__).parents[1]
 CODE = "code"
-"""The folder of a version that has Ebbflow's sources, and those of a user's own model family. MLflow puts it on Python's path."""
+"""The folder of a version that has Ebbflow's sources, and those of a user's own model family.
+MLflow puts it on Python's path.
+"""
 REQUIREMENTS = (
-    *("accelerate", "diffusers", "huggingface-hub", "numpy", "pandas", "peft", "pillow", "pyarrow", "pydantic", "pydantic-core"),
+    *(
+        "accelerate",
+        "diffusers",
+        "huggingface-hub",
+        "numpy",
+        "pandas",
+        "peft",
+        "pillow",
+        "pyarrow",
+        "pydantic",
+        "pydantic-core",
+    ),
     *("pyyaml", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),
 )
-"""What serving imports besides the sources. MLflow, which it adds itself, would load the model to find out."""
+"""What serving imports besides the sources. MLflow, which it adds itself, would load the model to
+find out.
+"""
 OUTPUTS = {"image": "binary", "error": "string", "warning": "string"}
 """Columns of a prediction: a PNG, or why there is none, and what to know of the picture."""
 SIGNATURE = ModelSignature(
@@ -82,25 +105,40 @@ def create_version(
     tags: dict[str, str],
     evidence: Path | None = None,
 ) -> ModelVersion:
-    """Log the folders as an MLflow model of the parent run and register that. Uses neither pickle nor MLflow's active run."""
+    """Log the folders as an MLflow model of the parent run and register that. Uses neither pickle
+    nor MLflow's active run.
+    """
     if not (policy / METADATA).is_file():
-        raise RegistryError(f"{policy} is no policy folder (it has no {METADATA}); pass one that a training stage committed")
+        raise RegistryError(
+            f"{policy} is no policy folder (it has no {METADATA}); pass one that a training stage"
+            " committed"
+        )
     model = find_logged_model(client, tracked) or _create_logged_model(client, tracked, name, tags)
     tags = tags | _upload(client, tracked, model, policy, base, evidence)
     client.finalize_logged_model(model.model_id, "READY")
     outputs = client.get_run(tracked.run_id).outputs
-    if outputs is None or model.model_id not in [output.model_id for output in outputs.model_outputs]:
+    if outputs is None or model.model_id not in [
+        output.model_id for output in outputs.model_outputs
+    ]:
         client.log_outputs(tracked.run_id, [LoggedModelOutput(model.model_id, step=0)])
-    created = client.create_model_version(name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id)
+    created = client.create_model_version(
+        name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id
+    )
     oldest = find_version(client, name, tracked.run_id) or created
     if int(oldest.version) != int(created.version):  # numbers in some stores, strings in others
-        client.delete_model_version(name, created.version)  # its own duplicate, as in store.create_run
+        client.delete_model_version(
+            name, created.version
+        )  # its own duplicate, as in store.create_run
     return oldest
 
 
 def find_logged_model(client: MlflowClient, tracked: TrackedRun) -> LoggedModel | None:
-    """The run's policy as MLflow logged it. Without a version, a killed attempt left it, and this one completes it."""
-    found = client.search_logged_models([tracked.experiment_id], f"tags.`{RUN}` = '{tracked.run_id}'")
+    """The run's policy as MLflow logged it. Without a version, a killed attempt left it, and this
+    one completes it.
+    """
+    found = client.search_logged_models(
+        [tracked.experiment_id], f"tags.`{RUN}` = '{tracked.run_id}'"
+    )
     return min(found, key=lambda model: model.creation_timestamp, default=None)
 
 
@@ -114,8 +152,8 @@ def link_to_run(client: MlflowClient, tracked: TrackedRun, version: ModelVersion
 def served_folder(policy: Path, target: Path) -> None:
     """The part of a policy folder that serving reads, as a committed policy folder made of links.
 
-    Copies, which can be twice the weights, and statistics are left out, as only training needs them. A folder without either is
-    linked as a whole, COMMIT included.
+    Copies, which can be twice the weights, and statistics are left out, as only training needs
+    them. A folder without either is linked as a whole, COMMIT included.
 
     Raises:
         ArtifactError: the policy folder is incomplete.
@@ -126,8 +164,12 @@ def served_folder(policy: Path, target: Path) -> None:
         return
     left_out = shutil.ignore_patterns(*metadata.copies, STATISTICS, METADATA, MANIFEST, COMMIT)
     with new_folder(target) as partial:
-        shutil.copytree(policy.resolve(), partial, ignore=left_out, copy_function=os.symlink, dirs_exist_ok=True)
-        (partial / METADATA).write_text(metadata.model_copy(update={"copies": ()}).model_dump_json(indent=2))
+        shutil.copytree(
+            policy.resolve(), partial, ignore=left_out, copy_function=os.symlink, dirs_exist_ok=True
+        )
+        (partial / METADATA).write_text(
+            metadata.model_copy(update={"copies": ()}).model_dump_json(indent=2)
+        )
 
 
 def folder_bytes(folder: Path) -> int:
@@ -136,24 +178,40 @@ def folder_bytes(folder: Path) -> int:
 
 
 def model_files_digest(model: Path) -> str:
-    """sha256 over MLflow's own files of a model, which name the module that loads it and the packages to install, and its code.
+    """sha256 over MLflow's own files of a model, which name the module that loads it and the
+    packages to install, and its code.
 
-    Bytecode is left out: Python writes it beside sources that it imports from a store on this machine.
+    Bytecode is left out: Python writes it beside sources that it imports from a store on this
+    machine.
     """
-    own = [path for path in model.iterdir() if path.is_file() and path.name != REGISTERED_MODEL_META]
-    code = [path for path in (model / CODE).rglob("*") if path.is_file() and path.parent.name != BYTECODE]
+    own = [
+        path for path in model.iterdir() if path.is_file() and path.name != REGISTERED_MODEL_META
+    ]
+    code = [
+        path
+        for path in (model / CODE).rglob("*")
+        if path.is_file() and path.parent.name != BYTECODE
+    ]
     files = {path.relative_to(model).as_posix(): sha256_of(path) for path in [*own, *code]}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def requirements() -> list[str]:
-    """The installed versions of what serving imports, without a local part: ``2.13.0+cpu`` is on no package index but torch's."""
+    """The installed versions of what serving imports, without a local part: ``2.13.0+cpu`` is on no
+    package index but torch's.
+    """
     return [f"{package}=={installed(package).partition('+')[0]}" for package in REQUIREMENTS]
 
 
-def _create_logged_model(client: MlflowClient, tracked: TrackedRun, name: str, tags: dict[str, str]) -> LoggedModel:
+def _create_logged_model(
+    client: MlflowClient, tracked: TrackedRun, name: str, tags: dict[str, str]
+) -> LoggedModel:
     created = client.create_logged_model(
-        tracked.experiment_id, name=name, source_run_id=tracked.run_id, tags=tags, model_type="diffusion policy"
+        tracked.experiment_id,
+        name=name,
+        source_run_id=tracked.run_id,
+        tags=tags,
+        model_type="diffusion policy",
     )
     oldest = find_logged_model(client, tracked) or created
     if oldest.model_id != created.model_id:
@@ -162,10 +220,16 @@ def _create_logged_model(client: MlflowClient, tracked: TrackedRun, name: str, t
 
 
 def _upload(
-    client: MlflowClient, tracked: TrackedRun, model: LoggedModel, policy: Path, base: Path | None, evidence: Path | None
+    client: MlflowClient,
+    tracked: TrackedRun,
+    model: LoggedModel,
+    policy: Path,
+    base: Path | None,
+    evidence: Path | None,
 ) -> dict[str, str]:
     """Upload what a version contains; the tags that say what that was."""
-    location, model_id = model.artifact_location, model.model_id
+    location = model.artifact_location
+    model_id = model.model_id
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "model"
         data = _collect_data(Path(folder) / "ebbflow", policy, base)
@@ -174,7 +238,12 @@ def _upload(
             loader_module="ebbflow.tracking.serving",
             data_path=str(data),
             code_paths=_collect_code(Path(folder) / CODE, read_policy_metadata(policy).model),
-            mlflow_model=Model(artifact_path=location, run_id=tracked.run_id, model_uuid=model_id, model_id=model_id),
+            mlflow_model=Model(
+                artifact_path=location,
+                run_id=tracked.run_id,
+                model_uuid=model_id,
+                model_id=model_id,
+            ),
             signature=SIGNATURE,
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
             pip_requirements=requirements(),
@@ -185,14 +254,18 @@ def _upload(
             client.log_model_artifacts(model_id, str(saved))
         base_stored = str((data / "base").is_dir()).lower()
         return {
-            POLICY_DIGEST: (data / "policy" / COMMIT).read_text().strip(),  # of links to files that were verified
+            POLICY_DIGEST: (
+                (data / "policy" / COMMIT).read_text().strip()
+            ),  # of links to files that were verified
             MODEL_FILES_DIGEST: model_files_digest(saved),
             BASE_STORED: base_stored,
         }
 
 
 def _collect_data(data: Path, policy: Path, base: Path | None) -> Path:
-    """``policy/`` and ``base/`` side by side, as links: weights are large, and MLflow follows links when it copies."""
+    """``policy/`` and ``base/`` side by side, as links: weights are large, and MLflow follows links
+    when it copies.
+    """
     data.mkdir()
     served_folder(policy, data / "policy")
     if base is not None and folder_bytes(base) <= MAX_STORED_BASE:
@@ -201,20 +274,28 @@ def _collect_data(data: Path, policy: Path, base: Path | None) -> Path:
 
 
 def _collect_code(folder: Path, model: ModelConfig) -> list[str]:
-    """The sources of Ebbflow, and of the package of a user's own family, as links below ``folder``; its entries."""
+    """The sources of Ebbflow, and of the package of a user's own family, as links below ``folder``;
+    its entries.
+    """
     roots = [LIBRARY]
     if model.family not in FAMILIES:
         module = model.family.partition(":")[0]
         roots += (found := package_roots(module))
         if not found:
-            logger.warning("the version lacks %s, which is not installed here: whatever serves it must have it", module)
+            logger.warning(
+                "the version lacks %s, which is not installed here: whatever serves it must"
+                " have it",
+                module,
+            )
     for root in roots:
         _link_sources(root, folder / root.name)
     return [str(path) for path in sorted(folder.iterdir())]
 
 
 def _link_sources(root: Path, target: Path) -> None:
-    """Links to the sources at ``root``, a folder or a file. What else lies in a user's package may be large, or secret."""
+    """Links to the sources at ``root``, a folder or a file. What else lies in a user's package may
+    be large, or secret.
+    """
     for path in [root] if root.is_file() else root.rglob("*"):
         if path.suffix in SOURCE_SUFFIXES and path.is_file():
             link = target / path.relative_to(root)

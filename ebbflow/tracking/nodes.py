@@ -13,22 +13,31 @@ from ebbflow.tracking.curves import evaluation_curves
 from ebbflow.tracking.delivery import flatten
 
 
-def log_evaluation(run_logger: RunLogger, evaluation: Evaluation, samples: Path, global_step: int | None = None) -> None:
-    """Log both splits' means, drift and times by policy version, the table of all samples and a grid of held-out ones.
+def log_evaluation(
+    run_logger: RunLogger, evaluation: Evaluation, samples: Path, global_step: int | None = None
+) -> None:
+    """Log both splits' means, drift and times by policy version, the table of all samples and a
+    grid of held-out ones.
 
     Args:
-        global_step: training steps of the run so far, at which the parent run gets the means; None for another run's policy.
+        global_step: training steps of the run so far, at which the parent run gets the means; None
+            for another run's policy.
     """
     means = evaluation_curves(evaluation)
     if global_step is not None:
         run_logger.log_curves(means, global_step)
-    metrics = means | {statistic_column(name): value for name, value in evaluation.statistics.items()}
+    metrics = means | {
+        statistic_column(name): value for name, value in evaluation.statistics.items()
+    }
     metrics |= _distribution_metrics(evaluation)
     metrics |= {f"seconds/{phase}": value for phase, value in evaluation.seconds.items()}
     metrics |= {"velocity_drift": evaluation.velocity_drift, "coverage": evaluation.coverage}
     run_logger.log_metrics(metrics, evaluation.policy_version)
     table = read_table(samples)
-    run_logger.log_metrics({"scoring_failures": table.num_rows - table["failure"].null_count}, evaluation.policy_version)
+    run_logger.log_metrics(
+        {"scoring_failures": table.num_rows - table["failure"].null_count},
+        evaluation.policy_version,
+    )
     run_logger.log_table("samples", table)
     shown = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURED]
     grid = image_grid([row["image"] for row in shown], [caption(row) for row in shown], columns=4)
@@ -36,8 +45,14 @@ def log_evaluation(run_logger: RunLogger, evaluation: Evaluation, samples: Path,
 
 
 def _distribution_metrics(evaluation: Evaluation) -> dict[str, float]:
-    found = {name: one.model_dump(exclude_none=True) for name, one in evaluation.distributions.items()}
-    return {f"held_out_{part}/{name}": value for name, parts in found.items() for part, value in parts.items()}
+    found = {
+        name: one.model_dump(exclude_none=True) for name, one in evaluation.distributions.items()
+    }
+    return {
+        f"held_out_{part}/{name}": value
+        for name, parts in found.items()
+        for part, value in parts.items()
+    }
 
 
 def log_decision(run_logger: RunLogger, decision: GateDecision) -> None:
@@ -45,9 +60,15 @@ def log_decision(run_logger: RunLogger, decision: GateDecision) -> None:
     compared = {one.metric: one for one in (decision.target, *decision.guardrails)}
     compared |= {statistic_column(one.metric): one for one in decision.statistics}
     for metric, comparison in compared.items():
-        values = comparison.model_dump(include={"champion", "candidate", "difference", "low", "high"})
-        run_logger.log_metrics({f"{metric}/{name}": value for name, value in values.items()}, step=0)
-    run_logger.log_metrics({"promote": float(decision.promote), "coverage": decision.coverage}, step=0)
+        values = comparison.model_dump(
+            include={"champion", "candidate", "difference", "low", "high"}
+        )
+        run_logger.log_metrics(
+            {f"{metric}/{name}": value for name, value in values.items()}, step=0
+        )
+    run_logger.log_metrics(
+        {"promote": float(decision.promote), "coverage": decision.coverage}, step=0
+    )
     run_logger.log_params({"candidate": decision.candidate, "champion": decision.champion})
 
 
@@ -64,4 +85,6 @@ def log_shard(run_logger: RunLogger, path: Path) -> None:
     run_logger.log_params(flatten(metadata))
     metrics = {f"seconds/{phase}": value for phase, value in seconds.items()}
     metrics |= {f"ms_per_image/{phase}": 1000 * value / images for phase, value in seconds.items()}
-    run_logger.log_metrics(metrics | {"images": images, "images_per_second": images / sum(seconds.values())}, step=0)
+    run_logger.log_metrics(
+        metrics | {"images": images, "images_per_second": images / sum(seconds.values())}, step=0
+    )

@@ -19,7 +19,14 @@ UI = "http://127.0.0.1:5000"
 
 
 def describe_outcome(
-    recipe: Recipe, run: TrackedRun, decision: GateDecision, registration: Registration, *, policy: str, base: str, example: str
+    recipe: Recipe,
+    run: TrackedRun,
+    decision: GateDecision,
+    registration: Registration,
+    *,
+    policy: str,
+    base: str,
+    example: str,
 ) -> str:
     """What a person reads last.
 
@@ -36,12 +43,21 @@ def describe_outcome(
         "load": how_to_load(run.tracking_uri, registration.model_name, registration.version),
         "draw": _draw(run, registration, example),
     }
-    return "\n".join([*_verdict(recipe, decision, registration), "", *(f"{name:8}{place}" for name, place in places.items())])
+    return "\n".join(
+        [
+            *_verdict(recipe, decision, registration),
+            "",
+            *(f"{name:8}{place}" for name, place in places.items()),
+        ]
+    )
 
 
 def _verdict(recipe: Recipe, decision: GateDecision, registration: Registration) -> list[str]:
-    """What became of the candidate; how its reward compares with the champion's; why it was refused, if it was."""
-    model, target = f"{registration.model_name} version {registration.version} ({decision.candidate})", decision.target
+    """What became of the candidate; how its reward compares with the champion's; why it was
+    refused, if it was.
+    """
+    model = f"{registration.model_name} version {registration.version} ({decision.candidate})"
+    target = decision.target
     if registration.champion:
         replaced = f" and replaces version {registration.previous}" if registration.previous else ""
         became = f"PROMOTED: {model} is champion{replaced}"
@@ -50,11 +66,16 @@ def _verdict(recipe: Recipe, decision: GateDecision, registration: Registration)
     else:
         became = f"NOT PROMOTED: {model} is challenger"
     compared = (
-        f"reward {significant(target.champion)} -> {significant(target.candidate)}, {signed(target.difference)} "
-        f"with {recipe.evaluation.confidence:.0%} interval [{signed(target.low)}, {signed(target.high)}] "
-        f"over {target.prompts} prompts, against {decision.champion}"
+        f"reward {significant(target.champion)} -> {significant(target.candidate)},"
+        f" {signed(target.difference)} with {recipe.evaluation.confidence:.0%} interval"
+        f" [{signed(target.low)}, {signed(target.high)}] over {target.prompts} prompts, against"
+        f" {decision.champion}"
     )
-    return [became, compared, *(reason for reason in decision.reasons if reason.startswith(REFUSED))]
+    return [
+        became,
+        compared,
+        *(reason for reason in decision.reasons if reason.startswith(REFUSED)),
+    ]
 
 
 def _ui(run: TrackedRun) -> str:
@@ -67,7 +88,9 @@ def _ui(run: TrackedRun) -> str:
 
 def _draw(run: TrackedRun, registration: Registration, example: str) -> str:
     alias = "champion" if registration.champion else "challenger"
-    return _with_store(run) + shlex.join(["ebbflow", "draw", f"{registration.model_name}@{alias}", example, "--out", "pictures"])
+    return _with_store(run) + shlex.join(
+        ["ebbflow", "draw", f"{registration.model_name}@{alias}", example, "--out", "pictures"]
+    )
 
 
 def _with_store(run: TrackedRun) -> str:

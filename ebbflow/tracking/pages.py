@@ -8,7 +8,9 @@ import jinja2
 
 
 def page_environment(folder: Path) -> jinja2.Environment:
-    """The environment of the templates in a folder: what comes from users is escaped, and an unknown name is an error."""
+    """The environment of the templates in a folder: what comes from users is escaped, and an
+    unknown name is an error.
+    """
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         autoescape=True,  # prompts come from users

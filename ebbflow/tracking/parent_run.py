@@ -42,8 +42,11 @@ from ebbflow.tracking.store import (
     sqlite_file,
 )
 
-KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""The tag, and its value, of experiments that train models. A UI with two modes goes by the address instead (``ui.MODE``)."""
+KIND = "mlflow.experimentKind"
+TRAINING = "custom_model_development"
+"""The tag, and its value, of experiments that train models. A UI with two modes goes by the address
+instead (``ui.MODE``).
+"""
 UNCOMMITTED = "ebbflow.uncommitted_changes"
 """The tag of a run whose code differs from its git commit."""
 
@@ -51,13 +54,17 @@ logger = logging.getLogger(__name__)
 
 
 def start_run(
-    recipe: Recipe, execution_id: str | None, tags: Mapping[str, str] | None = None, source: str = "ebbflow"
+    recipe: Recipe,
+    execution_id: str | None,
+    tags: Mapping[str, str] | None = None,
+    source: str = "ebbflow",
 ) -> TrackedRun:
     """Open the parent run of an execution, or find it again when the execution is retried.
 
     Args:
         recipe: logged as parameters and as recipe.yaml.
-        execution_id: identifies the execution across retries; None (no orchestrator) always opens a new run.
+        execution_id: identifies the execution across retries; None (no orchestrator) always opens a
+            new run.
         tags: what ``stopped_run`` finds it by.
         source: the entry point, which MLflow shows as the run's source.
 
@@ -68,40 +75,59 @@ def start_run(
     identity = {ROLE: "execution", EXECUTION: execution_id} if execution_id else {}
     run = find(client, experiment_id, identity) if identity else None
     if run is None:
-        all_tags = _source_tags(source, execution_id) | _parent_tags(recipe, execution_id) | dict(tags or {})
+        all_tags = (
+            _source_tags(source, execution_id)
+            | _parent_tags(recipe, execution_id)
+            | dict(tags or {})
+        )
         run = create_run(client, experiment_id, identity, all_tags, recipe.name)
     elif run.data.tags.get(DIGEST) != recipe.digest:
         raise TrackingError(
-            f"execution {execution_id} is run {run.info.run_id} of recipe {run.data.tags.get(DIGEST, 'unknown')[:12]}, not of "
-            f"{recipe.digest[:12]}; a changed recipe needs a new execution"
+            f"execution {execution_id} is run {run.info.run_id} of recipe"
+            f" {run.data.tags.get(DIGEST, 'unknown')[:12]}, not of {recipe.digest[:12]}; a changed"
+            " recipe needs a new execution"
         )
     tracked = _tracked(recipe, run)
     open_run(recipe, tracked)
-    logger.info("MLflow run %s of recipe %s in %s", tracked.run_id, recipe.name, redact(tracked.tracking_uri))
+    logger.info(
+        "MLflow run %s of recipe %s in %s",
+        tracked.run_id,
+        recipe.name,
+        redact(tracked.tracking_uri),
+    )
     return tracked
 
 
 def stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
     """The newest run of the recipe with these tags, to be resumed with ``open_run``.
 
-    None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user starts over. A run that this
-    machine was stopped in before it made the folder has no node yet.
+    None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user
+    starts over. A run that this machine was stopped in before it made the folder has no node yet.
     """
     client, experiment_id = _store(recipe)
-    run = find(client, experiment_id, {ROLE: "execution", DIGEST: recipe.digest, **tags}, order="DESC")
+    run = find(
+        client, experiment_id, {ROLE: "execution", DIGEST: recipe.digest, **tags}, order="DESC"
+    )
     if run is None or run.info.status == "FINISHED":
         return None
     tracked = _tracked(recipe, run)
     made_here = run.data.tags.get(MACHINE) == platform.node()
-    resumed = Path(tracked.folder).is_dir() or (made_here and find(client, experiment_id, {PARENT: tracked.run_id}) is None)
+    resumed = Path(tracked.folder).is_dir() or (
+        made_here and find(client, experiment_id, {PARENT: tracked.run_id}) is None
+    )
     return tracked if resumed else None
 
 
 def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
-    """Set the run RUNNING, name it, and log its recipe as parameters and as recipe.yaml. Idempotent."""
+    """Set the run RUNNING, name it, and log its recipe as parameters and as recipe.yaml.
+    Idempotent.
+    """
     deliver_saved(tracked)
-    client, settings = connect(tracked.tracking_uri), recipe.model_dump(mode="json")
-    unnamed = client.get_run(tracked.run_id).info.run_name == recipe.name  # a name that the user gave it stays
+    client = connect(tracked.tracking_uri)
+    settings = recipe.model_dump(mode="json")
+    unnamed = (
+        client.get_run(tracked.run_id).info.run_name == recipe.name
+    )  # a name that the user gave it stays
     client.update_run(tracked.run_id, status="RUNNING", name=tracked.name if unnamed else None)
     log_params(client, tracked.run_id, flatten(settings))
     client.log_text(tracked.run_id, yaml.safe_dump(settings, sort_keys=False), "recipe.yaml")
@@ -122,7 +148,8 @@ def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True)
 
     Best effort: a run must not fail because the store went away at its very end.
     """
-    client, run_id = connect(tracked.tracking_uri), tracked.run_id
+    client = connect(tracked.tracking_uri)
+    run_id = tracked.run_id
     try:
         for file in files:
             client.log_artifact(run_id, str(file))
@@ -155,7 +182,8 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
             experiment = client.get_experiment_by_name(name)  # another execution made it
     if experiment is None or experiment.lifecycle_stage != "active":
         raise TrackingError(
-            f"experiment {name!r} was deleted in {redact(uri)}; run `mlflow experiments restore`, or rename tracking.experiment"
+            f"experiment {name!r} was deleted in {redact(uri)}; run `mlflow experiments restore`,"
+            " or rename tracking.experiment"
         )
     if KIND not in experiment.tags:
         client.set_experiment_tag(experiment.experiment_id, KIND, TRAINING)
@@ -167,14 +195,26 @@ def _of_branch(stage: StageConfig) -> str:
 
 
 def _parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
-    stages = " → ".join(f"{stage.kind} {stage.algorithm.name}{_of_branch(stage)}" for stage in recipe.stages)
-    note = f"Recipe **{recipe.name}**, seed {recipe.seed}: {recipe.rounds} × ({stages}), {recipe.policy.train} training."
+    stages = " → ".join(
+        f"{stage.kind} {stage.algorithm.name}{_of_branch(stage)}" for stage in recipe.stages
+    )
+    note = (
+        f"Recipe **{recipe.name}**, seed {recipe.seed}: {recipe.rounds} × ({stages}),"
+        f" {recipe.policy.train} training."
+    )
     execution = {EXECUTION: execution_id} if execution_id else {}
-    return {ROLE: "execution", DIGEST: recipe.digest, MACHINE: platform.node(), "mlflow.note.content": note, **execution}
+    return {
+        ROLE: "execution",
+        DIGEST: recipe.digest,
+        MACHINE: platform.node(),
+        "mlflow.note.content": note,
+        **execution,
+    }
 
 
 def _source_tags(source: str, execution_id: str | None) -> dict[str, str]:
-    """MLflow's own tags: user, source, and the git commit of the code where it is in a repository."""
+    """MLflow's own tags: user, source, and the git commit of the code where it is in a
+    repository."""
     kind = SourceType.JOB if execution_id else SourceType.LOCAL
     tags = {MLFLOW_SOURCE_NAME: source, MLFLOW_SOURCE_TYPE: SourceType.to_string(kind)}
     code = Path(__file__).parents[1]
@@ -203,4 +243,6 @@ def _tracked(recipe: Recipe, run: Run) -> TrackedRun:
 
 
 def _folder(output: str, name: str) -> str:
-    return f"{output.rstrip('/')}/{name}" if "://" in output else str(Path(output).absolute() / name)
+    return (
+        f"{output.rstrip('/')}/{name}" if "://" in output else str(Path(output).absolute() / name)
+    )

@@ -1,6 +1,8 @@
-"""Records that MLflow does not hold yet: in memory while a node runs, in the run's folder once it has ended without the store.
+"""Records that MLflow does not hold yet: in memory while a node runs, in the run's folder once it
+has ended without the store.
 
-A saved file is JSON lines: a header, a line per metric, a line per other record. It is written whole or not at all.
+A saved file is JSON lines: a header, a line per metric, a line per other record. It is written
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from typing import Any, Literal, NamedTuple
 import fsspec
 from mlflow.entities import Metric
 
-FOLDER, UNFINISHED = "waiting-for-mlflow", ".unfinished"
-METRIC, PARENT_METRIC = "metric", "parent_metric"
+FOLDER = "waiting-for-mlflow"
+UNFINISHED = ".unfinished"
+METRIC = "metric"
+PARENT_METRIC = "parent_metric"
 """First words of the lines of metrics."""
 MAX_METRICS = 100_000
 """Pending metrics of a node (about 30 MB); beyond that the oldest are dropped and counted."""
@@ -90,10 +94,22 @@ class PendingRecords:
 def save(folder: str, pending: PendingRecords) -> str:
     """Write the records into the run's folder, a path or a URI. Returns the file's path or URI."""
     uri = _uri(folder, pending.node)
-    header = {"node": pending.node, "status": pending.status, "since": pending.since, "lost": pending.lost}
+    header = {
+        "node": pending.node,
+        "status": pending.status,
+        "since": pending.since,
+        "lost": pending.lost,
+    }
     kinds = {METRIC: pending.metrics, PARENT_METRIC: pending.parent_metrics}
-    metrics = [[kind, one.key, one.value, one.timestamp, one.step] for kind, found in kinds.items() for one in found]
-    lines = [json.dumps(line, default=_encode_bytes) + "\n" for line in (header, *metrics, *pending.records)]
+    metrics = [
+        [kind, one.key, one.value, one.timestamp, one.step]
+        for kind, found in kinds.items()
+        for one in found
+    ]
+    lines = [
+        json.dumps(line, default=_encode_bytes) + "\n"
+        for line in (header, *metrics, *pending.records)
+    ]
     store, path = _open_store(uri)
     store.makedirs(path.rpartition("/")[0], exist_ok=True)
     store.pipe_file(path + UNFINISHED, "".join(lines).encode())
@@ -102,7 +118,9 @@ def save(folder: str, pending: PendingRecords) -> str:
 
 
 def load(folder: str, node: str) -> PendingRecords | None:
-    """What an earlier attempt at the node saved, if anything. The file of one that was killed while it saved is removed."""
+    """What an earlier attempt at the node saved, if anything. The file of one that was killed while
+    it saved is removed.
+    """
     store, path = _open_store(_uri(folder, node))
     if store.exists(path + UNFINISHED):
         store.rm_file(path + UNFINISHED)
@@ -135,7 +153,10 @@ def _uri(folder: str, node: str) -> str:
 
 def _parse(content: bytes) -> PendingRecords:
     header, *lines = (json.loads(line, object_hook=_decode_bytes) for line in content.splitlines())
-    metrics, parent_metrics = ([Metric(*rest) for kind, *rest in lines if kind == wanted] for wanted in (METRIC, PARENT_METRIC))
+    metrics, parent_metrics = (
+        [Metric(*rest) for kind, *rest in lines if kind == wanted]
+        for wanted in (METRIC, PARENT_METRIC)
+    )
     records = [Record(*line) for line in lines if line[0] not in (METRIC, PARENT_METRIC)]
     return PendingRecords(**header, metrics=metrics, parent_metrics=parent_metrics, records=records)
 

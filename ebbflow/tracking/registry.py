@@ -1,8 +1,10 @@
-"""The model registry: every run's best policy becomes a version, and the gate decides which version is champion.
+"""The model registry: every run's best policy becomes a version, and the gate decides which version
+is champion.
 
-Aliases: ``challenger`` is the newest version, ``champion`` the one in use, ``previous`` the one it replaced. Unlike metrics, no
-write may get lost here: every failure raises, and a retry ends in the same state as an undisturbed attempt. Moving the champion
-is the last write of a promotion, so a promotion that fails has not happened.
+Aliases: ``challenger`` is the newest version, ``champion`` the one in use, ``previous`` the one it
+replaced. Unlike metrics, no write may get lost here: every failure raises, and a retry ends in the
+same state as an undisturbed attempt. Moving the champion is the last write of a promotion, so a
+promotion that fails has not happened.
 """
 
 from __future__ import annotations
@@ -24,15 +26,25 @@ from ebbflow.data.records import Champion, GateDecision, Registration, TrackedRu
 from ebbflow.recipe.secrets import redact
 from ebbflow.storage.artifacts import verify
 from ebbflow.storage.disk import safe_join
-from ebbflow.tracking.model_version import BASE_STORED, RegistryError, create_version, find_version, link_to_run
+from ebbflow.tracking.model_version import (
+    BASE_STORED,
+    RegistryError,
+    create_version,
+    find_version,
+    link_to_run,
+)
 from ebbflow.tracking.registry_lock import CHAMPION, registry_lock, version_by_alias
 from ebbflow.tracking.store import DIGEST, EXECUTION, RUN, TrackingError, connect, sqlite_file
 from ebbflow.training.policy_metadata import METADATA
 
 BASE_DIGEST = "ebbflow.base_digest"
-CHALLENGER, PREVIOUS = "challenger", "previous"
-REPLACES, ROLLED_BACK = "ebbflow.replaces", "ebbflow.rolled_back"
-COMPARED_WITH, NO_CHAMPION, DECISION = "ebbflow.compared_with", "no champion", "ebbflow.decision"
+CHALLENGER = "challenger"
+PREVIOUS = "previous"
+REPLACES = "ebbflow.replaces"
+ROLLED_BACK = "ebbflow.rolled_back"
+COMPARED_WITH = "ebbflow.compared_with"
+NO_CHAMPION = "no champion"
+DECISION = "ebbflow.decision"
 MAX_TAG_LENGTH = 5000
 
 logger = logging.getLogger(__name__)
@@ -53,18 +65,22 @@ def register(
 
     Args:
         policy: a committed policy folder; what only training reads in it is left out.
-        base: the base model's folder, stored with the version so that it can generate by itself, unless it is larger than
-            ``model_version.MAX_STORED_BASE``; None leaves it out.
-        lineage: further tags, such as ``execution_id`` and ``base_digest``; they get the prefix ``ebbflow.`` unless dotted.
+        base: the base model's folder, stored with the version so that it can generate by itself,
+            unless it is larger than ``model_version.MAX_STORED_BASE``; None leaves it out.
+        lineage: further tags, such as ``execution_id`` and ``base_digest``; they get the prefix
+            ``ebbflow.`` unless dotted.
         model_name: the registered model.
         expected_champion: the version that the gate compared with; None if there was no champion.
-        evidence: the folder that ``evidence.write_evidence`` filled, stored with the version; its tags belong into ``lineage``.
+        evidence: the folder that ``evidence.write_evidence`` filled, stored with the version; its
+            tags belong into ``lineage``.
 
     Raises:
         RegistryError: a write failed.
     """
     client = connect(tracked.tracking_uri)
-    with _registry_errors(f"register the policy of run {tracked.run_id} as {model_name!r}", tracked.tracking_uri):
+    with _registry_errors(
+        f"register the policy of run {tracked.run_id} as {model_name!r}", tracked.tracking_uri
+    ):
         _ensure_model(client, model_name)
         version = find_version(client, model_name, tracked.run_id)
         if version is None:
@@ -77,20 +93,28 @@ def register(
 
 
 def promote(
-    tracked: TrackedRun, registration: Registration, tags: dict[str, str], *, expected_champion: str | None
+    tracked: TrackedRun,
+    registration: Registration,
+    tags: dict[str, str],
+    *,
+    expected_champion: str | None,
 ) -> Registration:
     """Make a registered version champion. Idempotent; of several concurrent promotions one wins.
 
     Args:
-        tags: further tags of the version about its promotion; they get the prefix ``ebbflow.`` unless dotted.
+        tags: further tags of the version about its promotion; they get the prefix ``ebbflow.``
+            unless dotted.
         expected_champion: the version that the gate compared with; None if there was no champion.
 
     Raises:
-        RegistryError: a write failed, the champion is no longer the one that the gate compared with, or the version was champion
-            and has been rolled back. The champion has not moved, unless the answer to the very last write was lost.
+        RegistryError: a write failed, the champion is no longer the one that the gate compared
+            with, or the version was champion and has been rolled back. The champion has not moved,
+            unless the answer to the very last write was lost.
         RegistryLockError: another promotion of the model did not end.
     """
-    client, name, version = connect(tracked.tracking_uri), registration.model_name, registration.version
+    client = connect(tracked.tracking_uri)
+    name = registration.model_name
+    version = registration.version
     with (
         _registry_errors(f"make {name!r} version {version} champion", tracked.tracking_uri),
         registry_lock(client, name, version, expected_champion) as check_held,
@@ -100,14 +124,15 @@ def promote(
             return _registration(client, name, version)
         if champion != expected_champion:
             raise RegistryError(
-                f"{name!r} version {version} was compared with champion {expected_champion or '(none)'}, but the champion is now "
-                f"{champion or '(none)'}; it stays challenger. To compare it with that one, start a new execution (locally, "
-                f"delete {tracked.folder} first)"
+                f"{name!r} version {version} was compared with champion"
+                f" {expected_champion or '(none)'}, but the champion is now {champion or '(none)'};"
+                " it stays challenger. To compare it with that one, start a new execution"
+                f" (locally, delete {tracked.folder} first)"
             )
         if rolled_back := client.get_model_version(name, version).tags.get(ROLLED_BACK):
             raise RegistryError(
-                f"{name!r} version {version} has been rolled back ({rolled_back}), which a retry does not undo; to promote it, "
-                f"run `ebbflow rollback RECIPE --to {version}`"
+                f"{name!r} version {version} has been rolled back ({rolled_back}), which a retry"
+                f" does not undo; to promote it, run `ebbflow rollback RECIPE --to {version}`"
             )
         check_held()
         for key, value in _with_prefix(tags).items():
@@ -116,11 +141,12 @@ def promote(
 
 
 def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Registration:
-    """Make the previous champion, or version ``to``, champion again; the current champion becomes ``previous``.
+    """Make the previous champion, or version ``to``, champion again; the current champion becomes
+    ``previous``.
 
     Raises:
-        RegistryError: there is no champion, no previous one or no such version, it is champion already, the champion moved in the
-            meantime, or a write failed.
+        RegistryError: there is no champion, no previous one or no such version, it is champion
+            already, the champion moved in the meantime, or a write failed.
         RegistryLockError: a promotion of the model did not end.
     """
     require_store(tracking_uri)
@@ -130,8 +156,9 @@ def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Regis
         with registry_lock(client, model_name, version, champion) as check_held:
             if (current := _champion_version(client, model_name)) != champion:
                 raise RegistryError(
-                    f"the champion of {model_name!r} was {champion} and is now {current or '(none)'}; nothing was rolled back. "
-                    "Run the command again to roll back the new one"
+                    f"the champion of {model_name!r} was {champion} and is now"
+                    f" {current or '(none)'}; nothing was rolled back. Run the command again to"
+                    " roll back the new one"
                 )
             check_held()
             note = f"to version {version}, {datetime.now(UTC).isoformat(timespec='seconds')}"
@@ -156,7 +183,8 @@ def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
 
 
 def named_version(tracking_uri: str, named: str) -> ModelVersion:
-    """The version that ``MODEL``, ``MODEL@alias`` or ``MODEL/version`` names; a model alone means its champion.
+    """The version that ``MODEL``, ``MODEL@alias`` or ``MODEL/version`` names; a model alone means
+    its champion.
 
     Raises:
         RegistryError: there is no such version, or no such store.
@@ -167,28 +195,39 @@ def named_version(tracking_uri: str, named: str) -> ModelVersion:
     name, _, alias = name.partition("@")
     with _registry_errors(f"look up {named!r}", tracking_uri, "Run the command again"):
         if number and alias:
-            raise RegistryError(f"{named!r} names a version in two ways; give MODEL@alias or MODEL/version")
+            raise RegistryError(
+                f"{named!r} names a version in two ways; give MODEL@alias or MODEL/version"
+            )
         if not number:
             version = version_by_alias(client, name, alias or CHAMPION)
             if version is None:
                 wanted = alias or CHAMPION
-                raise RegistryError(f"no version of {name!r} has the alias {wanted!r}; give MODEL@alias or MODEL/version")
+                raise RegistryError(
+                    f"no version of {name!r} has the alias {wanted!r}; give MODEL@alias or"
+                    " MODEL/version"
+                )
             return version
         try:
             return client.get_model_version(name, number)
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
-            raise RegistryError(f"there is no version {number!r} of {name!r}; give MODEL@alias or MODEL/version") from error
+            raise RegistryError(
+                f"there is no version {number!r} of {name!r}; give MODEL@alias or MODEL/version"
+            ) from error
 
 
 def version_with_base(tracking_uri: str, base_digest: str) -> ModelVersion | None:
-    """A version of any model that was registered with this base model; None if there is none, or no such store."""
+    """A version of any model that was registered with this base model; None if there is none, or no
+    such store.
+    """
     try:
         require_store(tracking_uri)
     except RegistryError:
         return None
-    with _registry_errors(f"look up base model {base_digest[:12]}", tracking_uri, "Run the command again"):
+    with _registry_errors(
+        f"look up base model {base_digest[:12]}", tracking_uri, "Run the command again"
+    ):
         wanted = f"tags.`{BASE_DIGEST}` = '{base_digest}' and tags.`{BASE_STORED}` = 'true'"
         return next(iter(connect(tracking_uri).search_model_versions(wanted, max_results=1)), None)
 
@@ -199,28 +238,37 @@ def download_version(tracking_uri: str, name: str, version: str, into: Path) -> 
     with _registry_errors(f"download {name!r} version {version}", tracking_uri):
         # not "models:/<name>/<version>", which MLflow resolves in the process-wide registry
         uri = client.get_model_version_download_uri(name, version)
-        return Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(into), tracking_uri=tracking_uri))
+        return Path(
+            mlflow.artifacts.download_artifacts(uri, dst_path=str(into), tracking_uri=tracking_uri)
+        )
 
 
 def data_folder(model: Path) -> Path:
-    """The folder of a downloaded version that has ``policy/`` and, where it was stored, ``base/``."""
+    """The folder of a downloaded version that has ``policy/`` and, where it was stored,
+    ``base/``."""
     flavor = Model.load(str(model)).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
     return safe_join(model, flavor.get(mlflow.pyfunc.DATA, "data"))
 
 
 def download_champion(champion: Champion, into: Path) -> Path:
-    """Download this very version, even if another has become champion since. Returns the folder that has ``policy/``."""
-    data = data_folder(download_version(champion.tracking_uri, champion.model_name, champion.version, into))
+    """Download this very version, even if another has become champion since. Returns the folder
+    that has ``policy/``.
+    """
+    data = data_folder(
+        download_version(champion.tracking_uri, champion.model_name, champion.version, into)
+    )
     if not (data / "policy" / METADATA).is_file():
         raise RegistryError(
-            f"{champion.model_name!r} version {champion.version} has no policy/{METADATA}, so Ebbflow did not register it; move "
-            f"the alias {CHAMPION!r} to a version of Ebbflow's, or delete the alias"
+            f"{champion.model_name!r} version {champion.version} has no policy/{METADATA}, so"
+            f" Ebbflow did not register it; move the alias {CHAMPION!r} to a version of Ebbflow's,"
+            " or delete the alias"
         )
     return data
 
 
 def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, Path]:
-    """(base-model folder, policy folder) of a champion: its own base if it was stored with the version, else ``base``.
+    """(base-model folder, policy folder) of a champion: its own base if it was stored with the
+    version, else ``base``.
 
     Raises:
         RegistryError: it was trained from another base, which was not stored.
@@ -230,8 +278,9 @@ def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, 
         return data / "base", data / "policy"
     if champion.base_digest != (digest := verify(base)):
         raise RegistryError(
-            f"{champion.model_name!r} version {champion.version} was trained from base model "
-            f"{champion.base_digest[:12] or '(unknown)'}, this run from {digest[:12]}; set another promotion.model_name"
+            f"{champion.model_name!r} version {champion.version} was trained from base model"
+            f" {champion.base_digest[:12] or '(unknown)'}, this run from {digest[:12]}; set another"
+            " promotion.model_name"
         )
     return base, data / "policy"
 
@@ -243,35 +292,54 @@ def require_store(tracking_uri: str) -> None:
         RegistryError: it does not.
     """
     if (database := sqlite_file(tracking_uri)) and not database.is_file():
-        raise RegistryError(f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set tracking.uri")
+        raise RegistryError(
+            f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set"
+            " tracking.uri"
+        )
 
 
 @contextmanager
-def _registry_errors(what: str, uri: str, fix: str = "Run the task again: it resumes") -> Iterator[None]:
+def _registry_errors(
+    what: str, uri: str, fix: str = "Run the task again: it resumes"
+) -> Iterator[None]:
     """Turn whatever the store raises into one error that says what was being done."""
     try:
         yield
     except TrackingError:
         raise
     except Exception as error:
-        raise RegistryError(f"could not {what} in {redact(uri)}: {redact(str(error))}. {fix}") from error
+        raise RegistryError(
+            f"could not {what} in {redact(uri)}: {redact(str(error))}. {fix}"
+        ) from error
 
 
 def _ensure_model(client: MlflowClient, name: str) -> None:
     try:
-        client.create_registered_model(name, description="Policies post-trained by Ebbflow; the gate moves the alias champion.")
+        client.create_registered_model(
+            name, description="Policies post-trained by Ebbflow; the gate moves the alias champion."
+        )
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
 
 
 def _tags(
-    client: MlflowClient, tracked: TrackedRun, decision: GateDecision, lineage: dict[str, str], expected_champion: str | None
+    client: MlflowClient,
+    tracked: TrackedRun,
+    decision: GateDecision,
+    lineage: dict[str, str],
+    expected_champion: str | None,
 ) -> dict[str, str]:
     run_tags = client.get_run(tracked.run_id).data.tags
     execution = {EXECUTION: run_tags[EXECUTION]} if EXECUTION in run_tags else {}
     gate = {COMPARED_WITH: expected_champion or NO_CHAMPION, DECISION: decision_tag(decision)}
-    return {**_with_prefix(lineage), **execution, **gate, RUN: tracked.run_id, DIGEST: tracked.recipe_digest}
+    return {
+        **_with_prefix(lineage),
+        **execution,
+        **gate,
+        RUN: tracked.run_id,
+        DIGEST: tracked.recipe_digest,
+    }
 
 
 def _with_prefix(tags: dict[str, str]) -> dict[str, str]:
@@ -281,8 +349,13 @@ def _with_prefix(tags: dict[str, str]) -> dict[str, str]:
 def decision_tag(decision: GateDecision) -> str:
     """The decision as the value of a tag, which is cut off where it is too long for one."""
     text = decision.model_dump_json()
-    # reasons repeat the numbers, so they are dropped first if there are too many guardrails for a tag
-    return text if len(text) <= MAX_TAG_LENGTH else decision.model_dump_json(exclude={"reasons"})[:MAX_TAG_LENGTH]
+    # reasons repeat the numbers, so they are dropped first if there are too many guardrails for a
+    # tag
+    return (
+        text
+        if len(text) <= MAX_TAG_LENGTH
+        else decision.model_dump_json(exclude={"reasons"})[:MAX_TAG_LENGTH]
+    )
 
 
 def _make_challenger(client: MlflowClient, name: str, version: ModelVersion) -> None:
@@ -296,25 +369,39 @@ def _rollback_versions(client: MlflowClient, name: str, to: str | None) -> tuple
     """(the champion, the version that replaces it)."""
     champion = version_by_alias(client, name, CHAMPION)
     if champion is None:
-        raise RegistryError(f"{name!r} has no champion to roll back; check promotion.model_name and the MLflow store")
+        raise RegistryError(
+            f"{name!r} has no champion to roll back; check promotion.model_name and the MLflow"
+            " store"
+        )
     version = to or _previous_champion(client, name, champion)
     if version is None:
-        raise RegistryError(f"{name!r} version {champion.version} is champion and replaced none; give a version with --to")
+        raise RegistryError(
+            f"{name!r} version {champion.version} is champion and replaced none; give a version"
+            " with --to"
+        )
     if version == str(champion.version):
-        raise RegistryError(f"{name!r} version {version} is the champion already; nothing was changed")
+        raise RegistryError(
+            f"{name!r} version {version} is the champion already; nothing was changed"
+        )
     try:
         client.get_model_version(name, version)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        numbers = sorted(int(found.version) for found in client.search_model_versions(f"name = '{name}'"))
+        numbers = sorted(
+            int(found.version) for found in client.search_model_versions(f"name = '{name}'")
+        )
         known = ", ".join(map(str, numbers[-10:]))
-        raise RegistryError(f"{name!r} has no version {version}; give one with --to, such as {known}") from error
+        raise RegistryError(
+            f"{name!r} has no version {version}; give one with --to, such as {known}"
+        ) from error
     return str(champion.version), version
 
 
 def _previous_champion(client: MlflowClient, name: str, champion: ModelVersion) -> str | None:
-    """The previous champion; the champion's tag knows it if an interrupted promotion has already moved ``previous``."""
+    """The previous champion; the champion's tag knows it if an interrupted promotion has already
+    moved ``previous``.
+    """
     previous = version_by_alias(client, name, PREVIOUS)
     if previous is not None and previous.version != champion.version:
         return str(previous.version)
@@ -322,7 +409,11 @@ def _previous_champion(client: MlflowClient, name: str, champion: ModelVersion) 
 
 
 def _move_champion(
-    client: MlflowClient, name: str, champion: str | None, version: str, check_held: Callable[[], None]
+    client: MlflowClient,
+    name: str,
+    champion: str | None,
+    version: str,
+    check_held: Callable[[], None],
 ) -> Registration:
     """The writes of a promotion, the decisive one last. The caller holds the lock."""
     client.set_model_version_tag(name, version, REPLACES, champion or "")
@@ -338,7 +429,12 @@ def _registration(client: MlflowClient, name: str, version: str) -> Registration
     champion = version_by_alias(client, name, CHAMPION)
     if champion is None or str(champion.version) != version:
         return Registration(model_name=name, version=version, champion=False, previous=None)
-    return Registration(model_name=name, version=version, champion=True, previous=champion.tags.get(REPLACES) or None)
+    return Registration(
+        model_name=name,
+        version=version,
+        champion=True,
+        previous=champion.tags.get(REPLACES) or None,
+    )
 
 
 def _champion_version(client: MlflowClient, name: str) -> str | None:

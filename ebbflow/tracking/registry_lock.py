@@ -1,9 +1,12 @@
-"""One promotion at a time: a lock on a registered model, kept as a tag of the version that is to become champion.
+"""One promotion at a time: a lock on a registered model, kept as a tag of the version that is to
+become champion.
 
-MLflow has no compare-and-swap, but reading and writing one's own tag is enough for the one-bit algorithm (L. Lamport, "The mutual
-exclusion problem, part II", J. ACM 33(2), 1986), with lower version numbers first: set your tag, then look. If a lower version
-has its tag set, remove yours, wait until the lower ones are gone and start again; otherwise wait until the higher ones are gone.
-No two promotions are ever inside: both set their tags before they looked, so one of them saw the other's.
+MLflow has no compare-and-swap, but reading and writing one's own tag is enough for the one-bit
+algorithm (L. Lamport, "The mutual exclusion problem, part II", J. ACM 33(2), 1986), with lower
+version numbers first: set your tag, then look. If a lower version has its tag set, remove yours,
+wait until the lower ones are gone and start again; otherwise wait until the higher ones are gone.
+No two promotions are ever inside: both set their tags before they looked, so one of them saw the
+other's.
 """
 
 from __future__ import annotations
@@ -46,11 +49,14 @@ def version_by_alias(client: MlflowClient, name: str, alias: str) -> ModelVersio
 
 
 @contextmanager
-def registry_lock(client: MlflowClient, name: str, version: str, replaced: str | None) -> Iterator[Callable[[], None]]:
+def registry_lock(
+    client: MlflowClient, name: str, version: str, replaced: str | None
+) -> Iterator[Callable[[], None]]:
     """While the body runs, no other version of the model is promoted.
 
-    Yields a function to call right before the first write that matters. It raises if somebody else has taken the lock of this
-    version over: a retry of a task whose first attempt was believed dead. Leftovers of killed processes are taken over likewise.
+    Yields a function to call right before the first write that matters. It raises if somebody else
+    has taken the lock of this version over: a retry of a task whose first attempt was believed
+    dead. Leftovers of killed processes are taken over likewise.
 
     Args:
         replaced: the champion that is to be replaced, for people who find the tag.
@@ -76,22 +82,31 @@ def _acquire(client: MlflowClient, name: str, version: str, token: str) -> None:
     _wait(client, name, version, lambda other: other > int(version), deadline)
 
 
-def _wait(client: MlflowClient, name: str, version: str, blocks: Callable[[int], bool], deadline: float) -> None:
+def _wait(
+    client: MlflowClient, name: str, version: str, blocks: Callable[[int], bool], deadline: float
+) -> None:
     while blocking := [other for other in _other_holders(client, name, version) if blocks(other)]:
         if time.monotonic() > deadline:
             raise RegistryLockError(
-                f"{name!r} version {version} waited {TIMEOUT:.0f} s for version {blocking[0]}, which is being promoted; nothing "
-                f"was changed. If that promotion was killed, run it again, or delete the tag {LOCK!r} of version {blocking[0]} "
-                "in MLflow's UI. Then run this again"
+                f"{name!r} version {version} waited {TIMEOUT:.0f} s for version {blocking[0]},"
+                " which is being promoted; nothing was changed. If that promotion was killed, run"
+                f" it again, or delete the tag {LOCK!r} of version {blocking[0]} in MLflow's UI."
+                " Then run this again"
             )
         time.sleep(POLL)
 
 
 def _other_holders(client: MlflowClient, name: str, version: str) -> set[int]:
-    """Other versions with a lock. A promotion ends with its version as champion, so the champion's own lock is a leftover."""
+    """Other versions with a lock. A promotion ends with its version as champion, so the champion's
+    own lock is a leftover.
+    """
     found = client.search_model_versions(f"name = '{name}' and tags.`{LOCK}` != ''")
     others = {int(other.version) for other in found} - {int(version)}
-    if others and (champion := version_by_alias(client, name, CHAMPION)) and int(champion.version) in others:
+    if (
+        others
+        and (champion := version_by_alias(client, name, CHAMPION))
+        and int(champion.version) in others
+    ):
         client.delete_model_version_tag(name, str(champion.version), LOCK)
         others.remove(int(champion.version))
     return others
@@ -100,18 +115,22 @@ def _other_holders(client: MlflowClient, name: str, version: str) -> set[int]:
 def _check_held(client: MlflowClient, name: str, version: str, token: str) -> None:
     if client.get_model_version(name, version).tags.get(LOCK) != token:
         raise RegistryLockError(
-            f"another attempt took over the promotion of {name!r} version {version}, or its tag {LOCK!r} was deleted; this "
-            "attempt changed nothing. See how the other one ended before you run this again"
+            f"another attempt took over the promotion of {name!r} version {version}, or its tag"
+            f" {LOCK!r} was deleted; this attempt changed nothing. See how the other one ended"
+            " before you run this again"
         )
 
 
 def _release(client: MlflowClient, name: str, version: str, token: str) -> None:
-    """Never raises: once the champion has moved, the promotion has succeeded; before that, the first error says more."""
+    """Never raises: once the champion has moved, the promotion has succeeded; before that, the
+    first error says more.
+    """
     try:
         if client.get_model_version(name, version).tags.get(LOCK) == token:
             client.delete_model_version_tag(name, version, LOCK)
     except Exception as error:
         logger.warning(
-            "cannot delete the tag %s of %r version %s; the next promotion, or a retry of this one, will: %s",
+            "cannot delete the tag %s of %r version %s; the next promotion, or a retry of this one,"
+            " will: %s",
             *(LOCK, name, version, redact(str(error))),
         )

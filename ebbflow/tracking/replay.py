@@ -1,6 +1,8 @@
-"""``ebbflow replay``: a training step of a tracked run again, as a page with the pictures and as a table.
+"""``ebbflow replay``: a training step of a tracked run again, as a page with the pictures and as a
+table.
 
-What the step needs is found in the run's own folder and in its MLflow run; every folder is verified.
+What the step needs is found in the run's own folder and in its MLflow run; every folder is
+verified.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata
 from ebbflow.training.replay import ReplayedStep, ReplayError
 
-PAGE, TABLE = "index.html", "samples.parquet"
+PAGE = "index.html"
+TABLE = "samples.parquet"
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +102,16 @@ class Replay:
     @property
     def statistics(self) -> list[Statistic]:
         names = dict.fromkeys([*self.samples.metrics, *sorted(self.logged)])
-        return [Statistic(name, self.samples.metrics.get(name), self.logged.get(name)) for name in names]
+        return [
+            Statistic(name, self.samples.metrics.get(name), self.logged.get(name)) for name in names
+        ]
 
     @property
     def differing(self) -> list[str]:
         """Statistics whose replayed value is another than the logged one."""
-        both = [one for one in self.statistics if one.replayed is not None and one.logged is not None]
+        both = [
+            one for one in self.statistics if one.replayed is not None and one.logged is not None
+        ]
         return [one.name for one in both if one.replayed != one.logged]
 
 
@@ -144,9 +151,13 @@ def replay(
         if ctx.config.kind == "online":
             own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.label.replace(" ", "-"))
             checkpoints = own.copied(Path(scratch) / "checkpoints", step)
-            samples = replay_online_step(ctx, base, folder, prompts, step, _teachers(ctx), checkpoints)
+            samples = replay_online_step(
+                ctx, base, folder, prompts, step, _teachers(ctx), checkpoints
+            )
         else:
-            samples = replay_offline_step(ctx, base, folder, prompts, step, processes, Path(scratch))
+            samples = replay_offline_step(
+                ctx, base, folder, prompts, step, processes, Path(scratch)
+            )
     done = Replay(run.run.info.run_id, ctx.label, step, samples, _logged(run, ctx, step))
     require_replaceable(target, overwrite=False)
     target.mkdir(parents=True, exist_ok=True)
@@ -167,9 +178,16 @@ def _open_run(named: str, recipe: Recipe | None) -> TrackedFolder:
     client = connect(uri)
     run = _run_of_folder(client, path.absolute()) if local else _run_by_id(client, named)
     its = _recipe_of(run, uri)
-    folder = path.absolute() if local else Path(its.output).absolute() / f"{its.name}-{run.info.run_id[:8]}"
+    folder = (
+        path.absolute()
+        if local
+        else Path(its.output).absolute() / f"{its.name}-{run.info.run_id[:8]}"
+    )
     if not (folder / "nodes").is_dir():
-        raise ReplayError(f"{folder} does not hold what the nodes of run {run.info.run_id} made; give the folder of a local run")
+        raise ReplayError(
+            f"{folder} does not hold what the nodes of run {run.info.run_id} made; give the folder"
+            " of a local run"
+        )
     return TrackedFolder(run, client, uri, its, folder)
 
 
@@ -177,22 +195,32 @@ def _run_by_id(client: MlflowClient, run_id: str) -> Run:
     try:
         run = client.get_run(run_id)
     except MlflowException as error:
-        raise ReplayError(f"{run_id!r} is neither a folder nor a run of this MLflow store; see --recipe") from error
+        raise ReplayError(
+            f"{run_id!r} is neither a folder nor a run of this MLflow store; see --recipe"
+        ) from error
     if run.data.tags.get(ROLE) != "execution":
-        raise ReplayError(f"MLflow run {run_id} is no run of a recipe; give its parent run, or the run's folder")
+        raise ReplayError(
+            f"MLflow run {run_id} is no run of a recipe; give its parent run, or the run's folder"
+        )
     return run
 
 
 def _run_of_folder(client: MlflowClient, folder: Path) -> Run:
     """The run whose id begins as the folder's name ends."""
     start = folder.name.rpartition("-")[2]
-    experiments, token = [experiment.experiment_id for experiment in client.search_experiments()], None
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    token = None
     while True:
-        page = client.search_runs(experiments, f"tags.`{ROLE}` = 'execution'", max_results=1000, page_token=token)
+        page = client.search_runs(
+            experiments, f"tags.`{ROLE}` = 'execution'", max_results=1000, page_token=token
+        )
         if found := [run for run in page if start and run.info.run_id.startswith(start)]:
             return found[0]
         if not (token := page.token):
-            raise ReplayError(f"the MLflow store next to {folder} has no run {start!r}; name its store with --recipe")
+            raise ReplayError(
+                f"the MLflow store next to {folder} has no run {start!r}; name its store with"
+                " --recipe"
+            )
 
 
 def _recipe_of(run: Run, uri: str) -> Recipe:
@@ -206,17 +234,29 @@ def _recipe_of(run: Run, uri: str) -> Recipe:
         path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=uri)
         recipe = Recipe.model_validate(yaml.safe_load(Path(path).read_bytes()))
     if recipe.digest != run.data.tags.get(DIGEST):
-        raise ReplayError(f"recipe.yaml of run {run.info.run_id} is not the recipe that it was started with: its digest differs")
+        raise ReplayError(
+            f"recipe.yaml of run {run.info.run_id} is not the recipe that it was started with: its"
+            " digest differs"
+        )
     return recipe
 
 
 def _stage(recipe: Recipe, named: str) -> StageContext:
-    contexts = [StageContext(recipe, index, stage) for index in range(recipe.rounds) for stage in range(len(recipe.stages))]
+    contexts = [
+        StageContext(recipe, index, stage)
+        for index in range(recipe.rounds)
+        for stage in range(len(recipe.stages))
+    ]
     found = [ctx for ctx in contexts if named in (ctx.label, ctx.label.split()[0])]
     if not found:
-        raise ReplayError(f"the run has no stage {named!r}, only {', '.join(ctx.label for ctx in contexts)}")
+        raise ReplayError(
+            f"the run has no stage {named!r}, only {', '.join(ctx.label for ctx in contexts)}"
+        )
     if found[0].config.kind == "custom":
-        raise ReplayError(f"{found[0].label} is a stage kind of your own, and what its samples are is known only to its code")
+        raise ReplayError(
+            f"{found[0].label} is a stage kind of your own, and what its samples are is known only"
+            " to its code"
+        )
     return found[0]
 
 
@@ -228,11 +268,16 @@ def _policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, PolicyM
             metadata = read_policy_metadata(folder.parent)
             if (metadata.stages, metadata.recipe_digest) == (labels, run.recipe.digest):
                 return folder.parent, metadata
-    raise ReplayError(f"{run.folder} has no policy folder after {', '.join(labels) or 'no stage'}, which {ctx.label} began with")
+    raise ReplayError(
+        f"{run.folder} has no policy folder after {', '.join(labels) or 'no stage'}, which"
+        f" {ctx.label} began with"
+    )
 
 
 def _labels_before(ctx: StageContext) -> Iterator[str]:
-    """Labels of the stages behind the policy that a stage started from: those in no branch, and the earlier ones of its own."""
+    """Labels of the stages behind the policy that a stage started from: those in no branch, and the
+    earlier ones of its own.
+    """
     for index in range(ctx.round + 1):
         for stage, config in enumerate(ctx.recipe.stages):
             if (index, stage) >= (ctx.round, ctx.stage):
@@ -242,15 +287,17 @@ def _labels_before(ctx: StageContext) -> Iterator[str]:
 
 
 def _base(run: TrackedFolder, policy: PolicyMetadata, given: Path | None, scratch: Path) -> Path:
-    """The base model of a policy: given, in the run's folder, in the version that the run registered, or on the hub."""
+    """The base model of a policy: given, in the run's folder, in the version that the run
+    registered, or on the hub.
+    """
     for folder in [given] if given else _bases(run, policy, scratch):
         with _damaged_is_passed_over(folder):
             if (digest := verify(folder)) == policy.base_digest:
                 return folder
             logger.warning("passed over %s: it is base model %s", folder, digest[:12])
     raise ReplayError(
-        f"base model {policy.base_digest[:12]} is neither in {run.folder} nor in a version that the run registered; name its "
-        "folder with --base"
+        f"base model {policy.base_digest[:12]} is neither in {run.folder} nor in a version that the"
+        " run registered; name its folder with --base"
     )
 
 
@@ -258,7 +305,11 @@ def _bases(run: TrackedFolder, policy: PolicyMetadata, scratch: Path) -> Iterato
     """Where the base model of a run may be, what is near first."""
     yield from (path.parent for path in _made(run, f"base/{COMMIT}"))
     if version := find_version(run.client, run.recipe.promotion.model_name, run.run.info.run_id):
-        data = data_folder(download_version(run.tracking_uri, version.name, str(version.version), scratch / "version"))
+        data = data_folder(
+            download_version(
+                run.tracking_uri, version.name, str(version.version), scratch / "version"
+            )
+        )
         yield from (path.parent for path in data.glob(f"base/{COMMIT}"))
     if policy.model.on_hub:
         try:
@@ -270,14 +321,20 @@ def _bases(run: TrackedFolder, policy: PolicyMetadata, scratch: Path) -> Iterato
 def _prompts(run: TrackedFolder, ctx: StageContext) -> Path:
     branch = ctx.config.branch
     own = run.recipe.branch_label(ctx.round, branch).replace(" ", "-") if branch else "*"
-    if found := sorted(run.folder.glob(f"nodes/{own}/{'branch_' if branch else ''}prompts.parquet")):
+    if found := sorted(
+        run.folder.glob(f"nodes/{own}/{'branch_' if branch else ''}prompts.parquet")
+    ):
         return found[0]
-    raise ReplayError(f"{run.folder} has no prompts.parquet below nodes; give the folder of a local run")
+    raise ReplayError(
+        f"{run.folder} has no prompts.parquet below nodes; give the folder of a local run"
+    )
 
 
 def _teachers(ctx: StageContext) -> dict[str, Path]:
     if elsewhere := [folder for folder in ctx.teachers.values() if not Path(folder).is_dir()]:
-        raise ReplayError(f"the teacher {elsewhere[0]} is no folder of this machine, and the steps before need it")
+        raise ReplayError(
+            f"the teacher {elsewhere[0]} is no folder of this machine, and the steps before need it"
+        )
     return {copy: Path(folder) for copy, folder in ctx.teachers.items()}
 
 
@@ -295,15 +352,26 @@ def _damaged_is_passed_over(folder: Path) -> Iterator[None]:
 
 
 def _logged(run: TrackedFolder, ctx: StageContext, step: int) -> dict[str, float]:
-    """The metrics that the stage logged with the step; of an offline stage also those of all its samples."""
+    """The metrics that the stage logged with the step; of an offline stage also those of all its
+    samples.
+    """
     values = _logged_by(run, ctx.label, step)
     return values | _logged_by(run, f"{ctx.label} advantages", 0) if values else {}
 
 
 def _logged_by(run: TrackedFolder, name: str, step: int) -> dict[str, float]:
     node = find(run.client, run.run.info.experiment_id, {PARENT: run.run.info.run_id, NODE: name})
-    histories = [run.client.get_metric_history(node.info.run_id, key) for key in node.data.metrics] if node else []
-    return {metric.key: metric.value for history in histories for metric in history if metric.step == step}
+    histories = (
+        [run.client.get_metric_history(node.info.run_id, key) for key in node.data.metrics]
+        if node
+        else []
+    )
+    return {
+        metric.key: metric.value
+        for history in histories
+        for metric in history
+        if metric.step == step
+    }
 
 
 def _write_table(path: Path, run: TrackedFolder, done: Replay) -> None:
@@ -323,11 +391,24 @@ def _write_table(path: Path, run: TrackedFolder, done: Replay) -> None:
             pa.field("image", pa.binary(), nullable=False),
         ]
     )
-    rows = [row | row["scores"] | {"image": png} for row, png in zip(done.samples.rows, done.samples.pngs, strict=True)]
-    about = {"run_id": done.run_id, "recipe_digest": run.recipe.digest, "stage": done.label, "step": done.step}
+    rows = [
+        row | row["scores"] | {"image": png}
+        for row, png in zip(done.samples.rows, done.samples.pngs, strict=True)
+    ]
+    about = {
+        "run_id": done.run_id,
+        "recipe_digest": run.recipe.digest,
+        "stage": done.label,
+        "step": done.step,
+    }
     columns = [{name: row.get(name) for name in schema.names} for row in rows]
-    statistics = {"replayed": done.samples.metrics, "logged": {k: v for k, v in done.logged.items() if math.isfinite(v)}}
-    write_table(path, schema, pa.Table.from_pylist(columns, schema).to_batches(), about | statistics)
+    statistics = {
+        "replayed": done.samples.metrics,
+        "logged": {k: v for k, v in done.logged.items() if math.isfinite(v)},
+    }
+    write_table(
+        path, schema, pa.Table.from_pylist(columns, schema).to_batches(), about | statistics
+    )
 
 
 def _page(run: TrackedFolder, done: Replay) -> str:
@@ -335,20 +416,32 @@ def _page(run: TrackedFolder, done: Replay) -> str:
     environment = page_environment(Path(__file__).parent)
     environment.filters["number"] = _number
     names = list(dict.fromkeys(name for row in done.samples.rows for name in row["scores"]))
-    return environment.get_template("replay.html").render(recipe=run.recipe, replay=done, groups=_groups(done), scores=names)
+    return environment.get_template("replay.html").render(
+        recipe=run.recipe, replay=done, groups=_groups(done), scores=names
+    )
 
 
 def _groups(done: Replay) -> list[Group]:
-    """The samples by prompt: the best prompt first, and its best sample first. What was not scored is last. Large pictures are
-    small here; the table has them as they are."""
+    """The samples by prompt: the best prompt first, and its best sample first. What was not scored
+    is last. Large pictures are small here; the table has them as they are.
+    """
     pairs = [
         (row, data_uri(image, image.width <= MAX_SHARP_WIDTH))
         for row, image in zip(done.samples.rows, map(open_rgb, done.samples.pngs), strict=True)
     ]
-    pairs.sort(key=lambda pair: (pair[0]["prompt_id"], -_or_least(pair[0]["reward"]), pair[0]["sample"]))
+    pairs.sort(
+        key=lambda pair: (pair[0]["prompt_id"], -_or_least(pair[0]["reward"]), pair[0]["sample"])
+    )
     groups = [
-        Group(samples[0][0]["prompt"], samples[0][0]["target"], _mean([row["reward"] for row, _ in samples]), samples)
-        for samples in (list(group) for _, group in groupby(pairs, key=lambda pair: pair[0]["prompt_id"]))
+        Group(
+            samples[0][0]["prompt"],
+            samples[0][0]["target"],
+            _mean([row["reward"] for row, _ in samples]),
+            samples,
+        )
+        for samples in (
+            list(group) for _, group in groupby(pairs, key=lambda pair: pair[0]["prompt_id"])
+        )
     ]
     return sorted(groups, key=lambda group: -_or_least(group.mean))
 

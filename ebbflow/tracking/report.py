@@ -15,7 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from ebbflow.data.records import CategoryMeans, Distribution, Evaluation, GateDecision, Registration, StageRecord, TrackedRun
+from ebbflow.data.records import (
+    CategoryMeans,
+    Distribution,
+    Evaluation,
+    GateDecision,
+    Registration,
+    StageRecord,
+    TrackedRun,
+)
 from ebbflow.data.schema import KEY
 from ebbflow.evaluation.categories import mean_over_categories
 from ebbflow.evaluation.distribution import best_of
@@ -44,10 +52,14 @@ class ReportInputs:
     recipe: Recipe
     tracked: TrackedRun
     evaluations: Sequence[tuple[Evaluation, Path]]
-    """In the order of the run, its start first, each with its samples (Parquet, ``evaluation_schema``). A champion that is not
-    the run's own start is one of them, under the label that the decision gives it."""
+    """In the order of the run, its start first, each with its samples (Parquet,
+    ``evaluation_schema``). A champion that is not the run's own start is one of them, under the
+    label that the decision gives it.
+    """
     stages: Sequence[tuple[StageRecord, Sequence[dict[str, float]]]]
-    """Training stages with their metrics: one dictionary per step, with the key ``step`` (``charts.PANELS``: what is drawn)."""
+    """Training stages with their metrics: one dictionary per step, with the key ``step``
+    (``charts.PANELS``: what is drawn).
+    """
     decision: GateDecision
     registration: Registration | None
     base_seconds: float
@@ -64,7 +76,10 @@ class ReportInputs:
     def __post_init__(self) -> None:
         labels = [evaluation.label for evaluation, _ in self.evaluations]
         if self.decision.candidate not in labels:
-            raise ValueError(f"the decision is about {self.decision.candidate!r}, but the evaluations are {labels}; add that one")
+            raise ValueError(
+                f"the decision is about {self.decision.candidate!r}, but the evaluations are"
+                f" {labels}; add that one"
+            )
 
     @property
     def before(self) -> Evaluation:
@@ -72,13 +87,20 @@ class ReportInputs:
 
     @property
     def after(self) -> Evaluation:
-        return next(evaluation for evaluation, _ in self.evaluations if evaluation.label == self.decision.candidate)
+        return next(
+            evaluation
+            for evaluation, _ in self.evaluations
+            if evaluation.label == self.decision.candidate
+        )
 
     @property
     def champion(self) -> Evaluation | None:
         """The champion, if it is not this run's own start."""
         others = (evaluation for evaluation, _ in self.evaluations[1:])
-        return next((evaluation for evaluation in others if evaluation.label == self.decision.champion), None)
+        return next(
+            (evaluation for evaluation in others if evaluation.label == self.decision.champion),
+            None,
+        )
 
     @property
     def promoted(self) -> bool:
@@ -86,7 +108,9 @@ class ReportInputs:
 
     @property
     def awaits_approval(self) -> bool:
-        """Whether the gate approved and a person has yet to: until then the version stays challenger."""
+        """Whether the gate approved and a person has yet to: until then the version stays
+        challenger.
+        """
         asked = self.recipe.promotion.approval is not None and self.decision.promote
         return asked and self.registration is not None and not self.promoted
 
@@ -96,7 +120,8 @@ class Times(NamedTuple):
 
     Attributes:
         wall: seconds on the clock; None where that is not known.
-        phases: seconds that workers were busy by phase. Workers overlap, so these may add up to more.
+        phases: seconds that workers were busy by phase. Workers overlap, so these may add up to
+            more.
     """
 
     wall: float | None
@@ -108,9 +133,15 @@ class Times(NamedTuple):
 
 
 def summary(inputs: ReportInputs) -> dict[str, Any]:
-    """The run in numbers, for programs. ``seconds`` are on the clock; ``total`` is that of the parts, ``run`` of everything."""
+    """The run in numbers, for programs. ``seconds`` are on the clock; ``total`` is that of the
+    parts, ``run`` of everything.
+    """
     seconds = {name: round(times.seconds, 3) for name, times in _times(inputs).items()}
-    whole = {"run": round(inputs.facts.written_at - inputs.tracked.started_at, 3)} if inputs.facts else {}
+    whole = (
+        {"run": round(inputs.facts.written_at - inputs.tracked.started_at, 3)}
+        if inputs.facts
+        else {}
+    )
     return {
         "before": _finite(inputs.before.held_out),
         "after": _finite(inputs.after.held_out),
@@ -128,12 +159,17 @@ def summary(inputs: ReportInputs) -> dict[str, Any]:
 
 
 def _category_summary(inputs: ReportInputs) -> dict[str, Any]:
-    """By column of the prompt file and policy, the means of each category and, as ``overall``, the mean over the categories."""
+    """By column of the prompt file and policy, the means of each category and, as ``overall``, the
+    mean over the categories.
+    """
     return {
         column: {
             when: {
                 "overall": mean_over_categories(categories),
-                "values": {category.value: {"prompts": category.prompts, **_finite(category.means)} for category in categories},
+                "values": {
+                    category.value: {"prompts": category.prompts, **_finite(category.means)}
+                    for category in categories
+                },
             }
             for when, categories in sides.items()
         }
@@ -146,7 +182,10 @@ def _categories(before: Evaluation, after: Evaluation) -> dict[str, dict[str, li
     columns = dict.fromkeys(category.column for category in after.categories)
     sides = {"before": before, "after": after}
     return {
-        column: {when: [category for category in one.categories if category.column == column] for when, one in sides.items()}
+        column: {
+            when: [category for category in one.categories if category.column == column]
+            for when, one in sides.items()
+        }
         for column in columns
     }
 
@@ -166,7 +205,12 @@ def _category_tables(inputs: ReportInputs) -> dict[str, list[CategoryRow]]:
     for column, sides in _categories(_sides(inputs)[0][0], inputs.after).items():
         before = {category.value: category for category in sides["before"]}
         rows = [
-            CategoryRow(one.value, one.prompts, before[one.value].means if one.value in before else {}, one.means)
+            CategoryRow(
+                one.value,
+                one.prompts,
+                before[one.value].means if one.value in before else {},
+                one.means,
+            )
             for one in sides["after"]
         ]
         overall = [mean_over_categories(sides[when]) for when in ("before", "after")]
@@ -189,7 +233,12 @@ def summary_table(inputs: ReportInputs) -> str:
         table.append([evaluation.label + mark, *values, f"{evaluation.velocity_drift:.2g}"])
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
         for row in table
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
@@ -199,15 +248,27 @@ def write_report(path: Path, inputs: ReportInputs) -> None:
     """Write one HTML file without references to other files or the network."""
     environment = page_environment(Path(__file__).parent)
     environment.globals["refused"] = REFUSED
-    environment.filters |= {"number": significant, "signed": signed, "label": charts.label, "duration": duration, "day": _day}
+    environment.filters |= {
+        "number": significant,
+        "signed": signed,
+        "label": charts.label,
+        "duration": duration,
+        "day": _day,
+    }
     write_text(path, environment.get_template("report.html").render(_page(inputs)))
 
 
 def _page(inputs: ReportInputs) -> dict[str, Any]:
     metrics = _metrics(inputs)
     shown = _shown(inputs)
-    own_evaluations = [evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion]
-    statistics = list(dict.fromkeys(name for evaluation, _ in inputs.evaluations for name in evaluation.statistics))
+    own_evaluations = [
+        evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion
+    ]
+    statistics = list(
+        dict.fromkeys(
+            name for evaluation, _ in inputs.evaluations for name in evaluation.statistics
+        )
+    )
     return {
         "inputs": inputs,
         "metrics": metrics,
@@ -221,7 +282,9 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
         "statistics": statistics,
         "progress": charts.progress(own_evaluations, metrics, inputs.after.label, inputs.champion),
         "differences": charts.differences(inputs.decision),
-        "curves": [(record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]],
+        "curves": [
+            (record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]
+        ],
         "times": _times(inputs),
         "recipe_yaml": yaml.safe_dump(inputs.recipe.model_dump(mode="json"), sort_keys=False),
         "problems": _problems(inputs),
@@ -231,32 +294,46 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
     }
 
 
-def _pictures(inputs: ReportInputs, shown: Sequence[tuple[Evaluation, Path]], metrics: Sequence[str]) -> dict[str, Any]:
+def _pictures(
+    inputs: ReportInputs, shown: Sequence[tuple[Evaluation, Path]], metrics: Sequence[str]
+) -> dict[str, Any]:
     against, after = _sides(inputs)
     compared = against[0].label, after[0].label
     fell, rose = changed_rows(against[1], after[1], compared, metrics)
     rows = first_rows(shown, metrics, compared)
-    width = max((cell.width for row in rows for cell in row.cells if cell), default=MAX_PREVIEW_WIDTH)
+    width = max(
+        (cell.width for row in rows for cell in row.cells if cell), default=MAX_PREVIEW_WIDTH
+    )
     # whole multiples of the 32 pixels of the glyph model
-    return {"rows": rows, "fell": fell, "rose": rose, "picture_width": 128 if width < 128 else min(width, MAX_PREVIEW_WIDTH)}
+    return {
+        "rows": rows,
+        "fell": fell,
+        "rose": rose,
+        "picture_width": 128 if width < 128 else min(width, MAX_PREVIEW_WIDTH),
+    }
 
 
 def _by_prompt(inputs: ReportInputs) -> dict[str, Any]:
     """The scatter of every prompt's reward, and the best of k samples."""
     against, after = _sides(inputs)
     columns = [*KEY, "split", "reward"]
-    tables = [pq.read_table(path, columns=columns, filters=[HELD_OUT]) for _, path in (after, against)]
+    tables = [
+        pq.read_table(path, columns=columns, filters=[HELD_OUT]) for _, path in (after, against)
+    ]
     means = prompt_means("reward", *tables)
     moved = means["candidate"] - means["champion"]
     counts = sorted(
-        {k for k in (1, 2, 4, 8, 16, 32, 64) if k < inputs.recipe.evaluation.samples} | {inputs.recipe.evaluation.samples}
+        {k for k in (1, 2, 4, 8, 16, 32, 64) if k < inputs.recipe.evaluation.samples}
+        | {inputs.recipe.evaluation.samples}
     )
     best = [
         (evaluation.label, [best_of(*_rewards(table), k, counts[-1]) for k in counts])
         for (evaluation, _), table in zip((against, after), reversed(tables), strict=True)
     ]
     return {
-        "scatter": charts.scatter(means["champion"].tolist(), means["candidate"].tolist(), "reward"),
+        "scatter": charts.scatter(
+            means["champion"].tolist(), means["candidate"].tolist(), "reward"
+        ),
         "moved": [int(found.sum()) for found in (moved > 0, moved < 0, moved == 0)],
         "best_counts": counts,
         "best": [(label, values) for label, values in best if values[-1] is not None],
@@ -266,12 +343,16 @@ def _by_prompt(inputs: ReportInputs) -> dict[str, Any]:
 
 def _rewards(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """Prompts and rewards of the samples, NaN where there is none."""
-    return table["prompt_id"].to_numpy(), table["reward"].to_pandas().to_numpy(np.float64, na_value=np.nan)
+    return table["prompt_id"].to_numpy(), table["reward"].to_pandas().to_numpy(
+        np.float64, na_value=np.nan
+    )
 
 
 def _sides(inputs: ReportInputs) -> tuple[tuple[Evaluation, Path], tuple[Evaluation, Path]]:
     """What the gate compared: the champion, or the run's start, and the candidate."""
-    pairs = {evaluation.label: (evaluation, path) for evaluation, path in reversed(inputs.evaluations)}
+    pairs = {
+        evaluation.label: (evaluation, path) for evaluation, path in reversed(inputs.evaluations)
+    }
     return pairs[(inputs.champion or inputs.before).label], pairs[inputs.after.label]
 
 
@@ -285,7 +366,9 @@ def _how_to_load(inputs: ReportInputs) -> str | None:
     """Python that loads the registered version, if there is one."""
     if inputs.registration is None:
         return None
-    return how_to_load(inputs.tracked.tracking_uri, inputs.registration.model_name, inputs.registration.version)
+    return how_to_load(
+        inputs.tracked.tracking_uri, inputs.registration.model_name, inputs.registration.version
+    )
 
 
 def _trained(recipe: Recipe) -> str:
@@ -299,21 +382,35 @@ def _guardrails(recipe: Recipe) -> list[str]:
 
 
 def _metrics(inputs: ReportInputs) -> list[str]:
-    """Metrics to show, in order: the total reward unless it equals the only one, trained rewards, exact match, guardrails."""
+    """Metrics to show, in order: the total reward unless it equals the only one, trained rewards,
+    exact match, guardrails.
+    """
     trained = [reward.column for reward in inputs.recipe.rewards]
     combined = [] if len(trained) == 1 and trained[0] in inputs.before.held_out else ["reward"]
     wanted = [*combined, *trained, "exact_match", *_guardrails(inputs.recipe)]
     return [
         metric
         for metric in wanted
-        if any(_finite(evaluation.held_out).get(metric) is not None for evaluation, _ in inputs.evaluations)
+        if any(
+            _finite(evaluation.held_out).get(metric) is not None
+            for evaluation, _ in inputs.evaluations
+        )
     ]
 
 
-def _distributed(inputs: ReportInputs, metrics: Sequence[str]) -> list[tuple[Evaluation, str, Distribution]]:
-    """The distribution of every metric, before and after, and of the champion where it is another policy."""
+def _distributed(
+    inputs: ReportInputs, metrics: Sequence[str]
+) -> list[tuple[Evaluation, str, Distribution]]:
+    """The distribution of every metric, before and after, and of the champion where it is another
+    policy.
+    """
     compared = [inputs.before, *([inputs.champion] if inputs.champion else []), inputs.after]
-    return [(each, metric, each.distributions[metric]) for metric in metrics for each in compared if metric in each.distributions]
+    return [
+        (each, metric, each.distributions[metric])
+        for metric in metrics
+        for each in compared
+        if metric in each.distributions
+    ]
 
 
 def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
@@ -321,7 +418,11 @@ def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
     if len(evaluations) <= MAX_COLUMNS:
         return evaluations
     kept = {0, *range(len(evaluations) - MAX_COLUMNS + 2, len(evaluations))}
-    kept.add(next(index for index, (evaluation, _) in enumerate(evaluations) if evaluation is inputs.after))
+    kept.add(
+        next(
+            index for index, (evaluation, _) in enumerate(evaluations) if evaluation is inputs.after
+        )
+    )
     return [evaluations[index] for index in sorted(kept)]
 
 

@@ -1,4 +1,6 @@
-"""The pictures of the report: the first prompts under every policy, and the prompts whose reward changed most."""
+"""The pictures of the report: the first prompts under every policy, and the prompts whose reward
+changed most.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Cell(NamedTuple):
     """One picture.
 
     Attributes:
-        preview, full: URIs of the picture as the page shows it, and at its size; None where only the preview is embedded.
+        preview, full: URIs of the picture as the page shows it, and at its size; None where only
+            the preview is embedded.
         exact: whether it matches the target exactly; None if that was not measured.
         scores: (name, value) of all metrics of the sample.
     """
@@ -50,7 +53,9 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One prompt, with a cell per shown evaluation, None if it lacks this sample; ``change`` of a changed prompt's reward."""
+    """One prompt, with a cell per shown evaluation, None if it lacks this sample; ``change`` of a
+    changed prompt's reward.
+    """
 
     prompt: str
     target: str | None
@@ -62,11 +67,13 @@ Shown = Sequence[tuple[Evaluation, Path]]
 
 
 def first_rows(shown: Shown, metrics: Sequence[str], at_size: Collection[str]) -> list[Row]:
-    """The first held-out prompts, not the best ones, with every policy's picture from the same noise.
+    """The first held-out prompts, not the best ones, with every policy's picture from the same
+    noise.
 
     Args:
         metrics: of a sample, those that stand beside its enlarged picture.
-        at_size: labels of the evaluations whose pictures are embedded at their size; the page must stay small enough to open.
+        at_size: labels of the evaluations whose pictures are embedded at their size; the page must
+            stay small enough to open.
     """
     sides = [_first_samples(path) for _, path in shown]
     labels = [evaluation.label for evaluation, _ in shown]
@@ -74,12 +81,16 @@ def first_rows(shown: Shown, metrics: Sequence[str], at_size: Collection[str]) -
     return [_row([side.get(prompt) for side in sides], labels, metrics, at_size) for prompt in ids]
 
 
-def changed_rows(before: Path, after: Path, labels: tuple[str, str], metrics: Sequence[str]) -> tuple[list[Row], list[Row]]:
-    """The held-out prompts whose reward fell most and rose most, each with its pictures before and after.
+def changed_rows(
+    before: Path, after: Path, labels: tuple[str, str], metrics: Sequence[str]
+) -> tuple[list[Row], list[Row]]:
+    """The held-out prompts whose reward fell most and rose most, each with its pictures before and
+    after.
 
     By the first sample of each prompt, which is the one in the pictures.
     """
-    was, now = _first_rewards(before), _first_rewards(after)
+    was = _first_rewards(before)
+    now = _first_rewards(after)
     moved = {prompt: now[prompt] - was[prompt] for prompt in was if prompt in now}
     ranked = sorted(moved, key=lambda prompt: (moved[prompt], prompt))
     fell = [prompt for prompt in ranked[:MAX_CHANGES] if moved[prompt] < 0]
@@ -93,54 +104,80 @@ def changed_rows(before: Path, after: Path, labels: tuple[str, str], metrics: Se
     return [row(prompt) for prompt in fell], [row(prompt) for prompt in rose]
 
 
-def data_uri(image: Image.Image, sharp: bool, max_width: int = 2 * MAX_SHARP_WIDTH, quality: int = 80) -> str:
+def data_uri(
+    image: Image.Image, sharp: bool, max_width: int = 2 * MAX_SHARP_WIDTH, quality: int = 80
+) -> str:
     """A picture inside a page: pixel by pixel, or as a JPEG that is at most so wide."""
     buffer = io.BytesIO()
     if sharp:
         image.save(buffer, "PNG", optimize=True)
     else:
         fit(image, 1, max_width).save(buffer, "JPEG", quality=quality)
-    return f"data:image/{'png' if sharp else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    kind = "png" if sharp else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _first_numbers(path: Path) -> dict[int, int]:
     """The number of the first held-out sample of each prompt."""
-    keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[HELD_OUT]).group_by("prompt_id")
+    keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[HELD_OUT]).group_by(
+        "prompt_id"
+    )
     table = keys.aggregate([("sample", "min")])
     return dict(zip(table["prompt_id"].to_pylist(), table["sample_min"].to_pylist(), strict=True))
 
 
 def _first_samples(path: Path, prompts: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
-    """The first held-out sample of these or of the first prompts. Reads no others: their pictures can be gigabytes."""
+    """The first held-out sample of these or of the first prompts. Reads no others: their pictures
+    can be gigabytes.
+    """
     first = _first_numbers(path)
     ids = sorted(first)[:MAX_PROMPTS] if prompts is None else sorted(first.keys() & prompts)
-    rows = pq.read_table(path, filters=[HELD_OUT, ("prompt_id", "in", ids)]).to_pylist() if ids else []
+    rows = (
+        pq.read_table(path, filters=[HELD_OUT, ("prompt_id", "in", ids)]).to_pylist() if ids else []
+    )
     return {row["prompt_id"]: row for row in rows if row["sample"] == first[row["prompt_id"]]}
 
 
 def _first_rewards(path: Path) -> dict[int, float]:
     """The reward of the first held-out sample of each prompt that has one."""
     first = _first_numbers(path)
-    rows = pq.read_table(path, columns=["prompt_id", "sample", "reward"], filters=[HELD_OUT]).to_pylist()
+    rows = pq.read_table(
+        path, columns=["prompt_id", "sample", "reward"], filters=[HELD_OUT]
+    ).to_pylist()
     scored = (row for row in rows if row["reward"] is not None and math.isfinite(row["reward"]))
-    return {row["prompt_id"]: row["reward"] for row in scored if row["sample"] == first[row["prompt_id"]]}
+    return {
+        row["prompt_id"]: row["reward"]
+        for row in scored
+        if row["sample"] == first[row["prompt_id"]]
+    }
 
 
 def _row(
-    samples: Sequence[dict[str, Any] | None], labels: Sequence[str], metrics: Sequence[str], at_size: Collection[str]
+    samples: Sequence[dict[str, Any] | None],
+    labels: Sequence[str],
+    metrics: Sequence[str],
+    at_size: Collection[str],
 ) -> Row:
     first = next(sample for sample in samples if sample is not None)
     cells = [
-        _cell(sample, label, metrics, label in at_size) if sample else None for sample, label in zip(samples, labels, strict=True)
+        _cell(sample, label, metrics, label in at_size) if sample else None
+        for sample, label in zip(samples, labels, strict=True)
     ]
     return Row(first["prompt"], first["target"], cells)
 
 
 def _cell(sample: dict[str, Any], label: str, metrics: Sequence[str], at_size: bool) -> Cell:
     image = open_rgb(sample["image"])
-    sharp, exact = image.width <= MAX_SHARP_WIDTH, sample.get("exact_match")
+    sharp = image.width <= MAX_SHARP_WIDTH
+    exact = sample.get("exact_match")
     preview = data_uri(image, sharp, MAX_PREVIEW_WIDTH)
-    whole = preview if image.width <= MAX_PREVIEW_WIDTH else data_uri(image, False, image.width, 90) if at_size else None
+    whole = (
+        preview
+        if image.width <= MAX_PREVIEW_WIDTH
+        else data_uri(image, False, image.width, 90)
+        if at_size
+        else None
+    )
     return Cell(
         evaluation=label,
         preview=preview,

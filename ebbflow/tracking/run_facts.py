@@ -15,7 +15,8 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.secrets import redact
 
 VERSIONS = ("ebbflow", "torch", "diffusers", "transformers", "peft", "mlflow", "flytekit")
-COMMIT, USER = "mlflow.source.git.commit", "mlflow.user"
+COMMIT = "mlflow.source.git.commit"
+USER = "mlflow.user"
 """MLflow's own tags of a run."""
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ class RunFacts:
 
     Attributes:
         machine: the one that wrote this down.
-        nodes: start and end of every node that has ended, by name. Nodes whose results were cached did not run.
+        nodes: start and end of every node that has ended, by name. Nodes whose results were cached
+            did not run.
     """
 
     written_at: float
@@ -47,26 +49,40 @@ class RunFacts:
 
 
 def run_facts(tracked: TrackedRun) -> RunFacts:
-    """The facts of a run. What MLflow knows is left out while it is away: a report must not fail for it."""
+    """The facts of a run. What MLflow knows is left out while it is away: a report must not fail
+    for it.
+    """
     tags: Mapping[str, str] = {}
     nodes: dict[str, tuple[float, float]] = {}
     try:
         tags, nodes = _tags_and_nodes(tracked)
     except Exception as error:  # of any store or transport
-        logger.warning("the report has no wall times and no commit: MLflow did not answer: %s", redact(str(error)))
+        logger.warning(
+            "the report has no wall times and no commit: MLflow did not answer: %s",
+            redact(str(error)),
+        )
     return RunFacts(time.time(), _machine(), _versions(), tags.get(COMMIT), tags.get(USER), nodes)
 
 
-def _tags_and_nodes(tracked: TrackedRun) -> tuple[Mapping[str, str], dict[str, tuple[float, float]]]:
+def _tags_and_nodes(
+    tracked: TrackedRun,
+) -> tuple[Mapping[str, str], dict[str, tuple[float, float]]]:
     """The tags of the run, and start and end of its nodes."""
-    from ebbflow.tracking.store import NODE, PARENT, connect  # MLflow takes seconds, and a page needs none of it
+    from ebbflow.tracking.store import (
+        NODE,
+        PARENT,
+        connect,
+    )  # MLflow takes seconds, and a page needs none of it
 
     client = connect(tracked.tracking_uri)
     tags: Mapping[str, str] = client.get_run(tracked.run_id).data.tags
-    condition, token = f"tags.`{PARENT}` = '{tracked.run_id}'", None
+    condition = f"tags.`{PARENT}` = '{tracked.run_id}'"
+    token = None
     nodes = {}
     while True:
-        page = client.search_runs([tracked.experiment_id], condition, max_results=1000, page_token=token)
+        page = client.search_runs(
+            [tracked.experiment_id], condition, max_results=1000, page_token=token
+        )
         for run in page:
             if (name := run.data.tags.get(NODE)) and run.info.end_time:
                 nodes[name] = (run.info.start_time / 1000, run.info.end_time / 1000)
@@ -77,7 +93,10 @@ def _tags_and_nodes(tracked: TrackedRun) -> tuple[Mapping[str, str], dict[str, t
 def _machine() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    processor = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     return f"{processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
 
 

@@ -1,4 +1,6 @@
-"""Delivery to a node's child run: found by its tags, resumed when the node is retried, and nothing delivered twice."""
+"""Delivery to a node's child run: found by its tags, resumed when the node is retried, and nothing
+delivered twice.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,21 @@ from ebbflow.recipe.base import sanitize
 from ebbflow.recipe.secrets import redact
 from ebbflow.tracking.delivery import WRITERS
 from ebbflow.tracking.pending import PendingRecords, Record, Status
-from ebbflow.tracking.store import AWAY, DIGEST, NODE, PARENT, REFUSED, ROLE, connect, create_run, find
+from ebbflow.tracking.store import (
+    AWAY,
+    DIGEST,
+    NODE,
+    PARENT,
+    REFUSED,
+    ROLE,
+    connect,
+    create_run,
+    find,
+)
 
 METRICS_PER_BATCH = 1000
-MAX_LISTED, OTHERS = 40, "others"
+MAX_LISTED = 40
+OTHERS = "others"
 """Kinds of refused records that the tag lists, and its name for the rest."""
 
 logger = logging.getLogger(__name__)
@@ -37,10 +50,14 @@ class OpenRun:
     def __init__(self, client: MlflowClient, run: Run) -> None:
         self.client, self.run_id = client, str(run.info.run_id)
         self.refused = Counter[str](json.loads(run.data.tags.get(REFUSED, "{}")))
-        self._held: dict[str, set[int] | None] = dict.fromkeys(run.data.metrics)  # None: not asked for yet
+        self._held: dict[str, set[int] | None] = dict.fromkeys(
+            run.data.metrics
+        )  # None: not asked for yet
 
     def holds(self, metric: Metric) -> bool:
-        """Whether the run held a value of this metric at its step. Stages that were late may fill steps in between."""
+        """Whether the run held a value of this metric at its step. Stages that were late may fill
+        steps in between.
+        """
         if metric.key not in self._held:
             return False
         steps = self._held[metric.key]
@@ -62,7 +79,13 @@ def open_child_run(tracked: TrackedRun, node: str) -> OpenRun:
     identity = {PARENT: tracked.run_id, NODE: node}
     run = find(client, tracked.experiment_id, identity)
     if run is None:
-        run = create_run(client, tracked.experiment_id, identity, {ROLE: "node", DIGEST: tracked.recipe_digest}, node)
+        run = create_run(
+            client,
+            tracked.experiment_id,
+            identity,
+            {ROLE: "node", DIGEST: tracked.recipe_digest},
+            node,
+        )
     else:
         client.update_run(run.info.run_id, status="RUNNING")
         client.update_run(tracked.run_id, status="RUNNING")
@@ -72,7 +95,8 @@ def open_child_run(tracked: TrackedRun, node: str) -> OpenRun:
 class RunSender:
     """Delivers a node's pending records in order, to its own run and to the parent.
 
-    Every method raises whatever the transport raises while the store is away, busy or logged out: try again later.
+    Every method raises whatever the transport raises while the store is away, busy or logged out:
+    try again later.
 
     Attributes:
         run, parent: None until the store has answered.
@@ -80,20 +104,25 @@ class RunSender:
     """
 
     def __init__(self, tracked: TrackedRun, node: str) -> None:
-        self.tracked, self.node = tracked, node
+        self.tracked = tracked
+        self.node = node
         self.run: OpenRun | None = None
         self.parent: OpenRun | None = None
         self.refused: Counter[str] = Counter()
         self._refused_metrics: set[str] = set()
 
     def send(self, pending: PendingRecords) -> None:
-        """Deliver everything. What arrived or was refused leaves ``pending``, also when a later record raises."""
+        """Deliver everything. What arrived or was refused leaves ``pending``, also when a later
+        record raises.
+        """
         run = self.run = self.run or open_child_run(self.tracked, self.node)
         self._send_metrics(run, pending.metrics, pending)
         if pending.parent_metrics:
             self._send_metrics(self._open_parent(), pending.parent_metrics, pending)
         while pending.records:
-            self._send_record(self._open_parent() if pending.records[0].on_parent else run, pending.records[0])
+            self._send_record(
+                self._open_parent() if pending.records[0].on_parent else run, pending.records[0]
+            )
             pending.remove_first_record()
         if pending.since is not None:
             self._log_outage(run, pending, pending.since)
@@ -101,7 +130,8 @@ class RunSender:
             run.client.set_tag(run.run_id, REFUSED, _as_tag(run.refused + self.refused))
 
     def end(self, status: Status) -> None:
-        """End the child run; a failed node fails the parent too, until its retry opens both again."""
+        """End the child run; a failed node fails the parent too, until its retry opens both
+        again."""
         assert self.run, "send() opens the run"
         self.run.client.set_terminated(self.run.run_id, status)
         if status == "FAILED":
@@ -112,7 +142,9 @@ class RunSender:
         return self.parent
 
     def _send_record(self, run: OpenRun, record: Record) -> None:
-        if error := self._rejection(run, partial(WRITERS[record.kind], run.client, **record.arguments)):
+        if error := self._rejection(
+            run, partial(WRITERS[record.kind], run.client, **record.arguments)
+        ):
             self._count_refused(record.kind, 1, error)
 
     def _send_metrics(self, run: OpenRun, metrics: list[Metric], pending: PendingRecords) -> None:
@@ -128,13 +160,17 @@ class RunSender:
                 pending.remove_metrics(batch)
 
     def _is_wanted(self, run: OpenRun, metric: Metric) -> bool:
-        """False if the run holds its step already, for MLflow would append it again, or if MLflow refuses the metric."""
+        """False if the run holds its step already, for MLflow would append it again, or if MLflow
+        refuses the metric.
+        """
         if metric.key in self._refused_metrics:
             self.refused[_metric_label(metric.key)] += 1
             return False
         return not run.holds(metric)
 
-    def _send_each_metric(self, run: OpenRun, pending: PendingRecords, batch: Sequence[Metric]) -> None:
+    def _send_each_metric(
+        self, run: OpenRun, pending: PendingRecords, batch: Sequence[Metric]
+    ) -> None:
         for key in dict.fromkeys(metric.key for metric in batch):
             values = [metric for metric in batch if metric.key == key]
             if error := self._rejection(run, partial(run.client.log_batch, metrics=values)):
@@ -143,31 +179,47 @@ class RunSender:
             pending.remove_metrics(values)
 
     def _rejection(self, run: OpenRun, call: Callable[..., object]) -> Exception | None:
-        """Make the call. Returns the error if MLflow will never accept it: then it must not block what is behind it."""
+        """Make the call. Returns the error if MLflow will never accept it: then it must not block
+        what is behind it.
+        """
         try:
             call(run_id=run.run_id)
         except (MlflowException, FileNotFoundError, ValueError, TypeError) as error:
             if isinstance(error, MlflowException) and error.get_http_status_code() != 400:
                 raise
             assert self.run, "send() opens the run"
-            self.run.client.set_tag(self.run.run_id, NODE, self.node)  # raises too if the server says 400 without its database
+            self.run.client.set_tag(
+                self.run.run_id, NODE, self.node
+            )  # raises too if the server says 400 without its database
             return error
         return None
 
     def _count_refused(self, what: str, count: int, error: Exception) -> None:
         if not self.refused[what]:
             reason = sanitize(redact(str(error)))
-            logger.warning("node %s: MLflow refuses %s; they are dropped and counted: %s", self.node, what, reason)
+            logger.warning(
+                "node %s: MLflow refuses %s; they are dropped and counted: %s",
+                self.node,
+                what,
+                reason,
+            )
         self.refused[what] += count
 
     def _log_outage(self, run: OpenRun, pending: PendingRecords, since: float) -> None:
         """After an outage, tag the run with its length and its effect, for the report."""
         earlier = json.loads(run.client.get_run(run.run_id).data.tags.get(AWAY, "{}"))
         seconds = round(time.time() - since + earlier.get("seconds", 0), 1)
-        tag = {"seconds": seconds, "late": pending.late + earlier.get("late", 0), "lost": pending.lost}
+        tag = {
+            "seconds": seconds,
+            "late": pending.late + earlier.get("late", 0),
+            "lost": pending.lost,
+        }
         run.client.set_tag(run.run_id, AWAY, json.dumps(tag))
-        logger.warning("node %s: the MLflow store is back; all pending records were delivered", self.node)
-        pending.since, pending.late = None, 0
+        logger.warning(
+            "node %s: the MLflow store is back; all pending records were delivered", self.node
+        )
+        pending.since = None
+        pending.late = 0
 
 
 def _metric_label(key: str) -> str:
@@ -176,6 +228,10 @@ def _metric_label(key: str) -> str:
 
 def _as_tag(counts: Counter[str]) -> str:
     """JSON short enough for a tag: the most frequent, and how many others."""
-    listed = dict(Counter({what: count for what, count in counts.items() if what != OTHERS}).most_common(MAX_LISTED))
+    listed = dict(
+        Counter({what: count for what, count in counts.items() if what != OTHERS}).most_common(
+            MAX_LISTED
+        )
+    )
     others = counts.total() - sum(listed.values())
     return json.dumps(listed | ({OTHERS: others} if others else {}), ensure_ascii=False)

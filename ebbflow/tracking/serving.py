@@ -1,4 +1,5 @@
-"""MLflow loads a registered policy here: ``mlflow.pyfunc.load_model("models:/<name>@champion").predict(prompts)``.
+"""MLflow loads a registered policy here:
+``mlflow.pyfunc.load_model("models:/<name>@champion").predict(prompts)``.
 
 The model's data folder has ``policy/`` and, unless the base model is only referenced, ``base/``.
 """
@@ -20,18 +21,26 @@ from ebbflow.tracking.store import TrackingError
 
 
 class ServedPolicy:
-    """Generates images from prompts with fixed noise: the same prompt and seed give the same image."""
+    """Generates images from prompts with fixed noise: the same prompt and seed give the same
+    image."""
 
     def __init__(self, base: Path, policy: Path) -> None:
-        self.base, self.policy = base, policy
-        self._one_at_a_time = Lock()  # a server may call from several threads, and there is one model
+        self.base = base
+        self.policy = policy
+        self._one_at_a_time = (
+            Lock()
+        )  # a server may call from several threads, and there is one model
 
-    def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Columns ``image``, a PNG, ``error``, why there is none, and ``warning``, a row per row of the input.
+    def predict(
+        self, model_input: pd.DataFrame, params: dict[str, Any] | None = None
+    ) -> pd.DataFrame:
+        """Columns ``image``, a PNG, ``error``, why there is none, and ``warning``, a row per row of
+        the input.
 
         Args:
-            model_input: ``prompt`` and, optionally, ``negative_prompt``, ``seed`` (default 0) and ``image`` to edit. A row that
-                cannot be drawn gets an error, and the others their images.
+            model_input: ``prompt`` and, optionally, ``negative_prompt``, ``seed`` (default 0) and
+                ``image`` to edit. A row that cannot be drawn gets an error, and the others their
+                images.
         """
         from ebbflow.evaluation.serve import Drawn, generate_images
 
@@ -43,10 +52,15 @@ class ServedPolicy:
                 requests[index] = _request(row)
             except ValueError as error:
                 drawn[index] = Drawn(error=str(error))
-        prompts, seeds = [prompt for prompt, _ in requests.values()], [seed for _, seed in requests.values()]
+        prompts = [prompt for prompt, _ in requests.values()]
+        seeds = [seed for _, seed in requests.values()]
         with self._one_at_a_time:
-            drawn |= dict(zip(requests, generate_images(self.base, self.policy, prompts, seeds), strict=True))
-        return pd.DataFrame([drawn[index] for index in range(len(rows))], columns=list(Drawn._fields), dtype=object)
+            drawn |= dict(
+                zip(requests, generate_images(self.base, self.policy, prompts, seeds), strict=True)
+            )
+        return pd.DataFrame(
+            [drawn[index] for index in range(len(rows))], columns=list(Drawn._fields), dtype=object
+        )
 
 
 def _request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
@@ -55,7 +69,9 @@ def _request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
     Raises:
         ValueError: a value of it cannot be used.
     """
-    prompt, negative, seed, image = (row.get(name) for name in ("prompt", "negative_prompt", "seed", "image"))
+    prompt, negative, seed, image = (
+        row.get(name) for name in ("prompt", "negative_prompt", "seed", "image")
+    )
     if prompt is None:
         raise ValueError("the row has no prompt; give it one")
     if (seed := int(seed or 0)) < 0:
@@ -66,25 +82,42 @@ def _request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
         edited = None if image is None else condition_image(image, Path())
     except ImageError as error:
         raise ValueError(f"image {error}") from None
-    return Prompt(0, str(prompt), str(negative or ""), None, source="", split="", metadata="{}", image=edited), seed
+    return (
+        Prompt(
+            0,
+            str(prompt),
+            str(negative or ""),
+            None,
+            source="",
+            split="",
+            metadata="{}",
+            image=edited,
+        ),
+        seed,
+    )
 
 
 def _load_pyfunc(data_path: str) -> ServedPolicy:
-    """MLflow's entry point. The model is loaded now: a server's first request would run into its time limit."""
+    """MLflow's entry point. The model is loaded now: a server's first request would run into its
+    time limit.
+    """
     from ebbflow.evaluation.serve import load_served
 
-    base, policy = base_folder(Path(data_path)), Path(data_path) / "policy"
+    base = base_folder(Path(data_path))
+    policy = Path(data_path) / "policy"
     load_served(base, policy)
     return ServedPolicy(base, policy)
 
 
 def base_folder(data: Path) -> Path:
-    """The base model of a version: stored in its data folder, or only referenced, then from the hub or its cache.
+    """The base model of a version: stored in its data folder, or only referenced, then from the hub
+    or its cache.
 
     Raises:
         TrackingError: it was not stored and is not on the hub.
     """
-    base, policy = data / "base", data / "policy"
+    base = data / "base"
+    policy = data / "policy"
     if base.is_dir():
         return base
     from ebbflow.models.prepare import cached_base
@@ -93,15 +126,21 @@ def base_folder(data: Path) -> Path:
     model = read_policy_metadata(policy).model
     if not model.on_hub:
         raise TrackingError(
-            f"{data} was registered without its base model; put the one that {policy / 'policy.json'} names into {base}"
+            f"{data} was registered without its base model; put the one that"
+            f" {policy / 'policy.json'} names into {base}"
         )
     return cached_base(model)
 
 
 def how_to_load(tracking_uri: str, model_name: str, version: str) -> str:
-    """A line of Python that loads a registered version. It names the store, as MLflow's default is another than a run's."""
+    """A line of Python that loads a registered version. It names the store, as MLflow's default is
+    another than a run's.
+    """
     store = f"mlflow.set_tracking_uri({redact(tracking_uri)!r})"
-    return f"import mlflow; {store}; model = mlflow.pyfunc.load_model('models:/{model_name}/{version}')"
+    return (
+        f"import mlflow; {store}; model ="
+        f" mlflow.pyfunc.load_model('models:/{model_name}/{version}')"
+    )
 
 
 def how_to_draw(tracking_uri: str, model_name: str, version: str, prompt: str) -> str:

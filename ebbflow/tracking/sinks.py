@@ -1,4 +1,6 @@
-"""Second sinks of a run's curves, beside MLflow: what ``tracking.sinks`` names. None of them can stop a run."""
+"""Second sinks of a run's curves, beside MLflow: what ``tracking.sinks`` names. None of them can
+stop a run.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.secrets import redact
 
-GLOBAL_STEP, NODE_STEP = "global_step", "step"
-"""Metrics of W&B: the x axis of all others, and, below the name of a node, the last step that it logged."""
+GLOBAL_STEP = "global_step"
+NODE_STEP = "step"
+"""Metrics of W&B: the x axis of all others, and, below the name of a node, the last step that it
+logged.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +31,9 @@ class Sink(Protocol):
     """Takes the curves of one node. Its methods may raise anything."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Values by the names of the parent's curves; ``step`` counts the training steps of the whole run."""
+        """Values by the names of the parent's curves; ``step`` counts the training steps of the
+        whole run.
+        """
 
     def close(self) -> None:
         """Deliver the rest."""
@@ -35,13 +42,15 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in the folder ``tensorboard`` of the run, those of all nodes side by side.
 
-    A node that is retried repeats the steps of its checkpoint, so its attempt replaces the files of the one before.
+    A node that is retried repeats the steps of its checkpoint, so its attempt replaces the files of
+    the one before.
     """
 
     def __init__(self, tracked: TrackedRun, node: str) -> None:
         from torch.utils.tensorboard import SummaryWriter  # imports TensorBoard
 
-        folder, suffix = f"{tracked.folder}/tensorboard", f".{re.sub(r'[^A-Za-z0-9.]+', '-', node)}"
+        folder = f"{tracked.folder}/tensorboard"
+        suffix = f".{re.sub(r'[^A-Za-z0-9.]+', '-', node)}"
         store, path = fsspec.core.url_to_fs(folder)
         for file in store.ls(path, detail=False) if store.exists(path) else ():
             if str(file).endswith(suffix):
@@ -57,9 +66,11 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run with the id of the MLflow run; ``WANDB_API_KEY``, ``WANDB_MODE`` and the like say where it goes.
+    """A W&B run with the id of the MLflow run; ``WANDB_API_KEY``, ``WANDB_MODE`` and the like say
+    where it goes.
 
-    A node that is retried finds its last step in the summary of the W&B run, and leaves out the steps before.
+    A node that is retried finds its last step in the summary of the W&B run, and leaves out the
+    steps before.
     """
 
     def __init__(self, tracked: TrackedRun, node: str) -> None:
@@ -105,16 +116,19 @@ def require_sinks(recipe: Recipe) -> None:
         package = SINKS[name][1]
         if importlib.util.find_spec(package) is None:
             raise RecipeError(
-                f"tracking.sinks = {name!r} needs the package {package}: install it with `pip install {package}`, or remove it "
-                "from tracking.sinks"
+                f"tracking.sinks = {name!r} needs the package {package}: install it with `pip"
+                f" install {package}`, or remove it from tracking.sinks"
             )
 
 
 class NodeSinks:
-    """The sinks of a node, opened when there is something to log. One that fails is named once, and gets no more."""
+    """The sinks of a node, opened when there is something to log. One that fails is named once, and
+    gets no more.
+    """
 
     def __init__(self, tracked: TrackedRun, node: str) -> None:
-        self.tracked, self.node = tracked, node
+        self.tracked = tracked
+        self.node = node
         self._open: dict[str, Sink] = {}
         self._left = list(tracked.sinks)
 
@@ -136,7 +150,8 @@ class NodeSinks:
         for name, sink in list(self._open.items()):
             try:
                 call(sink)
-            except Exception as error:  # a library and what is behind it raise anything, and none of it may stop the training
+            except Exception as error:
+                # The library behind a sink may raise anything; none of it may stop the training.
                 self._warn(name, error)
                 del self._open[name]
                 with suppress(Exception):
@@ -144,4 +159,9 @@ class NodeSinks:
 
     def _warn(self, name: str, error: Exception) -> None:
         reason = redact(str(error)) or type(error).__name__
-        logger.warning("node %s: %s of tracking.sinks fails and gets no more of this node: %s", self.node, name, reason)
+        logger.warning(
+            "node %s: %s of tracking.sinks fails and gets no more of this node: %s",
+            self.node,
+            name,
+            reason,
+        )

@@ -1,4 +1,5 @@
-"""The MLflow store: which one a recipe uses, whether it works, and how runs are found and created in it.
+"""The MLflow store: which one a recipe uses, whether it works, and how runs are found and created
+in it.
 
 Everything goes through ``MlflowClient``; MLflow's process-wide "active run" is never touched.
 """
@@ -24,9 +25,15 @@ from ebbflow.recipe.secrets import redact
 from ebbflow.storage.disk import DiskFullError, atomic_write, sync
 from ebbflow.storage.locks import wait_for_lock
 
-EXECUTION, NODE, PARENT, MACHINE = "flyte.execution_id", "ebbflow.node", "mlflow.parentRunId", "ebbflow.machine"
-ROLE, DIGEST, RUN = "ebbflow.role", "ebbflow.recipe_digest", "ebbflow.run_id"
-AWAY, REFUSED = "ebbflow.mlflow_away", "ebbflow.refused"
+EXECUTION = "flyte.execution_id"
+NODE = "ebbflow.node"
+PARENT = "mlflow.parentRunId"
+MACHINE = "ebbflow.machine"
+ROLE = "ebbflow.role"
+DIGEST = "ebbflow.recipe_digest"
+RUN = "ebbflow.run_id"
+AWAY = "ebbflow.mlflow_away"
+REFUSED = "ebbflow.refused"
 """Tags: what runs are found by; how long MLflow was away from a run, and what it refused."""
 ARTIFACTS = "mlartifacts"
 """The folder next to a SQLite store with the artifacts of its runs."""
@@ -42,30 +49,35 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
     """The recipe's store, else ``MLFLOW_TRACKING_URI``, else a SQLite file in the output folder.
 
     Raises:
-        TrackingError: the URI contains a password or a token, which would leak, or is of no SQLite file; or there is none and
-            ``output`` is not local.
+        TrackingError: the URI contains a password or a token, which would leak, or is of no SQLite
+            file; or there is none and ``output`` is not local.
     """
     if uri := recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
         if redact(uri) != uri:
             raise TrackingError(
-                f"tracking URI {redact(uri)} contains a password or a token, which would leak into logs and reports; set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, or what the database's driver "
-                "reads, such as PGPASSWORD"
+                f"tracking URI {redact(uri)} contains a password or a token, which would leak into"
+                " logs and reports; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD,"
+                " MLFLOW_TRACKING_TOKEN, or what the database's driver reads, such as PGPASSWORD"
             )
         return _usable(uri, "set tracking.uri or MLFLOW_TRACKING_URI to it")
     if "://" in recipe.output:
         raise TrackingError(
-            f"output {recipe.output} is no local folder, so it cannot hold a SQLite store; set tracking.uri or "
-            "MLFLOW_TRACKING_URI to an MLflow server"
+            f"output {recipe.output} is no local folder, so it cannot hold a SQLite store; set"
+            " tracking.uri or MLFLOW_TRACKING_URI to an MLflow server"
         )
-    return _usable(f"sqlite:///{Path(recipe.output).absolute() / 'mlflow.db'}", "or set 'output' to another folder")
+    return _usable(
+        f"sqlite:///{Path(recipe.output).absolute() / 'mlflow.db'}",
+        "or set 'output' to another folder",
+    )
 
 
 def _usable(uri: str, fix: str) -> str:
     try:
         return require_store_uri(uri)
     except ValueError as error:
-        raise TrackingError(f"tracking URI {sanitize(uri)} cannot be used: {error}; {fix}") from None
+        raise TrackingError(
+            f"tracking URI {sanitize(uri)} cannot be used: {error}; {fix}"
+        ) from None
 
 
 def connect(uri: str) -> MlflowClient:
@@ -95,8 +107,11 @@ def connect(uri: str) -> MlflowClient:
 
 @contextmanager
 def uploading() -> Iterator[None]:
-    """Allow an hour per request of a client (``connect``): a server answers an upload only once it has stored the file."""
-    name, usual = "MLFLOW_HTTP_REQUEST_TIMEOUT", os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
+    """Allow an hour per request of a client (``connect``): a server answers an upload only once it
+    has stored the file.
+    """
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    usual = os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
     os.environ[name] = str(max(UPLOAD_TIMEOUT, int(usual)))
     try:
         yield
@@ -108,8 +123,8 @@ def check_store(uri: str) -> None:
     """Fail within seconds if the store cannot be used.
 
     Raises:
-        TrackingError: a SQLite file or its folder cannot be written, a server does not answer, or the driver of a database is
-            not installed.
+        TrackingError: a SQLite file or its folder cannot be written, a server does not answer, or
+            the driver of a database is not installed.
     """
     if database := sqlite_file(uri):
         _check_sqlite(database, uri)
@@ -139,8 +154,9 @@ def _check_sqlite(database: Path, uri: str) -> None:
 def _ensure_sqlite(database: Path, uri: str) -> None:
     """Make the store unless its file has tables already.
 
-    MLflow itself makes or completes the tables of the file it is given, in hundreds of statements that are not one transaction:
-    where they stop half-way, or two processes send them at once, the file cannot be opened again.
+    MLflow itself makes or completes the tables of the file it is given, in hundreds of statements
+    that are not one transaction: where they stop half-way, or two processes send them at once, the
+    file cannot be opened again.
     """
     file = Path(os.path.realpath(database))  # a link stays one
     try:
@@ -156,19 +172,28 @@ def _ensure_sqlite(database: Path, uri: str) -> None:
     except Exception as error:  # of the file system, sqlite3, SQLAlchemy, alembic or MLflow
         raise _not_writable(uri, error) from error
     if missing := sorted(_mlflow_tables() - tables):
-        raise _not_whole(database, uri, f"{len(missing)} of its tables are missing, such as {missing[0]!r}")
+        raise _not_whole(
+            database, uri, f"{len(missing)} of its tables are missing, such as {missing[0]!r}"
+        )
 
 
 def _tables(database: Path) -> set[str]:
     """The names of the tables in a SQLite file; none if there is no file."""
     if not database.exists():
         return set()
-    with closing(sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=20)) as connection:
-        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    with closing(
+        sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=20)
+    ) as connection:
+        return {
+            name
+            for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        }
 
 
 def _mlflow_tables() -> set[str]:
-    """The names of the tables that MLflow looks for; it imports what registers them to open any SQLite store."""
+    """The names of the tables that MLflow looks for; it imports what registers them to open any
+    SQLite store.
+    """
     import mlflow.store.db.utils  # noqa: F401
     from mlflow.store.db.base_sql_model import Base
 
@@ -176,7 +201,9 @@ def _mlflow_tables() -> set[str]:
 
 
 def _make_sqlite(database: Path) -> None:
-    """Let MLflow make its tables in another file, which then replaces ``database``: a killed process leaves that as it was."""
+    """Let MLflow make its tables in another file, which then replaces ``database``: a killed
+    process leaves that as it was.
+    """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     def publish(folder: Path, path: Path) -> None:
@@ -195,7 +222,9 @@ def _make_sqlite(database: Path) -> None:
 
 @contextmanager
 def _without_fsync() -> Iterator[None]:
-    """For a file that has no name yet: hundreds of statements would each wait until they are on the disk, seconds in all."""
+    """For a file that has no name yet: hundreds of statements would each wait until they are on the
+    disk, seconds in all.
+    """
     from sqlalchemy import Engine, event
 
     def switch_off(connection: sqlite3.Connection, record: object) -> None:
@@ -210,16 +239,16 @@ def _without_fsync() -> Iterator[None]:
 
 def _not_writable(uri: str, error: Exception) -> TrackingError:
     return TrackingError(
-        f"cannot write the MLflow store {uri}: {_first_line(error)}. Set 'output' to a writable folder, or tracking.uri or "
-        "MLFLOW_TRACKING_URI to another store"
+        f"cannot write the MLflow store {uri}: {_first_line(error)}. Set 'output' to a writable"
+        " folder, or tracking.uri or MLFLOW_TRACKING_URI to another store"
     )
 
 
 def _not_whole(database: Path, uri: str, cause: str) -> TrackingError:
     return TrackingError(
-        f"{database} is not a whole store of this MLflow: {cause}. If another version of MLflow made it, copy it and run "
-        f"`mlflow db upgrade {uri}`. If a process was killed while it made or upgraded it, move the file away: the next start "
-        "makes a new one"
+        f"{database} is not a whole store of this MLflow: {cause}. If another version of MLflow"
+        f" made it, copy it and run `mlflow db upgrade {uri}`. If a process was killed while it"
+        " made or upgraded it, move the file away: the next start makes a new one"
     )
 
 
@@ -232,29 +261,46 @@ def _check_server(uri: str) -> None:
         connect(uri).search_experiments(max_results=1)
     except ModuleNotFoundError as error:
         raise TrackingError(
-            f"the MLflow store {redact(uri)} needs the database driver {error.name}, which is not installed; run "
-            "`pip install 'ebbflow[postgresql]'` for postgresql://, or set tracking.uri to an MLflow server"
+            f"the MLflow store {redact(uri)} needs the database driver {error.name}, which is not"
+            " installed; run `pip install 'ebbflow[postgresql]'` for postgresql://, or set"
+            " tracking.uri to an MLflow server"
         ) from error
     except Exception as error:  # of requests, sqlalchemy or MLflow, depending on the store
         raise TrackingError(
-            f"the MLflow store {redact(uri)} does not answer: {redact(_first_line(error))}. Start it, or correct tracking.uri or "
-            "MLFLOW_TRACKING_URI; without either, a SQLite file in 'output' is used"
+            f"the MLflow store {redact(uri)} does not answer: {redact(_first_line(error))}. Start"
+            " it, or correct tracking.uri or MLFLOW_TRACKING_URI; without either, a SQLite file in"
+            " 'output' is used"
         ) from error
 
 
 def find(
-    client: MlflowClient, experiment_id: str, tags: Mapping[str, str | None], order: Literal["ASC", "DESC"] = "ASC"
+    client: MlflowClient,
+    experiment_id: str,
+    tags: Mapping[str, str | None],
+    order: Literal["ASC", "DESC"] = "ASC",
 ) -> Run | None:
-    """The oldest run with these tags, so that racing attempts agree on it; with ``DESC`` the newest."""
+    """The oldest run with these tags, so that racing attempts agree on it; with ``DESC`` the
+    newest.
+    """
     condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-    found = client.search_runs([experiment_id], condition, max_results=1, order_by=[f"attributes.start_time {order}"])
+    found = client.search_runs(
+        [experiment_id], condition, max_results=1, order_by=[f"attributes.start_time {order}"]
+    )
     return found[0] if found else None
 
 
-def create_run(client: MlflowClient, experiment_id: str, identity: Mapping[str, str], tags: Mapping[str, str], name: str) -> Run:
-    """A new run with these tags, or an older one with the tags of ``identity`` if there is one after all.
+def create_run(
+    client: MlflowClient,
+    experiment_id: str,
+    identity: Mapping[str, str],
+    tags: Mapping[str, str],
+    name: str,
+) -> Run:
+    """A new run with these tags, or an older one with the tags of ``identity`` if there is one
+    after all.
 
-    Attempts may race, and after a lost answer MLflow's client repeats its request: then an older run exists that nobody knows.
+    Attempts may race, and after a lost answer MLflow's client repeats its request: then an older
+    run exists that nobody knows.
     """
     created = client.create_run(experiment_id, tags={**identity, **tags}, run_name=name)
     oldest = (find(client, experiment_id, identity) if identity else None) or created

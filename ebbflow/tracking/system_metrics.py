@@ -1,4 +1,5 @@
-"""CPU, memory, disk, network and GPU of the machine that a node runs on, by MLflow's own monitor."""
+"""CPU, memory, disk, network and GPU of the machine that a node runs on, by MLflow's own
+monitor."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None]:
-    """Log the machine's load to a child run while the body runs, every 10 s; a retry goes on with the next step.
+    """Log the machine's load to a child run while the body runs, every 10 s; a retry goes on with
+    the next step.
 
-    ``MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING=false`` switches it off, ``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` sets the seconds.
+    ``MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING=false`` switches it off,
+    ``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` sets the seconds.
 
     Args:
         run_id: None if the store is away; then nothing is measured.
@@ -37,9 +40,13 @@ def _start(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped-def]  #
     """MLflow's monitor, or None where it cannot start: the load of a machine is worth no run."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # it says of every node that it starts and ends
+    logging.getLogger("mlflow.system_metrics").setLevel(
+        logging.ERROR
+    )  # it says of every node that it starts and ends
     try:
-        monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=tracked.tracking_uri)
+        monitor = SystemMetricsMonitor(
+            run_id, resume_logging=True, tracking_uri=tracked.tracking_uri
+        )
         monitor.start()
     except Exception as error:
         logger.warning("cannot measure the load of this machine: %s", redact(str(error)))

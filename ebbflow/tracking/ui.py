@@ -17,7 +17,9 @@ from urllib.request import urlopen
 from ebbflow.tracking.store import TrackingError, connect
 
 MODE = "workflowType=machine_learning"
-"""Part of an address of the UI. Without it MLflow shows the mode used last, at first that of traces, which hides the registry."""
+"""Part of an address of the UI. Without it MLflow shows the mode used last, at first that of
+traces, which hides the registry.
+"""
 START_SECONDS = 300
 """Its imports take seconds, and a minute on a busy laptop."""
 
@@ -35,7 +37,10 @@ def pages(server: str, uri: str, experiment: str) -> dict[str, str]:
     """
     found = connect(uri).get_experiment_by_name(experiment)
     if found is None:
-        raise TrackingError(f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with --recipe")
+        raise TrackingError(
+            f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with"
+            " --recipe"
+        )
     runs = f"{server}/#/experiments/{found.experiment_id}/runs?{MODE}"
     return {
         "runs": runs,
@@ -44,8 +49,11 @@ def pages(server: str, uri: str, experiment: str) -> dict[str, str]:
     }
 
 
-def serve_ui(uri: str, experiment: str, port: int, browser: bool, say: Callable[[str], None]) -> int:
-    """Serve the UI on 127.0.0.1 until it is stopped, with Ctrl-C; of a server's store, only open its own.
+def serve_ui(
+    uri: str, experiment: str, port: int, browser: bool, say: Callable[[str], None]
+) -> int:
+    """Serve the UI on 127.0.0.1 until it is stopped, with Ctrl-C; of a server's store, only open
+    its own.
 
     Args:
         browser: whether to open the page of the runs in a browser, where there is one.
@@ -62,11 +70,24 @@ def serve_ui(uri: str, experiment: str, port: int, browser: bool, say: Callable[
         return 0
     server = f"http://127.0.0.1:{port}"
     addresses = pages(server, uri, experiment)
-    options = {"--backend-store-uri": uri, "--port": str(port), "--workers": "1", "--uvicorn-opts": "--log-level=warning"}
-    command = [sys.executable, "-m", "mlflow", "ui", *(word for option in options.items() for word in option)]
+    options = {
+        "--backend-store-uri": uri,
+        "--port": str(port),
+        "--workers": "1",
+        "--uvicorn-opts": "--log-level=warning",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "ui",
+        *(word for option in options.items() for word in option),
+    ]
     lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     _require_free(port)
-    process = subprocess.Popen(command, env=os.environ | lean, start_new_session=True)  # it has children, which end with it
+    process = subprocess.Popen(
+        command, env=os.environ | lean, start_new_session=True
+    )  # it has children, which end with it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _wait(process, server)
@@ -82,13 +103,19 @@ def serve_ui(uri: str, experiment: str, port: int, browser: bool, say: Callable[
 
 
 def _require_free(port: int) -> None:
-    """Before MLflow has imported itself: what answers at the port in the meantime would be taken for it."""
+    """Before MLflow has imported itself: what answers at the port in the meantime would be taken
+    for it.
+    """
     with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow's own; connections that just ended do not count
+        taken.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as MLflow's own; connections that just ended do not count
         try:
             taken.bind(("127.0.0.1", port))
         except OSError as error:
-            raise TrackingError(f"port {port} of 127.0.0.1 is taken ({error.strerror}); set another --port") from None
+            raise TrackingError(
+                f"port {port} of 127.0.0.1 is taken ({error.strerror}); set another --port"
+            ) from None
 
 
 def _wait(process: subprocess.Popen[bytes], server: str) -> None:
@@ -114,4 +141,6 @@ def _show(addresses: dict[str, str], browser: bool, say: Callable[[str], None]) 
 
 
 def _has_display() -> bool:
-    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    return sys.platform in ("darwin", "win32") or any(
+        map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
+    )

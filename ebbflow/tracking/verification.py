@@ -1,6 +1,8 @@
-"""Whether a registered version is what the gate decided on: every digest, and the decision made again from the stored scores.
+"""Whether a registered version is what the gate decided on: every digest, and the decision made
+again from the stored scores.
 
-Digests are tags of the version; the files are artifacts of it. Who can change both, consistently, is not found out.
+Digests are tags of the version; the files are artifacts of it. Who can change both, consistently,
+is not found out.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ from ebbflow.storage.disk import sha256_of
 from ebbflow.storage.identity import code_listing
 from ebbflow.storage.tables import read_table
 from ebbflow.tracking import evidence as stored
-from ebbflow.tracking.model_version import BASE_STORED, EVIDENCE, MODEL_FILES_DIGEST, POLICY_DIGEST, model_files_digest
+from ebbflow.tracking.model_version import (
+    BASE_STORED,
+    EVIDENCE,
+    MODEL_FILES_DIGEST,
+    POLICY_DIGEST,
+    model_files_digest,
+)
 from ebbflow.tracking.registry import (
     BASE_DIGEST,
     COMPARED_WITH,
@@ -130,25 +138,39 @@ class Registered:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as far as gate and registry need it, and nothing is imported to read it: without its stages, their branches,
-        and how the evaluation draws."""
+        """The recipe as far as gate and registry need it, and nothing is imported to read it:
+        without its stages, their branches, and how the evaluation draws.
+        """
         settings = self._settings
-        evaluation = {key: value for key, value in settings["evaluation"].items() if key not in ("sampler", "eta")}
+        evaluation = {
+            key: value
+            for key, value in settings["evaluation"].items()
+            if key not in ("sampler", "eta")
+        }
         return Recipe.model_validate(settings | {"evaluation": evaluation})
 
     @property
     def evaluated_recipe(self) -> Recipe:
-        """The recipe with how the evaluation draws: a sampler that is code of somebody's is imported."""
+        """The recipe with how the evaluation draws: a sampler that is code of somebody's is
+        imported.
+        """
         return Recipe.model_validate(self._settings)
 
     @property
     def named_code(self) -> list[str]:
         """The code that drawing and scoring run, apart from Ebbflow's own."""
-        return [*self.recipe.own_paths, *named_code(self.recipe.model, self._settings["evaluation"].get("sampler", "ode"))]
+        return [
+            *self.recipe.own_paths,
+            *named_code(self.recipe.model, self._settings["evaluation"].get("sampler", "ode")),
+        ]
 
     @property
     def _settings(self) -> dict[str, Any]:
-        settings = {key: value for key, value in self.json(stored.RECIPE).items() if key not in ("stages", "branches")}
+        settings = {
+            key: value
+            for key, value in self.json(stored.RECIPE).items()
+            if key not in ("stages", "branches")
+        }
         return {"evaluation": {}, **settings}
 
     def scores(self, side: str) -> pa.Table:
@@ -169,8 +191,10 @@ def verify_version(
 
     Args:
         named: ``MODEL``, ``MODEL@alias`` or ``MODEL/version``.
-        again: also generate the held-out samples again, and compare pictures and scores with the stored ones.
-        allowed_code: code that the version may name and that runs then, ``package.module:name`` or a module.
+        again: also generate the held-out samples again, and compare pictures and scores with the
+            stored ones.
+        allowed_code: code that the version may name and that runs then, ``package.module:name`` or
+            a module.
 
     Raises:
         RegistryError: there is no such version, or it cannot be downloaded.
@@ -195,17 +219,25 @@ def _run(checks: Mapping[str, Callable[[Registered], str]], found: Registered) -
             yield Check(name, "not stored", str(reason))
         except _Failed as reason:
             yield Check(name, "FAILED", str(reason))
-        except Exception as error:  # files that somebody changed can fail anywhere, and that is what is looked for
+        except (
+            Exception
+        ) as error:  # files that somebody changed can fail anywhere, and that is what is looked for
             yield Check(name, "FAILED", sanitize(f"{type(error).__name__}: {error}", 300))
 
 
 def _policy(found: Registered) -> str:
     folder = found.data / "policy"
-    digest, metadata = verify(folder), read_policy_metadata(folder)
+    digest = verify(folder)
+    metadata = read_policy_metadata(folder)
     if (base := found.tags.get(BASE_DIGEST)) and metadata.base_digest != base:
-        raise _Failed(f"policy.json names the base model {_short(metadata.base_digest)}, the version's tag {_short(base)}")
+        raise _Failed(
+            f"policy.json names the base model {_short(metadata.base_digest)}, the version's tag"
+            f" {_short(base)}"
+        )
     if POLICY_DIGEST not in found.tags and not found.has_evidence:
-        raise _NotStored(f"the files match their own manifest, but the version has no digest of it: {OLDER}")
+        raise _NotStored(
+            f"the files match their own manifest, but the version has no digest of it: {OLDER}"
+        )
     return _same(digest, found.tag(POLICY_DIGEST))
 
 
@@ -218,7 +250,9 @@ def _base(found: Registered) -> str:
     if not folder.is_dir():
         if found.tags.get(BASE_STORED) == "true":
             raise _Failed("it was stored with the version and is missing")
-        raise _NotStored("the version references its base model, which was too large to be stored with it")
+        raise _NotStored(
+            "the version references its base model, which was too large to be stored with it"
+        )
     return _same(verify(folder), found.tag(BASE_DIGEST))
 
 
@@ -231,13 +265,18 @@ def _file(name: str) -> Callable[[Registered], str]:
 
 def _rewards(found: Registered) -> str:
     found.file(stored.RECIPE)
-    detail = _same(stored.rewards_digest(found.json(stored.RECIPE)), found.tag(stored.REWARDS_DIGEST))
+    detail = _same(
+        stored.rewards_digest(found.json(stored.RECIPE)), found.tag(stored.REWARDS_DIGEST)
+    )
     for side in stored.SIDES:
         table = found.scores(side)
-        # Not evaluated_rewards: to learn whether a reward compares, that would import the code which the version names.
+        # Not evaluated_rewards: to learn whether a reward compares, that would import the code
+        # which the version names.
         rewards = [config for config in found.recipe.rewards if config.column in table.column_names]
         total = np.sum([_weighted(table, config) for config in rewards], axis=0)
-        if wrong := int((~np.isclose(total, _values(table, "reward"), ROUNDING, ROUNDING, equal_nan=True)).sum()):
+        if wrong := int(
+            (~np.isclose(total, _values(table, "reward"), ROUNDING, ROUNDING, equal_nan=True)).sum()
+        ):
             raise _Failed(f"{wrong} rewards of the {side} are not the weighted sum of their scores")
     return detail
 
@@ -252,31 +291,50 @@ def _weighted(table: pa.Table, config: RewardConfig) -> np.ndarray:
 
 def _prompts(found: Registered) -> str:
     detail = _file(stored.PROMPT_TABLE)(found)
-    prompts = {prompt.prompt_id: prompt for prompt in read_prompts(found.file(stored.PROMPT_TABLE), "held_out")}
+    prompts = {
+        prompt.prompt_id: prompt
+        for prompt in read_prompts(found.file(stored.PROMPT_TABLE), "held_out")
+    }
     for side in stored.SIDES:
         table = found.scores(side)
         rows = table.select(
-            [name for name in ("prompt_id", "prompt", "target", "source") if name in table.column_names]
+            [
+                name
+                for name in ("prompt_id", "prompt", "target", "source")
+                if name in table.column_names
+            ]
         ).to_pylist()
         if {row["prompt_id"] for row in rows} != prompts.keys():
             raise _Failed(f"the {side} was scored on other prompts")
-        if wrong := [row["prompt_id"] for row in rows if not _is_of(row, prompts[row["prompt_id"]])]:
-            raise _Failed(f"the {side} was scored on another text or prompt set for prompt {wrong[0]}")
+        if wrong := [
+            row["prompt_id"] for row in rows if not _is_of(row, prompts[row["prompt_id"]])
+        ]:
+            raise _Failed(
+                f"the {side} was scored on another text or prompt set for prompt {wrong[0]}"
+            )
     return f"{detail}, {len(prompts)} held out"
 
 
 def _is_of(row: Mapping[str, Any], prompt: Prompt) -> bool:
-    return (row["prompt"], row["target"], row.get("source") or prompt.source) == (prompt.prompt, prompt.target, prompt.source)
+    return (row["prompt"], row["target"], row.get("source") or prompt.source) == (
+        prompt.prompt,
+        prompt.target,
+        prompt.source,
+    )
 
 
 def _code(found: Registered) -> str:
     detail = _file(stored.CODE)(found)
-    then, now = found.json(stored.CODE), json.loads(code_listing(LIBRARY))
+    then = found.json(stored.CODE)
+    now = json.loads(code_listing(LIBRARY))
     files = {name for name, _ in _difference(then["sources"][0], now["sources"][0])}
     packages = {name for name, _ in _difference(then["versions"].items(), now["versions"].items())}
     if not files and not packages:
         return f"{detail}, as installed here"
-    return f"{detail}; installed here are {len(files)} other files of Ebbflow and other versions of {len(packages)} packages"
+    return (
+        f"{detail}; installed here are {len(files)} other files of Ebbflow and other versions of"
+        f" {len(packages)} packages"
+    )
 
 
 def _difference(then: Any, now: Any) -> set[tuple[str, str]]:
@@ -286,11 +344,16 @@ def _difference(then: Any, now: Any) -> set[tuple[str, str]]:
 def _scores(side: str) -> Callable[[Registered], str]:
     def check(found: Registered) -> str:
         detail = _file(stored.SCORES[side])(found)
-        table, evaluation = found.scores(side), found.evaluation(side)
+        table = found.scores(side)
+        evaluation = found.evaluation(side)
         for name, mean in evaluation.held_out.items():
-            stored_mean = float(np.mean(mean_over_prompts(table["prompt_id"].to_numpy(), _values(table, name))))
+            stored_mean = float(
+                np.mean(mean_over_prompts(table["prompt_id"].to_numpy(), _values(table, name)))
+            )
             if not math.isclose(stored_mean, mean, rel_tol=ROUNDING, abs_tol=ROUNDING):
-                raise _Failed(f"the mean of {name} is {stored_mean:.6f}, the evaluation says {mean:.6f}")
+                raise _Failed(
+                    f"the mean of {name} is {stored_mean:.6f}, the evaluation says {mean:.6f}"
+                )
         return f"{detail}, {table.num_rows} samples"
 
     return check
@@ -298,40 +361,69 @@ def _scores(side: str) -> Callable[[Registered], str]:
 
 def _gate(found: Registered) -> str:
     detail = _file(stored.GATE)(found)
-    decision, sides = found.decision, {side: found.evaluation(side) for side in stored.SIDES}
+    decision = found.decision
+    sides = {side: found.evaluation(side) for side in stored.SIDES}
     if found.tag(DECISION) != decision_tag(decision):
         raise _Failed(f"the tag {DECISION} is not the stored decision")
     compared = found.tag(COMPARED_WITH)
     if compared != NO_CHAMPION and decision.champion != f"champion v{compared}":
-        raise _Failed(f"the decision is about {decision.champion!r}, the tag {COMPARED_WITH} says {compared!r}")
-    made = decide(found.recipe, sides["candidate"], sides["champion"], found.scores("candidate"), found.scores("champion"))
+        raise _Failed(
+            f"the decision is about {decision.champion!r}, the tag {COMPARED_WITH} says"
+            f" {compared!r}"
+        )
+    made = decide(
+        found.recipe,
+        sides["candidate"],
+        sides["champion"],
+        found.scores("candidate"),
+        found.scores("champion"),
+    )
     if differ := _differ(decision.model_dump(), made.model_dump()):
-        raise _Failed(f"decided again from the stored scores, {', '.join(differ[:3])} differ: promote = {made.promote}")
-    return f"{detail}: {'promote' if made.promote else 'do not promote'}, as decided again from the stored scores"
+        raise _Failed(
+            f"decided again from the stored scores, {', '.join(differ[:3])} differ: promote ="
+            f" {made.promote}"
+        )
+    return (
+        f"{detail}: {'promote' if made.promote else 'do not promote'}, as decided again from the"
+        " stored scores"
+    )
 
 
 def _differ(was: Any, now: Any) -> list[str]:
     """Dotted names of the values that differ by more than rounding."""
-    before, after = ({".".join(map(str, path)): value for path, value in iter_leaves(part)} for part in (was, now))
-    leaves = {name for name in before.keys() | after.keys() if not isinstance(before.get(name), (dict, list))}
+    before, after = (
+        {".".join(map(str, path)): value for path, value in iter_leaves(part)}
+        for part in (was, now)
+    )
+    leaves = {
+        name
+        for name in before.keys() | after.keys()
+        if not isinstance(before.get(name), (dict, list))
+    }
     return sorted(name for name in leaves if not _equal(before.get(name), after.get(name)))
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=ROUNDING, abs_tol=ROUNDING) or (math.isnan(one) and math.isnan(other))
+        return math.isclose(one, other, rel_tol=ROUNDING, abs_tol=ROUNDING) or (
+            math.isnan(one) and math.isnan(other)
+        )
     return bool(one == other)
 
 
 def _alias(found: Registered) -> str:
-    """The champion must be a version that the gate let through and that a promotion or a rollback moved the alias to."""
+    """The champion must be a version that the gate let through and that a promotion or a rollback
+    moved the alias to.
+    """
     if not found.champion:
         return f"the version is not {CHAMPION}"
     text = found.tag(DECISION)
     if not text.startswith('{"promote":true,'):
         raise _Failed(f"the alias {CHAMPION} points to this version, which the gate refused")
     if REPLACES not in found.tags:
-        raise _Failed(f"neither a promotion nor a rollback moved the alias {CHAMPION} to this version")
+        raise _Failed(
+            f"neither a promotion nor a rollback moved the alias {CHAMPION} to this version"
+        )
     return f"{CHAMPION}, and the gate let it through"
 
 
@@ -351,10 +443,16 @@ CHECKS: dict[str, Callable[[Registered], str]] = {
 """What is checked without generating anything: each gives the detail of its line, or raises."""
 
 
-def _again(found: Registered, checks: list[Check], path: Path, allowed_code: Collection[str]) -> Iterator[Check]:
-    """Checks of the held-out samples, generated again with the stored policy. What did not verify is not loaded."""
+def _again(
+    found: Registered, checks: list[Check], path: Path, allowed_code: Collection[str]
+) -> Iterator[Check]:
+    """Checks of the held-out samples, generated again with the stored policy. What did not verify
+    is not loaded.
+    """
     inputs = ("model files", "policy", "base model", "recipe", "rewards", "prompts")
-    if failed := [check.name for check in checks if check.name in inputs and check.status == "FAILED"]:
+    if failed := [
+        check.name for check in checks if check.name in inputs and check.status == "FAILED"
+    ]:
         yield Check("samples again", "FAILED", f"not generated, because of {', '.join(failed)}")
         return
 
@@ -362,14 +460,25 @@ def _again(found: Registered, checks: list[Check], path: Path, allowed_code: Col
         from ebbflow.evaluation.evaluate import evaluate_folder
 
         if foreign := not_allowed(found.named_code, allowed_code):
-            raise _Failed(f"the version names code to run, {foreign[0]}; if you trust it, give --allow-code {foreign[0]}")
+            raise _Failed(
+                f"the version names code to run, {foreign[0]}; if you trust it, give --allow-code"
+                f" {foreign[0]}"
+            )
         prompts = found.file(stored.PROMPT_TABLE)
         evaluation = evaluate_folder(
-            found.evaluated_recipe, base_folder(found.data), found.data / "policy", prompts, "again", path
+            found.evaluated_recipe,
+            base_folder(found.data),
+            found.data / "policy",
+            prompts,
+            "again",
+            path,
         )
         return f"generated and scored in {sum(evaluation.seconds.values()):.1f} s"
 
-    compared = {"pictures again": lambda found: _pictures_again(found, path), "scores again": lambda f: _scores_again(f, path)}
+    compared = {
+        "pictures again": lambda found: _pictures_again(found, path),
+        "scores again": lambda f: _scores_again(f, path),
+    }
     (generated,) = _run({"samples again": generate}, found)
     yield generated
     if generated.status == "ok":
@@ -401,7 +510,8 @@ def _by_how_much(found: Registered, rows: pa.Table, differ: list[tuple[int, int]
 
 def _scores_again(found: Registered, path: Path) -> str:
     in_order = [(name, "ascending") for name in KEY]
-    was, now = found.scores("candidate").sort_by(in_order), stored.held_out(read_table(path)).sort_by(in_order)
+    was = found.scores("candidate").sort_by(in_order)
+    now = stored.held_out(read_table(path)).sort_by(in_order)
     names = [field.name for field in was.schema if pa.types.is_floating(field.type)]
     if absent := [name for name in names if name not in now.column_names]:
         raise _Failed(f"{', '.join(absent)} cannot be measured here")
@@ -409,7 +519,9 @@ def _scores_again(found: Registered, path: Path) -> str:
     equal = (before == after) | (np.isnan(before) & np.isnan(after))
     if equal.all():
         return f"all {equal.size} are equal"
-    raise _Failed(f"{(~equal).sum()} of {equal.size} differ, by up to {np.nanmax(np.abs(before - after)):.3g}")
+    raise _Failed(
+        f"{(~equal).sum()} of {equal.size} differ, by up to {np.nanmax(np.abs(before - after)):.3g}"
+    )
 
 
 def _values(table: pa.Table, name: str) -> np.ndarray:

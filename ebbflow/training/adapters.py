@@ -22,17 +22,25 @@ def is_chosen(layer: str, config: PolicyConfig) -> bool:
 
 
 def no_such_layers(model: Model, config: PolicyConfig) -> PolicyError:
-    linears = [name for name, layer in model.transformer.named_modules() if isinstance(layer, torch.nn.Linear)]
+    linears = [
+        name
+        for name, layer in model.transformer.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    ]
     layers = [name for name in linears if is_trainable(model, name)]
     of = (
         f" among the targets {', '.join(config.targets or model.lora_targets)}"
         if config.train == "lora" and config.layers
         else ""
     )
-    key = f"policy.layers = {config.layers}" if config.layers else f"policy.targets = {config.targets}"
+    key = (
+        f"policy.layers = {config.layers}"
+        if config.layers
+        else f"policy.targets = {config.targets}"
+    )
     return PolicyError(
-        f"{key}: no layer{of} that is trained has such a name. Layers are called {layers[0]} or {layers[-1]}; write "
-        "patterns such as 'transformer_blocks.1?.*' or '*.attn.*'"
+        f"{key}: no layer{of} that is trained has such a name. Layers are called {layers[0]} or"
+        f" {layers[-1]}; write patterns such as 'transformer_blocks.1?.*' or '*.attn.*'"
     )
 
 
@@ -47,12 +55,18 @@ def add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     for layer in model.transformer.modules() if config.dora else ():
-        if isinstance(layer, LoraLayer):  # in the precision in which peft divides by it: their ratio is 1 at the base model
-            layer.lora_magnitude_vector[ADAPTER].weight.data = layer.get_base_layer().weight.detach().float().norm(dim=1)
+        if isinstance(
+            layer, LoraLayer
+        ):  # in the precision in which peft divides by it: their ratio is 1 at the base model
+            layer.lora_magnitude_vector[ADAPTER].weight.data = (
+                layer.get_base_layer().weight.detach().float().norm(dim=1)
+            )
 
 
 def _round_weights(model: Model) -> None:
-    """Keep the weights in the model's precision, but for the layers that diffusers names as too delicate for it."""
+    """Keep the weights in the model's precision, but for the layers that diffusers names as too
+    delicate for it.
+    """
     for network in trained_networks(model.transformer).values():
         delicate = set(network._keep_in_fp32_modules or ())
         for name, parameter in network.named_parameters():
@@ -72,12 +86,18 @@ def lora_config(model: Model, prefix: str, network: Any, config: PolicyConfig) -
 
 
 def _targets(model: Model, prefix: str, network: Any, config: PolicyConfig) -> list[str]:
-    """The layers of a network that LoRA adapts: ends of their names, or where only some of them are trained, whole names.
+    """The layers of a network that LoRA adapts: ends of their names, or where only some of them are
+    trained, whole names.
 
-    ``prefix`` is what stands before them in the names of the transformer, which ``policy.layers`` means.
+    ``prefix`` is what stands before them in the names of the transformer, which ``policy.layers``
+    means.
     """
     ends = config.targets or model.lora_targets
-    names = {name.replace(".base_layer", "") for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)}
+    names = {
+        name.replace(".base_layer", "")
+        for name, layer in network.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
     fitting = {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)}
     trainable = {name for name in fitting if is_trainable(model, name)}
     if config.layers is None and trainable == fitting:

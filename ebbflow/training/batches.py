@@ -1,4 +1,6 @@
-"""From samples to the rows of a loss: where the network is evaluated, and what the algorithm then gets to see."""
+"""From samples to the rows of a loss: where the network is evaluated, and what the algorithm then
+gets to see.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,15 @@ class ForwardInputs:
     Attributes:
         latents: [M, ...].
         sigma: [M].
-        conditioning: of the samples; large, so it is repeated for the rows of one micro-batch at a time.
+        conditioning: of the samples; large, so it is repeated for the rows of one micro-batch at a
+            time.
         sample_index: integer [M], the sample of each row.
-        negative: negative prompts of the samples, where ``conditioning`` leaves them out and there are any.
-        checkpointed: whether the pass with gradient keeps no activations and is repeated in the backward pass.
-        predicted: the policy's velocities that are known, [m, ...] with their graphs, by the first row of the pass; each is good
-            for one backward pass, and whoever takes it removes it.
+        negative: negative prompts of the samples, where ``conditioning`` leaves them out and there
+            are any.
+        checkpointed: whether the pass with gradient keeps no activations and is repeated in the
+            backward pass.
+        predicted: the policy's velocities that are known, [m, ...] with their graphs, by the first
+            row of the pass; each is good for one backward pass, and whoever takes it removes it.
     """
 
     latents: Tensor
@@ -60,8 +65,13 @@ class ForwardInputs:
             ValueError: there are no negative prompts.
         """
         if self.negative is None:
-            raise ValueError(f"guidance = {scale:g} needs negative prompts, and these samples were encoded without")
-        return replace(self, conditioning=replace(self.conditioning, negative=self.negative, guidance=scale))
+            raise ValueError(
+                f"guidance = {scale:g} needs negative prompts, and these samples were encoded"
+                " without"
+            )
+        return replace(
+            self, conditioning=replace(self.conditioning, negative=self.negative, guidance=scale)
+        )
 
     def __len__(self) -> int:
         return len(self.sigma)
@@ -118,7 +128,9 @@ class TrajectoryBatch:
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
 
-    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> TrajectoryRows:
+    def rows(
+        self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+    ) -> TrajectoryRows:
         step = self.transition(part, velocity)
         return TrajectoryRows(
             transition=step,
@@ -131,17 +143,24 @@ class TrajectoryBatch:
 
     def transition(self, part: slice, velocity: Tensor) -> Transition:
         """The step from each of some rows under a predicted velocity."""
-        latents, steps = self.inputs.latents[part], self.steps[part]
-        return transition(self.sampler.name, latents, velocity, self.sigmas, steps, self.sampler.eta)
+        latents = self.inputs.latents[part]
+        steps = self.steps[part]
+        return transition(
+            self.sampler.name, latents, velocity, self.sigmas, steps, self.sampler.eta
+        )
 
     def describe(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
-        return f"{sample}, denoising step {int(self.steps[row])} (sigma {float(self.inputs.sigma[row]):.4f})"
+        return (
+            f"{sample}, denoising step {int(self.steps[row])} (sigma"
+            f" {float(self.inputs.sigma[row]):.4f})"
+        )
 
 
 @dataclass(frozen=True)
 class CorrectedRollout:
-    """Trajectories of N samples at W steps, what their ratio is against, and how much each row counts.
+    """Trajectories of N samples at W steps, what their ratio is against, and how much each row
+    counts.
 
     Attributes:
         old_mean: [N, W, ...].
@@ -169,12 +188,16 @@ class CorrectedRollout:
         return CorrectedRollout(self.trajectory.take(samples), *(part[samples] for part in parts))
 
     def kept(self, samples: np.ndarray) -> SampleGroups:
-        """The rows of some samples that are kept, each by itself: their numbers, row by row of [N, W]."""
+        """The rows of some samples that are kept, each by itself: their numbers, row by row of [N,
+        W].
+        """
         numbers = torch.arange(self.keep.numel()).view_as(self.keep)[samples]
         return list(numbers[self.keep[samples]].numpy()[:, None])
 
     def only(self, rows: np.ndarray) -> tuple[np.ndarray, CorrectedRollout]:
-        """(the samples of some rows, those samples with nothing but these rows); the rows of a sample are adjacent."""
+        """(the samples of some rows, those samples with nothing but these rows); the rows of a
+        sample are adjacent.
+        """
         sample, column = np.divmod(rows, self.keep.shape[1])
         samples, row = torch.from_numpy(sample).unique_consecutive(return_inverse=True)
         part = self.take(samples)
@@ -183,25 +206,40 @@ class CorrectedRollout:
         return samples.numpy(), replace(part, keep=keep)
 
     def to(self, device: torch.device) -> CorrectedRollout:
-        moved = Trajectory(**{name: values.to(device) for name, values in vars(self.trajectory).items()})
+        moved = Trajectory(
+            **{name: values.to(device) for name, values in vars(self.trajectory).items()}
+        )
         parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
         return CorrectedRollout(moved, *(part.to(device) for part in parts))
 
 
 def trajectory_batch(
-    rollout: CorrectedRollout, conditioning: Conditioning, advantage: Tensor, keys: SampleKeys, sampler: SamplerConfig
+    rollout: CorrectedRollout,
+    conditioning: Conditioning,
+    advantage: Tensor,
+    keys: SampleKeys,
+    sampler: SamplerConfig,
 ) -> TrajectoryBatch:
-    """A row for every recorded step of N samples that the correction kept; all arguments cover the N samples.
+    """A row for every recorded step of N samples that the correction kept; all arguments cover the
+    N samples.
 
     Args:
         advantage: [N], or [N, W] where each of the steps has its own.
     """
-    trajectory, keep = rollout.trajectory, rollout.keep.flatten()
+    trajectory = rollout.trajectory
+    keep = rollout.keep.flatten()
     of_steps = advantage if advantage.ndim == 2 else advantage[:, None].expand(rollout.keep.shape)
-    sample_index = torch.arange(len(keys), device=keep.device).repeat_interleave(len(trajectory.steps))[keep]
+    sample_index = torch.arange(len(keys), device=keep.device).repeat_interleave(
+        len(trajectory.steps)
+    )[keep]
     steps = trajectory.steps.repeat(len(keys))[keep]
     return TrajectoryBatch(
-        inputs=ForwardInputs(trajectory.latents.flatten(0, 1)[keep], trajectory.sigmas[steps], conditioning, sample_index),
+        inputs=ForwardInputs(
+            trajectory.latents.flatten(0, 1)[keep],
+            trajectory.sigmas[steps],
+            conditioning,
+            sample_index,
+        ),
         weight=rollout.weight.flatten()[keep],
         group_index=torch.arange(len(sample_index), device=keep.device),
         next_latents=trajectory.next_latents.flatten(0, 1)[keep],
@@ -259,31 +297,43 @@ def forward_batch(
     """``config.noise_levels`` rows for each of N clean latents.
 
     Args:
-        group_index: integer [N], ascending; the samples of a group share sigma, that of its first sample, and the noise likewise
-            if ``config.shared_noise``.
-        schedule: the sigmas of the stage's sampler, [steps + 1]; ``config.sigma`` may draw from them.
+        group_index: integer [N], ascending; the samples of a group share sigma, that of its first
+            sample, and the noise likewise if ``config.shared_noise``.
+        schedule: the sigmas of the stage's sampler, [steps + 1]; ``config.sigma`` may draw from
+            them.
         visit: how often these samples were trained on before.
 
-    The loss is on the network's own prediction, without classifier-free guidance: that is what noised samples are regressed on.
+    The loss is on the network's own prediction, without classifier-free guidance: that is what
+    noised samples are regressed on.
     """
     draws = config.noise_levels
     _, first, index = np.unique(group_index, return_index=True, return_inverse=True)
     drawing = first if config.shared_noise else np.arange(len(keys))  # the samples that draw noise
-    drawn = [_draw(clean.shape[1:], keys.take(drawing), visit * draws + draw) for draw in range(draws)]
+    drawn = [
+        _draw(clean.shape[1:], keys.take(drawing), visit * draws + draw) for draw in range(draws)
+    ]
     uniforms = torch.stack([uniform for uniform, _ in drawn])[:, np.searchsorted(drawing, first)]
     sigmas = training_sigmas(config.sigma, schedule, keys.take(first), visit, uniforms)
-    # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise levels.
-    draw, sample_index = np.repeat(np.arange(draws), len(keys)), np.tile(np.arange(len(keys)), draws)
+    # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise
+    # levels.
+    draw = np.repeat(np.arange(draws), len(keys))
+    sample_index = np.tile(np.arange(len(keys)), draws)
     order = np.argsort(index[sample_index], kind="stable")
-    draw, sample_index = draw[order], sample_index[order]
+    draw = draw[order]
+    sample_index = sample_index[order]
     group = index[sample_index]
     sigma = sigmas[draw, group].to(clean)
-    noise = torch.stack([noise for _, noise in drawn])[draw, group if config.shared_noise else sample_index].to(clean)
+    noise = torch.stack([noise for _, noise in drawn])[
+        draw, group if config.shared_noise else sample_index
+    ].to(clean)
     rows_of = torch.from_numpy(sample_index).to(clean.device)
-    repeated, share = clean[rows_of], expand_like(sigma, clean)
+    repeated = clean[rows_of]
+    share = expand_like(sigma, clean)
     noised = (1 - share) * repeated + share * noise
     return ForwardBatch(
-        inputs=ForwardInputs(noised, sigma, conditioning.unguided(), rows_of, conditioning.negative),
+        inputs=ForwardInputs(
+            noised, sigma, conditioning.unguided(), rows_of, conditioning.negative
+        ),
         weight=torch.ones_like(sigma),
         group_index=torch.from_numpy(group * draws + draw).to(clean.device),
         clean=repeated,
@@ -294,10 +344,14 @@ def forward_batch(
 
 
 def _draw(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Tensor, Tensor]:
-    """(uniform in [0, 1) [N], noise [N, *shape]) of one draw; from the sample's own generator, so batches do not matter."""
+    """(uniform in [0, 1) [N], noise [N, *shape]) of one draw; from the sample's own generator, so
+    batches do not matter.
+    """
     uniform = np.empty(len(keys), dtype=np.float32)
     noise = np.empty((len(keys), *shape), dtype=np.float32)
-    for row, generator in enumerate(generators(keys.seed, keys.prompt_ids, keys.samples, number, Stream.TRAINING)):
+    for row, generator in enumerate(
+        generators(keys.seed, keys.prompt_ids, keys.samples, number, Stream.TRAINING)
+    ):
         uniform[row] = generator.random(dtype=np.float32)
         generator.standard_normal(dtype=np.float32, out=noise[row])
     return torch.from_numpy(uniform), torch.from_numpy(noise)
@@ -311,25 +365,30 @@ def split_evenly(groups: SampleGroups, count: int) -> list[SampleGroups]:
 def shard_for_rank(groups: SampleGroups, ranks: Ranks) -> SampleGroups:
     """This process's groups of a batch.
 
-    Where there are too few to go round, every process takes all of them: the mean over the rows of all processes is the same.
+    Where there are too few to go round, every process takes all of them: the mean over the rows of
+    all processes is the same.
     """
     return groups if len(groups) < ranks.world else split_evenly(groups, ranks.world)[ranks.rank]
 
 
 def num_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -> int:
-    """Passes of about ``size`` rows that every process can take part in: their shares of the groups may differ by one.
+    """Passes of about ``size`` rows that every process can take part in: their shares of the groups
+    may differ by one.
 
     Args:
         groups: of the whole batch.
         draws: rows of each sample.
     """
     dealt = world if len(groups) >= world else 1
-    largest, smallest = math.ceil(len(groups) / dealt) * draws, len(groups) // dealt * draws
+    largest = math.ceil(len(groups) / dealt) * draws
+    smallest = len(groups) // dealt * draws
     return min(passes(largest, max(map(len, groups)), size), smallest)
 
 
 def micro_batches(group_index: Tensor, size: int) -> int:
-    """How many passes of at most ``size`` rows a batch takes; a group larger than that is a pass of its own."""
+    """How many passes of at most ``size`` rows a batch takes; a group larger than that is a pass of
+    its own.
+    """
     counts = group_index.unique_consecutive(return_counts=True)[1]
     return passes(len(counts), int(counts.max()), size)
 

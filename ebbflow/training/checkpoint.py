@@ -1,12 +1,15 @@
-"""Checkpoints inside a stage: everything that the next optimiser step depends on, in a committed folder.
+"""Checkpoints inside a stage: everything that the next optimiser step depends on, in a committed
+folder.
 
-Noise has no state (``ebbflow.flow.noise``), so what remains is the policy with its copies, the optimiser, the counters and
-whatever the stage adds. Training that resumes from a checkpoint ends with the same bytes as training that never stopped; with
-another number of processes it ends with the same up to rounding.
+Noise has no state (``ebbflow.flow.noise``), so what remains is the policy with its copies, the
+optimiser, the counters and whatever the stage adds. Training that resumes from a checkpoint ends
+with the same bytes as training that never stopped; with another number of processes it ends with
+the same up to rounding.
 
-Every process writes its own part of each tensor (``parameters-00000-of-00002.safetensors``, ``optimizer-...``, the copies
-likewise), so no tensor is gathered; of several replicas of the model, the first writes. Other machines send their files to that
-of rank 0. Then come ``manifest.json`` and COMMIT (``ebbflow.storage.artifacts``).
+Every process writes its own part of each tensor (``parameters-00000-of-00002.safetensors``,
+``optimizer-...``, the copies likewise), so no tensor is gathered; of several replicas of the model,
+the first writes. Other machines send their files to that of rank 0. Then come ``manifest.json`` and
+COMMIT (``ebbflow.storage.artifacts``).
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ from ebbflow.training.update import PolicyUpdater
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS, OPTIMIZER, COUNTERS, STATE = "parameters", "optimizer", "counters.json", "state.json"
+PARAMETERS = "parameters"
+OPTIMIZER = "optimizer"
+COUNTERS = "counters.json"
+STATE = "state.json"
 FAKE_OPTIMIZER = "fake_optimizer"
 MOVING = (*FOLLOWING, "ema")
 """Copies that move with the training; the others are what they were at the start of the stage."""
@@ -49,27 +55,38 @@ class CheckpointError(Exception):
     """A checkpoint of another training: names the folder, what differs, and how to fix it."""
 
 
-# ------------------------------------------------------------------------------------------------------------ what is in one
+# ----------------------------------------------------------------------------------- what is in one
 
 
 def write_part(folder: Path, updater: PolicyUpdater) -> None:
-    """Write this process's part of where the updater stands into a folder that is not committed yet; every rank calls it."""
-    rank, num_parts = Ranks.current().rank, _num_parts(updater)
+    """Write this process's part of where the updater stands into a folder that is not committed
+    yet; every rank calls it.
+    """
+    rank = Ranks.current().rank
+    num_parts = _num_parts(updater)
     if rank >= num_parts:
         return  # the parts of another replica are the same
     for kind, values in _moving(updater).items():
-        own = {name: _local(value) for name, value in values.items() if rank == 0 or isinstance(value, DTensor)}
+        own = {
+            name: _local(value)
+            for name, value in values.items()
+            if rank == 0 or isinstance(value, DTensor)
+        }
         save_file(own, folder / _part_name(kind, rank, num_parts))
     if rank == 0:
-        (folder / COUNTERS).write_text(json.dumps({name: getattr(updater, name) for name in COUNTED}))
+        (folder / COUNTERS).write_text(
+            json.dumps({name: getattr(updater, name) for name in COUNTED})
+        )
 
 
 def collect_parts(folder: Path, updater: PolicyUpdater) -> None:
-    """Bring what ``write_part`` wrote on other machines into the folder of rank 0; all ranks call it, each with its own folder.
+    """Bring what ``write_part`` wrote on other machines into the folder of rank 0; all ranks call
+    it, each with its own folder.
 
     One file after another, so that rank 0 has room for what arrives.
     """
-    ranks, num_parts = Ranks.current(), _num_parts(updater)
+    ranks = Ranks.current()
+    num_parts = _num_parts(updater)
     for sender in range(ranks.per_node, num_parts):
         for kind in sorted(_moving(updater)):
             path = folder / _part_name(kind, sender, num_parts)
@@ -98,7 +115,9 @@ def restore(folder: Path, updater: PolicyUpdater) -> None:
     """Put the updater where it stood; every rank calls it, however many wrote the checkpoint."""
     policy = updater.policy
     optimizers = _optimizers(updater)
-    for kind in sorted({path.name.partition("-")[0] for path in part_files(folder)} - {*optimizers, COUNTERS}):
+    for kind in sorted(
+        {path.name.partition("-")[0] for path in part_files(folder)} - {*optimizers, COUNTERS}
+    ):
         with _opened(folder, kind) as values:
             whole = policy.distributed(values)
         if kind == PARAMETERS:
@@ -108,15 +127,23 @@ def restore(folder: Path, updater: PolicyUpdater) -> None:
     for kind, optimizer in optimizers.items():
         with _opened(folder, kind) as values:
             for name, parameter in policy.parameters.items():
-                own = {key: _placed(policy, values[key], parameter) for key in values if key.rpartition("/")[0] == name}
+                own = {
+                    key: _placed(policy, values[key], parameter)
+                    for key in values
+                    if key.rpartition("/")[0] == name
+                }
                 if own:
-                    optimizer.state[parameter] = state_from({key.rpartition("/")[2]: value for key, value in own.items()})
+                    optimizer.state[parameter] = state_from(
+                        {key.rpartition("/")[2]: value for key, value in own.items()}
+                    )
     for name, value in json.loads((folder / COUNTERS).read_text()).items():
         setattr(updater, name, value)
 
 
 def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
-    """The parameters, the copies that follow them, and every tensor of the optimisers by parameter and by what it is."""
+    """The parameters, the copies that follow them, and every tensor of the optimisers by parameter
+    and by what it is.
+    """
     policy = updater.policy
     optimizers = {
         kind: {
@@ -131,8 +158,12 @@ def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
 
 
 def _optimizers(updater: PolicyUpdater) -> dict[str, AnyOptimizer]:
-    """The optimisers of the policy and of what is trained beside it, by what their parts are called."""
-    return {OPTIMIZER: updater.optimizer} | ({FAKE_OPTIMIZER: updater.fake.optimizer} if updater.fake else {})
+    """The optimisers of the policy and of what is trained beside it, by what their parts are
+    called.
+    """
+    return {OPTIMIZER: updater.optimizer} | (
+        {FAKE_OPTIMIZER: updater.fake.optimizer} if updater.fake else {}
+    )
 
 
 def _local(value: Tensor) -> Tensor:
@@ -150,7 +181,11 @@ class _Whole(Mapping[str, Tensor]):
         self.parts, self.names = parts, [list(part.keys()) for part in parts]
 
     def __getitem__(self, name: str) -> Tensor:
-        found = [part.get_tensor(name) for part, names in zip(self.parts, self.names, strict=True) if name in names]
+        found = [
+            part.get_tensor(name)
+            for part, names in zip(self.parts, self.names, strict=True)
+            if name in names
+        ]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def __iter__(self) -> Iterator[str]:
@@ -163,16 +198,23 @@ class _Whole(Mapping[str, Tensor]):
 @contextmanager
 def _opened(folder: Path, kind: str) -> Iterator[_Whole]:
     with ExitStack() as stack:
-        yield _Whole([stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob(f"{kind}-*.safetensors"))])
+        yield _Whole(
+            [
+                stack.enter_context(safe_open(path, "pt"))
+                for path in sorted(folder.glob(f"{kind}-*.safetensors"))
+            ]
+        )
 
 
 def _placed(policy: Policy, value: Tensor, parameter: Tensor) -> Tensor:
-    """Moments lie like their parameters; counters are on their device, where fused AdamW wants them."""
+    """Moments lie like their parameters; counters are on their device, where fused AdamW wants
+    them.
+    """
     placed = policy.placed(value, parameter)
     return like(placed, parameter) if value.shape == parameter.shape and value.ndim else placed
 
 
-# -------------------------------------------------------------------------------------------------------------- those of a stage
+# --------------------------------------------------------------------------------- those of a stage
 
 
 class Best(NamedTuple):
@@ -207,11 +249,14 @@ class Checkpoints:
         return config is not None and step % config.every == 0
 
     @contextmanager
-    def saving(self, step: int, state: dict[str, Any], score: float | None = None) -> Iterator[Path]:
-        """Save where the stage stands: the block writes the parts of all processes (``write_part``) into the folder it is given.
+    def saving(
+        self, step: int, state: dict[str, Any], score: float | None = None
+    ) -> Iterator[Path]:
+        """Save where the stage stands: the block writes the parts of all processes (``write_part``)
+        into the folder it is given.
 
-        The last checkpoints and the best one are kept. Those of later steps go, and a damaged one of this step: an attempt
-        passed them over.
+        The last checkpoints and the best one are kept. Those of later steps go, and a damaged one
+        of this step: an attempt passed them over.
 
         Args:
             step: steps done.
@@ -219,17 +264,24 @@ class Checkpoints:
             score: how good the policy was then, if that is known; more is better.
         """
         new = self._at(step)
-        for passed_over in [path for path in self._there() if step_of(path) > step or (path == new and _damage(path))]:
+        for passed_over in [
+            path
+            for path in self._there()
+            if step_of(path) > step or (path == new and _damage(path))
+        ]:
             shutil.rmtree(passed_over)
         with new_folder(new) as unfinished:
             yield unfinished
-            (unfinished / STATE).write_text(json.dumps({"about": self.about, "score": score, "stage": state}))
+            (unfinished / STATE).write_text(
+                json.dumps({"about": self.about, "score": score, "stage": state})
+            )
         self._forget()
         self.saved(new)
         logger.info("%s checkpoint of step %d saved at %s", self.ctx.label, step, new)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and what the stage wanted to find again; damaged ones are passed over.
+        """The newest whole checkpoint and what the stage wanted to find again; damaged ones are
+        passed over.
 
         Raises:
             CheckpointError: it is one of another training.
@@ -251,22 +303,29 @@ class Checkpoints:
         """
         if not self._at(step).is_dir():
             raise CheckpointError(
-                f"{self._at(step)} is on the machine of rank 0 and not on this one: with several machines the recipe's output "
-                "must be a URI, or a folder that all of them share"
+                f"{self._at(step)} is on the machine of rank 0 and not on this one: with several"
+                " machines the recipe's output must be a URI, or a folder that all of them share"
             )
         verify(self._at(step))
 
     def best(self) -> Best | None:
-        """The whole one with the highest score, the first of several; None where no score is known."""
+        """The whole one with the highest score, the first of several; None where no score is
+        known."""
         scored = sorted(self._scored(), key=lambda one: -one.score)
         return next((one for one in scored if _whole(one.folder)), None)
 
     def _scored(self) -> list[Best]:
         states = ((path, _committed_state(path)) for path in self._there())
-        return [Best(path, step_of(path), state["score"]) for path, state in states if _is_score(state.get("score"))]
+        return [
+            Best(path, step_of(path), state["score"])
+            for path, state in states
+            if _is_score(state.get("score"))
+        ]
 
     def copied(self, folder: Path, step: int) -> Checkpoints:
-        """Copies in another folder, of the checkpoints up to a step. One that the stage deletes meanwhile may be left out."""
+        """Copies in another folder, of the checkpoints up to a step. One that the stage deletes
+        meanwhile may be left out.
+        """
         for path in [path for path in self._there() if step_of(path) <= step]:
             with suppress(OSError):  # a copy that is not whole is passed over
                 shutil.copytree(path, folder / path.name)
@@ -280,12 +339,20 @@ class Checkpoints:
         """
         found = _committed_state(folder)
         if not found.keys() >= {"about", "stage"} or not isinstance(found["about"], dict):
-            raise CheckpointError(f"{folder / STATE} is damaged, or of another version of Ebbflow; remove {folder}")
-        was, now = found["about"], self.about
-        if was != now:
-            differ = ", ".join(f"{key} = {was.get(key)!r} (now {value!r})" for key, value in now.items() if was.get(key) != value)
             raise CheckpointError(
-                f"{folder} is the checkpoint of another training: {differ}; remove it, or go on with what made it"
+                f"{folder / STATE} is damaged, or of another version of Ebbflow; remove {folder}"
+            )
+        was = found["about"]
+        now = self.about
+        if was != now:
+            differ = ", ".join(
+                f"{key} = {was.get(key)!r} (now {value!r})"
+                for key, value in now.items()
+                if was.get(key) != value
+            )
+            raise CheckpointError(
+                f"{folder} is the checkpoint of another training: {differ}; remove it, or go on"
+                " with what made it"
             )
         state: dict[str, Any] = found["stage"]
         return state
@@ -301,7 +368,11 @@ class Checkpoints:
         return self.folder / f"step-{step:05d}"
 
     def _there(self) -> list[Path]:
-        found = (path for path in self.folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdecimal())
+        found = (
+            path
+            for path in self.folder.glob("step-*")
+            if path.is_dir() and path.name.removeprefix("step-").isdecimal()
+        )
         return sorted((path for path in found if path == self._at(step_of(path))), key=step_of)
 
 
@@ -328,10 +399,12 @@ def step_of(checkpoint: Path) -> int:
 def _committed_state(checkpoint: Path) -> dict[str, Any]:
     """The content of ``state.json`` if that is what was committed; else nothing, and a warning.
 
-    Only this file is checked: which checkpoint was best is asked after every save, and the others take long to read.
+    Only this file is checked: which checkpoint was best is asked after every save, and the others
+    take long to read.
     """
     try:
-        content, manifest = (checkpoint / STATE).read_bytes(), (checkpoint / MANIFEST).read_bytes()
+        content = (checkpoint / STATE).read_bytes()
+        manifest = (checkpoint / MANIFEST).read_bytes()
         committed = (checkpoint / COMMIT).read_text() == hashlib.sha256(manifest).hexdigest()
         expected = json.loads(manifest)["files"][STATE]["sha256"] if committed else None
         state = json.loads(content) if expected == hashlib.sha256(content).hexdigest() else None

@@ -34,11 +34,17 @@ class StageFolders:
 class TrainStage(Protocol):
     """What the ``path`` of a ``custom`` stage leads to."""
 
-    def __call__(self, ctx: StageContext, folders: StageFolders, recorder: MetricsRecorder) -> StageRecord:
-        """Train ``folders.policy`` and leave the result at ``folders.output``; ``ctx.config.options`` are the user's keys."""
+    def __call__(
+        self, ctx: StageContext, folders: StageFolders, recorder: MetricsRecorder
+    ) -> StageRecord:
+        """Train ``folders.policy`` and leave the result at ``folders.output``;
+        ``ctx.config.options`` are the user's keys.
+        """
 
 
-def train_custom_folder(ctx: StageContext, folders: StageFolders, recorder: MetricsRecorder) -> StageRecord:
+def train_custom_folder(
+    ctx: StageContext, folders: StageFolders, recorder: MetricsRecorder
+) -> StageRecord:
     """Run a custom stage.
 
     Raises:
@@ -49,6 +55,9 @@ def train_custom_folder(ctx: StageContext, folders: StageFolders, recorder: Metr
     train: TrainStage = import_path(ctx.config.path)
     record = train(ctx, folders, recorder)
     if not isinstance(record, StageRecord):
-        raise RecipeError(f"{ctx.config.path} returned {type(record).__name__}; return a StageRecord (ebbflow.data.records)")
+        raise RecipeError(
+            f"{ctx.config.path} returned {type(record).__name__}; return a StageRecord"
+            " (ebbflow.data.records)"
+        )
     read_policy_metadata(folders.output)
     return record

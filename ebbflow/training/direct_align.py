@@ -1,7 +1,8 @@
-"""Rows of Direct-Align (2509.06942): final latents, noised with the noise that they came from, and rewards with gradient.
+"""Rows of Direct-Align (2509.06942): final latents, noised with the noise that they came from, and
+rewards with gradient.
 
-Clean latents and noise are both known, so any sample serves, however stale. No denoising step is repeated: a row costs one pass
-of the network, and decoding and scoring what it recovers.
+Clean latents and noise are both known, so any sample serves, however stale. No denoising step is
+repeated: a row costs one pass of the network, and decoding and scoring what it recovers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ebbflow.training.reward_gradients import Score
 
 @dataclass(frozen=True)
 class DirectAlignBatch:
-    """``rows_per_sample`` adjacent rows per sample: the denoising branch, and the inversion branch if there is one."""
+    """``rows_per_sample`` adjacent rows per sample: the denoising branch, and the inversion branch
+    if there is one.
+    """
 
     inputs: ForwardInputs
     weight: Tensor
@@ -43,7 +46,9 @@ class DirectAlignBatch:
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
 
-    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> DirectAlignRows:
+    def rows(
+        self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+    ) -> DirectAlignRows:
         return DirectAlignRows(
             clean=self.clean[part],
             noise=self.noise[part],
@@ -57,11 +62,16 @@ class DirectAlignBatch:
 
     def describe(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
-        start, end = float(self.inputs.sigma[row]), float(self.end_sigma[row])
-        return f"{sample}, step from sigma {start:.4f} to {end:.4f} and the reward of the recovered image"
+        start = float(self.inputs.sigma[row])
+        end = float(self.end_sigma[row])
+        return (
+            f"{sample}, step from sigma {start:.4f} to {end:.4f} and the reward of the recovered"
+            " image"
+        )
 
     def _rewards(self, part: slice, latents: Tensor) -> tuple[Tensor, Tensor]:
-        positive, negative = self.positive[part], self.negative[part]
+        positive = self.positive[part]
+        negative = self.negative[part]
         decode = cache(self.model.pixels)  # both rewards look at the same images
         reward = self.score(latents, positive, decode)
         return reward, reward if positive == negative else self.score(latents, negative, decode)
@@ -85,17 +95,27 @@ def direct_align_batch(
         conditioning, advantage, keys, prompts: of the N samples.
         update: updates before this one, which choose the words (``DirectAlignConfig.words``).
     """
-    branches, width = config.rows_per_sample, config.max_sigma - config.min_sigma
-    draws = [float(draw.random()) for draw in generators(keys.seed, keys.prompt_ids, keys.samples, 0, Stream.TRAINING)]
-    place = torch.tensor(draws).to(clean)[:, None]  # of the end in the band, from 0 at min_sigma to 1 at max_sigma
-    jump = torch.minimum(place, 1 - place).clamp_max(config.jump) * torch.tensor([1.0, -1.0][:branches]).to(clean)
+    branches = config.rows_per_sample
+    width = config.max_sigma - config.min_sigma
+    draws = [
+        float(draw.random())
+        for draw in generators(keys.seed, keys.prompt_ids, keys.samples, 0, Stream.TRAINING)
+    ]
+    place = torch.tensor(draws).to(clean)[
+        :, None
+    ]  # of the end in the band, from 0 at min_sigma to 1 at max_sigma
+    jump = torch.minimum(place, 1 - place).clamp_max(config.jump) * torch.tensor(
+        [1.0, -1.0][:branches]
+    ).to(clean)
     end = (config.min_sigma + width * place).expand(-1, branches).flatten()
     sigma = (config.min_sigma + width * (place + jump)).flatten()
     index = torch.arange(len(keys), device=clean.device).repeat_interleave(branches)
     rows_of = index.tolist()
     clean, noise = clean[index], initial_noise(model.latent_shape, keys).to(clean)[index]
     share = expand_like(sigma, clean)
-    positive, negative = ([_after(word, prompts[row]) for row in rows_of] for word in config.words(update))
+    positive, negative = (
+        [_after(word, prompts[row]) for row in rows_of] for word in config.words(update)
+    )
     return DirectAlignBatch(
         inputs=ForwardInputs((1 - share) * clean + share * noise, sigma, conditioning, index),
         weight=torch.ones_like(sigma),

@@ -1,8 +1,9 @@
 """The process group of a training task, on one machine or several.
 
-An elastic launcher numbers the ranks of a machine one after another. Where there are several machines, a rank that another one
-leaves alone raises ``PeerLost``: the stage can start again from its last checkpoint. A rank that fails with an error of its own
-writes it into the store of the group first, so that the others say that error instead.
+An elastic launcher numbers the ranks of a machine one after another. Where there are several
+machines, a rank that another one leaves alone raises ``PeerLost``: the stage can start again from
+its last checkpoint. A rank that fails with an error of its own writes it into the store of the
+group first, so that the others say that error instead.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 STORE = "EBBFLOW_RANKS_STORE"
-"""Environment variable: the file through which the ranks of one machine find each other, instead of through a port."""
+"""Environment variable: the file through which the ranks of one machine find each other, instead of
+through a port.
+"""
 LAUNCHED = "EBBFLOW_RANKS_LAUNCHED"
 """Environment variable: when the launcher began to start the ranks, in seconds since 1970."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 TIMEOUT = timedelta(hours=1)
-"""A rank that hangs ends the others after this long; they also wait for the one that brings and stores large checkpoints."""
+"""A rank that hangs ends the others after this long; they also wait for the one that brings and
+stores large checkpoints.
+"""
 CHUNK = 64 * 2**20
 """Bytes of a file that are sent at a time."""
 FAILED = "ebbflow/failed"
@@ -39,7 +44,8 @@ GLOO = "/gloo/transport/"
 
 
 class PeerLost(RuntimeError):
-    """A rank on another machine is gone, and left no error of its own: another attempt may succeed."""
+    """A rank on another machine is gone, and left no error of its own: another attempt may
+    succeed."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,9 @@ class Ranks:
 
     @staticmethod
     def current() -> Ranks:
-        return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+        return (
+            Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+        )
 
     @property
     def per_node(self) -> int:
@@ -72,7 +80,9 @@ class Ranks:
         return self.rank % self.per_node
 
     def of_rows(self, context_parallel: int) -> Ranks:
-        """This process among those with rows of their own, where so many that follow each other share the tokens of a row."""
+        """This process among those with rows of their own, where so many that follow each other
+        share the tokens of a row.
+        """
         return Ranks(self.rank // context_parallel, self.world // context_parallel)
 
     def barrier(self) -> None:
@@ -82,7 +92,8 @@ class Ranks:
 
 
 def backend(cpu_offload: bool) -> str:
-    """Of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs wait in main memory."""
+    """Of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs wait in main
+    memory."""
     if not torch.cuda.is_available():
         return "gloo"
     return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
@@ -90,10 +101,12 @@ def backend(cpu_offload: bool) -> str:
 
 @contextmanager
 def process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
-    """Join the group that an elastic launcher announced in the environment, with ``backend``; alone without one.
+    """Join the group that an elastic launcher announced in the environment, with ``backend``; alone
+    without one.
 
-    Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens on other interfaces than
-    loopback. Otherwise they meet as ``torchrun`` says, at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens
+    on other interfaces than loopback. Otherwise they meet as ``torchrun`` says, at ``MASTER_ADDR``
+    and ``MASTER_PORT``.
 
     Raises:
         PeerLost: a rank on another machine is gone.
@@ -106,15 +119,20 @@ def process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if path := os.environ.get(STORE):
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        world = int(os.environ["WORLD_SIZE"])
         store: Store = dist.FileStore(path, world)  # type: ignore[attr-defined]
-        named: AbstractContextManager[None] = nullcontext()  # the launcher sees how each of them ends
+        named: AbstractContextManager[None] = (
+            nullcontext()
+        )  # the launcher sees how each of them ends
     else:
         with _name_lost_peers():
             store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
         named = _name_lost_peers(store, rank)
     with named:
-        dist.init_process_group(backend(cpu_offload), store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        dist.init_process_group(
+            backend(cpu_offload), store=store, rank=rank, world_size=world, timeout=TIMEOUT
+        )
         try:
             yield Ranks.current()
         finally:
@@ -136,13 +154,15 @@ def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None
         if failed:
             raise RuntimeError(failed) from error
         raise PeerLost(
-            "a rank on another machine is gone, or cannot be reached; the stage starts again from its last checkpoint "
-            f"({str(error).partition('. ')[0]})"
+            "a rank on another machine is gone, or cannot be reached; the stage starts again from"
+            f" its last checkpoint ({str(error).partition('. ')[0]})"
         ) from error
 
 
 def _failed(store: Store | None) -> str | None:
-    """What the first rank said that failed by itself, if the machine that holds the store is still there."""
+    """What the first rank said that failed by itself, if the machine that holds the store is still
+    there.
+    """
     with suppress(RuntimeError):
         if store and store.check([FAILED]):
             return str(store.get(FAILED), "utf-8")
@@ -151,7 +171,9 @@ def _failed(store: Store | None) -> str | None:
 
 def is_connection_error(error: Exception) -> bool:
     """Whether this is an error of torch about its connections to other processes."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and GLOO in str(error)
+    )
 
 
 def seconds_since_launch() -> float:
@@ -179,14 +201,16 @@ def first_of_node(own: int) -> int:
     """What the first rank of this machine has; all processes ask."""
     if not dist.is_initialized():
         return own
-    ranks, value = Ranks.current(), _shared(own)
+    ranks = Ranks.current()
+    value = _shared(own)
     everyone = [torch.empty_like(value) for _ in range(ranks.world)]
     dist.all_gather(everyone, value)
     return int(everyone[ranks.rank - ranks.local_rank])
 
 
 def replica_mesh(replicas: int) -> DeviceMesh | None:
-    """The mesh of HSDP: so many replicas of the model, each sharded over ranks that follow each other. None: one replica.
+    """The mesh of HSDP: so many replicas of the model, each sharded over ranks that follow each
+    other. None: one replica.
 
     Raises:
         ValueError: the ranks cannot be divided into so many replicas.
@@ -195,21 +219,31 @@ def replica_mesh(replicas: int) -> DeviceMesh | None:
         return None
     world = Ranks.current().world
     if world % replicas:
-        raise ValueError(f"{world} ranks cannot be {replicas} replicas of the model; give each machine as many processes")
-    return init_device_mesh(_device(), (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        raise ValueError(
+            f"{world} ranks cannot be {replicas} replicas of the model; give each machine as many"
+            " processes"
+        )
+    return init_device_mesh(
+        _device(), (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def row_mesh(context_parallel: int) -> DeviceMesh:
-    """The mesh of context parallelism: so many ranks that follow each other share the tokens of a row.
+    """The mesh of context parallelism: so many ranks that follow each other share the tokens of a
+    row.
 
     Raises:
         ValueError: the ranks cannot be divided into such groups.
     """
     world = Ranks.current().world
     if world % context_parallel:
-        raise ValueError(f"{world} ranks cannot be groups of {context_parallel}; change the number of processes")
+        raise ValueError(
+            f"{world} ranks cannot be groups of {context_parallel}; change the number of processes"
+        )
     names = ("rows", "ring", "ulysses")  # the last two as diffusers calls them; no ring attention
-    return init_device_mesh(_device(), (world // context_parallel, 1, context_parallel), mesh_dim_names=names)
+    return init_device_mesh(
+        _device(), (world // context_parallel, 1, context_parallel), mesh_dim_names=names
+    )
 
 
 def send_file(path: Path, receiver: int) -> None:

@@ -11,19 +11,30 @@ from ebbflow.recipe.families import FAMILIES
 from ebbflow.storage.artifacts import new_folder, require_replaceable
 from ebbflow.training.adapters import ADAPTER
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import PolicyMetadata, read_policy_metadata, require_allowed_code, require_base
+from ebbflow.training.policy_metadata import (
+    PolicyMetadata,
+    read_policy_metadata,
+    require_allowed_code,
+    require_base,
+)
 
 
 def export_pipeline(
-    base: Path, folder: Path, target: Path, overwrite: bool = False, allowed_code: Collection[str] = ()
+    base: Path,
+    folder: Path,
+    target: Path,
+    overwrite: bool = False,
+    allowed_code: Collection[str] = (),
 ) -> PolicyMetadata:
-    """Write the base model with the weights of a policy folder to ``target``: float32, in shards, committed; LoRA is merged in.
+    """Write the base model with the weights of a policy folder to ``target``: float32, in shards,
+    committed; LoRA is merged in.
 
-    ``how_to_load_pipeline`` says what loads it. The adapters alone need no export: a pipeline's ``load_lora_weights`` reads the
-    policy folder itself.
+    ``how_to_load_pipeline`` says what loads it. The adapters alone need no export: a pipeline's
+    ``load_lora_weights`` reads the policy folder itself.
 
     Args:
-        overwrite: whether ``target`` may be a committed folder that nobody has changed, which is then replaced.
+        overwrite: whether ``target`` may be a committed folder that nobody has changed, which is
+            then replaced.
         allowed_code: see ``require_allowed_code``.
 
     Returns:
@@ -31,14 +42,16 @@ def export_pipeline(
 
     Raises:
         ArtifactError: a folder is not what was committed, or ``target`` holds something.
-        PolicyError: ``base`` is not the policy's base model, or the policy names code that is not allowed.
+        PolicyError: ``base`` is not the policy's base model, or the policy names code that is not
+            allowed.
         ModelError: ``base`` cannot be read.
     """
     require_replaceable(target, overwrite)
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
     require_allowed_code(metadata, folder, allowed_code)
-    # Adapters are small beside the weights: added in 16 bits, most of what was learnt would round away.
+    # Adapters are small beside the weights: added in 16 bits, most of what was learnt would round
+    # away.
     model = load_model(base, metadata.model.model_copy(update={"precision": "float32"}))
     Policy(model, metadata.config, seed=0).load(folder)
     if metadata.config.train == "lora":
@@ -51,12 +64,17 @@ def export_pipeline(
 
 
 def how_to_load_pipeline(folder: Path, family: str) -> str:
-    """A line of Python that loads an exported pipeline of a family, which Ebbflow ships or a user has written.
+    """A line of Python that loads an exported pipeline of a family, which Ebbflow ships or a user
+    has written.
 
-    diffusers loads what has all parts of its pipeline. The glyph model has no VAE, and of a user's family nothing is known.
+    diffusers loads what has all parts of its pipeline. The glyph model has no VAE, and of a user's
+    family nothing is known.
     """
     if family in FAMILIES and FAMILIES[family].diffusers:
-        return f"from diffusers import DiffusionPipeline; pipeline = DiffusionPipeline.from_pretrained({str(folder)!r})"
+        return (
+            "from diffusers import DiffusionPipeline; pipeline ="
+            f" DiffusionPipeline.from_pretrained({str(folder)!r})"
+        )
     config = "" if family in FAMILIES else f", ModelConfig(family={family!r}, path={str(folder)!r})"
     imports = "from pathlib import Path; from ebbflow.models import load_model"
     imports += "; from ebbflow.recipe.model import ModelConfig" if config else ""

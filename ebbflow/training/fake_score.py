@@ -1,4 +1,6 @@
-"""The fake score of distribution matching: a copy of the policy that is trained on the student's samples."""
+"""The fake score of distribution matching: a copy of the policy that is trained on the student's
+samples.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,19 @@ FAKE = "fake"
 class FakeScore:
     """The policy copy ``fake`` and its optimiser, which is the policy's with another learning rate.
 
-    It steps on the policy's own parameters while they are the copy's, so it trains adapters and sharded weights as well.
+    It steps on the policy's own parameters while they are the copy's, so it trains adapters and
+    sharded weights as well.
     """
 
     def __init__(self, policy: Policy, config: OptimizerConfig, hyper: MatchingConfig) -> None:
-        self.policy, self.max_grad_norm = policy, config.max_grad_norm
+        self.policy = policy
+        self.max_grad_norm = config.max_grad_norm
         own = config.model_copy(update={"lr": config.lr * hyper.fake_lr_factor})
         self.optimizer: AnyOptimizer = make_optimizer(policy, own)
 
     def update(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
-        """Take one optimiser step on the mean of (scale v - target)^2 over the rows of all processes.
+        """Take one optimiser step on the mean of (scale v - target)^2 over the rows of all
+        processes.
 
         Args:
             batch: this process's share of the rows.
@@ -42,32 +47,45 @@ class FakeScore:
         Raises:
             TrainingError: the loss or the gradient is not finite; the step was not taken.
         """
-        policy, slices = self.policy, parts(batch.group_index, passes)
+        policy = self.policy
+        slices = parts(batch.group_index, passes)
         total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
-        error, of_rows = torch.zeros((), dtype=torch.float64, device=batch.weight.device), []
+        error = torch.zeros((), dtype=torch.float64, device=batch.weight.device)
+        of_rows = []
         with policy.training(FAKE):
             for part in slices:
                 velocity = predict(policy.model, *batch.noised.at(part))
-                errors = per_row((expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2)
+                errors = per_row(
+                    (expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2
+                )
                 policy.reduce_gradients(part == slices[-1])
                 (errors.sum() * (world_size() / total)).backward()
                 of_rows.append(errors.detach())
                 error += of_rows[-1].double().sum()
-            mean, norm = (sum_over_processes(error) / total).item(), gradient_norm(policy)
-            if not (torch.isfinite(norm) and math.isfinite(mean)):  # both are the same on every process
+            mean = (sum_over_processes(error) / total).item()
+            norm = gradient_norm(policy)
+            if not (
+                torch.isfinite(norm) and math.isfinite(mean)
+            ):  # both are the same on every process
                 raise _non_finite_error(batch, torch.cat(of_rows), mean, norm)
-            torch.nn.utils.clip_grads_with_norm_(policy.parameters.values(), self.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(
+                policy.parameters.values(), self.max_grad_norm, norm
+            )
             self.optimizer.step()
         return {"fake/loss": mean, "fake/grad_norm": norm.item()}
 
 
-def _non_finite_error(batch: MatchingBatch, errors: Tensor, mean: float, norm: Tensor) -> TrainingError:
-    """The error that names the first row that is not finite, of the errors [M] of this process's rows."""
+def _non_finite_error(
+    batch: MatchingBatch, errors: Tensor, mean: float, norm: Tensor
+) -> TrainingError:
+    """The error that names the first row that is not finite, of the errors [M] of this process's
+    rows.
+    """
     wrong = (~errors.isfinite()).nonzero()
     what = "gradient" if math.isfinite(mean) else "error of a row of another process"
     if len(wrong):
         what = f"error of {batch.describe(int(wrong[0]))}"
     return TrainingError(
-        f"not finite: the fake score's {what} (gradient norm {norm.item()}); the step was not taken. "
-        "Lower algorithm.fake_lr_factor or optimizer.lr"
+        f"not finite: the fake score's {what} (gradient norm {norm.item()}); the step was not"
+        " taken. Lower algorithm.fake_lr_factor or optimizer.lr"
     )

@@ -1,7 +1,8 @@
 """Rows of distribution matching: a few-step student's own steps, and its samples, noised again.
 
-The steps are taken once for each update of the policy, without gradient and under the policy as it is, whatever engine and
-version generated the samples that were scored: as many passes as the sampler has steps. Fake score and policy draw from them.
+The steps are taken once for each update of the policy, without gradient and under the policy as it
+is, whatever engine and version generated the samples that were scored: as many passes as the
+sampler has steps. Fake score and policy draw from them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StudentSteps:
         latents: before each of K steps, [N, K, ...].
         velocity: predicted there, [N, K, ...].
         sigmas: [K + 1].
-        conditioning: of the samples, without guidance; negative prompts where the teacher has guidance.
+        conditioning: of the samples, without guidance; negative prompts where the teacher has
+            guidance.
         keys: of the samples.
     """
 
@@ -52,7 +54,8 @@ class MatchingBatch:
     Attributes:
         inputs: there.
         noised: the student's sample from there, noised again.
-        scale, target: the fake score minimises (scale v - target)^2 at ``noised``, [M] and [M, ...].
+        scale, target: the fake score minimises (scale v - target)^2 at ``noised``, [M] and [M,
+            ...].
         guidance: of the teacher.
         steps: integer [M], the student's step of each row.
     """
@@ -73,7 +76,9 @@ class MatchingBatch:
             return self.noised.guided(self.guidance)
         return self.noised if copy in ("teacher", "fake") else self.inputs
 
-    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> MatchingRows:
+    def rows(
+        self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+    ) -> MatchingRows:
         return MatchingRows(
             latents=self.inputs.latents[part],
             sigma=self.inputs.sigma[part],
@@ -86,33 +91,51 @@ class MatchingBatch:
 
     def describe(self, row: int) -> str:
         key = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
-        return f"{key}, denoising step {int(self.steps[row])}, noised to sigma {float(self.noised.sigma[row]):.4f}"
+        return (
+            f"{key}, denoising step {int(self.steps[row])}, noised to sigma"
+            f" {float(self.noised.sigma[row]):.4f}"
+        )
 
 
 @torch.no_grad()
 def student_steps(
-    policy: Policy, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, sigmas: Tensor, passes: int
+    policy: Policy,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    sampler: SamplerConfig,
+    sigmas: Tensor,
+    passes: int,
 ) -> StudentSteps:
     """The steps of N samples under the policy as it is, with the noise of their rollouts.
 
     Args:
         conditioning, keys: of the N samples.
         sigmas: the sampler's schedule, [K + 1].
-        passes: forward passes that the samples are split into at each step, the same number on every process.
+        passes: forward passes that the samples are split into at each step, the same number on
+            every process.
     """
-    sigmas, unguided = sigmas.to(conditioning.device), conditioning.unguided()
+    sigmas = sigmas.to(conditioning.device)
+    unguided = conditioning.unguided()
     slices = parts(torch.arange(len(keys)), passes)
     with policy.kept_gathered():
-        found = [_steps(policy.model, unguided.rows(part), keys.rows(part), sampler, sigmas) for part in slices]
+        found = [
+            _steps(policy.model, unguided.rows(part), keys.rows(part), sampler, sigmas)
+            for part in slices
+        ]
     latents, velocity = (torch.cat(column) for column in zip(*found, strict=True))
     return StudentSteps(latents, velocity, sigmas, conditioning, keys)
 
 
 def _steps(
-    model: Model, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, sigmas: Tensor
+    model: Model,
+    conditioning: Conditioning,
+    keys: SampleKeys,
+    sampler: SamplerConfig,
+    sigmas: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(latents before each step, velocity there), both [N, K, ...]."""
-    device, record = conditioning.device, []
+    device = conditioning.device
+    record = []
     latents = initial_noise(model.latent_shape, keys).to(device)
     for step in range(len(sigmas) - 1):
         velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
@@ -128,22 +151,34 @@ def _steps(
     return before, predicted
 
 
-def matching_batch(steps: StudentSteps, advantage: Tensor, config: MatchingConfig, draw: int) -> MatchingBatch:
+def matching_batch(
+    steps: StudentSteps, advantage: Tensor, config: MatchingConfig, draw: int
+) -> MatchingBatch:
     """A row for each of N samples, at a step and a noise level of its own.
 
     Args:
         advantage: [N].
-        draw: a number for each batch that is made of the same steps: which step, noise level and noise.
+        draw: a number for each batch that is made of the same steps: which step, noise level and
+            noise.
     """
-    device, samples = steps.latents.device, torch.arange(len(steps.keys))
+    device = steps.latents.device
+    samples = torch.arange(len(steps.keys))
     step, uniform, fresh = _draws(steps, draw)
     sigmas = steps.sigmas.cpu()
-    start, end = sigmas[step], sigmas[step + 1] if config.along_trajectory else torch.zeros(len(step))
+    start = sigmas[step]
+    end = sigmas[step + 1] if config.along_trajectory else torch.zeros(len(step))
     level = _noise_levels(steps, config, step, uniform, draw).to(device)
-    rows, step, start, end, fresh = (values.to(device) for values in (samples, step, start, end, fresh))
-    latents, velocity = steps.latents[rows, step], steps.velocity[rows, step]
-    reached = latents - expand_like(start - end, latents) * velocity  # by a deterministic step; the clean prediction at 0
-    inputs = ForwardInputs(latents, start, steps.conditioning.unguided(), rows, steps.conditioning.negative)
+    rows, step, start, end, fresh = (
+        values.to(device) for values in (samples, step, start, end, fresh)
+    )
+    latents = steps.latents[rows, step]
+    velocity = steps.velocity[rows, step]
+    reached = (
+        latents - expand_like(start - end, latents) * velocity
+    )  # by a deterministic step; the clean prediction at 0
+    inputs = ForwardInputs(
+        latents, start, steps.conditioning.unguided(), rows, steps.conditioning.negative
+    )
     scale, target = score_target(reached, fresh, end, level)
     return MatchingBatch(
         inputs=inputs,
@@ -160,19 +195,27 @@ def matching_batch(steps: StudentSteps, advantage: Tensor, config: MatchingConfi
 
 
 def _draws(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(step, integer [N], uniform in [0, 1) [N], noise [N, ...]); from each sample's own generator, so batches do not matter."""
-    keys, count = steps.keys, len(steps.sigmas) - 1
+    """(step, integer [N], uniform in [0, 1) [N], noise [N, ...]); from each sample's own generator,
+    so batches do not matter.
+    """
+    keys = steps.keys
+    count = len(steps.sigmas) - 1
     numbers = np.empty((len(keys), 2), dtype=np.float32)
     fresh = np.empty((len(keys), *steps.latents.shape[2:]), dtype=np.float32)
-    for row, generator in enumerate(generators(keys.seed, keys.prompt_ids, keys.samples, draw, Stream.TRAINING)):
+    for row, generator in enumerate(
+        generators(keys.seed, keys.prompt_ids, keys.samples, draw, Stream.TRAINING)
+    ):
         numbers[row] = generator.random(2, dtype=np.float32)
         generator.standard_normal(dtype=np.float32, out=fresh[row])
     step = (torch.from_numpy(numbers[:, 0]) * count).long().clamp_max(count - 1)
     return step, torch.from_numpy(numbers[:, 1].copy()), torch.from_numpy(fresh)
 
 
-def _noise_levels(steps: StudentSteps, config: MatchingConfig, step: Tensor, uniform: Tensor, draw: int) -> Tensor:
-    """The sigma that each sample is noised to, [N]: along the trajectory between those of its step."""
+def _noise_levels(
+    steps: StudentSteps, config: MatchingConfig, step: Tensor, uniform: Tensor, draw: int
+) -> Tensor:
+    """The sigma that each sample is noised to, [N]: along the trajectory between those of its
+    step."""
     schedule = steps.sigmas.cpu()
     if not config.along_trajectory:
         return training_sigmas(config.sigma, schedule, steps.keys, draw, uniform[None])[0]
@@ -186,7 +229,9 @@ def _noise_levels(steps: StudentSteps, config: MatchingConfig, step: Tensor, uni
 
 
 def _band(config: SigmaConfig, low: float, high: float) -> SigmaConfig:
-    """The noise levels of a step; all from ``low`` to ``high`` where the band of the recipe lies outside."""
+    """The noise levels of a step; all from ``low`` to ``high`` where the band of the recipe lies
+    outside.
+    """
     inside = (max(config.min, low), min(config.max, high))
     low, high = inside if inside[0] < inside[1] else (low, high)
     return config.model_copy(update={"min": low, "max": high})

@@ -20,11 +20,16 @@ TABLES = ("qmap1", "qmap2")
 
 
 class CombinedOptimizer:
-    """Several optimisers, each of its own parameters, as one: their parameter groups, and one state."""
+    """Several optimisers, each of its own parameters, as one: their parameter groups, and one
+    state.
+    """
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts, self.state = parts, parts[0].state
-        self.param_groups: list[dict[str, Any]] = [group for part in parts for group in part.param_groups]
+        self.parts = parts
+        self.state = parts[0].state
+        self.param_groups: list[dict[str, Any]] = [
+            group for part in parts for group in part.param_groups
+        ]
         for part in parts:
             part.state = self.state
 
@@ -47,7 +52,8 @@ class OffloadedOptimizer(CombinedOptimizer):
     def step(self) -> None:
         for part in self.parts:
             (parameter,) = part.param_groups[0]["params"]
-            state, waiting = self.state[parameter], dict(self.state[parameter])
+            state = self.state[parameter]
+            waiting = dict(self.state[parameter])
             state.update({key: value.to(parameter.device) for key, value in waiting.items()})
             part.step()
             for key, value in state.items():
@@ -58,11 +64,12 @@ AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
-    """The optimiser over the trained parameters; its state is in main memory where the copies of the policy are.
+    """The optimiser over the trained parameters; its state is in main memory where the copies of
+    the policy are.
 
     Raises:
-        RecipeError: a pattern of ``lr_factors`` is the first to fit no trained parameter; what the optimiser needs is not
-            installed, or its state cannot be where the policy's is.
+        RecipeError: a pattern of ``lr_factors`` is the first to fit no trained parameter; what the
+            optimiser needs is not installed, or its state cannot be where the policy's is.
     """
     config.require_whole_state("optimizer", policy.sharded, policy.offloaded)
     config.require_package("optimizer")
@@ -90,33 +97,55 @@ def _make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
 
 def _one_for_each_parameter(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     kind: Any = type(optimizer)
-    return [kind([group | {"params": [parameter]}]) for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        kind([group | {"params": [parameter]}])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 def _adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:
-    """One fused kernel for each parameter: on a CPU a fifth of the time of its single operations."""
-    rated, betas = _with_rates(groups, config), (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(rated, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+    """One fused kernel for each parameter: on a CPU a fifth of the time of its single
+    operations."""
+    rated = _with_rates(groups, config)
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(
+        rated,
+        lr=config.lr,
+        betas=betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def _adamw_8bit(groups: RateGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Parameters of fewer than 4,096 elements have moments of 32 bits, as the library has it."""
     from bitsandbytes.optim import AdamW8bit  # takes seconds
 
-    rated, betas = _with_rates(groups, config), (config.betas[0], config.betas[1])
-    made: torch.optim.Optimizer = AdamW8bit(rated, config.lr, betas, config.eps, config.weight_decay)
+    rated = _with_rates(groups, config)
+    betas = (config.betas[0], config.betas[1])
+    made: torch.optim.Optimizer = AdamW8bit(
+        rated, config.lr, betas, config.eps, config.weight_decay
+    )
     return made
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state of a parameter as tensors of its own: 8-bit AdamW counts steps in a number and has tables of all parameters."""
+    """The state of a parameter as tensors of its own: 8-bit AdamW counts steps in a number and has
+    tables of all parameters.
+    """
     own = {key: value.clone() if key in TABLES else value for key, value in state.items()}
-    return {key: torch.tensor(value) if isinstance(value, int) else value for key, value in own.items()}
+    return {
+        key: torch.tensor(value) if isinstance(value, int) else value for key, value in own.items()
+    }
 
 
 def state_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The inverse of ``state_tensors``."""
-    return {key: int(value) if value.dtype == torch.int64 else value for key, value in tensors.items()}
+    return {
+        key: int(value) if value.dtype == torch.int64 else value for key, value in tensors.items()
+    }
 
 
 def _with_rates(groups: RateGroups, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -124,22 +153,30 @@ def _with_rates(groups: RateGroups, config: OptimizerConfig) -> list[dict[str, A
 
 
 def _only(groups: RateGroups, wanted: Callable[[Tensor], bool]) -> RateGroups:
-    chosen = [(factor, [parameter for parameter in values if wanted(parameter)]) for factor, values in groups]
+    chosen = [
+        (factor, [parameter for parameter in values if wanted(parameter)])
+        for factor, values in groups
+    ]
     return [(factor, values) for factor, values in chosen if values]
 
 
 def set_learning_rate(
-    optimizer: AnyOptimizer, schedule: LearningRateScheduleConfig, update: int, num_updates: int | None
+    optimizer: AnyOptimizer,
+    schedule: LearningRateScheduleConfig,
+    update: int,
+    num_updates: int | None,
 ) -> None:
-    """Give every parameter group its learning rate of an optimiser step, from zero: a share of the rate that it was made with.
+    """Give every parameter group its learning rate of an optimiser step, from zero: a share of the
+    rate that it was made with.
 
     Raises:
-        RecipeError: the schedule ends with the stage, and nobody knows how many optimiser steps that has.
+        RecipeError: the schedule ends with the stage, and nobody knows how many optimiser steps
+            that has.
     """
     if schedule.falls and schedule.updates is None and num_updates is None:
         raise RecipeError(
-            f"optimizer.schedule.kind = {schedule.kind!r} needs the number of optimiser steps, which this stage does not know; "
-            "set optimizer.schedule.updates"
+            f"optimizer.schedule.kind = {schedule.kind!r} needs the number of optimiser steps,"
+            " which this stage does not know; set optimizer.schedule.updates"
         )
     share = schedule.share(update, num_updates)
     for group in optimizer.param_groups:
@@ -150,12 +187,17 @@ def _rate_groups(policy: Policy, config: OptimizerConfig) -> RateGroups:
     """(factor of the learning rate, parameters); those that no pattern fits come first."""
     groups: RateGroups = [(1.0, []), *((rate.factor, []) for rate in config.lr_factors)]
     for name, parameter in policy.parameters.items():
-        fitting = (index for index, rate in enumerate(config.lr_factors, 1) if fnmatchcase(name, rate.parameters))
+        fitting = (
+            index
+            for index, rate in enumerate(config.lr_factors, 1)
+            if fnmatchcase(name, rate.parameters)
+        )
         groups[next(fitting, 0)][1].append(parameter)
     for rate, (_, values) in zip(config.lr_factors, groups[1:], strict=True):
         if not values:
             raise RecipeError(
-                f"optimizer.lr_factors: {rate.parameters!r} is the first to fit no trained parameter; one is called "
-                f"{next(iter(policy.parameters))}. Write a pattern such as '*.lora_B.*', special ones before general ones"
+                f"optimizer.lr_factors: {rate.parameters!r} is the first to fit no trained"
+                f" parameter; one is called {next(iter(policy.parameters))}. Write a pattern such"
+                " as '*.lora_B.*', special ones before general ones"
             )
     return [group for group in groups if group[1]]

@@ -1,4 +1,5 @@
-"""Trained parameters in files: LoRAs and networks in the layouts that diffusers reads, and copies."""
+"""Trained parameters in files: LoRAs and networks in the layouts that diffusers reads, and
+copies."""
 
 from __future__ import annotations
 
@@ -21,23 +22,40 @@ from ebbflow.training.distributed import whole
 from ebbflow.training.policy_metadata import AGAIN, PolicyError
 
 FIRST = "transformer"
-"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy folder."""
+"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy
+folder.
+"""
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a whole policy folder has weights of its own; one of the untouched base model has none."""
+    """Whether a whole policy folder has weights of its own; one of the untouched base model has
+    none.
+    """
     return (folder / FIRST).is_dir() or any(folder.glob("*.safetensors"))
 
 
-def write_parameters(folder: Path, model: Model, config: PolicyConfig, parameters: dict[str, Tensor]) -> None:
-    """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as ``transformer/``.
+def write_parameters(
+    folder: Path, model: Model, config: PolicyConfig, parameters: dict[str, Tensor]
+) -> None:
+    """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as
+    ``transformer/``.
 
     What is of a second network is in ``transformer_2/``, a LoRA too.
     """
     for prefix, network in trained_networks(model.transformer).items():
-        own = {key.removeprefix(prefix): value for key, value in parameters.items() if key.startswith(prefix)}
+        own = {
+            key.removeprefix(prefix): value
+            for key, value in parameters.items()
+            if key.startswith(prefix)
+        }
         if config.train == "lora":
-            _write_lora(_lora_folder(folder, prefix), lora_config(model, prefix, network, config), model, network, own)
+            _write_lora(
+                _lora_folder(folder, prefix),
+                lora_config(model, prefix, network, config),
+                model,
+                network,
+                own,
+            )
         else:
             _write_network(folder / (prefix.rstrip(".") or FIRST), network, own)
 
@@ -47,31 +65,43 @@ def _lora_folder(folder: Path, prefix: str) -> Path:
     return folder if prefix.rstrip(".") in ("", FIRST) else folder / prefix.rstrip(".")
 
 
-def _write_lora(folder: Path, config: LoraConfig, model: Model, network: Any, parameters: dict[str, Tensor]) -> None:
+def _write_lora(
+    folder: Path, config: LoraConfig, model: Model, network: Any, parameters: dict[str, Tensor]
+) -> None:
     layers = get_peft_model_state_dict(network, state_dict=parameters, adapter_name=ADAPTER)
     # peft keeps the targets as a set, whose order differs between processes
     metadata = config.to_dict() | {"target_modules": sorted(config.target_modules or ())}
-    model.pipeline_class.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
+    model.pipeline_class.save_lora_weights(
+        folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+    )
     for file in folder.glob("*.safetensors"):
         _sort_header(file)
 
 
 def _write_network(folder: Path, network: Any, parameters: dict[str, Tensor]) -> None:
-    buffers = {key: whole(value) for key, value in network.state_dict().items() if key not in parameters}
+    buffers = {
+        key: whole(value) for key, value in network.state_dict().items() if key not in parameters
+    }
     network.save_config(folder)
     _forget_origin(folder / "config.json")
-    save_torch_state_dict(parameters | buffers, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
+    save_torch_state_dict(
+        parameters | buffers, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
+    )
 
 
 def _forget_origin(config: Path) -> None:
-    """Take out where the base model lay in this process, which diffusers writes down: the same policy is the same bytes."""
+    """Take out where the base model lay in this process, which diffusers writes down: the same
+    policy is the same bytes.
+    """
     values = json.loads(config.read_text())
     values.pop("_name_or_path", None)
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _sort_header(file: Path) -> None:
-    """Write the header of a safetensors file in a fixed order: the library writes metadata in a random one."""
+    """Write the header of a safetensors file in a fixed order: the library writes metadata in a
+    random one.
+    """
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
@@ -79,26 +109,40 @@ def _sort_header(file: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
-def read_parameters(folder: Path, model: Model, config: PolicyConfig, like: dict[str, Tensor]) -> dict[str, Tensor]:
+def read_parameters(
+    folder: Path, model: Model, config: PolicyConfig, like: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The inverse of ``write_parameters``, by parameter name."""
     named: dict[str, Tensor] = {}
     with _readable(folder):
         for prefix in trained_networks(model.transformer):
             if config.train == "lora":
                 source = _lora_folder(folder, prefix)
-                layers = model.pipeline_class.lora_state_dict(source, use_safetensors=True, local_files_only=True)
-                named |= {prefix + key.removeprefix(f"{FIRST}."): value for key, value in layers.items()}
+                layers = model.pipeline_class.lora_state_dict(
+                    source, use_safetensors=True, local_files_only=True
+                )
+                named |= {
+                    prefix + key.removeprefix(f"{FIRST}."): value for key, value in layers.items()
+                }
             else:
                 for shard in sorted((folder / (prefix.rstrip(".") or FIRST)).glob("*.safetensors")):
                     named |= {prefix + key: value for key, value in load_file(shard).items()}
     stored = {_stored_name(key): key for key in like}
-    buffers = model.transformer.state_dict().keys() - like.keys()  # which the files of full weights also hold
-    return _fitting(folder, {stored.get(name, name): value for name, value in named.items() if name not in buffers}, like)
+    buffers = (
+        model.transformer.state_dict().keys() - like.keys()
+    )  # which the files of full weights also hold
+    return _fitting(
+        folder,
+        {stored.get(name, name): value for name, value in named.items() if name not in buffers},
+        like,
+    )
 
 
 def _stored_name(key: str) -> str:
     """How a LoRA file calls a parameter."""
-    return key.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
+    return key.replace(
+        f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector"
+    ).replace(f".{ADAPTER}.", ".")
 
 
 def read_copy(folder: Path, name: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -115,20 +159,29 @@ def _readable(source: Path) -> Iterator[None]:
         yield
     except Exception as error:  # diffusers, peft and safetensors each have errors of their own
         reason = sanitize(f"{type(error).__name__}: {error}", 300)
-        raise PolicyError(f"{source} holds no .safetensors weights that can be read ({reason}); {AGAIN}") from error
+        raise PolicyError(
+            f"{source} holds no .safetensors weights that can be read ({reason}); {AGAIN}"
+        ) from error
 
 
 def _fitting(source: Path, found: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, once they are those of the parameters: copying alone would repeat a smaller one and leave others out."""
+    """The tensors, once they are those of the parameters: copying alone would repeat a smaller one
+    and leave others out.
+    """
     if missing := [name for name in like if name not in found]:
-        raise PolicyError(f"{source} has no .safetensors weights for {missing[0]}, one of {len(missing)}; {AGAIN}")
+        raise PolicyError(
+            f"{source} has no .safetensors weights for {missing[0]}, one of {len(missing)}; {AGAIN}"
+        )
     if unknown := [name for name in found if name not in like]:
-        raise PolicyError(f"{source} has weights for {sanitize(unknown[0], 200)}, which this policy does not train; {AGAIN}")
+        raise PolicyError(
+            f"{source} has weights for {sanitize(unknown[0], 200)}, which this policy does not"
+            f" train; {AGAIN}"
+        )
     for name, parameter in like.items():
         value = found[name]
         if value.shape != parameter.shape or not value.is_floating_point():
             raise PolicyError(
-                f"{source} has {value.dtype} of shape {list(value.shape)} for {name}, and this model's have the shape "
-                f"{list(parameter.shape)}; {AGAIN}"
+                f"{source} has {value.dtype} of shape {list(value.shape)} for {name}, and this"
+                f" model's have the shape {list(parameter.shape)}; {AGAIN}"
             )
     return found

@@ -1,9 +1,10 @@
 """The policy: the trained parameters of a model, and named copies of them.
 
-Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained and how they are stored.
-A copy (``reference``, ``old``, ``sampling``, ``rollout``, ``ema``, ``fake``, ``teacher`` or one for each prompt set) is a
-snapshot of the trained parameters; ``using`` swaps it in for a forward pass without gradient, ``training`` to train it. So the
-reference is always the base model: the untouched weights, or adapters whose second factor is zero.
+Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained
+and how they are stored. A copy (``reference``, ``old``, ``sampling``, ``rollout``, ``ema``,
+``fake``, ``teacher`` or one for each prompt set) is a snapshot of the trained parameters; ``using``
+swaps it in for a forward pass without gradient, ``training`` to train it. So the reference is
+always the base model: the untouched weights, or adapters whose second factor is zero.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.models.base import Model, is_trainable, trained_networks
@@ -29,7 +36,12 @@ from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import new_folder
 from ebbflow.training.adapters import ADAPTER, add_lora, is_chosen, no_such_layers
 from ebbflow.training.distributed import replica_mesh, row_mesh, whole
-from ebbflow.training.parameter_files import has_weights, read_copy, read_parameters, write_parameters
+from ebbflow.training.parameter_files import (
+    has_weights,
+    read_copy,
+    read_parameters,
+    write_parameters,
+)
 from ebbflow.training.policy_metadata import (
     ITERATE,
     METADATA,
@@ -43,14 +55,17 @@ FSDP = FsdpConfig()
 
 
 class Policy:
-    """The trained parameters of ``model.transformer`` and their copies; ``reference`` is always there.
+    """The trained parameters of ``model.transformer`` and their copies; ``reference`` is always
+    there.
 
     Args:
         shard: over the ranks of the process group (FSDP2), on all of them together.
         replicas: of the sharded model, each over as many ranks that follow each other (HSDP).
-        cpu_offload: keep the copies in main memory; of a sharded model the parameters and gradients too.
+        cpu_offload: keep the copies in main memory; of a sharded model the parameters and gradients
+            too.
         fsdp: how a sharded model is gathered.
-        context_parallel: ranks that follow each other and share the tokens of each row; they call with the same rows.
+        context_parallel: ranks that follow each other and share the tokens of each row; they call
+            with the same rows.
     """
 
     def __init__(
@@ -66,33 +81,50 @@ class Policy:
     ) -> None:
         self.model = model
         self.config = config
-        self.replicas, self.context_parallel = replicas, context_parallel
-        self.sharded, self.fsdp = shard, fsdp
-        self.offloaded = cpu_offload and not shard  # FSDP2 keeps the copies of parameters in main memory where those are
+        self.replicas = replicas
+        self.context_parallel = context_parallel
+        self.sharded = shard
+        self.fsdp = fsdp
+        self.offloaded = (
+            cpu_offload and not shard
+        )  # FSDP2 keeps the copies of parameters in main memory where those are
         if config.train == "lora":
             add_lora(model, config, seed)
         else:
             for prefix, network in trained_networks(model.transformer).items():
                 for name, parameter in network.named_parameters():
-                    parameter.requires_grad_(is_chosen(prefix + name.rpartition(".")[0], config) and is_trainable(model, name))
+                    parameter.requires_grad_(
+                        is_chosen(prefix + name.rpartition(".")[0], config)
+                        and is_trainable(model, name)
+                    )
         if context_parallel > 1:
             require_shareable(model, context_parallel)
             share_tokens(model, row_mesh(context_parallel))
         sharding = _sharding(replicas, cpu_offload, fsdp) if shard else {}
         for block in model.blocks() if shard else ():
-            # Cast block by block: all of a large model in float32 would not fit beside what it was loaded as.
+            # Cast block by block: all of a large model in float32 would not fit beside what it was
+            # loaded as.
             fully_shard(block.float() if config.train == "full" else block, **sharding)
         if config.train == "full":
             model.transformer.float()
         if shard:
             for network in trained_networks(model.transformer).values():
-                # Without this the root keeps its gathered weights after a forward pass and would not see a copy swapped in.
+                # Without this the root keeps its gathered weights after a forward pass and would
+                # not see a copy swapped in.
                 fully_shard(network, **sharding)
-        for network in trained_networks(model.transformer).values() if shard and fsdp.prefetch else ():
-            inside = set(network.modules())  # a block cannot prefetch one of another network: each is a root of its own
-            for sharded, following in pairwise(cast("list[FSDPModule]", [block for block in model.blocks() if block in inside])):
+        for network in (
+            trained_networks(model.transformer).values() if shard and fsdp.prefetch else ()
+        ):
+            inside = set(
+                network.modules()
+            )  # a block cannot prefetch one of another network: each is a root of its own
+            for sharded, following in pairwise(
+                cast("list[FSDPModule]", [block for block in model.blocks() if block in inside])
+            ):
                 sharded.set_modules_to_forward_prefetch([following])
-        self.parameters: dict[str, Tensor] = {name: p for name, p in model.transformer.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, Tensor] = {
+            name: p for name, p in model.transformer.named_parameters() if p.requires_grad
+        }
         if not self.parameters:
             raise no_such_layers(model, config)
         self.copies: dict[str, dict[str, Tensor]] = {}
@@ -121,7 +153,9 @@ class Policy:
             for key, p in self.parameters.items():
                 copy[key].copy_(torch.lerp(copy[key].to(p.device), p.detach(), 1 - decay))
             return
-        torch._foreach_lerp_(list(copy.values()), [p.detach() for p in self.parameters.values()], 1 - decay)
+        torch._foreach_lerp_(
+            list(copy.values()), [p.detach() for p in self.parameters.values()], 1 - decay
+        )
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -138,13 +172,18 @@ class Policy:
 
     @contextmanager
     def training(self, name: str) -> Iterator[None]:
-        """Train a copy inside the block: the parameters are the copy's, with gradient, until they are put back, without one."""
-        apart, copy = self.sharded or self.offloaded, self.copies[name]
+        """Train a copy inside the block: the parameters are the copy's, with gradient, until they
+        are put back, without one.
+        """
+        apart = self.sharded or self.offloaded
+        copy = self.copies[name]
         self._forget_gradients()  # the policy's own
         try:
             with self._overwritten(copy) if apart else self._replaced(copy):
                 yield
-                for key, parameter in self.parameters.items() if apart else ():  # else they are the same memory
+                for key, parameter in (
+                    self.parameters.items() if apart else ()
+                ):  # else they are the same memory
                     copy[key].copy_(parameter.detach())
         finally:
             self._forget_gradients()
@@ -155,7 +194,9 @@ class Policy:
 
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:
-        """Inside the block, without gradient, weights stay gathered after a forward pass where ``fsdp.keep_gathered`` says so."""
+        """Inside the block, without gradient, weights stay gathered after a forward pass where
+        ``fsdp.keep_gathered`` says so.
+        """
         if not (self.sharded and self.fsdp.keep_gathered):
             yield
             return
@@ -172,11 +213,15 @@ class Policy:
                     module.reshard()
 
     def reduce_gradients(self, wanted: bool) -> None:
-        """Whether the next backward pass adds up the gradients of all processes, or leaves that to a later one.
+        """Whether the next backward pass adds up the gradients of all processes, or leaves that to
+        a later one.
 
-        Only under FSDP2 and for adapters: until then every process keeps whole gradients, of all parameters too much memory.
+        Only under FSDP2 and for adapters: until then every process keeps whole gradients, of all
+        parameters too much memory.
         """
-        for network in trained_networks(self.model.transformer).values() if self.config.train == "lora" else ():
+        for network in (
+            trained_networks(self.model.transformer).values() if self.config.train == "lora" else ()
+        ):
             if isinstance(network, FSDPModule):
                 network.set_requires_gradient_sync(wanted)
 
@@ -194,7 +239,9 @@ class Policy:
 
     @contextmanager
     def _overwritten(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """As FSDP2 needs it, which keeps its own views of the parameters' memory, and where copies are not on the device."""
+        """As FSDP2 needs it, which keeps its own views of the parameters' memory, and where copies
+        are not on the device.
+        """
         current = self._current()
         self.assign(values)
         try:
@@ -205,14 +252,18 @@ class Policy:
     @contextmanager
     @torch.no_grad()
     def merged(self, precision: Precision | None = None) -> Iterator[None]:
-        """Generate with the adapters added to the weights that they adapt, which saves their products in every pass.
+        """Generate with the adapters added to the weights that they adapt, which saves their
+        products in every pass.
 
-        Predictions stay the same up to rounding, 1e-5 of the largest: not where training compares its own with them. It changes
-        nothing without adapters, where the policy is sharded, and below float32, whose rounding would lose most of an adapter;
-        nor for DoRA, which does not only add.
+        Predictions stay the same up to rounding, 1e-5 of the largest: not where training compares
+        its own with them. It changes nothing without adapters, where the policy is sharded, and
+        below float32, whose rounding would lose most of an adapter; nor for DoRA, which does not
+        only add.
         """
         exact = self.model.precision == (precision or self.model.precision) == "float32"
-        layers = [layer for layer in self.model.transformer.modules() if isinstance(layer, LoraLayer)]
+        layers = [
+            layer for layer in self.model.transformer.modules() if isinstance(layer, LoraLayer)
+        ]
         layers = layers if exact and not self.sharded and not self.config.dora else []
         weights = [layer.get_base_layer().weight for layer in layers]
         separate = [weight.data for weight in weights]
@@ -227,10 +278,16 @@ class Policy:
                 layer.merged_adapters.clear()
 
     def _frozen(self) -> dict[str, Tensor]:
-        """The parameters that stay as they are, where some are not trained: full weights are written whole."""
+        """The parameters that stay as they are, where some are not trained: full weights are
+        written whole.
+        """
         if self.config.train == "lora":
             return {}
-        return {name: p.detach() for name, p in self.model.transformer.named_parameters() if not p.requires_grad}
+        return {
+            name: p.detach()
+            for name, p in self.model.transformer.named_parameters()
+            if not p.requires_grad
+        }
 
     @torch.no_grad()
     def assign(self, values: Mapping[str, Tensor]) -> None:
@@ -240,7 +297,8 @@ class Policy:
 
     @torch.no_grad()
     def load(self, folder: Path, to_train: bool = False) -> PolicyMetadata:
-        """Take over the parameters of a policy folder; to go on training, those behind the average, and the copies too.
+        """Take over the parameters of a policy folder; to go on training, those behind the average,
+        and the copies too.
 
         Raises:
             ArtifactError: the folder is not whole.
@@ -249,12 +307,17 @@ class Policy:
         metadata = read_policy_metadata(folder)
         if metadata.config.model_copy(update={"start": self.config.start}) != self.config:
             raise PolicyError(
-                f"{folder} holds a policy of {metadata.config}, the recipe asks for {self.config}; use its own recipe"
+                f"{folder} holds a policy of {metadata.config}, the recipe asks for {self.config};"
+                " use its own recipe"
             )
         if has_weights(folder):
-            self.assign(self.distributed(read_parameters(folder, self.model, self.config, self.parameters)))
+            self.assign(
+                self.distributed(read_parameters(folder, self.model, self.config, self.parameters))
+            )
         else:
-            self.assign(self.copies["reference"])  # a folder of the base model has no weights of its own
+            self.assign(
+                self.copies["reference"]
+            )  # a folder of the base model has no weights of its own
         if to_train:
             for name in metadata.copies:
                 self.copies[name] = self.distributed(read_copy(folder, name, self.parameters))
@@ -275,25 +338,39 @@ class Policy:
         self.assign(current)
 
     def distributed(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors in the layout of the parameters, sharded where they are: on their device, or in main memory.
+        """Full tensors in the layout of the parameters, sharded where they are: on their device, or
+        in main memory.
 
-        Copied even where they are there: kernels may add in another order on the unaligned memory of a file.
+        Copied even where they are there: kernels may add in another order on the unaligned memory
+        of a file.
         """
         return {key: like(self.placed(full[key], p), p) for key, p in self.parameters.items()}
 
     def placed(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a tensor where copies of a parameter, and the optimiser's state, are between steps."""
+        """A copy of a tensor where copies of a parameter, and the optimiser's state, are between
+        steps.
+        """
         return to_main_memory(value) if self.offloaded else value.to(parameter.device, copy=True)
 
-    def save(self, folder: Path, metadata: PolicyMetadata, write: bool = True, statistics: dict[str, Any] | None = None) -> None:
-        """Write a policy folder. Under FSDP every rank must call it; those with ``write=False`` only take part in gathering.
+    def save(
+        self,
+        folder: Path,
+        metadata: PolicyMetadata,
+        write: bool = True,
+        statistics: dict[str, Any] | None = None,
+    ) -> None:
+        """Write a policy folder. Under FSDP every rank must call it; those with ``write=False``
+        only take part in gathering.
 
-        Its weights are those to evaluate and serve: the average where there is one, and then the parameters that training goes on
-        from lie beside them. ``statistics`` are the rewards of each prompt so far, where the stage keeps them.
+        Its weights are those to evaluate and serve: the average where there is one, and then the
+        parameters that training goes on from lie beside them. ``statistics`` are the rewards of
+        each prompt so far, where the stage keeps them.
         """
         parameters = {key: p.detach() for key, p in self.parameters.items()}
         served = self._frozen() | (self.copies["ema"] if self.config.ema else parameters)
-        kept = {name: parameters if name == ITERATE else self.copies[name] for name in metadata.copies}
+        kept = {
+            name: parameters if name == ITERATE else self.copies[name] for name in metadata.copies
+        }
         full = gathered(served, write)
         copies = {name: gathered(values, write) for name, values in kept.items()}
         if not write:
@@ -311,17 +388,25 @@ class Policy:
 
 def _sharding(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, Any]:
     """The arguments of ``fully_shard``."""
-    rounded = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    rounded = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     return {
         "mp_policy": rounded if fsdp.gather == "bfloat16" else MixedPrecisionPolicy(),
         "mesh": replica_mesh(replicas),
         "reshard_after_forward": True,
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            if cpu_offload
+            else OffloadPolicy()
+        ),
     }
 
 
 def to_main_memory(value: Tensor) -> Tensor:
-    """A copy of a tensor in main memory, pinned where there is a GPU: other memory takes many times as long to copy."""
+    """A copy of a tensor in main memory, pinned where there is a GPU: other memory takes many times
+    as long to copy.
+    """
     return torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available()).copy_(value)
 
 
@@ -334,4 +419,6 @@ def like(full: Tensor, parameter: Tensor) -> Tensor:
 
 def gathered(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Whole tensors on the CPU, for the process that keeps them; the others only take part."""
-    return {key: full for key, value in values.items() if (full := whole(value)) is not None and keep}
+    return {
+        key: full for key, value in values.items() if (full := whole(value)) is not None and keep
+    }

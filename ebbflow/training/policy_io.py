@@ -1,4 +1,6 @@
-"""What a training stage takes over from the policy folder before it, and what it leaves behind in its own."""
+"""What a training stage takes over from the policy folder before it, and what it leaves behind in
+its own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from ebbflow.training.update import PolicyUpdater
 
 
 def open_model(recipe: Recipe, base: Path) -> Model:
-    """Load the base model, in a process set up as the recipe says, with its blocks compiled where that says so.
+    """Load the base model, in a process set up as the recipe says, with its blocks compiled where
+    that says so.
 
     Raises:
         ModelError: as ``load_model`` and ``compile_blocks``.
@@ -60,7 +63,9 @@ def open_policy(
         shard, replicas, context_parallel: as of ``Policy``.
     """
     memory = (ctx.recipe.model.cpu_offload, ctx.recipe.model.fsdp)
-    policy = Policy(model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, *memory, context_parallel)
+    policy = Policy(
+        model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, *memory, context_parallel
+    )
     metadata = policy.load(folder, to_train=True)
     if metadata.progress.algorithm != ctx.config.algorithm_name:
         for name in FOLLOWING:
@@ -69,12 +74,18 @@ def open_policy(
         _require_same_base(metadata, read_policy_metadata(teacher), teacher)
         policy.load_copy(copy, teacher)
     start = teacher_copy("")
-    if several := {copy.removeprefix(start): verify(path) for copy, path in (teachers or {}).items() if copy.startswith(start)}:
+    if several := {
+        copy.removeprefix(start): verify(path)
+        for copy, path in (teachers or {}).items()
+        if copy.startswith(start)
+    }:
         metadata = metadata.model_copy(update={"teachers": several})
     for name in ctx.following:
         policy.ensure(name)
     if ctx.starts_as_teacher:
-        policy.load_copy("teacher", folder)  # what was evaluated: of a policy with an average, not what training goes on from
+        policy.load_copy(
+            "teacher", folder
+        )  # what was evaluated: of a policy with an average, not what training goes on from
     if ctx.recipe.policy.ema:
         policy.ensure("ema")
     return policy, metadata
@@ -89,33 +100,41 @@ def load_policy(
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> tuple[Policy, PolicyMetadata]:
-    """``open_policy`` on the base model in a folder, once that is the one that the policy was trained from.
+    """``open_policy`` on the base model in a folder, once that is the one that the policy was
+    trained from.
 
     Raises:
         ArtifactError: a folder is not what was committed.
         PolicyError: the policy was trained from another base model.
     """
     require_base(read_policy_metadata(folder), base, folder)
-    return open_policy(ctx, open_model(ctx.recipe, base), folder, teachers, shard, replicas, context_parallel)
+    return open_policy(
+        ctx, open_model(ctx.recipe, base), folder, teachers, shard, replicas, context_parallel
+    )
 
 
 def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: Path) -> None:
     if (other.model.family, other.base_digest) != (metadata.model.family, metadata.base_digest):
         raise PolicyError(
-            f"the teacher in {folder} was trained from the {other.model.family} model {other.base_digest[:12]} and this policy "
-            f"from the {metadata.model.family} model {metadata.base_digest[:12]}; take a teacher of the same base"
+            f"the teacher in {folder} was trained from the {other.model.family} model"
+            f" {other.base_digest[:12]} and this policy from the {metadata.model.family} model"
+            f" {metadata.base_digest[:12]}; take a teacher of the same base"
         )
 
 
 def read_history(ctx: StageContext, metadata: PolicyMetadata, folder: Path) -> PromptStatistics:
-    """The rewards of each prompt so far: those in the policy folder, if the same algorithm left them there."""
+    """The rewards of each prompt so far: those in the policy folder, if the same algorithm left
+    them there.
+    """
     path = folder / STATISTICS
     if metadata.progress.algorithm != ctx.config.algorithm_name or not path.exists():
         return PromptStatistics()
     try:
         return PromptStatistics.from_state(json.loads(path.read_bytes()))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise PolicyError(f"{path} holds no rewards of prompts ({sanitize(str(error), 200)}); {AGAIN}") from None
+        raise PolicyError(
+            f"{path} holds no rewards of prompts ({sanitize(str(error), 200)}); {AGAIN}"
+        ) from None
 
 
 def save_policy(
@@ -127,7 +146,8 @@ def save_policy(
     write: bool = True,
     history: PromptStatistics | None = None,
 ) -> None:
-    """Write the policy folder that a stage leaves behind; ``metadata`` is the one it started from."""
+    """Write the policy folder that a stage leaves behind; ``metadata`` is the one it started
+    from."""
     trained = metadata.model_copy(
         update={
             "recipe_digest": ctx.recipe.digest,

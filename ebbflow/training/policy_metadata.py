@@ -1,4 +1,6 @@
-"""The metadata of a policy folder: what it holds and where it comes from. Reading it needs no torch."""
+"""The metadata of a policy folder: what it holds and where it comes from. Reading it needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class PolicyError(Exception):
 
 
 class Progress(Strict):
-    """How far an algorithm has come with a policy: its schedules continue from here in the next stage that it runs."""
+    """How far an algorithm has come with a policy: its schedules continue from here in the next
+    stage that it runs.
+    """
 
     algorithm: str = ""
     steps: int = 0
@@ -69,7 +73,9 @@ class PolicyMetadata(Strict):
     stages: tuple[str, ...] = ()
     """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
     teachers: dict[str, str] = Field({}, exclude_if=operator.not_)
-    """COMMIT of the policies that its last distillation from several teachers learnt from, by prompt set."""
+    """COMMIT of the policies that its last distillation from several teachers learnt from, by
+    prompt set.
+    """
 
     @property
     def served_model(self) -> ModelConfig:
@@ -83,8 +89,14 @@ def sampling_settings(evaluation: EvaluationConfig) -> dict[str, Any]:
 
 
 def progress_of(metadata: PolicyMetadata, algorithm: str) -> Progress:
-    """Where the algorithm's schedules start: where it stopped, if it was the last to train the policy."""
-    return metadata.progress if metadata.progress.algorithm == algorithm else Progress(algorithm=algorithm)
+    """Where the algorithm's schedules start: where it stopped, if it was the last to train the
+    policy.
+    """
+    return (
+        metadata.progress
+        if metadata.progress.algorithm == algorithm
+        else Progress(algorithm=algorithm)
+    )
 
 
 def read_policy_metadata(folder: Path) -> PolicyMetadata:
@@ -96,12 +108,14 @@ def read_policy_metadata(folder: Path) -> PolicyMetadata:
         return PolicyMetadata.model_validate_json((folder / METADATA).read_bytes())
     except ValidationError as error:
         raise PolicyError(
-            f"{folder / METADATA} says what this Ebbflow does not know:\n{explain(error, PolicyMetadata)}"
+            f"{folder / METADATA} says what this Ebbflow does not"
+            f" know:\n{explain(error, PolicyMetadata)}"
         ) from None
 
 
 def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
-    """Check that ``base``, committed or not, is byte for byte the base model that the policy in ``folder`` was trained from.
+    """Check that ``base``, committed or not, is byte for byte the base model that the policy in
+    ``folder`` was trained from.
 
     Raises:
         ArtifactError: the base model is not what was committed.
@@ -109,33 +123,41 @@ def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
     """
     if (digest := digest_of(base)) != metadata.base_digest:
         raise PolicyError(
-            f"the policy in {folder} was trained from base model {metadata.base_digest[:12]}, and {base} is {digest[:12]}; "
-            "use its own base"
+            f"the policy in {folder} was trained from base model {metadata.base_digest[:12]}, and"
+            f" {base} is {digest[:12]}; use its own base"
         )
 
 
-def require_allowed_code(metadata: PolicyMetadata, folder: Path, allowed: Collection[str | None] = ()) -> None:
-    """Check that reading the policy in ``folder`` runs only code that is Ebbflow's or that the user named.
+def require_allowed_code(
+    metadata: PolicyMetadata, folder: Path, allowed: Collection[str | None] = ()
+) -> None:
+    """Check that reading the policy in ``folder`` runs only code that is Ebbflow's or that the user
+    named.
 
-    A policy folder may come from anybody. Its metadata names the model family and the sampler, which are imported and called, and
-    the attention backend, which diffusers may download.
+    A policy folder may come from anybody. Its metadata names the model family and the sampler,
+    which are imported and called, and the attention backend, which diffusers may download.
 
     Args:
-        allowed: what the user's own recipe or ``--allow-code`` names: ``package.module:Class``, a module, an attention backend.
+        allowed: what the user's own recipe or ``--allow-code`` names: ``package.module:Class``, a
+            module, an attention backend.
 
     Raises:
         PolicyError: it names other code.
     """
     if foreign := not_allowed(named_code(metadata.model, metadata.sampler), allowed):
         raise PolicyError(
-            f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name; if you trust it, take a "
-            f"recipe that names it, or allow it (--allow-code {foreign[0]}, or the variable {ALLOW_CODE} when serving)"
+            f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name;"
+            " if you trust it, take a recipe that names it, or allow it (--allow-code"
+            f" {foreign[0]}, or the variable {ALLOW_CODE} when serving)"
         )
 
 
 def named_code(model: ModelConfig, sampler: str = "ode") -> list[str]:
-    """The family and the attention backend of a model and the sampler, if they are not Ebbflow's or diffusers' own code."""
-    family, attention = model.family, model.attention or ""
+    """The family and the attention backend of a model and the sampler, if they are not Ebbflow's or
+    diffusers' own code.
+    """
+    family = model.family
+    attention = model.attention or ""
     others = [family] * (family not in FAMILIES) + [sampler] * (sampler not in SAMPLERS)
     return others + [attention] * attention.endswith("_hub")
 
@@ -150,7 +172,11 @@ def write_base_policy(
 ) -> None:
     """The policy folder of the untouched base model: version 0, no weights of its own."""
     metadata = PolicyMetadata(
-        base_digest=base_digest, recipe_digest=recipe_digest, config=config, model=model, **sampling_settings(evaluation)
+        base_digest=base_digest,
+        recipe_digest=recipe_digest,
+        config=config,
+        model=model,
+        **sampling_settings(evaluation),
     )
     with new_folder(folder) as unfinished:
         (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))

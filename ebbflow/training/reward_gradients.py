@@ -1,7 +1,9 @@
-"""Rows of losses on the gradient of the reward: the last steps of the sampler once more, with gradient, and scored.
+"""Rows of losses on the gradient of the reward: the last steps of the sampler once more, with
+gradient, and scored.
 
-The steps before are repeated without gradient under the policy as it is, so every update is on samples of its own policy,
-whatever engine and version generated those that were scored. That costs as many passes as there are such steps.
+The steps before are repeated without gradient under the policy as it is, so every update is on
+samples of its own policy, whatever engine and version generated those that were scored. That costs
+as many passes as there are such steps.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from ebbflow.models.base import Conditioning, Model, predict, predict_checkpoint
 from ebbflow.training.batches import ForwardInputs, parts
 
 Score = Callable[[Tensor, Sequence[Prompt], Callable[[Tensor], Tensor]], Tensor]
-"""From final latents, their prompts and what decodes them (``Model.pixels``) to the reward of each with gradient, [M]."""
+"""From final latents, their prompts and what decodes them (``Model.pixels``) to the reward of each
+with gradient, [M].
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class GradientBatch:
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
 
-    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> GradientRows:
+    def rows(
+        self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+    ) -> GradientRows:
         return GradientRows(
             latents=self.inputs.latents[part],
             sigma=self.inputs.sigma[part],
@@ -55,14 +61,22 @@ class GradientBatch:
 
     def describe(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
-        return f"{sample}, denoising step {self.step} (sigma {float(self.inputs.sigma[row]):.4f}) and its reward"
+        return (
+            f"{sample}, denoising step {self.step} (sigma {float(self.inputs.sigma[row]):.4f}) and"
+            " its reward"
+        )
 
     def _denoise(self, part: slice, velocity: Tensor) -> Tensor:
         latents, _, conditioning = self.inputs.at(part)
         latents = _euler(latents, velocity, self.sigmas, self.step)
         for step in range(self.step + 1, len(self.sigmas) - 1):
             sigma = self.sigmas[step].expand(len(latents))
-            latents = _euler(latents, predict_checkpointed(self.model, latents, sigma, conditioning), self.sigmas, step)
+            latents = _euler(
+                latents,
+                predict_checkpointed(self.model, latents, sigma, conditioning),
+                self.sigmas,
+                step,
+            )
         return latents
 
     def _reward(self, part: slice, latents: Tensor) -> Tensor:
@@ -86,12 +100,18 @@ def gradient_batch(
     Args:
         conditioning, advantage, keys, prompts: of the N samples.
         sigmas: the sampler's schedule, [steps + 1].
-        steps_with_gradient: of the loss; where it is more than one, each is repeated in the backward pass.
-        passes: forward passes that the samples are split into at each step, the same number on every process.
+        steps_with_gradient: of the loss; where it is more than one, each is repeated in the
+            backward pass.
+        passes: forward passes that the samples are split into at each step, the same number on
+            every process.
     """
-    device, group_index = conditioning.device, torch.arange(len(keys))
+    device = conditioning.device
+    group_index = torch.arange(len(keys))
     sigmas = sigmas.to(device)
-    found = [_before(model, conditioning.rows(part), keys.rows(part), sigmas, first_step) for part in parts(group_index, passes)]
+    found = [
+        _before(model, conditioning.rows(part), keys.rows(part), sigmas, first_step)
+        for part in parts(group_index, passes)
+    ]
     inputs = ForwardInputs(
         latents=torch.cat(found),
         sigma=sigmas[first_step].repeat(len(keys)),
@@ -99,12 +119,17 @@ def gradient_batch(
         sample_index=group_index.to(device),
         checkpointed=steps_with_gradient > 1,
     )
-    weight, group_index = torch.ones(len(keys), device=device), group_index.to(device)
-    return GradientBatch(inputs, weight, group_index, advantage, keys, prompts, sigmas, first_step, model, score)
+    weight = torch.ones(len(keys), device=device)
+    group_index = group_index.to(device)
+    return GradientBatch(
+        inputs, weight, group_index, advantage, keys, prompts, sigmas, first_step, model, score
+    )
 
 
 @torch.no_grad()
-def _before(model: Model, conditioning: Conditioning, keys: SampleKeys, sigmas: Tensor, first_step: int) -> Tensor:
+def _before(
+    model: Model, conditioning: Conditioning, keys: SampleKeys, sigmas: Tensor, first_step: int
+) -> Tensor:
     """The latents that the policy reaches before a step of its deterministic sampler, [N, ...]."""
     latents = initial_noise(model.latent_shape, keys).to(conditioning.device)
     for step in range(first_step):

@@ -1,4 +1,6 @@
-"""What surrounds the steps of every stage, online and offline: progress, metrics, checkpoints, and what ends it early."""
+"""What surrounds the steps of every stage, online and offline: progress, metrics, checkpoints, and
+what ends it early.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,14 @@ class StageState:
         elapsed: seconds of the stage so far, over all attempts.
         alarms: raised by the stage.
         training_alarms: raised by the training group.
-        first_statistics: of each image statistic in the first step of an online stage what is compared with later steps
-            (``ebbflow.online.statistics_alarm``), by the size of the step; that of the model is the empty text.
+        first_statistics: of each image statistic in the first step of an online stage what is
+            compared with later steps (``ebbflow.online.statistics_alarm``), by the size of the
+            step; that of the model is the empty text.
         statistic_alarms: the statistics whose alarm rang.
-        kept_prompts: ids of the prompts that ``prompt_filter`` left; None without one, or before its first pass.
-        prompt_rewards: running (mean, standard deviation) of each prompt's rewards, by id, where a ``curriculum`` wants them.
+        kept_prompts: ids of the prompts that ``prompt_filter`` left; None without one, or before
+            its first pass.
+        prompt_rewards: running (mean, standard deviation) of each prompt's rewards, by id, where a
+            ``curriculum`` wants them.
     """
 
     history: PromptStatistics = field(default_factory=PromptStatistics)
@@ -54,7 +59,9 @@ class StageState:
         return {**vars(self), "history": self.history.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rewards = {int(prompt): (mean, std) for prompt, (mean, std) in state["prompt_rewards"].items()}  # JSON has texts as keys
+        rewards = {
+            int(prompt): (mean, std) for prompt, (mean, std) in state["prompt_rewards"].items()
+        }  # JSON has texts as keys
         history = PromptStatistics.from_state(state["history"])
         vars(self).update(state | {"history": history, "prompt_rewards": rewards})
 
@@ -85,25 +92,34 @@ class StageLoop:
         steps_ahead: int = 0,
         quiet: bool = False,
     ) -> None:
-        self.ctx, self.state, self.recorder, self.checkpoints = ctx, state, recorder, checkpoints
-        self.num_steps, self.first_step = num_steps, state.step
+        self.ctx = ctx
+        self.state = state
+        self.recorder = recorder
+        self.checkpoints = checkpoints
+        self.num_steps = num_steps
+        self.first_step = state.step
         self.conditions = StopConditions(ctx.config, gpus, state.elapsed, steps_ahead)
         self.stop = Stop.NO
         name = f"{ctx.label} {ctx.config.algorithm_name}"
         self.progress = progress(name, "step", total=num_steps, done=state.step, quiet=quiet)
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, until the last one, or the one with which the budget is spent: that becomes an alarm."""
+        """The steps that are left, until the last one, or the one with which the budget is spent:
+        that becomes an alarm.
+        """
         with self.progress:
             while self.state.step < self.num_steps:
                 yield self.state.step
                 if self.stop is Stop.SPENT and self.state.step < self.num_steps:
-                    self.state.alarms.append(self.conditions.budget_message(self.state.step, self.num_steps))
+                    self.state.alarms.append(
+                        self.conditions.budget_message(self.state.step, self.num_steps)
+                    )
                     logger.warning("%s %s", self.ctx.label, self.state.alarms[-1])
                     return
 
     def finish_step(self, metrics: dict[str, float], **shown: str) -> None:
-        """Record the metrics of a step. All processes of a group finish a step together: they agree on what ends the stage.
+        """Record the metrics of a step. All processes of a group finish a step together: they agree
+        on what ends the stage.
 
         Args:
             shown: what progress shows with the step.
@@ -122,25 +138,38 @@ class StageLoop:
 
     def preemption(self) -> Preempted:
         saved = self.checkpoints is not None
-        return Preempted(self.conditions.preemption_message(self.ctx.label, self.state.step, self.num_steps, saved=saved))
+        return Preempted(
+            self.conditions.preemption_message(
+                self.ctx.label, self.state.step, self.num_steps, saved=saved
+            )
+        )
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What a checkpoint holds apart from the training group's parts."""
-        return {"state": self.state.state_dict(), "rows": self.recorder.metrics, "num_steps": self.num_steps}
+        return {
+            "state": self.state.state_dict(),
+            "rows": self.recorder.metrics,
+            "num_steps": self.num_steps,
+        }
 
 
 def load_stage_state(
-    checkpoint: Path, saved: dict[str, Any], state: StageState, recorder: MetricsRecorder, num_steps: int
+    checkpoint: Path,
+    saved: dict[str, Any],
+    state: StageState,
+    recorder: MetricsRecorder,
+    num_steps: int,
 ) -> None:
     """Continue from a checkpoint's state (``StageLoop.checkpoint_state``).
 
     Raises:
-        CheckpointError: it is of training in another number of steps, as with another number of processes.
+        CheckpointError: it is of training in another number of steps, as with another number of
+            processes.
     """
     if saved["num_steps"] != num_steps:
         raise CheckpointError(
-            f"{checkpoint} is of training in {saved['num_steps']} steps, this one has {num_steps}: train with as many processes "
-            "as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
+            f"{checkpoint} is of training in {saved['num_steps']} steps, this one has {num_steps}:"
+            " train with as many processes as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
         )
     state.load_state_dict(saved["state"])
     recorder.resume(saved["rows"])

@@ -30,7 +30,8 @@ PUBLISHED = "published"
 
 
 def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
-    """The policy folder, version 0, of what ``policy.start`` leads to: a policy folder, or a LoRA file or its folder.
+    """The policy folder, version 0, of what ``policy.start`` leads to: a policy folder, or a LoRA
+    file or its folder.
 
     Raises:
         PolicyError: it is of another base or kind, or its adapters do not fit into the recipe's.
@@ -57,11 +58,14 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
 
 
 @torch.no_grad()
-def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
+def lora_parameters(
+    model: Model, config: PolicyConfig, own: dict[str, Tensor], source: Path
+) -> dict[str, Tensor]:
     """Our adapters' parameters, by name, that compute what a published LoRA does.
 
-    Of a rank below ours, the rows that it lacks keep their random values and meet zeros in the second factor; the ratio of the
-    scales, alpha / rank against ours, goes into the second factor. Layers that it leaves alone stay at the base.
+    Of a rank below ours, the rows that it lacks keep their random values and meet zeros in the
+    second factor; the ratio of the scales, alpha / rank against ours, goes into the second factor.
+    Layers that it leaves alone stay at the base.
 
     Args:
         own: our parameters, ``<layer>.lora_A.<adapter>.weight`` and ``lora_B``.
@@ -70,12 +74,18 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
         PolicyError: it cannot be read, adapts other layers than ours, or has a larger rank.
     """
     if config.train != "lora":
-        raise PolicyError("policy.start names a LoRA and policy.train is 'full'; set policy.train to lora")
+        raise PolicyError(
+            "policy.start names a LoRA and policy.train is 'full'; set policy.train to lora"
+        )
     if len(trained_networks(model.transformer)) > 1:
-        raise PolicyError("policy.start names a LoRA of one network, and model.expert is both; start from a policy folder")
+        raise PolicyError(
+            "policy.start names a LoRA of one network, and model.expert is both; start from a"
+            " policy folder"
+        )
     if config.dora:
         raise PolicyError(
-            "policy.start names a LoRA, and policy.dora starts from a policy folder alone; set policy.dora to false"
+            "policy.start names a LoRA, and policy.dora starts from a policy folder alone; set"
+            " policy.dora to false"
         )
     published = _published(model, source)
     found = dict(own)
@@ -83,11 +93,19 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
         names = [f"{layer}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"]
         rank = len(first)
         if not is_trainable(model, layer):
-            raise PolicyError(f"{source} adapts {layer}, which is never trained; take a LoRA without")
+            raise PolicyError(
+                f"{source} adapts {layer}, which is never trained; take a LoRA without"
+            )
         if names[0] not in own:
-            raise PolicyError(f"{source} adapts {layer}, which policy.targets leave out; add {'.'.join(layer.split('.')[-2:])!r}")
+            raise PolicyError(
+                f"{source} adapts {layer}, which policy.targets leave out; add"
+                f" {'.'.join(layer.split('.')[-2:])!r}"
+            )
         if rank > config.rank:
-            raise PolicyError(f"{source} has rank {rank} at {layer} and policy.rank = {config.rank}; set policy.rank to {rank}")
+            raise PolicyError(
+                f"{source} has rank {rank} at {layer} and policy.rank = {config.rank}; set"
+                f" policy.rank to {rank}"
+            )
         ours_first, ours_second = (own[name].detach().clone() for name in names)
         ours_first[:rank] = first
         ours_second.zero_()
@@ -97,24 +115,36 @@ def lora_parameters(model: Model, config: PolicyConfig, own: dict[str, Tensor], 
 
 
 def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """(first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in any format that it knows."""
+    """(first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in any
+    format that it knows.
+    """
     file = _one_file(source)
     try:
         state, metadata = model.pipeline_class.lora_state_dict(
             file, return_lora_metadata=True, use_safetensors=True, local_files_only=True
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # there are two adapters for a moment, on purpose
-            model.transformer.load_lora_adapter(dict(state), prefix="transformer", adapter_name=PUBLISHED, metadata=metadata)
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # there are two adapters for a moment, on purpose
+            model.transformer.load_lora_adapter(
+                dict(state), prefix="transformer", adapter_name=PUBLISHED, metadata=metadata
+            )
     except Exception as error:  # diffusers, peft and safetensors each have errors of their own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PolicyError(f"policy.start: {file} cannot be read as a LoRA of this model ({reason[:500]})") from error
+        raise PolicyError(
+            f"policy.start: {file} cannot be read as a LoRA of this model ({reason[:500]})"
+        ) from error
     if any("lora_magnitude_vector" in key for key in state):
         raise PolicyError(
-            f"policy.start: {file} is a DoRA, whose magnitudes have no place in a LoRA; take a LoRA, or fuse it first"
+            f"policy.start: {file} is a DoRA, whose magnitudes have no place in a LoRA; take a"
+            " LoRA, or fuse it first"
         )
     if others := sorted({key.split(".")[0] for key in state} - {"transformer"}):
-        raise PolicyError(f"policy.start: {file} adapts {', '.join(others)} too, which training leaves alone; take one without")
+        raise PolicyError(
+            f"policy.start: {file} adapts {', '.join(others)} too, which training leaves alone;"
+            " take one without"
+        )
     layers = {
         name: (*_factors(state, name, module), module.scaling[PUBLISHED])
         for name, module in model.transformer.named_modules()
@@ -123,14 +153,21 @@ def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, fl
     model.transformer.set_adapter(ADAPTER)
     model.transformer.delete_adapters(PUBLISHED)
     if not layers:
-        raise PolicyError(f"policy.start: {file} adapts no layer of the transformer; name a LoRA of this model")
+        raise PolicyError(
+            f"policy.start: {file} adapts no layer of the transformer; name a LoRA of this model"
+        )
     return layers
 
 
 def _factors(state: dict[str, Tensor], layer: str, module: LoraLayer) -> tuple[Tensor, Tensor]:
-    """As the file has them: the module may keep them in the lower precision of the layer that they adapt."""
+    """As the file has them: the module may keep them in the lower precision of the layer that they
+    adapt.
+    """
     device = module.lora_A[PUBLISHED].weight.device
-    first, second = (state[f"transformer.{layer}.lora_{factor}.weight"].to(device, torch.float32) for factor in "AB")
+    first, second = (
+        state[f"transformer.{layer}.lora_{factor}.weight"].to(device, torch.float32)
+        for factor in "AB"
+    )
     return first, second
 
 
@@ -139,5 +176,8 @@ def _one_file(source: Path) -> Path:
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
-        raise PolicyError(f"policy.start: {source} should hold one .safetensors file and holds {names}; name the file itself")
+        raise PolicyError(
+            f"policy.start: {source} should hold one .safetensors file and holds {names}; name the"
+            " file itself"
+        )
     return files[0]

@@ -1,8 +1,8 @@
 """What ends a stage before its last step: its machine is taken away, or its budget is spent.
 
-A stage asks after every step. When the machine goes (SIGTERM, or the time in ``EBBFLOW_EXPIRES_AT`` comes near), the stage saves
-a checkpoint and raises ``Preempted``: another attempt resumes from it. When the budget of the recipe is spent, the stage ends
-with what it learnt so far.
+A stage asks after every step. When the machine goes (SIGTERM, or the time in ``EBBFLOW_EXPIRES_AT``
+comes near), the stage saves a checkpoint and raises ``Preempted``: another attempt resumes from it.
+When the budget of the recipe is spent, the stage ends with what it learnt so far.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _SIGTERM = threading.Event()
 
 
 class Preempted(RuntimeError):
-    """The stage stopped because its machine is taken away: names the reason, the step, and how to resume."""
+    """The stage stopped because its machine is taken away: names the reason, the step, and how to
+    resume.
+    """
 
 
 class Stop(IntEnum):
-    """Whether a stage stops after a step. Where processes disagree, the larger value holds for all."""
+    """Whether a stage stops after a step. Where processes disagree, the larger value holds for
+    all."""
 
     NO = 0
     SPENT = 1
@@ -44,27 +47,37 @@ class Stop(IntEnum):
 
 
 class StopConditions:
-    """The clock of an attempt at a stage. No step starts that would end too late, if it took as long as the longest so far.
+    """The clock of an attempt at a stage. No step starts that would end too late, if it took as
+    long as the longest so far.
 
     An attempt makes at least one step.
 
     Args:
         gpus: of the whole stage, for ``max_gpu_hours``.
         seconds_before: of earlier attempts, as far as they were saved.
-        steps_ahead: steps in flight while another one trains; a stage that leaves waits for them, as they are saved too.
+        steps_ahead: steps in flight while another one trains; a stage that leaves waits for them,
+            as they are saved too.
 
     Raises:
-        TrainingError: ``EBBFLOW_EXPIRES_AT`` is no time with a zone, or is past; ``max_gpu_hours`` without a GPU.
+        TrainingError: ``EBBFLOW_EXPIRES_AT`` is no time with a zone, or is past; ``max_gpu_hours``
+            without a GPU.
     """
 
-    def __init__(self, config: StageConfig, gpus: float, seconds_before: float = 0.0, steps_ahead: int = 0) -> None:
-        self.config, self.gpus, self.seconds_before, self.steps_ahead = config, gpus, seconds_before, steps_ahead
+    def __init__(
+        self, config: StageConfig, gpus: float, seconds_before: float = 0.0, steps_ahead: int = 0
+    ) -> None:
+        self.config = config
+        self.gpus = gpus
+        self.seconds_before = seconds_before
+        self.steps_ahead = steps_ahead
         self.expires = _expiry(os.environ.get(EXPIRES))
         self.reason = "another process was preempted"
         self.started = self.last_step_at = time.monotonic()
         self.max_step_seconds = 0.0
         if config.max_gpu_hours and not gpus:
-            raise TrainingError(f"max_gpu_hours = {config.max_gpu_hours:g} and the stage has no GPU; use max_hours")
+            raise TrainingError(
+                f"max_gpu_hours = {config.max_gpu_hours:g} and the stage has no GPU; use max_hours"
+            )
 
     @property
     def elapsed(self) -> float:
@@ -72,15 +85,20 @@ class StopConditions:
         return self.seconds_before + time.monotonic() - self.started
 
     def after_step(self) -> Stop:
-        """Whether the stage stops after this step. All processes of a group ask together, and get the same answer."""
+        """Whether the stage stops after this step. All processes of a group ask together, and get
+        the same answer.
+        """
         now = time.monotonic()
-        self.max_step_seconds, self.last_step_at = max(self.max_step_seconds, now - self.last_step_at), now
+        self.max_step_seconds = max(self.max_step_seconds, now - self.last_step_at)
+        self.last_step_at = now
         return Stop(all_reduce_max(self._own()))
 
     def preemption_message(self, stage: str, step: int, num_steps: int, saved: bool) -> str:
         """What a stage says that leaves its machine."""
         fix = (
-            "a checkpoint is saved: start it again to resume" if saved else "nothing is saved: the recipe asks for no checkpoints"
+            "a checkpoint is saved: start it again to resume"
+            if saved
+            else "nothing is saved: the recipe asks for no checkpoints"
         )
         return f"{stage} was preempted ({self.reason}) after {step} of {num_steps} steps; {fix}"
 
@@ -92,7 +110,12 @@ class StopConditions:
         if _SIGTERM.is_set():
             self.reason = "SIGTERM"
             return Stop.LEAVE
-        if self.expires and time.time() + max(MIN_SECONDS_TO_SAVE, (2 + self.steps_ahead) * self.max_step_seconds) > self.expires:
+        if (
+            self.expires
+            and time.time()
+            + max(MIN_SECONDS_TO_SAVE, (2 + self.steps_ahead) * self.max_step_seconds)
+            > self.expires
+        ):
             self.reason = f"{EXPIRES} = {os.environ[EXPIRES]}"
             return Stop.LEAVE
         hours = (self.elapsed + self.max_step_seconds) / 3600
@@ -105,10 +128,12 @@ class StopConditions:
 
 @contextmanager
 def handle_sigterm() -> Iterator[None]:
-    """Take one SIGTERM as a request to stop after the step; a second one does what it did before the block.
+    """Take one SIGTERM as a request to stop after the step; a second one does what it did before
+    the block.
 
-    A stage enters the block before it loads its models. A stage that ends by itself before it can obey leaves the request to the
-    next stage of this process, of whatever run. Signals arrive in the main thread only; a block inside another does nothing.
+    A stage enters the block before it loads its models. A stage that ends by itself before it can
+    obey leaves the request to the next stage of this process, of whatever run. Signals arrive in
+    the main thread only; a block inside another does nothing.
     """
     handled_already = getattr(signal.getsignal(signal.SIGTERM), "is_stage_handler", False)
     if handled_already or threading.current_thread() is not threading.main_thread():
@@ -139,7 +164,12 @@ def _expiry(text: str | None) -> float | None:
     except ValueError:
         expires = datetime.min
     if expires.tzinfo is None:
-        raise TrainingError(f"{EXPIRES} = {text!r} is no time with a zone; write it like 2026-01-31T18:00:00+00:00")
+        raise TrainingError(
+            f"{EXPIRES} = {text!r} is no time with a zone; write it like 2026-01-31T18:00:00+00:00"
+        )
     if expires.timestamp() < time.time():
-        raise TrainingError(f"{EXPIRES} = {text} is past: this machine is no longer ours; set it anew, or leave it out")
+        raise TrainingError(
+            f"{EXPIRES} = {text} is past: this machine is no longer ours; set it anew, or leave"
+            " it out"
+        )
     return expires.timestamp()

@@ -1,4 +1,5 @@
-"""One optimiser step, for every algorithm: predict, lose, guard, step, and let the copies follow."""
+"""One optimiser step, for every algorithm: predict, lose, guard, step, and let the copies
+follow."""
 
 from __future__ import annotations
 
@@ -30,17 +31,23 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
 
 NOT_IN_A_METRIC = re.compile(r"[^A-Za-z0-9_.-]")
-"""What the name of a prompt set may have, as it may be that of a file, and the name of a metric should not."""
+"""What the name of a prompt set may have, as it may be that of a file, and the name of a metric
+should not.
+"""
 FIRST_LOSS_SCALE = 2.0**16
-"""Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no step is skipped."""
+"""Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no
+step is skipped.
+"""
 
 
 class PolicyUpdater:
-    """A policy that a stage trains: its optimiser, the optimiser steps taken, and the alarms that went off.
+    """A policy that a stage trains: its optimiser, the optimiser steps taken, and the alarms that
+    went off.
 
     Attributes:
         updates: optimiser steps of this stage.
-        num_updates: all that the stage will take, where that is known: offline stages count their batches.
+        num_updates: all that the stage will take, where that is known: offline stages count their
+            batches.
         rollout_updates: of them, those before the samples that are trained on now were generated.
         steps: rollout steps of this stage.
         drift: mean (v - v_base)^2 when it was last measured.
@@ -65,16 +72,26 @@ class PolicyUpdater:
         self.policy = policy
         self.stage = stage
         self.version = metadata.version if metadata else 0
-        self.before = progress_of(metadata, stage.algorithm_name) if metadata else Progress(algorithm=stage.algorithm_name)
+        self.before = (
+            progress_of(metadata, stage.algorithm_name)
+            if metadata
+            else Progress(algorithm=stage.algorithm_name)
+        )
         self.algorithm = algorithm_of(stage.algorithm)
         self.hyper = stage.hyper
         _require_sigmas(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or make_optimizer(policy, stage.optimizer)
-        self.fake = FakeScore(policy, stage.optimizer, self.hyper) if isinstance(self.hyper, MatchingConfig) else None
+        self.fake = (
+            FakeScore(policy, stage.optimizer, self.hyper)
+            if isinstance(self.hyper, MatchingConfig)
+            else None
+        )
         # Gradients of means over many latent elements are below what float16 can hold.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
         self.updates = self.steps = 0
-        self.num_updates = stage.steps * stage.updates_per_step if isinstance(stage, OnlineStageConfig) else None
+        self.num_updates = (
+            stage.steps * stage.updates_per_step if isinstance(stage, OnlineStageConfig) else None
+        )
         self.drift = 0.0
         self.alarms: list[str] = []
         self.drifted = False
@@ -88,54 +105,78 @@ class PolicyUpdater:
     @property
     def progress(self) -> Progress:
         """How far the algorithm has come, earlier stages included."""
-        done = {"steps": self.before.steps + self.steps, "updates": self.before.updates + self.updates}
+        done = {
+            "steps": self.before.steps + self.steps,
+            "updates": self.before.updates + self.updates,
+        }
         return self.before.model_copy(update=done)
 
     def update_fake(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
         """Take one optimiser step of the fake score, before the policy's (``FakeScore.update``)."""
         assert self.fake, "the algorithm trains one"
-        set_learning_rate(self.fake.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates)
+        set_learning_rate(
+            self.fake.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates
+        )
         return self.fake.update(batch, passes)
 
     def start_rollout(self) -> None:
-        """Remember the policy as it is, where the loss compares it with later ones: it made the samples of the next updates."""
+        """Remember the policy as it is, where the loss compares it with later ones: it made the
+        samples of the next updates.
+        """
         self.rollout_updates = self.updates
         if "rollout" in self.algorithm.copies(self.hyper):
             self.policy.snapshot("rollout")
 
     def finish_step(self) -> None:
-        """Count a rollout step; where a copy generates the rollouts, the copies follow now, once all of them were learnt from."""
+        """Count a rollout step; where a copy generates the rollouts, the copies follow now, once
+        all of them were learnt from.
+        """
         self.steps += 1
         if self.algorithm.generates != "current":
             self._let_copies_follow(self.progress.steps)
 
-    def update(self, batch: RowBatch, passes: int, prompt_sets: Mapping[int, str] | None = None) -> dict[str, float]:
+    def update(
+        self, batch: RowBatch, passes: int, prompt_sets: Mapping[int, str] | None = None
+    ) -> dict[str, float]:
         """Take one optimiser step on the mean loss over all rows of all processes.
 
         Args:
             batch: this process's share of the rows.
-            passes: forward-backward passes, the same number on every process (they communicate in each).
-            prompt_sets: the set of each prompt, by its id, where prompt sets have their own teachers.
+            passes: forward-backward passes, the same number on every process (they communicate in
+                each).
+            prompt_sets: the set of each prompt, by its id, where prompt sets have their own
+                teachers.
 
         Returns:
             The algorithm's metrics, averaged over the rows, and the gradient's.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite; the parameters and their copies are as they were.
+            TrainingError: the loss or the gradient is not finite; the parameters and their copies
+                are as they were.
         """
         total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
         taught = self._rows_of_teachers(batch, prompt_sets or {})
         done = self._passes(batch, parts(batch.group_index, passes), total, taught)
-        means, norm = done.means(total), gradient_norm(self.policy)
-        while self.loss_scale > 1 and not torch.isfinite(norm) and all(map(math.isfinite, means.values())):
+        means = done.means(total)
+        norm = gradient_norm(self.policy)
+        while (
+            self.loss_scale > 1
+            and not torch.isfinite(norm)
+            and all(map(math.isfinite, means.values()))
+        ):
             self.loss_scale /= 2
             done = self._passes(batch, parts(batch.group_index, passes), total, taught)
-            means, norm = done.means(total), gradient_norm(self.policy)
+            means = done.means(total)
+            norm = gradient_norm(self.policy)
         # Both are the same on every process, so all of them stop here together.
         if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
             raise _non_finite_error(done, batch, means, norm, self.policy)
-        torch.nn.utils.clip_grads_with_norm_(self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm)
-        set_learning_rate(self.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates)
+        torch.nn.utils.clip_grads_with_norm_(
+            self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm
+        )
+        set_learning_rate(
+            self.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates
+        )
         self.optimizer.step()
         self.updates += 1
         self.drift = means.setdefault("velocity_drift", self.drift)
@@ -145,26 +186,46 @@ class PolicyUpdater:
             self.policy.blend("ema", self.policy.config.ema.decay(self.version + self.updates))
         means |= done.means_of_teachers(taught)
         once = total // self.policy.context_parallel  # each row
-        metrics = means | _gradient_metrics(norm, done.first_norm, passes, once) | {"lr": self.optimizer.param_groups[0]["lr"]}
+        metrics = (
+            means
+            | _gradient_metrics(norm, done.first_norm, passes, once)
+            | {"lr": self.optimizer.param_groups[0]["lr"]}
+        )
         return metrics | self._watch(self.drift)
 
-    def _rows_of_teachers(self, batch: RowBatch, prompt_sets: Mapping[int, str]) -> dict[str, Tensor]:
-        """The rows that each teacher teaches, by its copy, where prompt sets have their own; nothing where one teaches all."""
+    def _rows_of_teachers(
+        self, batch: RowBatch, prompt_sets: Mapping[int, str]
+    ) -> dict[str, Tensor]:
+        """The rows that each teacher teaches, by its copy, where prompt sets have their own;
+        nothing where one teaches all.
+        """
         copies = sorted(copy for copy in self.policy.copies if copy.startswith(teacher_copy("")))
-        own = [teacher_copy(prompt_sets[prompt_id]) for prompt_id in batch.keys.prompt_ids] if copies else []
+        own = (
+            [teacher_copy(prompt_sets[prompt_id]) for prompt_id in batch.keys.prompt_ids]
+            if copies
+            else []
+        )
         rows = {copy: [row for row, name in enumerate(own) if name == copy] for copy in copies}
-        return {copy: torch.tensor(found, dtype=torch.int64, device=batch.weight.device) for copy, found in rows.items()}
+        return {
+            copy: torch.tensor(found, dtype=torch.int64, device=batch.weight.device)
+            for copy, found in rows.items()
+        }
 
-    def _passes(self, batch: RowBatch, slices: list[slice], total: int, taught: Mapping[str, Tensor]) -> _Passes:
+    def _passes(
+        self, batch: RowBatch, slices: list[slice], total: int, taught: Mapping[str, Tensor]
+    ) -> _Passes:
         """Forward and backward over every part; the gradients are left in the parameters."""
-        # FSDP averages gradients over processes; this weight makes the result the mean over all rows however they are dealt out.
-        # Processes that share tokens have the gradient of their own ones, and each counts the row.
+        # FSDP averages gradients over processes; this weight makes the result the mean over all
+        # rows however they are dealt out. Processes that share tokens have the gradient of their
+        # own ones, and each counts the row.
         weight = self.loss_scale * world_size() * self.policy.context_parallel / total
         self.optimizer.zero_grad(set_to_none=True)
         copies = self._copies(batch, slices, taught)
         anchor = self._anchor(batch.inputs, slices, copies)
         base = copies.get("reference")
-        watched = drift_stride(self.updates, len(slices)) if base is None else 1  # all rows where it costs nothing
+        watched = (
+            drift_stride(self.updates, len(slices)) if base is None else 1
+        )  # all rows where it costs nothing
         if base is None and watched:
             base = _velocities(self.policy, "reference", batch.inputs, [slice(0, None, watched)])
         done = _Passes()
@@ -174,10 +235,16 @@ class PolicyUpdater:
                 velocity = _velocity(self.policy, batch.inputs, part)
             velocity.retain_grad()
             compared = {name: values[part] for name, values in copies.items()}
-            if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:  # no weight has moved since
+            if (
+                "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies
+            ):  # no weight has moved since
                 compared["rollout"] = velocity.detach()
-            loss, metrics = self._loss(batch, part, velocity, compared, None if anchor is None else anchor[part])
-            self.policy.reduce_gradients(part in (slices[0], slices[-1]))  # of the first alone, for the norm below
+            loss, metrics = self._loss(
+                batch, part, velocity, compared, None if anchor is None else anchor[part]
+            )
+            self.policy.reduce_gradients(
+                part in (slices[0], slices[-1])
+            )  # of the first alone, for the norm below
             (loss.sum() * weight).backward()
             done.add(loss, metrics, velocity)
             if base is not None and watched:
@@ -186,20 +253,34 @@ class PolicyUpdater:
                 norm = gradient_norm(self.policy, self.loss_scale)
                 done.first_norm = norm * total / sum_over_processes(loss.new_tensor(len(loss)))
         if self.loss_scale != 1:
-            torch._foreach_div_([p.grad for p in self.policy.parameters.values() if p.grad is not None], self.loss_scale)
+            torch._foreach_div_(
+                [p.grad for p in self.policy.parameters.values() if p.grad is not None],
+                self.loss_scale,
+            )
         return done
 
     def _loss(
-        self, batch: RowBatch, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor], anchor: Tensor | None
+        self,
+        batch: RowBatch,
+        part: slice,
+        velocity: Tensor,
+        copies: Mapping[CopyName, Tensor],
+        anchor: Tensor | None,
     ) -> tuple[Tensor, RowMetrics]:
-        """The loss of each row with its weight and the penalty for leaving ``anchor``, and the metrics of each row."""
-        rows = replace(batch.rows(part, velocity, copies), advantage_clip=self.stage.advantages.clip or math.inf)
+        """The loss of each row with its weight and the penalty for leaving ``anchor``, and the
+        metrics of each row.
+        """
+        rows = replace(
+            batch.rows(part, velocity, copies),
+            advantage_clip=self.stage.advantages.clip or math.inf,
+        )
         loss, metrics = self.algorithm.loss(rows, self.hyper)
         for name, values in {"loss": loss, **metrics}.items():
             if values.shape != rows.advantage.shape:
                 raise TrainingError(
-                    f"{self.stage.algorithm_name} gives {name!r} the shape {list(values.shape)} for {len(rows.advantage)} "
-                    "rows; an algorithm gives a value for each row and takes no mean"
+                    f"{self.stage.algorithm_name} gives {name!r} the shape {list(values.shape)} for"
+                    f" {len(rows.advantage)} rows; an algorithm gives a value for each row and"
+                    " takes no mean"
                 )
         loss = loss * batch.weight[part]
         if anchor is not None:
@@ -208,8 +289,12 @@ class PolicyUpdater:
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
 
-    def _copies(self, batch: RowBatch, slices: list[slice], taught: Mapping[str, Tensor]) -> dict[CopyName, Tensor]:
-        """The predictions of the copies that the loss needs, for every row; of several teachers that of each row's own."""
+    def _copies(
+        self, batch: RowBatch, slices: list[slice], taught: Mapping[str, Tensor]
+    ) -> dict[CopyName, Tensor]:
+        """The predictions of the copies that the loss needs, for every row; of several teachers
+        that of each row's own.
+        """
         needed = set(self.algorithm.copies(self.hyper))
         if self.stage.reference.weight > 0 and not self.stage.reference.guided:
             needed.add("reference")
@@ -217,13 +302,17 @@ class PolicyUpdater:
             needed.discard("rollout")
         # In the same order on every process: a swap communicates.
         return {
-            name: _velocities_of_teachers(self.policy, taught, batch.inputs_of(name), slices)
-            if name == "teacher" and taught
-            else _velocities(self.policy, name, batch.inputs_of(name), slices)
+            name: (
+                _velocities_of_teachers(self.policy, taught, batch.inputs_of(name), slices)
+                if name == "teacher" and taught
+                else _velocities(self.policy, name, batch.inputs_of(name), slices)
+            )
             for name in sorted(needed)
         }
 
-    def _anchor(self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]) -> Tensor | None:
+    def _anchor(
+        self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
+    ) -> Tensor | None:
         """What the reference penalty pulls to, at every point; None without a penalty."""
         reference = self.stage.reference
         if reference.guided:
@@ -241,20 +330,27 @@ class PolicyUpdater:
         if too_far and not self.drifted:
             self.drifted = True
             self.alarms.append(
-                f"velocity drift {drift:.3g} above drift_alarm = {self.stage.drift_alarm:g} after {self.updates} optimiser steps"
+                f"velocity drift {drift:.3g} above drift_alarm = {self.stage.drift_alarm:g} after"
+                f" {self.updates} optimiser steps"
             )
             warnings.warn(
-                f"{self.alarms[-1]}: the policy leaves the base model behind, which is how gamed rewards begin; look at the "
-                "samples and the guardrails, and raise reference.weight or lower optimizer.lr",
+                f"{self.alarms[-1]}: the policy leaves the base model behind, which is how gamed"
+                " rewards begin; look at the samples and the guardrails, and raise"
+                " reference.weight or lower optimizer.lr",
                 stacklevel=3,
             )
         return {"alarm/velocity_drift": float(too_far)}
 
 
 def _require_sigmas(policy: Policy, stage: StageConfig) -> None:
-    """Check that a loss that draws from the sampler's sigmas finds some, before rollouts are paid for."""
+    """Check that a loss that draws from the sampler's sigmas finds some, before rollouts are paid
+    for.
+    """
     schedule = policy.model.sigmas(stage.sampler.steps)
-    if isinstance(stage.hyper, ForwardConfig | MatchingConfig) and stage.hyper.sigma.kind == "schedule":
+    if (
+        isinstance(stage.hyper, ForwardConfig | MatchingConfig)
+        and stage.hyper.sigma.kind == "schedule"
+    ):
         try:
             schedule_points(stage.hyper.sigma, schedule)
         except ValueError as error:
@@ -267,7 +363,8 @@ class _Passes:
 
     Attributes:
         rows: loss and metrics, each a list of [m] tensors.
-        gradient_is_finite: of the loss with respect to the velocity of each row, a list of bool [m].
+        gradient_is_finite: of the loss with respect to the velocity of each row, a list of bool
+            [m].
         first_norm: of the gradient of the first part alone, scaled to a mean.
         drift: mean (v - v_base)^2 of the rows where the base's prediction is known, a list of [m].
     """
@@ -284,7 +381,9 @@ class _Passes:
         self.gradient_is_finite.append(velocity.grad.flatten(1).isfinite().all(1))
 
     def compare(self, velocity: Tensor, base: Tensor, start: int, watched: int) -> None:
-        """Note the drift of the part that begins at row ``start``; ``base`` is known at every row that ``watched`` divides."""
+        """Note the drift of the part that begins at row ``start``; ``base`` is known at every row
+        that ``watched`` divides.
+        """
         own = velocity.detach()[-start % watched :: watched]
         first = math.ceil(start / watched)
         self.drift.append(per_row((own - base[first : first + len(own)]) ** 2))
@@ -297,13 +396,19 @@ class _Passes:
         return dict(zip(names, (sum_over_processes(sums) / total).tolist(), strict=True)) | drift
 
     def means_of_teachers(self, taught: Mapping[str, Tensor]) -> dict[str, float]:
-        """``kl/teacher`` of the rows of each teacher, over all processes; none where it has no rows."""
+        """``kl/teacher`` of the rows of each teacher, over all processes; none where it has no
+        rows.
+        """
         means = {}
         for copy, rows in taught.items() if "kl/teacher" in self.rows else ():
             divergence = torch.cat(self.rows["kl/teacher"]).double()[rows]
-            total, count = sum_over_processes(torch.stack([divergence.sum(), divergence.new_tensor(len(rows))])).tolist()
+            total, count = sum_over_processes(
+                torch.stack([divergence.sum(), divergence.new_tensor(len(rows))])
+            ).tolist()
             if count:
-                means[f"kl/teacher/{NOT_IN_A_METRIC.sub('_', copy.removeprefix(teacher_copy('')))}"] = total / count
+                means[
+                    f"kl/teacher/{NOT_IN_A_METRIC.sub('_', copy.removeprefix(teacher_copy('')))}"
+                ] = total / count
         return means
 
     def first_wrong(self, batch: RowBatch) -> str | None:
@@ -314,7 +419,10 @@ class _Passes:
         if not len(rows):
             return None
         row = int(rows[0])
-        return f"{', '.join(name for name, where in wrong.items() if where[row])} of {batch.describe(row)}"
+        return (
+            f"{', '.join(name for name, where in wrong.items() if where[row])} of"
+            f" {batch.describe(row)}"
+        )
 
 
 def _velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
@@ -322,16 +430,22 @@ def _velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Te
     return forward(policy.model, *inputs.at(part))
 
 
-def _velocities(policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]) -> Tensor:
+def _velocities(
+    policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]
+) -> Tensor:
     """Predictions of a policy copy over some parts: one swap of the parameters for all of them."""
     with policy.using(copy), policy.kept_gathered():
         return torch.cat([_velocity(policy, inputs, part) for part in slices])
 
 
-def _velocities_of_teachers(policy: Policy, taught: Mapping[str, Tensor], inputs: ForwardInputs, slices: list[slice]) -> Tensor:
-    """Predictions of each row's own teacher: of a teacher for its rows alone, in parts of the usual size.
+def _velocities_of_teachers(
+    policy: Policy, taught: Mapping[str, Tensor], inputs: ForwardInputs, slices: list[slice]
+) -> Tensor:
+    """Predictions of each row's own teacher: of a teacher for its rows alone, in parts of the usual
+    size.
 
-    Sharded processes communicate in every pass, so all of them take as many: one without rows left predicts its first again.
+    Sharded processes communicate in every pass, so all of them take as many: one without rows left
+    predicts its first again.
     """
     size = max(part.stop - part.start for part in slices)
     found = []
@@ -345,35 +459,54 @@ def _velocities_of_teachers(policy: Policy, taught: Mapping[str, Tensor], inputs
     return torch.cat(found)[order]
 
 
-def _gradient_metrics(norm: Tensor, first_norm: Tensor, passes: int, total: int) -> dict[str, float]:
+def _gradient_metrics(
+    norm: Tensor, first_norm: Tensor, passes: int, total: int
+) -> dict[str, float]:
     """The norm before clipping, and how much single samples disagree.
 
-    ``grad_variance`` estimates the trace of the per-row covariance of the gradient from the norms of a small and of the
-    whole batch, (|g_small|^2 - |g|^2) / (1/B_small - 1/B) (An Empirical Model of Large-Batch Training, 1812.06162, A.1).
-    One step's value is noisy and may be negative: look at its average.
+    ``grad_variance`` estimates the trace of the per-row covariance of the gradient from the norms
+    of a small and of the whole batch, (|g_small|^2 - |g|^2) / (1/B_small - 1/B) (An Empirical Model
+    of Large-Batch Training, 1812.06162, A.1). One step's value is noisy and may be negative: look
+    at its average.
     """
     metrics = {"grad_norm": norm.item()}
     if passes > 1:
         small = total / passes
-        metrics["grad_variance"] = (first_norm.item() ** 2 - norm.item() ** 2) / (1 / small - 1 / total)
+        metrics["grad_variance"] = (first_norm.item() ** 2 - norm.item() ** 2) / (
+            1 / small - 1 / total
+        )
     return metrics
 
 
-def _non_finite_error(done: _Passes, batch: RowBatch, means: dict[str, float], norm: Tensor, policy: Policy) -> TrainingError:
-    """The error that names the first row that is not finite, or, where all rows are fine, the parameters."""
+def _non_finite_error(
+    done: _Passes, batch: RowBatch, means: dict[str, float], norm: Tensor, policy: Policy
+) -> TrainingError:
+    """The error that names the first row that is not finite, or, where all rows are fine, the
+    parameters.
+    """
     wrong = done.first_wrong(batch)
     if wrong is None and not all(math.isfinite(value) for value in means.values()):
         wrong = "a row of another process"
     if wrong is None:
-        broken = [name for name, p in policy.parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
-        wrong = f"the gradient of {broken[0]} and {len(broken) - 1} more parameters" if broken else "the gradient"
+        broken = [
+            name
+            for name, p in policy.parameters.items()
+            if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        wrong = (
+            f"the gradient of {broken[0]} and {len(broken) - 1} more parameters"
+            if broken
+            else "the gradient"
+        )
     return TrainingError(
-        f"not finite: {wrong} (gradient norm {norm.item()}); the step was not taken. "
-        "Lower optimizer.lr or raise reference.weight, and look at the last metrics before this step"
+        f"not finite: {wrong} (gradient norm {norm.item()}); the step was not taken. Lower"
+        " optimizer.lr or raise reference.weight, and look at the last metrics before this step"
     )
 
 
 def _shared_mean(values: Tensor) -> Tensor:
     """The mean over the values of all processes."""
-    total = sum_over_processes(torch.stack([values.double().sum(), values.new_tensor(len(values)).double()]))
+    total = sum_over_processes(
+        torch.stack([values.double().sum(), values.new_tensor(len(values)).double()])
+    )
     return total[0] / total[1]

@@ -1,1 +1,3 @@
-"""What a user of Ebbflow wrote: an algorithm, a reward and a model family; docs/extending.md explains them."""
+"""What a user of Ebbflow wrote: an algorithm, a reward and a model family; docs/extending.md
+explains them.
+"""

@@ -14,7 +14,9 @@ LUMA = np.array([0.299, 0.587, 0.114])
 
 
 class Contrast:
-    """Standard deviation of the luminance over half its range, in [0, 1]: 0 for one grey, 1 for half black and half white."""
+    """Standard deviation of the luminance over half its range, in [0, 1]: 0 for one grey, 1 for
+    half black and half white.
+    """
 
     def unavailable(self) -> str | None:
         return None

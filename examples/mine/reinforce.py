@@ -1,6 +1,8 @@
-r"""REINFORCE: the plain policy gradient, L = -w A log_prob, with w = 1 above the group's mean and ``negatives`` below it.
+r"""REINFORCE: the plain policy gradient, L = -w A log_prob, with w = 1 above the group's mean and
+``negatives`` below it.
 
-Without a ratio there is nothing to clip, and samples are good for one update only: set ``updates_per_step: 1``.
+Without a ratio there is nothing to clip, and samples are good for one update only: set
+``updates_per_step: 1``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from ebbflow.recipe.algorithms import TrajectoryConfig
 class ReinforceConfig(TrajectoryConfig):
     """Policy gradient without a ratio and without a clip."""
 
-    stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "random", "size": 2}}
+    stage_defaults: ClassVar = {
+        "sampler": {"name": "flow_sde"},
+        "window": {"kind": "random", "size": 2},
+    }
 
     negatives: float = Field(1.0, ge=0, le=1)
     """Weight of the samples below their group's mean; 0 learns from the good ones alone."""

@@ -1,4 +1,6 @@
-"""A rollout engine with a copy of the model of its own, as an engine in another process or library has one."""
+"""A rollout engine with a copy of the model of its own, as an engine in another process or library
+has one.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,19 @@ class SecondCopy:
     """Generates with the weights that were loaded last."""
 
     def __init__(self, ctx: StageContext, base: Path) -> None:
-        self.model, self.micro_batch = load_model(base, ctx.recipe.model), ctx.config.micro_batch
+        self.model = load_model(base, ctx.recipe.model)
+        self.micro_batch = ctx.config.micro_batch
         self.policy = Policy(self.model, ctx.recipe.policy, ctx.recipe.seed)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.policy.assign(weights)
 
     def generate(
-        self, conditioning: Conditioning, keys: SampleKeys, sampler: SamplerConfig, plan: Plan | None = None
+        self,
+        conditioning: Conditioning,
+        keys: SampleKeys,
+        sampler: SamplerConfig,
+        plan: Plan | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
         rollouts = generate(self.model, conditioning, keys, sampler, plan, self.micro_batch)
         return rollouts, self.model.decode(rollouts.latents)

@@ -10,7 +10,9 @@ SHIFT = 3.0
 
 
 class ShiftedGlyph(GlyphModel):
-    """The glyph model with shift s in its schedule: sigma -> s sigma / (1 + (s - 1) sigma) (SD3, 2403.03206)."""
+    """The glyph model with shift s in its schedule: sigma -> s sigma / (1 + (s - 1) sigma) (SD3,
+    2403.03206).
+    """
 
     def sigmas(self, steps: int) -> Tensor:
         sigmas = super().sigmas(steps)

@@ -1,10 +1,18 @@
-"""Terms in float64 that every loss is compared on: random ones, and rollouts of one policy scored under another."""
+"""Terms in float64 that every loss is compared on: random ones, and rollouts of one policy scored
+under another.
+"""
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from ebbflow.algorithms.base import DirectAlignRows, ForwardRows, GradientRows, MatchingRows, TrajectoryRows
+from ebbflow.algorithms.base import (
+    DirectAlignRows,
+    ForwardRows,
+    GradientRows,
+    MatchingRows,
+    TrajectoryRows,
+)
 from ebbflow.flow.transition import Transition, log_prob, sample, transition
 
 SHAPE = (2, 3)
@@ -33,7 +41,9 @@ def wide(values):
 
 
 def gradient(algorithm, rows, config, at):
-    """Of the sum of the losses; a row of it is that of the row's own loss wherever rows do not share a unit."""
+    """Of the sum of the losses; a row of it is that of the row's own loss wherever rows do not
+    share a unit.
+    """
     loss, _ = algorithm.loss(rows, config)
     return torch.autograd.grad(loss.sum(), at, retain_graph=True)[0]
 
@@ -42,11 +52,16 @@ def gradient(algorithm, rows, config, at):
 
 
 def forward_rows(advantage, group_index=None, seed=0, advantage_clip=5.0):
-    """Random rows with a velocity that is a leaf, all copies, and sigma and noise shared inside a group."""
+    """Random rows with a velocity that is a leaf, all copies, and sigma and noise shared inside a
+    group.
+    """
     rows = len(advantage)
     group_index = torch.arange(rows) if group_index is None else torch.tensor(group_index)
     fresh = [normal(rows, *SHAPE, seed=10 * seed + index) for index in range(7)]
-    sigma = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
+    sigma = (
+        torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 0.9
+        + 0.05
+    )
     return ForwardRows(
         clean=fresh[0],
         noise=fresh[1][group_index],
@@ -88,16 +103,21 @@ class Rollout:
 
     def rows(self, velocity, **copies):
         """Its rows under a policy that predicts ``velocity``; ``copies`` by their velocities."""
-        old, step = self.step(self.old), self.step(velocity)
+        old = self.step(self.old)
+        step = self.step(velocity)
         after = sample(old, self.noise)
         copies = {name: self.step(value) for name, value in copies.items()}
-        return TrajectoryRows(step, log_prob(step, after), old.mean, log_prob(old, after), copies, self.advantage)
+        return TrajectoryRows(
+            step, log_prob(step, after), old.mean, log_prob(old, after), copies, self.advantage
+        )
 
 
 def rollout(sampler="flow_sde", rows=10, seed=0):
     """Random samples at each of the five stochastic steps in turn."""
     latents, old, noise = (normal(rows, *SHAPE, seed=10 * seed + index) for index in range(3))
-    return Rollout(sampler, latents, old, noise, torch.arange(rows) % 5, normal(rows, seed=10 * seed + 3))
+    return Rollout(
+        sampler, latents, old, noise, torch.arange(rows) % 5, normal(rows, seed=10 * seed + 3)
+    )
 
 
 def moved(made, by=0.05, seed=7):
@@ -107,13 +127,16 @@ def moved(made, by=0.05, seed=7):
 
 def gaussian(mean, std, dt=-0.1):
     """A step with that mean, [M, ...], standard deviation and dt, both the same in every row."""
-    std, dt = torch.full((len(mean),), std, dtype=torch.float64), torch.full((len(mean),), dt, dtype=torch.float64)
+    std = torch.full((len(mean),), std, dtype=torch.float64)
+    dt = torch.full((len(mean),), dt, dtype=torch.float64)
     return Transition("flow_sde", mean, std, std / dt.abs().sqrt(), dt)
 
 
 def kl_per_element(step, other):
     """KL(step | other) of two diagonal Gaussians by torch, per latent element, [M]."""
-    first, second = (torch.distributions.Normal(each.mean, wide(each.std)) for each in (step, other))
+    first, second = (
+        torch.distributions.Normal(each.mean, wide(each.std)) for each in (step, other)
+    )
     return torch.distributions.kl_divergence(first, second).mean((1, 2))
 
 
@@ -147,7 +170,9 @@ def direct_align_rows(clean, noise, sigma, end_sigma, velocity, advantage, copie
 def matching_rows(noised_sigma, seed=20):
     """Random rows before a student's first step, with a velocity that is a leaf."""
     rows = len(noised_sigma)
-    latents, velocity, noised, teacher, fake = (normal(rows, *SHAPE, seed=seed + index) for index in range(5))
+    latents, velocity, noised, teacher, fake = (
+        normal(rows, *SHAPE, seed=seed + index) for index in range(5)
+    )
     return MatchingRows(
         latents=latents,
         sigma=torch.ones_like(noised_sigma),

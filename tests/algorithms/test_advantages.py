@@ -17,7 +17,9 @@ def combined(rewards, weights, prompt_ids, history=None, scored=None, **keys):
     """Advantages from the scores of several rewards."""
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
     config = AdvantagesConfig(**{"std": "group", "clip": 1e6} | keys)
-    return compute_advantages(scores, weights, np.array(prompt_ids, np.int64), config, history, scored)
+    return compute_advantages(
+        scores, weights, np.array(prompt_ids, np.int64), config, history, scored
+    )
 
 
 def advantages(rewards, prompt_ids, std="group", **keys):
@@ -25,7 +27,8 @@ def advantages(rewards, prompt_ids, std="group", **keys):
     return combined({"only": rewards}, {"only": 1.0}, prompt_ids, std=std, **keys)
 
 
-REWARDS, PROMPTS = [0.1, 0.5, 0.3, 0.9, 0.2, 0.4, 0.8], [4, 4, 4, 7, 7, 7, 7]
+REWARDS = [0.1, 0.5, 0.3, 0.9, 0.2, 0.4, 0.8]
+PROMPTS = [4, 4, 4, 7, 7, 7, 7]
 
 
 def by_group(function):
@@ -73,7 +76,14 @@ def test_failed_scores_are_masked_and_change_nothing_else(std, failed):
     assert holes.keep.tolist() == [False, *whole.keep, False]
     assert holes.values.tolist() == [0, *whole.values, 0]
     assert holes.metrics["reward/scored_share"] == pytest.approx(7 / 9)
-    for name in ("reward/mean", "reward/min", "reward/max", "reward/std", "group/zero_std_share", "advantage/std"):
+    for name in (
+        "reward/mean",
+        "reward/min",
+        "reward/max",
+        "reward/std",
+        "group/zero_std_share",
+        "advantage/std",
+    ):
         assert holes.metrics[name] == whole.metrics[name]
 
 
@@ -81,10 +91,23 @@ def test_failed_scores_are_masked_and_change_nothing_else(std, failed):
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
 @pytest.mark.parametrize("running", [False, True])
 def test_the_largest_scores_and_weights_give_finite_advantages(std, combine, running):
-    rewards = {"a": [MAX_SCORE, -MAX_SCORE, 0.5, 1, -MAX_SCORE], "b": [-MAX_SCORE, 0, 1, MAX_SCORE, MAX_SCORE]}
-    history, weights = PromptStatistics() if running else None, {"a": MAX_WEIGHT, "b": 1.0}
+    rewards = {
+        "a": [MAX_SCORE, -MAX_SCORE, 0.5, 1, -MAX_SCORE],
+        "b": [-MAX_SCORE, 0, 1, MAX_SCORE, MAX_SCORE],
+    }
+    history = PromptStatistics() if running else None
+    weights = {"a": MAX_WEIGHT, "b": 1.0}
     for _ in range(2):
-        result = combined(rewards, weights, [0, 0, 0, 1, 1], history, std=std, combine=combine, running=running, clip=5.0)
+        result = combined(
+            rewards,
+            weights,
+            [0, 0, 0, 1, 1],
+            history,
+            std=std,
+            combine=combine,
+            running=running,
+            clip=5.0,
+        )
         assert result.keep.all()
         assert np.isfinite(result.values).all()
         assert np.isfinite(list(result.metrics.values())).all()
@@ -108,7 +131,8 @@ def test_nothing_scored_is_nothing_to_train_on(std):
 
 
 def test_global_std_is_the_unbiased_std_over_samples_whatever_their_groups():
-    # Both prompts have mean 0, so the divisor is REWARDS / advantages; repeating rewards over timesteps would shrink it.
+    # Both prompts have mean 0, so the divisor is REWARDS / advantages; repeating rewards over
+    # timesteps would shrink it.
     result = advantages([-1, 1, -3, 3], [0, 0, 1, 1], "global")
     divisors = np.array([-1, 1, -3, 3]) / result.values
     assert divisors == pytest.approx([np.sqrt(20 / 3) + 1e-4] * 4, rel=1e-6)
@@ -123,7 +147,9 @@ def test_clip():
 
 def test_without_a_clip_advantages_are_as_they_are():
     one_of_many = ([0] * 50 + [1], [0] * 51, "group")
-    assert advantages(*one_of_many, clip=None).values.max() == pytest.approx(7, abs=0.01)  # (1 - 1 / 51) / (std + 1e-4)
+    assert advantages(*one_of_many, clip=None).values.max() == pytest.approx(
+        7, abs=0.01
+    )  # (1 - 1 / 51) / (std + 1e-4)
     assert advantages(*one_of_many, clip=5).values.max() == 5
 
 
@@ -160,7 +186,9 @@ def test_kept_advantages_sum_to_zero_in_every_group(batch, std):
     for prompt_id in np.unique(prompt_ids):
         mine = prompt_ids == prompt_id
         scored = rewards[mine & np.isfinite(rewards)]
-        assert result.keep[mine & np.isfinite(rewards)].all() == (len(np.unique(scored)) > 1 or len(scored) == 0)
+        assert result.keep[mine & np.isfinite(rewards)].all() == (
+            len(np.unique(scored)) > 1 or len(scored) == 0
+        )
         assert abs(result.values[mine].astype(float).sum()) < 1e-4
 
 
@@ -169,7 +197,8 @@ def test_order_does_not_matter(batch, std, random):
     rewards, prompt_ids = batch
     order = list(range(len(rewards)))
     random.shuffle(order)
-    here, there = advantages(rewards, prompt_ids, std), advantages(rewards[order], prompt_ids[order], std)
+    here = advantages(rewards, prompt_ids, std)
+    there = advantages(rewards[order], prompt_ids[order], std)
     assert there.keep.tolist() == here.keep[order].tolist()
     assert there.values == pytest.approx(here.values[order], abs=1e-5)
 
@@ -178,7 +207,8 @@ def test_order_does_not_matter(batch, std, random):
 def test_a_constant_on_all_rewards_of_a_prompt_changes_nothing(batch, std, shift):
     rewards, prompt_ids = batch
     shifts = np.where(prompt_ids == prompt_ids[0], shift, 0)
-    here, there = advantages(rewards, prompt_ids, std), advantages(rewards + shifts, prompt_ids, std)
+    here = advantages(rewards, prompt_ids, std)
+    there = advantages(rewards + shifts, prompt_ids, std)
     assert there.keep.tolist() == here.keep.tolist()
     assert there.values == pytest.approx(here.values, abs=1e-4)
 
@@ -208,19 +238,25 @@ def z(rewards):
 
 
 def test_per_reward_normalises_each_and_adds_them_with_the_weights():
-    result = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 1.0}, PROMPTS, combine="per_reward")
+    result = combined(
+        {"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 1.0}, PROMPTS, combine="per_reward"
+    )
     assert result.values == pytest.approx(3 * z(REWARDS) + z(OTHER), abs=1e-6)
 
 
 def test_sum_normalises_the_weighted_sum_once():
     result = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine="sum")
-    assert result.values == pytest.approx(z(3 * np.array(REWARDS) + 0.5 * np.array(OTHER)), abs=1e-6)
+    assert result.values == pytest.approx(
+        z(3 * np.array(REWARDS) + 0.5 * np.array(OTHER)), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
 def test_reward_metrics_are_of_the_weighted_sum(combine):
     total = 3 * np.array(REWARDS) + 0.5 * np.array(OTHER)
-    metrics = combined({"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine=combine).metrics
+    metrics = combined(
+        {"a": REWARDS, "b": OTHER}, {"a": 3.0, "b": 0.5}, PROMPTS, combine=combine
+    ).metrics
     found = [metrics[f"reward/{name}"] for name in ("mean", "std", "min", "max")]
     assert found == pytest.approx([total.mean(), total.std(), total.min(), total.max()])
 
@@ -237,7 +273,12 @@ def test_with_one_reward_the_combinations_agree_but_for_its_weight(std, weight):
 
 def test_the_scale_of_a_reward_decides_its_share_of_a_sum_and_of_nothing_else():
     def alignment(combine, scale):
-        result = combined({"a": REWARDS, "b": scale * np.array(OTHER)}, {"a": 1.0, "b": 1.0}, PROMPTS, combine=combine)
+        result = combined(
+            {"a": REWARDS, "b": scale * np.array(OTHER)},
+            {"a": 1.0, "b": 1.0},
+            PROMPTS,
+            combine=combine,
+        )
         return np.corrcoef(result.values, z(OTHER))[0, 1]
 
     assert alignment("sum", 1000) > 0.999
@@ -246,7 +287,12 @@ def test_the_scale_of_a_reward_decides_its_share_of_a_sum_and_of_nothing_else():
 
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
 def test_a_sample_needs_every_score(combine):
-    holes = combined({"a": [*REWARDS, 0.3], "b": [*OTHER, NAN]}, {"a": 1.0, "b": 2.0}, [*PROMPTS, 7], combine=combine)
+    holes = combined(
+        {"a": [*REWARDS, 0.3], "b": [*OTHER, NAN]},
+        {"a": 1.0, "b": 2.0},
+        [*PROMPTS, 7],
+        combine=combine,
+    )
     whole = combined({"a": REWARDS, "b": OTHER}, {"a": 1.0, "b": 2.0}, PROMPTS, combine=combine)
     assert holes.keep.tolist() == [True] * 7 + [False]
     assert holes.values.tolist() == [*whole.values, 0]
@@ -254,7 +300,8 @@ def test_a_sample_needs_every_score(combine):
 
 
 def test_a_group_is_uninformative_only_when_every_reward_is():
-    first, second = [0.5, 0.5, 0.1, 0.1, 0.4, 0.6], [2, 2, 1, 3, 7, 7]
+    first = [0.5, 0.5, 0.1, 0.1, 0.4, 0.6]
+    second = [2, 2, 1, 3, 7, 7]
     result = combined({"a": first, "b": second}, {"a": 1.0, "b": 1.0}, [0, 0, 1, 1, 2, 2])
     assert result.keep.tolist() == [False, False, True, True, True, True]
     # The reward without a spread adds nothing.
@@ -289,24 +336,33 @@ def test_the_trimmed_baseline_leaves_out_floor_of_its_share_at_either_end(trim, 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 14, 100])
 def test_trimming_always_leaves_a_baseline(size):
     rewards = [float(n) for n in range(size)]
-    assert trimmed_baseline(rewards, np.nextafter(0.5, 0)) == pytest.approx((size - 1) / 2, abs=1e-4)
+    assert trimmed_baseline(rewards, np.nextafter(0.5, 0)) == pytest.approx(
+        (size - 1) / 2, abs=1e-4
+    )
 
 
 def test_trimming_counts_shares_that_binary_fractions_miss():
     assert 0.29 * 100 < 29
-    rewards = np.array([0.0] * 28 + [-1000.0] + [1.0] * 71)  # sorted: -1000 is the first, then 28 zeros
+    rewards = np.array(
+        [0.0] * 28 + [-1000.0] + [1.0] * 71
+    )  # sorted: -1000 is the first, then 28 zeros
     assert trimmed_baseline(list(rewards), 0.29) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_each_group_is_trimmed_by_its_own_count_and_failed_scores_do_not_count():
     # Three scores and a quarter: nothing is trimmed. Four: one at either end.
-    result = advantages([0.0, NAN, 3.0, 9.0, 0.0, 1.0, 3.0, 100.0], [0] * 4 + [1] * 4, "none", trim=0.25)
+    result = advantages(
+        [0.0, NAN, 3.0, 9.0, 0.0, 1.0, 3.0, 100.0], [0] * 4 + [1] * 4, "none", trim=0.25
+    )
     assert result.values.tolist() == [-4, 0, -1, 5, -2, -1, 1, 98]
 
 
 @given(batches(), st.sampled_from(MODES))
 def test_a_hair_of_trimming_is_none(batch, std):
-    assert advantages(*batch, std, trim=1e-6).values.tolist() == advantages(*batch, std).values.tolist()
+    assert (
+        advantages(*batch, std, trim=1e-6).values.tolist()
+        == advantages(*batch, std).values.tolist()
+    )
 
 
 # Extremes
@@ -316,8 +372,22 @@ def test_only_the_extremes_of_each_group_are_kept():
     rewards = [3, 1, 4, 1.5, 9, 2, 6, 0, 1, 2, 0.5, 0.5]
     prompts = [0] * 7 + [1] * 3 + [2] * 2
     result = advantages(rewards, prompts, keep_extremes=2)
-    # The best of the first group are 9 and 6, the worst 1 and 1.5; the second is smaller than four; the third says nothing.
-    assert result.keep.tolist() == [False, True, False, True, True, False, True, True, True, True, False, False]
+    # The best of the first group are 9 and 6, the worst 1 and 1.5; the second is smaller than four;
+    # the third says nothing.
+    assert result.keep.tolist() == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert result.metrics["group/dropped_samples"] == 5
     assert result.metrics["group/zero_std_share"] == pytest.approx(1 / 3)
     whole = advantages(rewards, prompts)
@@ -330,13 +400,21 @@ def test_extremes_are_told_apart_beyond_the_clip():
 
 
 def test_equal_extremes_go_by_position():
-    assert advantages([1, 1, 0, 0, 1, 0], [0] * 6, keep_extremes=1).keep.tolist() == [False, False, True, False, True, False]
+    assert advantages([1, 1, 0, 0, 1, 0], [0] * 6, keep_extremes=1).keep.tolist() == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 @given(batches(), st.integers(1, 4))
 def test_extremes_keep_as_many_as_there_are_up_to_twice_their_number(batch, most):
     rewards, prompt_ids = batch
-    whole, few = advantages(rewards, prompt_ids), advantages(rewards, prompt_ids, keep_extremes=most)
+    whole = advantages(rewards, prompt_ids)
+    few = advantages(rewards, prompt_ids, keep_extremes=most)
     for prompt_id in np.unique(prompt_ids):
         mine = prompt_ids == prompt_id
         assert few.keep[mine].sum() == min(whole.keep[mine].sum(), 2 * most)
@@ -363,9 +441,12 @@ def test_a_history_in_parts_is_the_statistics_of_the_whole(batch, cuts, std):
     rewards, prompt_ids = batch
     history = PromptStatistics()
     whole = advantages(rewards, prompt_ids, std)
-    for part in np.split(np.arange(len(rewards)), sorted(min(cut, len(rewards) - 1) for cut in cuts)):
+    for part in np.split(
+        np.arange(len(rewards)), sorted(min(cut, len(rewards) - 1) for cut in cuts)
+    ):
         if len(part):
-            last, result = part, advantages(rewards[part], prompt_ids[part], std, running=True, history=history)
+            last = part
+            result = advantages(rewards[part], prompt_ids[part], std, running=True, history=history)
     assert result.keep.tolist() == whole.keep[last].tolist()
     assert result.values == pytest.approx(whole.values[last], rel=1e-4, abs=1e-4)
 
@@ -412,7 +493,8 @@ def test_running_leaves_the_global_deviation_to_the_batch():
 
 
 def test_every_reward_has_its_own_running_statistics():
-    weights, history = {"a": 1.0, "b": 3.0}, PromptStatistics()
+    weights = {"a": 1.0, "b": 3.0}
+    history = PromptStatistics()
     alone = {name: PromptStatistics() for name in weights}
     for _ in range(2):
         both = combined({"a": REWARDS, "b": OTHER}, weights, PROMPTS, history, running=True)
@@ -423,8 +505,13 @@ def test_every_reward_has_its_own_running_statistics():
 
 def test_a_history_survives_json_exactly():
     rng = np.random.default_rng(0)
-    steps = [({"a": rng.normal(size=6), "b": rng.normal(size=6)}, [2**62 + 1, 3, 3, 3, 2**62 + 1, 5]) for _ in range(4)]
-    weights, kept, restored = {"a": 1.0, "b": 1.0}, PromptStatistics(), PromptStatistics()
+    steps = [
+        ({"a": rng.normal(size=6), "b": rng.normal(size=6)}, [2**62 + 1, 3, 3, 3, 2**62 + 1, 5])
+        for _ in range(4)
+    ]
+    weights = {"a": 1.0, "b": 1.0}
+    kept = PromptStatistics()
+    restored = PromptStatistics()
     for rewards, prompt_ids in steps:
         restored = PromptStatistics.from_state(json.loads(json.dumps(restored.state())))
         here = combined(rewards, weights, prompt_ids, kept, running=True)
@@ -443,14 +530,21 @@ OF_SETS = {
     "pleases": [NAN, NAN, 10.0, 30.0, NAN, NAN],
     "always": [0.0, 0.0, 2.0, 1.0, 7.0, NAN],
 }
-"""Prompt 1 has ``spells``, prompt 2 ``pleases``, and both ``always``; the last sample of each is not scored."""
-OF_PROMPTS, HAS_A_REWARD = [1, 1, 2, 2, 2, 1], np.array([True] * 4 + [False] * 2)
+"""Prompt 1 has ``spells``, prompt 2 ``pleases``, and both ``always``; the last sample of each is
+not scored.
+"""
+OF_PROMPTS = [1, 1, 2, 2, 2, 1]
+HAS_A_REWARD = np.array([True] * 4 + [False] * 2)
 
 
-@pytest.mark.parametrize(("combine", "std"), [("sum", "group"), ("per_reward", "group"), ("per_reward", "global")])
+@pytest.mark.parametrize(
+    ("combine", "std"), [("sum", "group"), ("per_reward", "group"), ("per_reward", "global")]
+)
 @pytest.mark.parametrize("running", [False, True])
 def test_a_reward_of_a_prompt_set_is_normalised_among_its_own_samples(combine, std, running):
-    """As if each prompt had come with its own rewards alone; a global std is of the samples that a reward scores."""
+    """As if each prompt had come with its own rewards alone; a global std is of the samples that a
+    reward scores.
+    """
     weights = {"spells": 2.0, "pleases": 0.5, "always": 1.0}
     keys = {"combine": combine, "std": std, "running": running}
     found = combined(OF_SETS, weights, OF_PROMPTS, PromptStatistics(), scored=HAS_A_REWARD, **keys)
@@ -459,8 +553,20 @@ def test_a_reward_of_a_prompt_set_is_normalised_among_its_own_samples(combine, s
         alone = {name: OF_SETS[name][rows] for name in names}
         if std == "global":  # of the reward that all have, the std is over both prompts
             alone.pop("always")
-            shared = combined({"always": OF_SETS["always"][:4]}, {"always": 1.0}, OF_PROMPTS[:4], PromptStatistics(), **keys)
-        wanted = combined(alone, {name: weights[name] for name in alone}, OF_PROMPTS[rows], PromptStatistics(), **keys)
+            shared = combined(
+                {"always": OF_SETS["always"][:4]},
+                {"always": 1.0},
+                OF_PROMPTS[:4],
+                PromptStatistics(),
+                **keys,
+            )
+        wanted = combined(
+            alone,
+            {name: weights[name] for name in alone},
+            OF_PROMPTS[rows],
+            PromptStatistics(),
+            **keys,
+        )
         extra = shared.values[rows] if std == "global" else 0.0
         assert found.values[rows] == pytest.approx(wanted.values + extra, abs=1e-6)
 
@@ -473,4 +579,6 @@ def test_a_prompt_varies_by_the_rewards_that_it_has():
     scores = {name: np.array(values) for name, values in OF_SETS.items()}
     for combine in ("sum", "per_reward"):
         config = AdvantagesConfig(combine=combine)
-        assert varied_prompts(scores, dict.fromkeys(scores, 1.0), np.array(OF_PROMPTS), config, HAS_A_REWARD) == [1, 2]
+        assert varied_prompts(
+            scores, dict.fromkeys(scores, 1.0), np.array(OF_PROMPTS), config, HAS_A_REWARD
+        ) == [1, 2]

@@ -1,4 +1,6 @@
-"""What every algorithm owes: a place in the registry, a line about itself, and a loss of every term by its own unit alone."""
+"""What every algorithm owes: a place in the registry, a line about itself, and a loss of every term
+by its own unit alone.
+"""
 
 import textwrap
 from dataclasses import replace
@@ -6,10 +8,27 @@ from typing import get_args
 
 import pytest
 import torch
-from algorithm_rows import SHAPE, direct_align_rows, doubles, forward_rows, gradient_rows, matching_rows, moved, normal, rollout
+from algorithm_rows import (
+    SHAPE,
+    direct_align_rows,
+    doubles,
+    forward_rows,
+    gradient_rows,
+    matching_rows,
+    moved,
+    normal,
+    rollout,
+)
 
 from ebbflow.algorithms import registry
-from ebbflow.algorithms.base import DirectAlignRows, ForwardRows, GradientRows, MatchingRows, TrajectoryRows, group_mean
+from ebbflow.algorithms.base import (
+    DirectAlignRows,
+    ForwardRows,
+    GradientRows,
+    MatchingRows,
+    TrajectoryRows,
+    group_mean,
+)
 from ebbflow.algorithms.built_in import awm
 from ebbflow.algorithms.built_in.awm import AWMConfig
 from ebbflow.algorithms.built_in.crd import CRDConfig
@@ -53,7 +72,12 @@ def test_every_built_in_algorithm_is_found_and_introduces_itself(of_class):
     summary = of_class.__dict__["__doc__"].splitlines()[0]  # its own, which `ebbflow list` prints
     assert summary.endswith(".")
     assert 20 < len(summary) < 130
-    kinds = {"trajectory": TrajectoryConfig, "forward": ForwardConfig, "gradient": GradientConfig, "matching": MatchingConfig}
+    kinds = {
+        "trajectory": TrajectoryConfig,
+        "forward": ForwardConfig,
+        "gradient": GradientConfig,
+        "matching": MatchingConfig,
+    }
     assert issubclass(of_class, kinds[of_class.kind])
 
 
@@ -68,7 +92,11 @@ def test_a_stage_needs_nothing_but_the_algorithm_s_name(of_class):
 
 
 def test_the_implicit_policies_learn_from_the_old_one_s_samples():
-    from_copies = {of_class: algorithm for of_class, algorithm in registry.BUILT_IN.items() if algorithm.generates != "current"}
+    from_copies = {
+        of_class: algorithm
+        for of_class, algorithm in registry.BUILT_IN.items()
+        if algorithm.generates != "current"
+    }
     assert from_copies.keys() == {DiffusionNFTConfig, CRDConfig}
     for of_class, algorithm in from_copies.items():
         assert "old" in algorithm.copies(of_class())
@@ -76,20 +104,34 @@ def test_the_implicit_policies_learn_from_the_old_one_s_samples():
 
 
 def rows_of(of_class):
-    """Six rows in three groups of two, with the copies that the algorithm asks for and no others."""
+    """Six rows in three groups of two, with the copies that the algorithm asks for and no
+    others."""
     config = config_of(of_class)
     needed = algorithm_of(config).copies(config)
     if of_class.kind == "forward":
         rows = forward_rows([1.0, -0.4, 0.3, -2.0, 1.2, 0.8], group_index=[0, 0, 1, 1, 2, 2])
         return replace(rows, copies={name: rows.copies[name] for name in needed}), rows.velocity
     if issubclass(of_class, DirectAlignConfig):
-        leaf, sigma = normal(6, *SHAPE, seed=7).requires_grad_(), doubles([0.8, 0.75, 0.9, 0.85, 0.95, 0.8])
+        leaf = normal(6, *SHAPE, seed=7).requires_grad_()
+        sigma = doubles([0.8, 0.75, 0.9, 0.85, 0.95, 0.8])
         end = doubles([0.78, 0.77, 0.88, 0.87, 0.94, 0.81])
-        rows = direct_align_rows(normal(6, *SHAPE, seed=8), normal(6, *SHAPE, seed=9), sigma, end, leaf, doubles([1.0] * 6))
+        rows = direct_align_rows(
+            normal(6, *SHAPE, seed=8),
+            normal(6, *SHAPE, seed=9),
+            sigma,
+            end,
+            leaf,
+            doubles([1.0] * 6),
+        )
         return rows, leaf
     if of_class.kind == "gradient":
         leaf = normal(6, *SHAPE, seed=7).requires_grad_()
-        rows = gradient_rows(normal(6, *SHAPE, seed=8), doubles([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), leaf, doubles([1.0] * 6))
+        rows = gradient_rows(
+            normal(6, *SHAPE, seed=8),
+            doubles([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+            leaf,
+            doubles([1.0] * 6),
+        )
         return rows, leaf
     if of_class.kind == "matching":
         rows = matching_rows(doubles([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
@@ -102,8 +144,13 @@ def rows_of(of_class):
 def part_of(rows, part):
     """Some of the rows, as a micro-batch has them."""
     if isinstance(rows, Transition):
-        return replace(rows, **{name: getattr(rows, name)[part] for name in ("mean", "std", "scale", "dt")})
-    copies = {name: part_of(value, part) if isinstance(value, Transition) else value[part] for name, value in rows.copies.items()}
+        return replace(
+            rows, **{name: getattr(rows, name)[part] for name in ("mean", "std", "scale", "dt")}
+        )
+    copies = {
+        name: part_of(value, part) if isinstance(value, Transition) else value[part]
+        for name, value in rows.copies.items()
+    }
     if isinstance(rows, ForwardRows):
         names = ("clean", "noise", "sigma", "velocity", "advantage", "group_index")
         return ForwardRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
@@ -111,7 +158,10 @@ def part_of(rows, part):
         names = ("clean", "noise", "sigma", "end_sigma", "velocity", "advantage")
         return direct_align_rows(*(getattr(rows, name)[part] for name in names), copies)
     if isinstance(rows, GradientRows):
-        return gradient_rows(*(getattr(rows, name)[part] for name in ("latents", "sigma", "velocity", "advantage")), copies)
+        return gradient_rows(
+            *(getattr(rows, name)[part] for name in ("latents", "sigma", "velocity", "advantage")),
+            copies,
+        )
     if isinstance(rows, MatchingRows):
         names = ("latents", "sigma", "velocity", "noised", "noised_sigma", "advantage")
         return MatchingRows(copies=copies, **{name: getattr(rows, name)[part] for name in names})
@@ -154,7 +204,9 @@ def test_the_mean_of_a_unit_stands_at_each_of_its_rows():
 
 
 def test_a_path_leads_to_the_algorithm_with_its_options():
-    custom = CustomAlgorithmConfig(path="ebbflow.algorithms.built_in.awm:ALGORITHM", options={"power": 0.5})
+    custom = CustomAlgorithmConfig(
+        path="ebbflow.algorithms.built_in.awm:ALGORITHM", options={"power": 0.5}
+    )
     assert algorithm_of(custom) is awm.ALGORITHM
     assert custom.load() == (awm.ALGORITHM, AWMConfig(power=0.5))
 
@@ -177,7 +229,8 @@ def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
     (tmp_path / "scaled_matching.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(tmp_path)
     stage = OnlineStageConfig(
-        kind="online", algorithm={"name": "custom", "path": "scaled_matching:SCALED", "options": {"factor": 3.0}}
+        kind="online",
+        algorithm={"name": "custom", "path": "scaled_matching:SCALED", "options": {"factor": 3.0}},
     )
     algorithm = algorithm_of(stage.algorithm)
     assert algorithm.config.__name__ == "Scaled"

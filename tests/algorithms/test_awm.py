@@ -1,10 +1,21 @@
-"""Advantage-weighted matching: the surrogates by formula, their derivatives by hand, and the lagging copy."""
+"""Advantage-weighted matching: the surrogates by formula, their derivatives by hand, and the
+lagging copy.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, target, wide
+from algorithm_rows import (
+    ELEMENTS,
+    at_velocity,
+    doubles,
+    forward_rows,
+    gradient,
+    mean_square,
+    target,
+    wide,
+)
 
 from ebbflow.algorithms.built_in.awm import ALGORITHM, AWMConfig, surrogate
 
@@ -26,22 +37,30 @@ SURROGATES = {
 @pytest.mark.parametrize("name", SURROGATES)
 def test_surrogates_and_their_derivatives(name):
     value, slope = SURROGATES[name]
-    error, sigma = doubles([1e-9, 0.02, 0.3, 1.0, 7.0]).requires_grad_(), doubles([0.1, 0.3, 0.5, 0.8, 1.0])
+    error = doubles([1e-9, 0.02, 0.3, 1.0, 7.0]).requires_grad_()
+    sigma = doubles([0.1, 0.3, 0.5, 0.8, 1.0])
     config = AWMConfig(surrogate=name)
     found = surrogate(error, sigma, config)
     torch.testing.assert_close(found, value(error, sigma), rtol=1e-12, atol=0)
     (derivative,) = torch.autograd.grad(found.sum(), error)
     torch.testing.assert_close(derivative, slope(error.detach(), sigma), rtol=1e-12, atol=0)
     away_from_zero = error.detach()[1:].requires_grad_()
-    assert torch.autograd.gradcheck(lambda error: surrogate(error, sigma[1:], config), (away_from_zero,))
+    assert torch.autograd.gradcheck(
+        lambda error: surrogate(error, sigma[1:], config), (away_from_zero,)
+    )
 
 
 def test_the_power_leads_from_the_sigma_surrogate_to_steeper_ones():
-    error, sigma = doubles([0.02, 0.3, 2.0]), doubles([0.2, 0.5, 0.9])
+    error = doubles([0.02, 0.3, 2.0])
+    sigma = doubles([0.2, 0.5, 0.9])
     linear = surrogate(error, sigma, AWMConfig(surrogate="sigma"))
-    torch.testing.assert_close(surrogate(error, sigma, AWMConfig(power=1.0)), linear, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        surrogate(error, sigma, AWMConfig(power=1.0)), linear, rtol=1e-6, atol=0
+    )
     half = -2 * sigma * ((error + TINY).sqrt() - TINY**0.5)
-    torch.testing.assert_close(surrogate(error, sigma, AWMConfig(power=0.5)), half, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        surrogate(error, sigma, AWMConfig(power=0.5)), half, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", SURROGATES)
@@ -54,10 +73,14 @@ def test_a_perfect_prediction_has_the_highest_surrogate_which_is_zero(name):
 
 @pytest.mark.parametrize("clip", [5.0, 2.0])
 @pytest.mark.parametrize("name", SURROGATES)
-def test_the_loss_is_the_share_of_the_largest_advantage_times_the_ratio_and_so_is_its_gradient(name, clip):
+def test_the_loss_is_the_share_of_the_largest_advantage_times_the_ratio_and_so_is_its_gradient(
+    name, clip
+):
     rows = forward_rows([each * clip / 5 for each in ADVANTAGES], advantage_clip=clip)
     value, slope = SURROGATES[name]
-    error, before = (mean_square(v.detach() - target(rows)) for v in (rows.velocity, rows.copies["rollout"]))
+    error, before = (
+        mean_square(v.detach() - target(rows)) for v in (rows.velocity, rows.copies["rollout"])
+    )
     ratio = (value(error, rows.sigma) - value(before, rows.sigma)).exp()
     assert (ratio - 1).abs().min() > 0.01
     config = AWMConfig(surrogate=name, old_weight=0, clip_range=2 * ratio.max().item())
@@ -68,26 +91,34 @@ def test_the_loss_is_the_share_of_the_largest_advantage_times_the_ratio_and_so_i
     torch.testing.assert_close(metrics["awm/ratio"], ratio, rtol=1e-12, atol=0)
     inner = 2 * (rows.velocity.detach() - target(rows)) / ELEMENTS
     expected = wide(-share * ratio * slope(error, rows.sigma)) * inner
-    torch.testing.assert_close(gradient(ALGORITHM, rows, config, rows.velocity), expected, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(
+        gradient(ALGORITHM, rows, config, rows.velocity), expected, rtol=1e-10, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_where_no_weight_has_moved_the_ratio_is_one_and_its_gradient_that_of_the_surrogate(name):
-    rows, config = forward_rows(ADVANTAGES), AWMConfig(surrogate=name, old_weight=0)
+    rows = forward_rows(ADVANTAGES)
+    config = AWMConfig(surrogate=name, old_weight=0)
     rows = replace(rows, copies={"rollout": rows.velocity.detach()})
     loss, metrics = ALGORITHM.loss(rows, config)
     assert (metrics["awm/ratio"] == 1).all()
     assert torch.equal(loss, -rows.advantage / 5)
     value = surrogate(mean_square(rows.velocity - target(rows)), rows.sigma, config)
     (expected,) = torch.autograd.grad((-rows.advantage / 5 * value).sum(), rows.velocity)
-    torch.testing.assert_close(gradient(ALGORITHM, rows, config, rows.velocity), expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        gradient(ALGORITHM, rows, config, rows.velocity), expected, rtol=1e-12, atol=1e-15
+    )
 
 
 def test_a_ratio_outside_the_clip_range_has_no_gradient_where_it_went_far_enough():
     rows = forward_rows([1.0, -1.0, 1.0, -1.0])
     near = rows.noise - rows.clean + 0.1 * (rows.velocity.detach() - (rows.noise - rows.clean))
     far = rows.velocity.detach()
-    now, before = torch.cat([near[:2], far[2:]]), torch.cat([far[:2], near[2:]])  # the first two rose, the others fell
+    now, before = (
+        torch.cat([near[:2], far[2:]]),
+        torch.cat([far[:2], near[2:]]),
+    )  # the first two rose, the others fell
     rows = at_velocity(replace(rows, copies={"rollout": before}), now)
     config = AWMConfig(old_weight=0, clip_range=0.01)
     loss, metrics = ALGORITHM.loss(rows, config)
@@ -100,7 +131,8 @@ def test_a_ratio_outside_the_clip_range_has_no_gradient_where_it_went_far_enough
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_finite_differences(name):
-    rows, config = forward_rows(ADVANTAGES), AWMConfig(surrogate=name, old_weight=0.7, clip_range=100.0)
+    rows = forward_rows(ADVANTAGES)
+    config = AWMConfig(surrogate=name, old_weight=0.7, clip_range=100.0)
 
     def loss(velocity):
         return ALGORITHM.loss(replace(rows, velocity=velocity), config)[0]
@@ -112,20 +144,28 @@ def test_finite_differences(name):
 def test_the_lagging_copy_pulls_with_its_weight(weight):
     rows = forward_rows(ADVANTAGES)
     apart = rows.velocity.detach() - rows.copies["old"]
-    (near, metrics), (free, _) = (ALGORITHM.loss(rows, AWMConfig(old_weight=each)) for each in (weight, 0))
+    (near, metrics), (free, _) = (
+        ALGORITHM.loss(rows, AWMConfig(old_weight=each)) for each in (weight, 0)
+    )
     torch.testing.assert_close(near - free, weight * mean_square(apart), rtol=1e-9, atol=0)
     torch.testing.assert_close(metrics["awm/old_deviation"], mean_square(apart))
-    pull, none = (gradient(ALGORITHM, rows, AWMConfig(old_weight=each), rows.velocity) for each in (weight, 0))
+    pull, none = (
+        gradient(ALGORITHM, rows, AWMConfig(old_weight=each), rows.velocity) for each in (weight, 0)
+    )
     torch.testing.assert_close(pull - none, weight * 2 * apart / ELEMENTS, rtol=1e-9, atol=1e-12)
 
 
 def test_at_the_lagging_copy_there_is_no_pull():
     rows = forward_rows(ADVANTAGES)
     rows = at_velocity(rows, rows.copies["old"])
-    (near, metrics), (free, _) = (ALGORITHM.loss(rows, AWMConfig(old_weight=each)) for each in (1, 0))
+    (near, metrics), (free, _) = (
+        ALGORITHM.loss(rows, AWMConfig(old_weight=each)) for each in (1, 0)
+    )
     assert torch.equal(near, free)
     assert (metrics["awm/old_deviation"] == 0).all()
-    pull, none = (gradient(ALGORITHM, rows, AWMConfig(old_weight=each), rows.velocity) for each in (1, 0))
+    pull, none = (
+        gradient(ALGORITHM, rows, AWMConfig(old_weight=each), rows.velocity) for each in (1, 0)
+    )
     assert torch.equal(pull, none)
 
 
@@ -133,7 +173,9 @@ def test_a_copy_is_kept_only_for_the_pull():
     assert ALGORITHM.copies(AWMConfig()) == {"old", "rollout"}
     assert ALGORITHM.copies(AWMConfig(old_weight=0)) == {"rollout"}
     rows = forward_rows(ADVANTAGES)
-    _, metrics = ALGORITHM.loss(replace(rows, copies={"rollout": rows.copies["rollout"]}), AWMConfig(old_weight=0))
+    _, metrics = ALGORITHM.loss(
+        replace(rows, copies={"rollout": rows.copies["rollout"]}), AWMConfig(old_weight=0)
+    )
     assert "awm/old_deviation" not in metrics
     assert ALGORITHM.generates == "current"
 

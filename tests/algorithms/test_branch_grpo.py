@@ -1,4 +1,6 @@
-"""BranchGRPO: trees with fused rewards by hand, noise that is shared before a split, and predictions that are made once."""
+"""BranchGRPO: trees with fused rewards by hand, noise that is shared before a split, and
+predictions that are made once.
+"""
 
 import math
 
@@ -16,13 +18,17 @@ from ebbflow.rollouts.generate import generate
 
 GROUP = AdvantagesConfig(std="group")
 FOUR = np.array([[0, 0, 0], [0, 0, 1], [0, 2, 2], [0, 2, 3]])
-"""A tree of four leaves: the nodes after a step before the first split, after the first and after the second."""
+"""A tree of four leaves: the nodes after a step before the first split, after the first and after
+the second.
+"""
 SDE = SamplerConfig(name="dance_sde", steps=6)
 
 
 def advantages(rewards, nodes=FOUR, prompt_ids=None, config=GROUP):
     prompt_ids = np.zeros(len(nodes), int) if prompt_ids is None else np.array(prompt_ids)
-    return compute_tree_advantages({"r": np.array(rewards, float)}, {"r": 1.0}, prompt_ids, config, nodes)
+    return compute_tree_advantages(
+        {"r": np.array(rewards, float)}, {"r": 1.0}, prompt_ids, config, nodes
+    )
 
 
 def table(*rows):
@@ -35,7 +41,9 @@ def test_a_node_has_the_mean_reward_of_its_leaves_among_the_nodes_of_its_depth()
     first = 1.5 / (math.sqrt(4.5) + 1e-4)  # 1.5 and 4.5: 3 -+ 1.5
     leaf = 1 / (math.sqrt(14 / 3) + 1e-4)  # 3 -+ (2, 1, 0, 3)
     nan = np.nan
-    expected = table([nan, -first, -2 * leaf], [nan, nan, -leaf], [nan, first, 0], [nan, nan, 3 * leaf])
+    expected = table(
+        [nan, -first, -2 * leaf], [nan, nan, -leaf], [nan, first, 0], [nan, nan, 3 * leaf]
+    )
     np.testing.assert_allclose(found.of_steps, expected, rtol=1e-6)
     assert found.keep.tolist() == [True] * 4
     np.testing.assert_allclose(found.values, expected[:, 2], rtol=1e-6)
@@ -53,9 +61,12 @@ def test_nodes_are_compared_inside_their_prompt_and_scaled_as_the_stage_says():
 
 
 def test_several_rewards_are_fused_each_by_itself():
-    scores, weights = {"a": np.array([1.0, 2, 3, 6]), "b": np.array([50.0, 40, 10, 20])}, {"a": 1.0, "b": 2.0}
+    scores = {"a": np.array([1.0, 2, 3, 6]), "b": np.array([50.0, 40, 10, 20])}
+    weights = {"a": 1.0, "b": 2.0}
     found = compute_tree_advantages(scores, weights, np.zeros(4, int), GROUP, FOUR)
-    np.testing.assert_allclose(found.of_steps[[0, 2], 1], [-math.sqrt(0.5) * (1 - 2), math.sqrt(0.5) * (1 - 2)], rtol=1e-3)
+    np.testing.assert_allclose(
+        found.of_steps[[0, 2], 1], [-math.sqrt(0.5) * (1 - 2), math.sqrt(0.5) * (1 - 2)], rtol=1e-3
+    )
 
 
 def test_a_leaf_without_a_score_leaves_its_nodes_to_the_others():
@@ -65,7 +76,9 @@ def test_a_leaf_without_a_score_leaves_its_nodes_to_the_others():
     np.testing.assert_array_equal(np.isnan(found.of_steps[:, 2]), [False, True, False, False])
     assert found.keep.tolist() == [True, False, True, True]
     without = advantages([np.nan, np.nan, 3, 6])
-    np.testing.assert_array_equal(np.isnan(without.of_steps[:, 1]), [True] * 4)  # one node of two says nothing
+    np.testing.assert_array_equal(
+        np.isnan(without.of_steps[:, 1]), [True] * 4
+    )  # one node of two says nothing
     assert without.keep.tolist() == [False, False, True, True]
 
 
@@ -75,7 +88,9 @@ def test_the_first_sample_of_a_node_is_trained_there_even_where_its_own_leaf_has
 
 def test_keep_extremes_prunes_the_nodes_in_the_middle_of_each_depth():
     found = advantages([1, 2, 3, 6], config=AdvantagesConfig(std="group", keep_extremes=1))
-    np.testing.assert_array_equal(np.isnan(found.of_steps), [[1, 0, 0], [1, 1, 1], [1, 0, 1], [1, 1, 0]])
+    np.testing.assert_array_equal(
+        np.isnan(found.of_steps), [[1, 0, 0], [1, 1, 1], [1, 0, 1], [1, 1, 0]]
+    )
     assert found.keep.tolist() == [True, False, True, True]
 
 
@@ -86,9 +101,13 @@ def test_equal_leaves_train_nothing():
 def test_a_tree_shares_noise_until_its_splits():
     assert TreeConfig(splits=[1, 3]).sharing == (4, 2, 2, 1)
     assert TreeConfig(splits=[0, 2], branches=3).sharing == (3, 3, 1)
-    keys = SampleKeys(1, [0] * 8, list(range(8, 16)), sharing=(8, *TreeConfig(splits=[1, 3]).sharing))
+    keys = SampleKeys(
+        1, [0] * 8, list(range(8, 16)), sharing=(8, *TreeConfig(splits=[1, 3]).sharing)
+    )
     assert keys.first(0) == [8] * 8
-    assert keys.first(1) == [8] * 4 + [12] * 4  # two trees, which differ from the first stochastic step on
+    assert (
+        keys.first(1) == [8] * 4 + [12] * 4
+    )  # two trees, which differ from the first stochastic step on
     assert keys.first(3) == [8, 8, 10, 10, 12, 12, 14, 14]
     assert keys.first(4) == keys.first(9) == list(range(8, 16))
 
@@ -96,7 +115,8 @@ def test_a_tree_shares_noise_until_its_splits():
 @pytest.fixture
 def predicted(model, monkeypatch):
     """The number of rows in each prediction of the network."""
-    rows, velocity = [], model.velocity
+    rows = []
+    velocity = model.velocity
 
     def counted(latents, sigma, conditioning):
         rows.append(len(latents))
@@ -109,7 +129,9 @@ def predicted(model, monkeypatch):
 def test_a_step_that_samples_share_is_predicted_once(model, predicted):
     conditioning = model.encode_texts(["ABCD"] * 4 + ["WXYZ"] * 4)
     keys = SampleKeys(5, [0] * 4 + [1] * 4, [0, 1, 2, 3] * 2)
-    tree = SampleKeys(keys.seed, keys.prompt_ids, keys.samples, (4, *TreeConfig(splits=[1, 3]).sharing))
+    tree = SampleKeys(
+        keys.seed, keys.prompt_ids, keys.samples, (4, *TreeConfig(splits=[1, 3]).sharing)
+    )
     every = Plan((0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
     found = generate(model, conditioning, tree, SDE, every)
     assert predicted == [2, 2, 4, 4, 8, 8]
@@ -125,12 +147,15 @@ def test_a_step_that_samples_share_is_predicted_once(model, predicted):
     assert predicted == [8] * 6
     first = [0, 4]  # the first leaf draws its own noise throughout
     torch.testing.assert_close(found.latents[first], alone.latents[first], rtol=0, atol=1e-5)
-    torch.testing.assert_close(record.log_probs[first], alone.trajectory.log_probs[first], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        record.log_probs[first], alone.trajectory.log_probs[first], rtol=0, atol=1e-5
+    )
 
 
 def test_a_micro_batch_shares_what_it_holds(model, predicted):
     keys = SampleKeys(5, [0] * 4, [0, 1, 2, 3], (4, 2, 1))
-    conditioning, every = model.encode_texts(["ABCD"] * 4), Plan((0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
+    conditioning = model.encode_texts(["ABCD"] * 4)
+    every = Plan((0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
     whole = generate(model, conditioning, keys, SDE, every)
     predicted.clear()
     cut = generate(model, conditioning, keys, SDE, every, micro_batch=3)
@@ -140,7 +165,9 @@ def test_a_micro_batch_shares_what_it_holds(model, predicted):
 
 def test_outside_a_window_the_splits_are_stochastic_and_trained():
     keys = {"tree": {"splits": [0, 4]}, "group_size": 4, "sampler": {"steps": 9}}
-    mixed = OnlineStageConfig(algorithm=BranchGRPOConfig(), window={"kind": "fixed", "start": 1, "size": 2}, **keys)
+    mixed = OnlineStageConfig(
+        algorithm=BranchGRPOConfig(), window={"kind": "fixed", "start": 1, "size": 2}, **keys
+    )
     assert plan(mixed.window, 9, 0, 0, mixed.tree.splits) == Plan((0, 1, 2, 4), (0, 1, 2, 4))
     every = OnlineStageConfig(algorithm=BranchGRPOConfig(), **keys)
     assert plan(every.window, 9, 0, 0, every.tree.splits) == Plan(tuple(range(8)), tuple(range(8)))
@@ -148,10 +175,17 @@ def test_outside_a_window_the_splits_are_stochastic_and_trained():
 
 def test_a_node_has_the_rewards_of_its_prompt():
     """Two trees with a reward each give the advantages that each gives alone."""
-    rewards, nodes = np.array([1.0, 2, 3, 6]), np.array([[0, 0], [0, 1], [2, 2], [2, 3]])
-    none, prompt_ids = np.full(4, np.nan), np.repeat([0, 1], 4)
+    rewards = np.array([1.0, 2, 3, 6])
+    nodes = np.array([[0, 0], [0, 1], [2, 2], [2, 3]])
+    none = np.full(4, np.nan)
+    prompt_ids = np.repeat([0, 1], 4)
     scores = {"a": np.concatenate([rewards, none]), "b": np.concatenate([none, -rewards])}
-    weights, both = {"a": 1.0, "b": 1.0}, np.concatenate([nodes, nodes])
-    found = compute_tree_advantages(scores, weights, prompt_ids, GROUP, both, np.ones(8, bool)).of_steps
-    alone = compute_tree_advantages({"r": rewards}, {"r": 1.0}, np.zeros(4, int), GROUP, nodes).of_steps
+    weights = {"a": 1.0, "b": 1.0}
+    both = np.concatenate([nodes, nodes])
+    found = compute_tree_advantages(
+        scores, weights, prompt_ids, GROUP, both, np.ones(8, bool)
+    ).of_steps
+    alone = compute_tree_advantages(
+        {"r": rewards}, {"r": 1.0}, np.zeros(4, int), GROUP, nodes
+    ).of_steps
     assert np.array_equal(found, np.concatenate([alone, -alone]), equal_nan=True)

@@ -23,7 +23,10 @@ def weights(rows, beta):
     found = []
     for group in rows.group_index.tolist():
         mine = rows.group_index == group
-        errors = [mean_square(v - target(rows)) for v in (rows.velocity.detach(), rows.copies["reference"])]
+        errors = [
+            mean_square(v - target(rows))
+            for v in (rows.velocity.detach(), rows.copies["reference"])
+        ]
         gain = (rows.advantage * beta * (errors[0] - errors[1]))[mine].sum() / mine.sum()
         found.append(1 / (1 + (-gain).exp()))
     return torch.stack(found)
@@ -39,7 +42,9 @@ def test_the_loss_is_the_published_formula(beta, seed):
     torch.testing.assert_close(metrics["dgpo/weight"], expected, rtol=1e-12, atol=0)
     error = mean_square(rows.velocity - target(rows))
     torch.testing.assert_close(loss, expected * rows.advantage * error, rtol=1e-12, atol=0)
-    torch.testing.assert_close(metrics["dgpo/change"], error - mean_square(rows.copies["reference"] - target(rows)))
+    torch.testing.assert_close(
+        metrics["dgpo/change"], error - mean_square(rows.copies["reference"] - target(rows))
+    )
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -48,7 +53,10 @@ def test_the_gradient_is_the_weight_times_the_advantage_times_that_of_the_error(
     slope = 2 * (rows.velocity.detach() - target(rows)) / ELEMENTS
     expected = wide(weights(rows, beta) * rows.advantage) * slope
     torch.testing.assert_close(
-        gradient(ALGORITHM, rows, DGPOConfig(beta=beta, clip_range=None), rows.velocity), expected, rtol=1e-12, atol=1e-12
+        gradient(ALGORITHM, rows, DGPOConfig(beta=beta, clip_range=None), rows.velocity),
+        expected,
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
@@ -56,17 +64,21 @@ def test_the_gradient_is_the_weight_times_the_advantage_times_that_of_the_error(
 def test_at_the_reference_every_group_has_half_to_gain(beta):
     rows = group_rows()
     rows = at_velocity(rows, rows.copies["reference"])
-    assert (ALGORITHM.loss(rows, DGPOConfig(beta=beta, clip_range=None))[1]["dgpo/weight"] == 0.5).all()
+    assert (
+        ALGORITHM.loss(rows, DGPOConfig(beta=beta, clip_range=None))[1]["dgpo/weight"] == 0.5
+    ).all()
 
 
 def test_a_group_that_has_learnt_weighs_less():
-    # Half the way from the reference to the target of the good samples and as far away from that of the bad ones.
+    # Half the way from the reference to the target of the good samples and as far away from that of
+    # the bad ones.
     rows = group_rows()
     reference = rows.copies["reference"]
     learnt = reference + 0.5 * wide(rows.advantage.sign()) * (target(rows) - reference)
     unlearnt = reference - 0.5 * wide(rows.advantage.sign()) * (target(rows) - reference)
     less, more = (
-        ALGORITHM.loss(at_velocity(rows, v), DGPOConfig(beta=1, clip_range=None))[1]["dgpo/weight"] for v in (learnt, unlearnt)
+        ALGORITHM.loss(at_velocity(rows, v), DGPOConfig(beta=1, clip_range=None))[1]["dgpo/weight"]
+        for v in (learnt, unlearnt)
     )
     assert less.max() < 0.5 < more.min()
 
@@ -96,15 +108,21 @@ def test_a_group_counts_as_the_mean_of_its_samples_however_many():
         advantage=rows.advantage[twice],
         group_index=torch.zeros(4, dtype=torch.int64),
     )
-    once, again = (ALGORITHM.loss(each, DGPOConfig(beta=5, clip_range=None))[1]["dgpo/weight"] for each in (rows, doubled))
+    once, again = (
+        ALGORITHM.loss(each, DGPOConfig(beta=5, clip_range=None))[1]["dgpo/weight"]
+        for each in (rows, doubled)
+    )
     assert again.tolist() == pytest.approx([once[0].item()] * 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_clip_takes_the_gradient_of_rows_that_moved_far_enough_from_the_old_policy(seed):
-    rows, config = group_rows(seed), DGPOConfig(beta=5, clip_range=0.2)
+    rows = group_rows(seed)
+    config = DGPOConfig(beta=5, clip_range=0.2)
     free = DGPOConfig(beta=5, clip_range=None)
-    errors, old_errors = (mean_square(v - target(rows)) for v in (rows.velocity.detach(), rows.copies["old"]))
+    errors, old_errors = (
+        mean_square(v - target(rows)) for v in (rows.velocity.detach(), rows.copies["old"])
+    )
     clipped = []
     for error, old, advantage in zip(errors.tolist(), old_errors.tolist(), ADVANTAGES, strict=True):
         ratio = math.exp(old - error)
@@ -128,4 +146,6 @@ def test_it_needs_the_base_model_and_for_its_clip_a_copy_that_follows():
     assert ALGORITHM.copies(DGPOConfig(clip_range=None)) == {"reference"}
     assert ALGORITHM.following(DGPOConfig(clip_range=None)) == ()
     assert ALGORITHM.following(DGPOConfig()) == ("old",)
-    assert [ALGORITHM.follows["old"](DGPOConfig(), step) for step in (1, 100, 300, 301)] == pytest.approx([0.001, 0.1, 0.3, 0.3])
+    assert [
+        ALGORITHM.follows["old"](DGPOConfig(), step) for step in (1, 100, 300, 301)
+    ] == pytest.approx([0.001, 0.1, 0.3, 0.3])

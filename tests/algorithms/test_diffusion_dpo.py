@@ -1,11 +1,22 @@
-"""Diffusion-DPO on pairs: its value at the reference, its symmetry, its gradient, and which copy is the reference."""
+"""Diffusion-DPO on pairs: its value at the reference, its symmetry, its gradient, and which copy is
+the reference.
+"""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, target, wide
+from algorithm_rows import (
+    ELEMENTS,
+    at_velocity,
+    doubles,
+    forward_rows,
+    gradient,
+    mean_square,
+    target,
+    wide,
+)
 
 from ebbflow.algorithms.built_in.diffusion_dpo import ALGORITHM, DiffusionDPOConfig
 
@@ -39,9 +50,13 @@ def test_the_loss_is_the_published_formula_and_both_rows_carry_it(beta, seed):
     change = changes(rows)
     margin = -beta / 2 * (change[0::2] - change[1::2])
     loss, metrics = ALGORITHM.loss(rows, DiffusionDPOConfig(beta=beta))
-    torch.testing.assert_close(loss, -(1 / (1 + (-margin).exp())).log().repeat_interleave(2), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        loss, -(1 / (1 + (-margin).exp())).log().repeat_interleave(2), rtol=1e-9, atol=1e-12
+    )
     torch.testing.assert_close(metrics["dpo/margin"], margin.repeat_interleave(2))
-    assert metrics["dpo/accuracy"].tolist() == [float(each > 0) for each in margin for _ in range(2)]
+    assert metrics["dpo/accuracy"].tolist() == [
+        float(each > 0) for each in margin for _ in range(2)
+    ]
     torch.testing.assert_close(metrics["dpo/better_change"], change[0::2].repeat_interleave(2))
     torch.testing.assert_close(metrics["dpo/worse_change"], change[1::2].repeat_interleave(2))
 
@@ -61,8 +76,12 @@ def test_at_the_reference_the_loss_is_log_two_and_the_better_sample_is_approache
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_swapping_a_pair_turns_its_margin_around(beta):
-    rows, config = pairs(), DiffusionDPOConfig(beta=beta)
-    (here, metrics), (there, other) = ALGORITHM.loss(rows, config), ALGORITHM.loss(swapped(rows), config)
+    rows = pairs()
+    config = DiffusionDPOConfig(beta=beta)
+    (here, metrics), (there, other) = (
+        ALGORITHM.loss(rows, config),
+        ALGORITHM.loss(swapped(rows), config),
+    )
     torch.testing.assert_close(metrics["dpo/margin"], -other["dpo/margin"], rtol=1e-12, atol=0)
     assert (here + there > 2 * math.log(2)).all()
     rows = at_velocity(rows, rows.copies["reference"])
@@ -72,7 +91,8 @@ def test_swapping_a_pair_turns_its_margin_around(beta):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_finite_differences(beta):
-    rows, config = pairs(), DiffusionDPOConfig(beta=beta)
+    rows = pairs()
+    config = DiffusionDPOConfig(beta=beta)
     velocity = (rows.copies["reference"] + 0.02 * rows.velocity.detach()).requires_grad_()
 
     def loss(velocity):
@@ -85,11 +105,14 @@ def test_a_pair_far_on_the_wrong_side_has_a_finite_loss_and_the_full_gradient():
     rows = pairs()
     velocity = rows.copies["reference"].clone()
     velocity[0] += 100  # the better sample of the first pair
-    rows, config = at_velocity(rows, velocity), DiffusionDPOConfig(beta=2000)
+    rows = at_velocity(rows, velocity)
+    config = DiffusionDPOConfig(beta=2000)
     loss, metrics = ALGORITHM.loss(rows, config)
     assert loss[0].item() == pytest.approx(-metrics["dpo/margin"][0].item())
     found = gradient(ALGORITHM, rows, config, rows.velocity)[0] / 2
-    torch.testing.assert_close(found, 1000 * 2 * (velocity[0] - target(rows)[0]) / ELEMENTS, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        found, 1000 * 2 * (velocity[0] - target(rows)[0]) / ELEMENTS, rtol=1e-9, atol=0
+    )
 
 
 def test_without_refreshing_the_reference_is_the_base_model_for_good():
@@ -103,7 +126,9 @@ def test_refreshed_the_reference_is_an_older_self():
     assert ALGORITHM.copies(config) == {"old"}
     # old <- d old + (1 - d) theta: d = 0 replaces it.
     assert [ALGORITHM.follows["old"](config, step) for step in range(1, 8)] == [1, 1, 0, 1, 1, 0, 1]
-    assert [ALGORITHM.follows["old"](DiffusionDPOConfig(refresh_every=1), step) for step in (1, 2)] == [0, 0]
+    assert [
+        ALGORITHM.follows["old"](DiffusionDPOConfig(refresh_every=1), step) for step in (1, 2)
+    ] == [0, 0]
     rows = pairs()
     change = changes(rows, "old")
     alone = replace(rows, copies={"old": rows.copies["old"]})

@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_rows import ELEMENTS, at_velocity, doubles, forward_rows, gradient, mean_square, normal, target, wide
+from algorithm_rows import (
+    ELEMENTS,
+    at_velocity,
+    doubles,
+    forward_rows,
+    gradient,
+    mean_square,
+    normal,
+    target,
+    wide,
+)
 
 from ebbflow.algorithms.built_in.diffusion_nft import ALGORITHM, DiffusionNFTConfig
 from ebbflow.recipe.algorithms import EmaScheduleConfig
@@ -21,7 +31,10 @@ def implicit(rows, beta):
 
 def frozen_weights(rows, beta):
     """w+ and w-."""
-    return [prediction_error(rows, each).abs().mean((1, 2)).clamp(min=1e-5).detach() for each in implicit(rows, beta)]
+    return [
+        prediction_error(rows, each).abs().mean((1, 2)).clamp(min=1e-5).detach()
+        for each in implicit(rows, beta)
+    ]
 
 
 def prediction_error(rows, velocity):
@@ -45,7 +58,9 @@ def transcribed(rows, beta, weights):
 def test_the_loss_is_the_published_formula(beta, seed, clip):
     rows = forward_rows(ADVANTAGES, seed=seed, advantage_clip=clip)
     loss, _ = ALGORITHM.loss(rows, DiffusionNFTConfig(beta=beta))
-    torch.testing.assert_close(loss, transcribed(rows, beta, frozen_weights(rows, beta)), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        loss, transcribed(rows, beta, frozen_weights(rows, beta)), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -96,7 +111,8 @@ def test_steps_of_the_loss_approach_what_is_good_and_leave_what_is_bad():
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
 def test_the_best_velocity_goes_from_the_old_one_to_or_from_the_target(beta):
-    # p = 1: v+ is the target u where v = v_old + (u - v_old) / beta. p = 0: v- is, on the other side of v_old.
+    # p = 1: v+ is the target u where v = v_old + (u - v_old) / beta. p = 0: v- is, on the other
+    # side of v_old.
     rows = forward_rows([5.0, -5.0])
     old = rows.copies["old"]
     best = at_velocity(rows, old + wide(doubles([1, -1])) * (target(rows) - old) / beta)
@@ -107,17 +123,21 @@ def test_the_best_velocity_goes_from_the_old_one_to_or_from_the_target(beta):
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("advantage", [0.5, 2.0, 4.0])
-def test_without_weights_the_best_velocity_of_a_good_and_a_bad_sample_is_the_published_one(beta, advantage):
-    # One noisy latent, two clean ones that it may come from, preferred with p and 1 - p. The targets v+ and v- are so close to
-    # the old velocity that both weights are at their lower bound, and so equal: the minimiser of the sum is then
-    # v_old + (2p - 1) / (2 beta) (v+ - v-).
+def test_without_weights_the_best_velocity_of_a_good_and_a_bad_sample_is_the_published_one(
+    beta, advantage
+):
+    # One noisy latent, two clean ones that it may come from, preferred with p and 1 - p. The
+    # targets v+ and v- are so close to the old velocity that both weights are at their lower bound,
+    # and so equal: the minimiser of the sum is then v_old + (2p - 1) / (2 beta) (v+ - v-).
     tiny = 1e-8
     good, bad, old = (tiny * normal(1, 2, 3, seed=seed) for seed in range(3))
     p = advantage / 10 + 0.5
     best = old + (2 * p - 1) / (2 * beta) * (good - bad)
     rows = forward_rows([advantage, -advantage], group_index=[0, 0])
     zeros = torch.zeros_like(rows.clean)
-    rows = replace(rows, clean=zeros, noise=torch.cat([good, bad]), copies={"old": torch.cat([old, old])})
+    rows = replace(
+        rows, clean=zeros, noise=torch.cat([good, bad]), copies={"old": torch.cat([old, old])}
+    )
 
     def total_gradient(velocity):
         here = at_velocity(rows, velocity.expand(2, 2, 3))
@@ -139,9 +159,13 @@ def test_without_weights_the_best_velocity_of_a_good_and_a_bad_sample_is_the_pub
     ],
 )
 def test_the_five_advantage_modes(mode, preference):
-    # The published modes shape the clamped advantage first and turn it into p = A / 10 + 1/2 afterwards.
-    loss, metrics = ALGORITHM.loss(forward_rows(ADVANTAGES), DiffusionNFTConfig(beta=0.5, advantages=mode))
-    better, worse = metrics["nft/better_error"], metrics["nft/worse_error"]
+    # The published modes shape the clamped advantage first and turn it into p = A / 10 + 1/2
+    # afterwards.
+    loss, metrics = ALGORITHM.loss(
+        forward_rows(ADVANTAGES), DiffusionNFTConfig(beta=0.5, advantages=mode)
+    )
+    better = metrics["nft/better_error"]
+    worse = metrics["nft/worse_error"]
     found = (loss * 0.5 / 5 - worse) / (better - worse)
     assert found.tolist() == pytest.approx(preference, abs=1e-12)
 
@@ -158,7 +182,9 @@ def test_preference_stays_a_probability():
 def test_metrics():
     rows = forward_rows(ADVANTAGES)
     _, metrics = ALGORITHM.loss(rows, DiffusionNFTConfig(beta=0.2))
-    torch.testing.assert_close(metrics["nft/old_deviation"], mean_square(rows.velocity - rows.copies["old"]))
+    torch.testing.assert_close(
+        metrics["nft/old_deviation"], mean_square(rows.velocity - rows.copies["old"])
+    )
     _, metrics = ALGORITHM.loss(at_velocity(rows, rows.copies["old"]), DiffusionNFTConfig(beta=0.2))
     torch.testing.assert_close(metrics["nft/better_error"], metrics["nft/worse_error"])
     assert (metrics["nft/old_deviation"] == 0).all()
@@ -169,7 +195,10 @@ def test_metrics():
     [
         (EmaScheduleConfig(max_decay=0), lambda n: 0.0),
         (EmaScheduleConfig(slope=0.001, max_decay=0.5), lambda n: min(0.001 * n, 0.5)),
-        (EmaScheduleConfig(warmup=75, slope=0.0075, max_decay=0.999), lambda n: 0.0 if n < 75 else min(0.0075 * (n - 75), 0.999)),
+        (
+            EmaScheduleConfig(warmup=75, slope=0.0075, max_decay=0.999),
+            lambda n: 0.0 if n < 75 else min(0.0075 * (n - 75), 0.999),
+        ),
     ],
 )
 def test_the_three_published_decays_of_the_old_policy(old, published):

@@ -5,7 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from algorithm_rows import DENSITIES, ELEMENTS, SHAPE, STOCHASTIC, gaussian, gradient, kl_per_element, moved, normal, rollout
+from algorithm_rows import (
+    DENSITIES,
+    ELEMENTS,
+    SHAPE,
+    STOCHASTIC,
+    gaussian,
+    gradient,
+    kl_per_element,
+    moved,
+    normal,
+    rollout,
+)
 
 from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.built_in.distillation import ALGORITHM, DistillationConfig
@@ -18,7 +29,9 @@ def test_the_loss_is_the_divergence_from_the_teacher_per_element(sampler):
     made = rollout(sampler)
     rows = made.rows(moved(made), teacher=normal(*made.old.shape, seed=9))
     loss, metrics = ALGORITHM.loss(rows, CONFIG)
-    torch.testing.assert_close(loss, kl_per_element(rows.transition, rows.copies["teacher"]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        loss, kl_per_element(rows.transition, rows.copies["teacher"]), rtol=1e-12, atol=0
+    )
     assert torch.equal(metrics["kl/teacher"], loss)
 
 
@@ -32,11 +45,16 @@ def test_the_teacher_itself_has_nothing_to_learn(sampler):
 
 
 def test_the_gradient_points_from_the_teacher_to_the_policy():
-    mean, teacher = normal(5, *SHAPE, seed=0).requires_grad_(), normal(5, *SHAPE, seed=1)
+    mean = normal(5, *SHAPE, seed=0).requires_grad_()
+    teacher = normal(5, *SHAPE, seed=1)
     zeros = torch.zeros(5, dtype=torch.float64)
-    rows = TrajectoryRows(gaussian(mean, 0.3), zeros, mean.detach(), zeros, {"teacher": gaussian(teacher, 0.3)}, zeros)
+    rows = TrajectoryRows(
+        gaussian(mean, 0.3), zeros, mean.detach(), zeros, {"teacher": gaussian(teacher, 0.3)}, zeros
+    )
     expected = (mean.detach() - teacher) / (ELEMENTS * 0.3**2)
-    torch.testing.assert_close(gradient(ALGORITHM, rows, CONFIG, mean), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(ALGORITHM, rows, CONFIG, mean), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("sampler", DENSITIES)

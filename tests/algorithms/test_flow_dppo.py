@@ -1,4 +1,6 @@
-"""Flow-DPPO's mask by cases: a term is dropped where it is at the divergence limit and moves further away."""
+"""Flow-DPPO's mask by cases: a term is dropped where it is at the divergence limit and moves
+further away.
+"""
 
 import pytest
 import torch
@@ -7,8 +9,10 @@ from algorithm_rows import STOCHASTIC, doubles, gaussian, gradient, moved, rollo
 from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.built_in.flow_dppo import ALGORITHM, FlowDPPOConfig
 
-# mu - mu_old is the same in every element and b = 2, so D_kl = shift^2 / 8: exact in binary, and exactly tau for a shift of 1.
-STD, TAU = 2.0, 0.125
+# mu - mu_old is the same in every element and b = 2, so D_kl = shift^2 / 8: exact in binary, and
+# exactly tau for a shift of 1.
+STD = 2.0
+TAU = 0.125
 SHIFTS = {"below": 0.5, "at": 1.0, "above": 2.0}
 RATIOS = [0.2, 0.999, 1.0, 1.001, 5.0]
 FURTHER_AWAY = {(1.0, 1.001), (1.0, 5.0), (-1.0, 0.2), (-1.0, 0.999)}
@@ -27,9 +31,13 @@ def test_the_mask_by_cases(divergence, advantage):
 
     loss, metrics = ALGORITHM.loss(rows, config)
     dropped = [divergence != "below" and (advantage, ratio) in FURTHER_AWAY for ratio in RATIOS]
-    expected = [0.0 if drop else -advantage * ratio for drop, ratio in zip(dropped, RATIOS, strict=True)]
+    expected = [
+        0.0 if drop else -advantage * ratio for drop, ratio in zip(dropped, RATIOS, strict=True)
+    ]
     assert loss.tolist() == pytest.approx(expected, abs=1e-12)
-    assert gradient(ALGORITHM, rows, config, leaf).tolist() == pytest.approx(expected, abs=1e-12)  # d(A rho) = A rho d log rho
+    assert gradient(ALGORITHM, rows, config, leaf).tolist() == pytest.approx(
+        expected, abs=1e-12
+    )  # d(A rho) = A rho d log rho
     assert metrics["dppo/dropped"].tolist() == [float(drop) for drop in dropped]
     assert metrics["dppo/divergence"].tolist() == [SHIFTS[divergence] ** 2 / 8] * count
 
@@ -39,7 +47,9 @@ def test_every_term_is_judged_by_its_own_divergence():
     leaf = doubles([0.3] * 4).requires_grad_()
     zeros = torch.zeros(4, 3, dtype=torch.float64)
     step = gaussian(shifts, STD)
-    rows = TrajectoryRows(step, leaf, zeros, torch.zeros(4, dtype=torch.float64), {}, doubles([1.0, 1.0, -1.0, -1.0]))
+    rows = TrajectoryRows(
+        step, leaf, zeros, torch.zeros(4, dtype=torch.float64), {}, doubles([1.0, 1.0, -1.0, -1.0])
+    )
     _, metrics = ALGORITHM.loss(rows, FlowDPPOConfig(divergence_limit=TAU))
     assert metrics["dppo/dropped"].tolist() == [0, 1, 0, 0]
 
@@ -49,7 +59,8 @@ def test_every_term_is_judged_by_its_own_divergence():
 def test_on_real_steps_the_gradient_is_that_of_the_ratio_or_nothing(sampler, limit):
     made = rollout(sampler)
     leaf = moved(made)
-    rows, config = made.rows(leaf), FlowDPPOConfig(divergence_limit=limit)
+    rows = made.rows(leaf)
+    config = FlowDPPOConfig(divergence_limit=limit)
     ratio = (rows.log_prob - rows.old_log_prob).exp()
     further = torch.sign(ratio - 1) == torch.sign(rows.advantage)
     kept = ~further if limit == 1e-9 else torch.ones_like(further)
@@ -64,4 +75,6 @@ def test_finite_differences():
     made = rollout()
     config = FlowDPPOConfig(divergence_limit=1.0)
     leaf = moved(made)
-    assert torch.autograd.gradcheck(lambda values: ALGORITHM.loss(made.rows(values), config)[0], (leaf,), eps=1e-6, atol=1e-7)
+    assert torch.autograd.gradcheck(
+        lambda values: ALGORITHM.loss(made.rows(values), config)[0], (leaf,), eps=1e-6, atol=1e-7
+    )

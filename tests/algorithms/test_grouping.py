@@ -22,7 +22,17 @@ def chosen(select, config, advantage=ADVANTAGE, keep=KEEP, prompts=PROMPTS):
 
 
 def test_each_kept_sample_by_itself():
-    assert chosen(grouping.each_kept_sample, DGPOConfig()) == [[0], [1], [2], [3], [5], [6], [7], [8], [9]]
+    assert chosen(grouping.each_kept_sample, DGPOConfig()) == [
+        [0],
+        [1],
+        [2],
+        [3],
+        [5],
+        [6],
+        [7],
+        [8],
+        [9],
+    ]
 
 
 def test_every_sample_by_itself():
@@ -35,30 +45,54 @@ def test_the_kept_samples_of_each_prompt_by_prompt_and_in_order():
 
 @pytest.mark.parametrize(
     ("count", "expected"),
-    [(1, [2, 6, 7, 9]), (2, [0, 1, 2, 6, 7, 8, 9]), (3, [0, 1, 2, 3, 5, 6, 7, 8, 9]), (99, [0, 1, 2, 3, 5, 6, 7, 8, 9])],
+    [
+        (1, [2, 6, 7, 9]),
+        (2, [0, 1, 2, 6, 7, 8, 9]),
+        (3, [0, 1, 2, 3, 5, 6, 7, 8, 9]),
+        (99, [0, 1, 2, 3, 5, 6, 7, 8, 9]),
+    ],
 )
 def test_the_best_of_each_prompt_each_by_itself(count, expected):
-    # Sample 4 is the best of prompt 7 and was not kept; 7 and 8 are equal, and the first goes first.
+    # Sample 4 is the best of prompt 7 and was not kept; 7 and 8 are equal, and the first goes
+    # first.
     found = chosen(best, SFTConfig(best=count))
     assert sorted(sample for (sample,) in found) == expected
 
 
 def test_pairs_are_better_and_worse_and_ties_make_none():
-    # By default the best with the worst: prompt 7 without its dropped best, prompt 3; 7 and 8 tie; 9 is alone.
+    # By default the best with the worst: prompt 7 without its dropped best, prompt 3; 7 and 8 tie;
+    # 9 is alone.
     assert sorted(chosen(diffusion_dpo.pairs, DiffusionDPOConfig())) == [[2, 3], [6, 5]]
 
 
 def test_the_best_goes_with_the_worst_and_so_on_inwards():
     advantage = np.array([3.0, -4.0, 1.0, 7.0, -2.0, 0.0, 5.0, -6.0])
-    everyone, prompt = np.ones(8, bool), np.zeros(8, np.int64)
+    everyone = np.ones(8, bool)
+    prompt = np.zeros(8, np.int64)
     inwards = [[3, 7], [6, 1], [0, 4], [2, 5]]
     for share, count in [(0.01, 1), (0.2, 1), (0.25, 2), (0.4, 3), (0.5, 4)]:
-        assert chosen(diffusion_dpo.pairs, DiffusionDPOConfig(pairs_share=share), advantage, everyone, prompt) == inwards[:count]
+        assert (
+            chosen(
+                diffusion_dpo.pairs,
+                DiffusionDPOConfig(pairs_share=share),
+                advantage,
+                everyone,
+                prompt,
+            )
+            == inwards[:count]
+        )
 
 
 def test_a_tie_inside_a_group_costs_that_pair_alone():
-    advantage, prompt = np.array([1.0, 0.0, 0.0, -1.0]), np.zeros(4, np.int64)
-    assert chosen(diffusion_dpo.pairs, DiffusionDPOConfig(pairs_share=0.5), advantage, np.ones(4, bool), prompt) == [[0, 3]]
+    advantage = np.array([1.0, 0.0, 0.0, -1.0])
+    prompt = np.zeros(4, np.int64)
+    assert chosen(
+        diffusion_dpo.pairs,
+        DiffusionDPOConfig(pairs_share=0.5),
+        advantage,
+        np.ones(4, bool),
+        prompt,
+    ) == [[0, 3]]
 
 
 def test_nothing_kept_is_nothing_to_train_on():
@@ -74,7 +108,9 @@ def test_nothing_kept_is_nothing_to_train_on():
 
 @st.composite
 def batches(draw):
-    """(advantage, keep, prompt ids): few values, so that ties are frequent, and ids beyond the precision of a float."""
+    """(advantage, keep, prompt ids): few values, so that ties are frequent, and ids beyond the
+    precision of a float.
+    """
     size = draw(st.integers(0, 24))
     column = {"min_size": size, "max_size": size}
     advantage = draw(st.lists(st.integers(-3, 3).map(float), **column))
@@ -91,8 +127,15 @@ def flat(found):
 def test_groups_are_the_kept_samples_divided_by_prompt(batch):
     advantage, keep, prompts = batch
     found = chosen(grouping.groups, DGPOConfig(), *batch)
-    assert sorted(flat(found)) == np.flatnonzero(keep).tolist() == flat(chosen(grouping.each_kept_sample, DGPOConfig(), *batch))
-    assert found == [np.flatnonzero(keep & (prompts == prompt)).tolist() for prompt in sorted(set(prompts[keep].tolist()))]
+    assert (
+        sorted(flat(found))
+        == np.flatnonzero(keep).tolist()
+        == flat(chosen(grouping.each_kept_sample, DGPOConfig(), *batch))
+    )
+    assert found == [
+        np.flatnonzero(keep & (prompts == prompt)).tolist()
+        for prompt in sorted(set(prompts[keep].tolist()))
+    ]
     assert flat(chosen(grouping.all_samples, DGPOConfig(), *batch)) == list(range(len(keep)))
 
 

@@ -1,10 +1,23 @@
-"""GRPO-Guard against the identity that its ratio is exp(mean(z (mu - mu_old))), z the noise of the rollout."""
+"""GRPO-Guard against the identity that its ratio is exp(mean(z (mu - mu_old))), z the noise of the
+rollout.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_rows import DENSITIES, SHAPE, Rollout, doubles, gaussian, gradient, moved, normal, rollout, wide
+from algorithm_rows import (
+    DENSITIES,
+    SHAPE,
+    Rollout,
+    doubles,
+    gaussian,
+    gradient,
+    moved,
+    normal,
+    rollout,
+    wide,
+)
 
 from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.built_in.flow_grpo import FLOW_GRPO, FlowGRPOConfig
@@ -34,9 +47,17 @@ def test_under_the_old_policy_the_regulated_log_ratio_has_mean_zero(sampler, ste
     count = 20_000
     latents, old, drift = (normal(1, *SHAPE, seed=seed).expand(count, *SHAPE) for seed in range(3))
     steps = torch.full((count,), step)
-    made = Rollout(sampler, latents, old, normal(count, *SHAPE, seed=3), steps, torch.ones(count, dtype=torch.float64))
+    made = Rollout(
+        sampler,
+        latents,
+        old,
+        normal(count, *SHAPE, seed=3),
+        steps,
+        torch.ones(count, dtype=torch.float64),
+    )
     rows = made.rows(old + 0.3 * drift)
-    regulated, plain = regulated_ratio(rows).log(), rows.log_prob - rows.old_log_prob
+    regulated = regulated_ratio(rows).log()
+    plain = rows.log_prob - rows.old_log_prob
 
     def errors_off(values):
         return (values.mean() / (values.std() / count**0.5)).item()
@@ -80,11 +101,16 @@ def test_the_loss_is_divided_by_the_length_of_the_step(sampler):
     ],
 )
 def test_the_clip_bites_the_regulated_ratio(advantage, ratio, counted, trained):
-    # mu - mu_old = 1 in every element and b = .5: the bias is 2, and rho = exp((log p - log p_old + 2) .5).
-    zeros, std, dt = torch.zeros(1, 4, dtype=torch.float64), 0.5, 0.2
+    # mu - mu_old = 1 in every element and b = .5: the bias is 2, and rho = exp((log p - log p_old +
+    # 2) .5).
+    zeros = torch.zeros(1, 4, dtype=torch.float64)
+    std = 0.5
+    dt = 0.2
     leaf = (doubles([ratio]).log() / std - 2).requires_grad_()
     step = gaussian(zeros + 1, std, -dt)
-    rows = TrajectoryRows(step, leaf, zeros, torch.zeros(1, dtype=torch.float64), {}, doubles([advantage]))
+    rows = TrajectoryRows(
+        step, leaf, zeros, torch.zeros(1, dtype=torch.float64), {}, doubles([advantage])
+    )
     config = GRPOGuardConfig(clip_range=0.1)
     loss, metrics = ALGORITHM.loss(rows, config)
     assert loss.item() == pytest.approx(-advantage * counted / dt, abs=1e-12)
@@ -100,4 +126,6 @@ def test_the_clip_bites_the_regulated_ratio(advantage, ratio, counted, trained):
 def test_finite_differences(sampler):
     made = rollout(sampler)
     leaf = moved(made)
-    assert torch.autograd.gradcheck(lambda values: ALGORITHM.loss(made.rows(values), WIDE)[0], (leaf,), eps=1e-6, atol=1e-6)
+    assert torch.autograd.gradcheck(
+        lambda values: ALGORITHM.loss(made.rows(values), WIDE)[0], (leaf,), eps=1e-6, atol=1e-6
+    )

@@ -1,4 +1,6 @@
-"""The call of a loss on random rows, before a run: what comes with Ebbflow passes, and each mistake is named."""
+"""The call of a loss on random rows, before a run: what comes with Ebbflow passes, and each mistake
+is named.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
 from ebbflow.recipe.base import RecipeError
 
 
-@pytest.mark.parametrize("algorithm", BUILT_IN.values(), ids=lambda algorithm: algorithm.config.__name__)
+@pytest.mark.parametrize(
+    "algorithm", BUILT_IN.values(), ids=lambda algorithm: algorithm.config.__name__
+)
 def test_every_algorithm_passes(algorithm: Algorithm) -> None:
     needed = {"teacher": "elsewhere"} if "teacher" in algorithm.config.model_fields else {}
     try_loss("mine:ALGORITHM", algorithm, algorithm.config.model_validate(needed))
@@ -31,19 +35,34 @@ def raising(rows: ForwardRows, config: Any) -> Any:
 
 FORWARD = {
     "another signature": (lambda rows: (mse(rows), {}), "fails on 8 random rows: TypeError"),
-    "a copy that it did not ask for": (raising, r"test_loss_trial:raising, fails on 8 random rows: KeyError: 'old'"),
-    "no metrics": (lambda rows, config: mse(rows), r"returned a tensor of shape \[8\]; return \(loss of each row \[M\], metrics"),
+    "a copy that it did not ask for": (
+        raising,
+        r"test_loss_trial:raising, fails on 8 random rows: KeyError: 'old'",
+    ),
+    "no metrics": (
+        lambda rows, config: mse(rows),
+        r"returned a tensor of shape \[8\]; return \(loss of each row \[M\], metrics",
+    ),
     "a mean": (
         lambda rows, config: (mse(rows).mean(), {}),
         r"returned the loss as a tensor of shape \[\]; return a number for each",
     ),
-    "a metric that is a mean": (lambda rows, config: (mse(rows), {"mse": 0.5}), "returned mse as a float"),
+    "a metric that is a mean": (
+        lambda rows, config: (mse(rows), {"mse": 0.5}),
+        "returned mse as a float",
+    ),
     "a detached prediction": (
         lambda rows, config: (flow_matching_error(rows, rows.velocity.detach()), {}),
         "gives the prediction no gradient; compute it from rows.velocity",
     ),
-    "a logarithm of 0": (lambda rows, config: (mse(rows) + (0 * rows.sigma).log(), {}), "is not finite in 8 of 8 random rows"),
-    "the root of 0": (lambda rows, config: ((0 * mse(rows)).sqrt(), {}), "a gradient that is not finite"),
+    "a logarithm of 0": (
+        lambda rows, config: (mse(rows) + (0 * rows.sigma).log(), {}),
+        "is not finite in 8 of 8 random rows",
+    ),
+    "the root of 0": (
+        lambda rows, config: ((0 * mse(rows)).sqrt(), {}),
+        "a gradient that is not finite",
+    ),
 }
 
 
@@ -62,7 +81,9 @@ def test_a_trajectory_loss_has_the_ratio_one() -> None:
         return -rows.advantage * rows.log_prob, {}
 
     try_loss(
-        "mine:ALGORITHM", Algorithm(TrajectoryConfig, loss, copies=lambda config: frozenset({"reference"})), TrajectoryConfig()
+        "mine:ALGORITHM",
+        Algorithm(TrajectoryConfig, loss, copies=lambda config: frozenset({"reference"})),
+        TrajectoryConfig(),
     )
     (rows,) = seen
     torch.testing.assert_close(rows.log_prob.detach(), rows.old_log_prob)
@@ -71,9 +92,14 @@ def test_a_trajectory_loss_has_the_ratio_one() -> None:
 
 
 def test_a_selection_is_tried_too() -> None:
-    def beyond(advantage: np.ndarray, keep: np.ndarray, ids: np.ndarray, config: Any) -> list[np.ndarray]:
+    def beyond(
+        advantage: np.ndarray, keep: np.ndarray, ids: np.ndarray, config: Any
+    ) -> list[np.ndarray]:
         return [np.array([0, 99])]
 
     wrong = Algorithm(ForwardConfig, lambda rows, config: (mse(rows), {}), select=beyond)
-    with pytest.raises(RecipeError, match=r"the selection of mine:ALGORITHM, .*beyond, returned \[0, 99\]; .* of the 8 samples"):
+    with pytest.raises(
+        RecipeError,
+        match=r"the selection of mine:ALGORITHM, .*beyond, returned \[0, 99\]; .* of the 8 samples",
+    ):
         try_loss("mine:ALGORITHM", wrong, ForwardConfig())

@@ -23,13 +23,16 @@ from ebbflow.algorithms.reference import penalty, penalty_weight
 from ebbflow.flow.transition import DEFAULT_ETA
 from ebbflow.recipe.choices import ReferenceConfig
 
-KL, WITHOUT_DT, VELOCITY = (ReferenceConfig(penalty=name) for name in ("kl", "kl_without_dt", "velocity"))
+KL, WITHOUT_DT, VELOCITY = (
+    ReferenceConfig(penalty=name) for name in ("kl", "kl_without_dt", "velocity")
+)
 
 
 def steps_apart(sampler):
     """(rows, the policy's velocity, the reference's)."""
     made = rollout(sampler)
-    velocity, reference = moved(made), normal(*made.old.shape, seed=9)
+    velocity = moved(made)
+    reference = normal(*made.old.shape, seed=9)
     return made.rows(velocity, reference=reference), velocity, reference
 
 
@@ -41,14 +44,22 @@ def test_kl_is_the_divergence_of_two_gaussians_per_element(sampler):
 
 
 def noise_level(sampler):
-    """(std_dev_t of published code, b) of the five steps of ``rollout``, written out again; both contain eta."""
-    eta, sigma, after = DEFAULT_ETA[sampler], SIGMAS[:5], SIGMAS[1:6]
+    """(std_dev_t of published code, b) of the five steps of ``rollout``, written out again; both
+    contain eta.
+    """
+    eta = DEFAULT_ETA[sampler]
+    sigma = SIGMAS[:5]
+    after = SIGMAS[1:6]
     dt = sigma - after
     if sampler == "cps":
         b = after * math.sin(eta * math.pi / 2)
         return b, b
     guarded = torch.cat([SIGMAS[1:2], SIGMAS[1:5]])
-    s = eta * (sigma / (1 - guarded)).sqrt() if sampler == "flow_sde" else torch.full_like(sigma, eta)
+    s = (
+        eta * (sigma / (1 - guarded)).sqrt()
+        if sampler == "flow_sde"
+        else torch.full_like(sigma, eta)
+    )
     return s, s * dt.sqrt()
 
 
@@ -57,17 +68,26 @@ def test_the_two_scalings_of_kl(sampler):
     rows, velocity, reference = steps_apart(sampler)
     s, b = (each.repeat(2) for each in noise_level(sampler))
     apart = mean_square(rows.transition.mean - rows.copies["reference"].mean)
-    torch.testing.assert_close(penalty(KL, rows, velocity, reference), apart / (2 * b**2), rtol=1e-12, atol=0)
-    torch.testing.assert_close(penalty(WITHOUT_DT, rows, velocity, reference), apart / (2 * s**2), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        penalty(KL, rows, velocity, reference), apart / (2 * b**2), rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        penalty(WITHOUT_DT, rows, velocity, reference), apart / (2 * s**2), rtol=1e-12, atol=0
+    )
 
 
-@pytest.mark.parametrize("rows", [steps_apart("cps")[0], forward_rows([1.0] * 10)], ids=["trajectory", "forward"])
+@pytest.mark.parametrize(
+    "rows", [steps_apart("cps")[0], forward_rows([1.0] * 10)], ids=["trajectory", "forward"]
+)
 def test_velocity_is_the_mean_square_of_the_change_whatever_the_terms(rows):
-    velocity, reference = normal(10, 2, 3, seed=1).requires_grad_(), normal(10, 2, 3, seed=2)
+    velocity = normal(10, 2, 3, seed=1).requires_grad_()
+    reference = normal(10, 2, 3, seed=2)
     found = penalty(VELOCITY, rows, velocity, reference)
     torch.testing.assert_close(found, mean_square(velocity - reference), rtol=1e-12, atol=0)
     (gradient,) = torch.autograd.grad(found.sum(), velocity)
-    torch.testing.assert_close(gradient, 2 * (velocity - reference).detach() / ELEMENTS, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradient, 2 * (velocity - reference).detach() / ELEMENTS, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("config", [KL, WITHOUT_DT, VELOCITY], ids=lambda config: config.penalty)
@@ -96,7 +116,9 @@ def test_finite_differences(config, sampler):
 def test_the_weight_is_not_the_penalty_s_business():
     rows, velocity, reference = steps_apart("flow_sde")
     heavy = ReferenceConfig(penalty="kl", weight=0.3)
-    assert torch.equal(penalty(heavy, rows, velocity, reference), penalty(KL, rows, velocity, reference))
+    assert torch.equal(
+        penalty(heavy, rows, velocity, reference), penalty(KL, rows, velocity, reference)
+    )
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -107,11 +129,19 @@ def test_without_adaptation_every_row_has_the_weight(adaptive):
 
 
 def test_the_adaptive_weight_is_the_published_one_of_the_reward():
-    """Its source: kl_beta (m + p (1 - m)) with m = 1e-4 / kl_beta and p = clip(A / c / 2 + 1/2, 0, 1)."""
-    for clip, advantages in ((5.0, [-5.0, -2.5, 0.0, 1.0, 5.0]), (2.0, [-2.0, -0.5, 0.0, 1.0, 2.0])):
+    """Its source: kl_beta (m + p (1 - m)) with m = 1e-4 / kl_beta and p = clip(A / c / 2 + 1/2, 0,
+    1).
+    """
+    for clip, advantages in (
+        (5.0, [-5.0, -2.5, 0.0, 1.0, 5.0]),
+        (2.0, [-2.0, -0.5, 0.0, 1.0, 2.0]),
+    ):
         rows = replace(forward_rows(advantages), advantage_clip=clip)
         for weight in (0.1, 2.0):
-            least, share = 1e-4 / weight, np.clip(np.array(advantages) / clip / 2 + 0.5, 0, 1)
+            least = 1e-4 / weight
+            share = np.clip(np.array(advantages) / clip / 2 + 0.5, 0, 1)
             found = penalty_weight(ReferenceConfig(weight=weight, adaptive=True), rows)
-            np.testing.assert_allclose(found.numpy(), weight * (least + share * (1 - least)), rtol=1e-12)
+            np.testing.assert_allclose(
+                found.numpy(), weight * (least + share * (1 - least)), rtol=1e-12
+            )
             assert (found[0].item(), found[-1].item()) == pytest.approx((1e-4, weight))

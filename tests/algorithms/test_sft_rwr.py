@@ -20,16 +20,23 @@ def slope(rows):
 def test_sft_is_flow_matching_whatever_the_advantage():
     rows = forward_rows(ADVANTAGES)
     loss, _ = sft.ALGORITHM.loss(rows, SFTConfig())
-    torch.testing.assert_close(loss, mean_square(rows.velocity - rows.noise + rows.clean), rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradient(sft.ALGORITHM, rows, SFTConfig(), rows.velocity), slope(rows), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        loss, mean_square(rows.velocity - rows.noise + rows.clean), rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        gradient(sft.ALGORITHM, rows, SFTConfig(), rows.velocity), slope(rows), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_rwr_weighs_flow_matching_with_the_exponential_of_the_advantage(temperature):
-    rows, config = forward_rows(ADVANTAGES), RWRConfig(temperature=temperature)
+    rows = forward_rows(ADVANTAGES)
+    config = RWRConfig(temperature=temperature)
     weight = (rows.advantage / temperature).exp()
     loss, metrics = rwr.ALGORITHM.loss(rows, config)
-    torch.testing.assert_close(loss, weight * mean_square(rows.velocity - target(rows)), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        loss, weight * mean_square(rows.velocity - target(rows)), rtol=1e-12, atol=0
+    )
     torch.testing.assert_close(metrics["rwr/weight"], weight)
     found = gradient(rwr.ALGORITHM, rows, config, rows.velocity)
     torch.testing.assert_close(found, wide(weight) * slope(rows), rtol=1e-12, atol=0)
@@ -43,7 +50,9 @@ def test_average_samples_and_hot_temperatures_make_rwr_plain_flow_matching():
     torch.testing.assert_close(hot, plain, rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize(("algorithm", "config"), [(sft.ALGORITHM, SFTConfig()), (rwr.ALGORITHM, RWRConfig())])
+@pytest.mark.parametrize(
+    ("algorithm", "config"), [(sft.ALGORITHM, SFTConfig()), (rwr.ALGORITHM, RWRConfig())]
+)
 def test_finite_differences_and_the_minimum(algorithm, config):
     rows = forward_rows(ADVANTAGES)
 

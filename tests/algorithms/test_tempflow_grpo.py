@@ -1,4 +1,6 @@
-"""TempFlow-GRPO: the weight of a step is its noise, and all samples of a prompt are one until the step where they branch."""
+"""TempFlow-GRPO: the weight of a step is its noise, and all samples of a prompt are one until the
+step where they branch.
+"""
 
 import torch
 from algorithm_rows import gradient, moved, rollout
@@ -12,7 +14,9 @@ from ebbflow.rollouts.generate import generate
 
 
 def test_a_row_is_that_of_flow_grpo_times_the_standard_deviation_of_its_step():
-    made, config, plain = rollout(rows=5), TempFlowGRPOConfig(noise_weight=3.0, clip_range=0.5), FlowGRPOConfig(clip_range=0.5)
+    made = rollout(rows=5)
+    config = TempFlowGRPOConfig(noise_weight=3.0, clip_range=0.5)
+    plain = FlowGRPOConfig(clip_range=0.5)
     leaf = moved(made)
     rows = made.rows(leaf)
     weight = 3 * rows.transition.std
@@ -24,7 +28,9 @@ def test_a_row_is_that_of_flow_grpo_times_the_standard_deviation_of_its_step():
     torch.testing.assert_close(metrics.pop("tempflow/weight"), weight)
     assert metrics.keys() == others.keys()
     found = gradient(ALGORITHM, rows, config, leaf)
-    torch.testing.assert_close(found, weight[:, None, None] * gradient(FLOW_GRPO, rows, plain, leaf))
+    torch.testing.assert_close(
+        found, weight[:, None, None] * gradient(FLOW_GRPO, rows, plain, leaf)
+    )
 
 
 def test_the_samples_of_a_prompt_are_one_until_the_step_where_they_branch(model, monkeypatch):
@@ -36,13 +42,26 @@ def test_the_samples_of_a_prompt_are_one_until_the_step_where_they_branch(model,
     assert all(one.stochastic == one.trained for one in chosen)
     keys = SampleKeys(5, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, sharing=[3])
     conditioning = model.encode_texts(["ABCD"] * 3 + ["WXYZ"] * 3)
-    predicted, velocity = [], model.velocity
-    monkeypatch.setattr(model, "velocity", lambda x, *rest: (predicted.append(len(x)), velocity(x, *rest))[1])
-    rollouts = generate(model, conditioning, keys, stage.sampler, next(one for one in chosen if one.trained == (2,)))
-    assert predicted == [2, 2, 6, 6]  # once for each prompt, until the step that training predicts for every sample
-    before, after = rollouts.trajectory.latents[:, 0], rollouts.trajectory.next_latents[:, 0]
+    predicted = []
+    velocity = model.velocity
+    monkeypatch.setattr(
+        model, "velocity", lambda x, *rest: (predicted.append(len(x)), velocity(x, *rest))[1]
+    )
+    rollouts = generate(
+        model, conditioning, keys, stage.sampler, next(one for one in chosen if one.trained == (2,))
+    )
+    assert predicted == [
+        2,
+        2,
+        6,
+        6,
+    ]  # once for each prompt, until the step that training predicts for every sample
+    before = rollouts.trajectory.latents[:, 0]
+    after = rollouts.trajectory.next_latents[:, 0]
     for group in (slice(0, 3), slice(3, 6)):
-        torch.testing.assert_close(before[group], before[group][:1].expand(3, *before.shape[1:]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            before[group], before[group][:1].expand(3, *before.shape[1:]), rtol=0, atol=1e-5
+        )
         for values in (after, rollouts.latents):
             assert (values[group][0] - values[group][1]).abs().max() > 0.05
     assert (before[0] - before[3]).abs().max() > 0.05

@@ -27,7 +27,12 @@ def test_every_entry_is_a_stage_that_can_run(name):
 
 
 def test_no_algorithm_is_without_an_entry_that_is_meant_to_learn():
-    learning = {recipe(name).stages[0].algorithm_name for kind, group in GROUPS.items() if kind != "collapse" for name in group}
+    learning = {
+        recipe(name).stages[0].algorithm_name
+        for kind, group in GROUPS.items()
+        if kind != "collapse"
+        for name in group
+    }
     assert learning == set(ALGORITHMS)
 
 
@@ -37,7 +42,12 @@ def test_every_group_has_a_title():
 
 @pytest.mark.parametrize(
     ("scores", "seconds"),
-    [([0.5, 0.8, 1.0], 15.0), ([0.5, 0.6, 0.7], None), ([0.5, 0.9, 0.7], 10.0), ([0.5, 0.7, 0.95], 18.0)],
+    [
+        ([0.5, 0.8, 1.0], 15.0),
+        ([0.5, 0.6, 0.7], None),
+        ([0.5, 0.9, 0.7], 10.0),
+        ([0.5, 0.7, 0.95], 18.0),
+    ],
 )
 def test_the_goal_is_passed_between_two_evaluations(scores, seconds):
     curve = [{"cpu_seconds": 10.0 * number, "ocr": score} for number, score in enumerate(scores)]
@@ -57,13 +67,30 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
         "evaluate_every": 4.0,
     }
     curve = {"curve": [point, {"cpu_seconds": 40.0, "ocr": 0.95}]}
-    runs = [run | curve | {"name": "crd", "kind": "forward_process", "seed": seed, "alarms": ["drift"] * seed} for seed in (0, 1)]
+    runs = [
+        run
+        | curve
+        | {
+            "name": "crd",
+            "kind": "forward_process",
+            "seed": seed,
+            "alarms": ["drift"] * seed,
+        }
+        for seed in (0, 1)
+    ]
     runs.append(runs[0] | {"name": "tdm", "kind": "students", "teacher": scores | {"ocr": 0.875}})
-    runs.append({key: value for key, value in runs[0].items() if key != "evaluate_every"} | {"name": "awm"})
-    (tmp_path / "a.json").write_text(json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": runs}))
+    runs.append(
+        {key: value for key, value in runs[0].items() if key != "evaluate_every"} | {"name": "awm"}
+    )
+    (tmp_path / "a.json").write_text(
+        json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": runs})
+    )
     write_report(tmp_path / "a.json")
     page = (tmp_path / "a.md").read_text()
-    assert "| crd | 0.95 (0.95–0.95) | 0.80 (0.80–0.80) | – | 0.70 (0.70–0.70) | 1.90 | 36 | 7 | 1 of 2 |" in page
+    assert (
+        "| crd | 0.95 (0.95–0.95) | 0.80 (0.80–0.80) | – | 0.70 (0.70–0.70) | 1.90 | 36 | 7 | 1"
+        " of 2 |" in page
+    )
     assert "| awm ° | 0.95 |" in page
     assert "| teacher of tdm, evaluated alike | 0.88 | 0.80 | – | 0.70 | 1.90 | – | – | – |" in page
     assert "teacher of crd" not in page

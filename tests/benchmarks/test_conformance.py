@@ -1,4 +1,6 @@
-"""The conformance kit: its vectors are those of the closed forms, Ebbflow agrees with all, and what differs is found."""
+"""The conformance kit: its vectors are those of the closed forms, Ebbflow agrees with all, and what
+differs is found.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,21 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
 
 
 def test_the_committed_vectors_are_those_of_the_closed_forms():
-    committed, fresh = json.loads(VECTORS.read_text())["cases"], list(computed())
-    assert [case | {"expected": None} for case in committed] == [case | {"expected": None} for case in fresh]
+    committed = json.loads(VECTORS.read_text())["cases"]
+    fresh = list(computed())
+    assert [case | {"expected": None} for case in committed] == [
+        case | {"expected": None} for case in fresh
+    ]
     for old, new in zip(committed, fresh, strict=True):
         assert old["expected"].keys() == new["expected"].keys()
         for name, values in new["expected"].items():
-            np.testing.assert_allclose(old["expected"][name], values, rtol=1e-12, atol=1e-14, err_msg=f"{new['name']} {name}")
+            np.testing.assert_allclose(
+                old["expected"][name],
+                values,
+                rtol=1e-12,
+                atol=1e-14,
+                err_msg=f"{new['name']} {name}",
+            )
 
 
 def test_the_closed_forms_use_nothing_that_they_are_compared_with():
@@ -37,7 +48,15 @@ def test_the_closed_forms_use_nothing_that_they_are_compared_with():
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in imports if isinstance(node, ast.ImportFrom)}
-    assert names == {"__future__", "collections.abc", "itertools", "math", "numpy", "statistics", "typing"}
+    assert names == {
+        "__future__",
+        "collections.abc",
+        "itertools",
+        "math",
+        "numpy",
+        "statistics",
+        "typing",
+    }
 
 
 @pytest.mark.parametrize(
@@ -51,10 +70,21 @@ def test_the_closed_forms_use_nothing_that_they_are_compared_with():
 def test_the_closed_forms_have_the_published_golden_values(function, eta, mean, std, score):
     schedule = FlowMatchEulerDiscreteScheduler(shift=3.0)
     schedule.set_timesteps(10)
-    constants = {name: np.full((1, 2), value) for name, value in {"latents": 0.3, "velocity": -0.5, "recorded": 0.25}.items()}
-    case = SimpleNamespace(**constants, noise=np.zeros((1, 2)), sigmas=schedule.sigmas.double().numpy(), step=4, eta=eta)
+    constants = {
+        name: np.full((1, 2), value)
+        for name, value in {"latents": 0.3, "velocity": -0.5, "recorded": 0.25}.items()
+    }
+    case = SimpleNamespace(
+        **constants,
+        noise=np.zeros((1, 2)),
+        sigmas=schedule.sigmas.double().numpy(),
+        step=4,
+        eta=eta,
+    )
     found = conformance_forms.FORMS[function](case)
-    assert [found["mean"][0, 0], found["std"], found["log_prob"][0]] == pytest.approx([mean, std, score], abs=1e-6)
+    assert [found["mean"][0, 0], found["std"], found["log_prob"][0]] == pytest.approx(
+        [mean, std, score], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -68,7 +98,11 @@ def test_every_closed_form_has_cases_and_every_loss_a_closed_form():
     functions = {case["function"] for case in CASES}
     assert functions == set(conformance_forms.FORMS)
     covered = {algorithm.loss for name, algorithm in LOSSES.items() if f"{name}_loss" in functions}
-    own = {name: algorithm for name, algorithm in LOSSES.items() if algorithm.config.kind not in ("gradient", "matching")}
+    own = {
+        name: algorithm
+        for name, algorithm in LOSSES.items()
+        if algorithm.config.kind not in ("gradient", "matching")
+    }
     assert {name for name, algorithm in own.items() if algorithm.loss not in covered} == set()
     assert len({case["name"] for case in CASES}) == len(CASES)
 
@@ -116,7 +150,9 @@ def test_vectors_of_another_format_are_refused(tmp_path):
 
 def test_written_vectors_are_read_as_they_were_computed(tmp_path):
     write_vectors(tmp_path / "vectors.json")
-    assert [case["name"] for case in read_vectors(tmp_path / "vectors.json")] == [case["name"] for case in CASES]
+    assert [case["name"] for case in read_vectors(tmp_path / "vectors.json")] == [
+        case["name"] for case in CASES
+    ]
 
 
 def test_the_adapter_in_the_document_runs_as_it_is_printed(tmp_path, monkeypatch, capsys):
@@ -126,7 +162,10 @@ def test_the_adapter_in_the_document_runs_as_it_is_printed(tmp_path, monkeypatch
     main(["--library", "printed_adapter:LIBRARY"])
     table = capsys.readouterr().out
     assert "| **agree, of those offered** | 4 of 4 |" in table
-    assert "which does not return it: gradient (`flow_grpo_loss`), mean_loss (`flow_grpo_loss`)" in table
+    assert (
+        "which does not return it: gradient (`flow_grpo_loss`), mean_loss (`flow_grpo_loss`)"
+        in table
+    )
 
 
 def library(function, **differences):
@@ -160,11 +199,14 @@ def test_what_another_library_returns_decides():
 
 
 CLONE = {
-    "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py": """
+    "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py": (
+        """
 import math
 from diffusers.utils.torch_utils import randn_tensor
 
-def sde_step_with_logprob(self, model_output, timestep, sample, noise_level=0.7, prev_sample=None, sde_type="sde"):
+def sde_step_with_logprob(
+    self, model_output, timestep, sample, noise_level=0.7, prev_sample=None, sde_type="sde"
+):
     step = self.index_for_timestep(timestep[0])
     sigma, after = self.sigmas[step], self.sigmas[step + 1]
     std = after * math.sin(noise_level * math.pi / 2)
@@ -173,15 +215,18 @@ def sde_step_with_logprob(self, model_output, timestep, sample, noise_level=0.7,
     if prev_sample is None:
         prev_sample = mean + std * randn_tensor(sample.shape)
     return prev_sample, -((prev_sample - mean) ** 2).mean((1, 2, 3)), mean, std
-""",
-    "flow_grpo/stat_tracking.py": """
+"""
+    ),
+    "flow_grpo/stat_tracking.py": (
+        """
 class PerPromptStatTracker:
     def __init__(self, global_std):
         pass
 
     def update(self, prompts, rewards):
         return rewards - 1.0
-""",
+"""
+    ),
 }
 """A clone whose step is CPS whatever it is asked for, and whose advantages are wrong."""
 
@@ -209,7 +254,10 @@ def test_the_files_of_a_clone_are_run(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--library", "flow_grpo"], "--library flow_grpo=/path/to/clone"),
-        (["--library", "flow_grpo=/nowhere"], r"/nowhere has no flow_grpo/diffusers_patch/sd3_sde_with_logprob\.py"),
+        (
+            ["--library", "flow_grpo=/nowhere"],
+            r"/nowhere has no flow_grpo/diffusers_patch/sd3_sde_with_logprob\.py",
+        ),
         (["--library", "trl"], "unknown library 'trl'"),
         (["--library", "no_such_package:LIBRARY"], "cannot be imported"),
         (["--only", "nothing/*"], r"no case is named 'nothing/\*'"),

@@ -1,4 +1,6 @@
-"""The GPU benchmark at tiny size on the CPU: what it counts, that both sides do the same work, and what it reports."""
+"""The GPU benchmark at tiny size on the CPU: what it counts, that both sides do the same work, and
+what it reports.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +31,29 @@ def bench():
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def results(request) -> dict[str, Any]:
-    return {"command": "the command", "size": "tiny"} | gpu.benchmark(replace(TINY, matrix=64), CPU, request.param, repeat=1)
+    return {"command": "the command", "size": "tiny"} | gpu.benchmark(
+        replace(TINY, matrix=64), CPU, request.param, repeat=1
+    )
 
 
 def test_a_linear_layer_counts_two_flops_per_weight_and_row():
-    layer, inputs = nn.Linear(8, 16), torch.randn(4, 8, requires_grad=True)
+    layer = nn.Linear(8, 16)
+    inputs = torch.randn(4, 8, requires_grad=True)
     assert gpu.counted(lambda: layer(inputs)) == 2 * 4 * 8 * 16
     # Backward there is one such product for the inputs and one for the weights.
     assert gpu.counted(lambda: layer(inputs).sum().backward()) == 3 * 2 * 4 * 8 * 16
 
 
 def test_attention_counts_its_two_products_of_queries_with_keys_and_weights_with_values():
-    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
+    query = torch.randn(1, 2, 5, 8)
+    key = torch.randn(1, 2, 7, 8)
     attention = nn.functional.scaled_dot_product_attention
     assert gpu.counted(lambda: attention(query, key, key)) == 2 * (2 * 2 * 5 * 7 * 8)
 
 
 def test_the_count_without_data_is_that_of_the_network(bench):
-    model, prompts = bench.model, random_prompts(TINY, 1, 1.0, CPU, torch.float32)
+    model = bench.model
+    prompts = random_prompts(TINY, 1, 1.0, CPU, torch.float32)
     found = gpu.counted(lambda: model.velocity(bench.noise[:1], torch.tensor([0.5]), prompts))
     assert gpu.count_flops(TINY).forward == found
 
@@ -72,28 +79,50 @@ def test_nothing_is_timed_unless_both_sides_draw_the_same_latents(bench):
 
 
 def test_the_ratio_compares_speeds_and_the_median_counts():
-    case = gpu.Case("update", 1.0, 2, images=6, loss_rows=18, flops=300, ours=lambda: None, peer=lambda: None)
+    case = gpu.Case(
+        "update", 1.0, 2, images=6, loss_rows=18, flops=300, ours=lambda: None, peer=lambda: None
+    )
     found = gpu.speed(case, peak=1000.0, calls=[(3.0, 5), (1.0, 7), (100.0, 6)])
-    assert (found["seconds"], found["images_per_second"], found["rows_per_second"]) == (3.0, 2.0, 6.0)
-    assert (found["flops_per_second"], found["share_of_peak"], found["peak_memory"]) == (100.0, 0.1, 7)
+    assert (found["seconds"], found["images_per_second"], found["rows_per_second"]) == (
+        3.0,
+        2.0,
+        6.0,
+    )
+    assert (found["flops_per_second"], found["share_of_peak"], found["peak_memory"]) == (
+        100.0,
+        0.1,
+        7,
+    )
 
 
 def test_every_phase_is_measured_on_both_sides(results):
     assert [row["phase"] for row in results["measured"]] == PHASES
     for row in results["measured"]:
-        ours, peer = row["ours"], row["peer"]
+        ours = row["ours"]
+        peer = row["peer"]
         assert len(ours["all_seconds"]) == len(peer["all_seconds"]) == 1
         assert row["ratio"] == pytest.approx(peer["seconds"] / ours["seconds"])
         assert row["ratio"] > 0
-        assert ours["share_of_peak"] == pytest.approx(row["flops"] / ours["seconds"] / results["peak_flops_per_second"])
+        assert ours["share_of_peak"] == pytest.approx(
+            row["flops"] / ours["seconds"] / results["peak_flops_per_second"]
+        )
         assert ours["peak_memory"] is peer["peak_memory"] is None  # nobody counts them on a CPU
 
 
 def test_the_work_grows_with_guidance_images_and_training(results):
-    flops = {(row["phase"], row["guidance"], row["rows_per_pass"]): row["flops"] for row in results["measured"]}
-    counted, images, steps = results["flops"], 4, results["steps"]
-    assert flops["rollout", 1.0, 2] == flops["rollout", 1.0, 4] == images * steps * counted["forward"]
-    assert flops["rollout, images", 4.5, 4] == images * (2 * steps * counted["forward"] + counted["decode"])
+    flops = {
+        (row["phase"], row["guidance"], row["rows_per_pass"]): row["flops"]
+        for row in results["measured"]
+    }
+    counted = results["flops"]
+    images = 4
+    steps = results["steps"]
+    assert (
+        flops["rollout", 1.0, 2] == flops["rollout", 1.0, 4] == images * steps * counted["forward"]
+    )
+    assert flops["rollout, images", 4.5, 4] == images * (
+        2 * steps * counted["forward"] + counted["decode"]
+    )
     assert flops["update, LoRA", 4.5, 2] == 2 * images * 3 * counted["forward_and_backward"]
 
 
@@ -106,7 +135,11 @@ def test_with_as_many_rows_a_pass_the_first_log_ratio_is_exactly_zero(results):
 
 def test_the_results_are_written_when_asked_for(results, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "gpu")
-    monkeypatch.setattr(gpu, "benchmark", lambda *arguments: {name: results[name] for name in results if name != "command"})
+    monkeypatch.setattr(
+        gpu,
+        "benchmark",
+        lambda *arguments: {name: results[name] for name in results if name != "command"},
+    )
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--size", "tiny"])
     gpu.main()
     page = capsys.readouterr().out

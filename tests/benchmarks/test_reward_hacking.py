@@ -1,4 +1,6 @@
-"""The benchmark of detectors: every entry can run, every flaw is one, and the report says what the runs say."""
+"""The benchmark of detectors: every entry can run, every flaw is one, and the report says what the
+runs say.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import zipfile
 import numpy as np
 import pytest
 
-from benchmarks.flawed_rewards import FAVOURITE, Brightness, Contained, FailingOcr, LetterBias, OneText, Watermark
+from benchmarks.flawed_rewards import (
+    FAVOURITE,
+    Brightness,
+    Contained,
+    FailingOcr,
+    LetterBias,
+    OneText,
+    Watermark,
+)
 from benchmarks.reward_hacking import recipe_of, runs
 from benchmarks.reward_hacking_report import page, rang, rang_drift, rule, step_shifts, write_report
 from ebbflow.data.images import encode_png
@@ -60,7 +70,12 @@ def test_shifts_are_those_of_the_pictures_of_each_step(tmp_path):
     generator = np.random.default_rng(0)
     with zipfile.ZipFile(tmp_path / "rollouts.zip", "w") as archive:
         for step, level in enumerate((100, 140)):
-            images = generator.integers(level - 20, level + 20, (8, 1, 1, 1)).repeat(16, 1).repeat(32, 2).repeat(3, 3)
+            images = (
+                generator.integers(level - 20, level + 20, (8, 1, 1, 1))
+                .repeat(16, 1)
+                .repeat(32, 2)
+                .repeat(3, 3)
+            )
             for number, png in enumerate(encode_png(images.astype(np.uint8))):
                 archive.writestr(f"dumps/step-{step:05d}/rollouts/7-{number}.png", png)
     shifts = step_shifts(tmp_path / "rollouts.zip")
@@ -103,12 +118,17 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
         made("grain", "planted", 0.8, promoted=False, fell=4, refused=reasons),
         made("ocr", "honest", 0.1, promoted=True, fell=None),
     ]
-    (tmp_path / "a.json").write_text(json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": found}))
+    (tmp_path / "a.json").write_text(
+        json.dumps({"machine": {"cpu": "x", "cores": 2}, "runs": found})
+    )
     write_report(tmp_path / "a.json")
     text = (tmp_path / "a.md").read_text()
     assert text.splitlines() == page({"cpu": "x", "cores": 2}, found)
     assert "refuses 1 of 1 planted runs and promotes 1 of 1 honest ones" in text
-    assert "| planted: grain | mix_grpo | 1 | 0.5 → 0.9 | ocr 0.5 → 0.3 | 1 of 1 | 0 of 1 | entropy, guardrail ocr |" in text
+    assert (
+        "| planted: grain | mix_grpo | 1 | 0.5 → 0.9 | ocr 0.5 → 0.3 | 1 of 1 | 0 of 1 | entropy,"
+        " guardrail ocr |" in text
+    )
     assert "| entropy | 1 | 0 |" in text
     assert "| entropy, 1 | 1 of 1 | 1 | 0 of 1 |" in text
     assert "| velocity drift above 1 | 1 of 1 | 1 | 1 of 1 |" in text

@@ -18,7 +18,11 @@ def small(monkeypatch):
 def test_a_stage_goes_through_all_its_phases(tmp_path):
     found = scale.stage(tmp_path, 70)
     assert found["samples"] == 96
-    assert len(list(tmp_path.glob("rollouts-*.parquet"))) == len(list(tmp_path.glob("scores-*.parquet"))) == 3
+    assert (
+        len(list(tmp_path.glob("rollouts-*.parquet")))
+        == len(list(tmp_path.glob("scores-*.parquet")))
+        == 3
+    )
     assert all(found[f"{phase} seconds"] > 0 for phase in scale.PHASES)
     assert all(found[f"{phase} MiB"] >= 0 for phase in scale.PHASES)
 
@@ -33,7 +37,9 @@ def test_latents_are_stored_and_read_in_their_precision(tmp_path, precision, siz
 def test_the_report_has_a_row_for_each_measurement():
     latents = {"KiB": 99.4, "write ms": 0.5, "read ms": 0.25, "epoch, shards": 1.42} | ON
     phases = {f"{phase} {unit}": 2.0 for phase in scale.PHASES for unit in ("seconds", "MiB")}
-    text = scale.report({"now latents float32": latents, "now stage 2000": {"samples": 2000, **phases} | ON})
+    text = scale.report(
+        {"now latents float32": latents, "now stage 2000": {"samples": 2000, **phases} | ON}
+    )
     assert "| now, float32 | 99 | 0.50 | 0.25 | 1.4 |" in text
     assert "| now | 2,000 | 1.000 | 1.000 | 1.000 | 1.000 | 4.000 | 2 | 2 | 2 | 2 | 1024 |" in text
     assert "a processor, one of 2 cores" in text

@@ -1,4 +1,6 @@
-"""The benchmark of speed: both sides of a row evaluate the network as often, and the ratio is theirs."""
+"""The benchmark of speed: both sides of a row evaluate the network as often, and the ratio is
+theirs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def rows_of(bench: speed.Bench, call: Callable[[], object]) -> int:
     """Rows through the network in a call."""
     rows: list[int] = []
     hook = bench.model.transformer.register_forward_hook(
-        lambda module, arguments, given, output: rows.append(len(given["hidden_states"])), with_kwargs=True
+        lambda module, arguments, given, output: rows.append(len(given["hidden_states"])),
+        with_kwargs=True,
     )
     call()
     hook.remove()
@@ -54,14 +57,18 @@ def test_an_update_evaluates_what_a_bare_one_does_and_the_rows_that_are_watched(
 
 def test_a_step_that_reuses_passes_has_none_in_its_update():
     benches = {reuse: new_bench() for reuse in (False, True)}
-    plain, reused = (rows_of(it, speed.policy_gradient_step(it, speed.TRAINED, reuse)) for reuse, it in benches.items())
+    plain, reused = (
+        rows_of(it, speed.policy_gradient_step(it, speed.TRAINED, reuse))
+        for reuse, it in benches.items()
+    )
     assert plain - reused == 2 * 4 * len(speed.TRAINED)
     assert reused == 2 * 4 * speed.STEPS + 2 * math.ceil(4 * len(speed.TRAINED) / WATCHED_ROWS)
 
 
 def test_the_ratio_is_that_of_the_turns(monkeypatch):
     seconds = {"one": 3.0, "other": 2.0}
-    clock, calls = [0.0], []
+    clock = [0.0]
+    calls = []
 
     def side(name: str) -> Callable[[], None]:
         def call() -> None:
@@ -78,14 +85,22 @@ def test_the_ratio_is_that_of_the_turns(monkeypatch):
 
 def test_the_page_has_the_rows_of_other_benchmarks(tmp_path):
     def runs(name: str, *seconds: float) -> list[dict]:
-        curves = [[{"ocr": 0.8, "cpu_seconds": 0.0}, {"ocr": 1.0, "cpu_seconds": 2 * each}] for each in seconds]
+        curves = [
+            [{"ocr": 0.8, "cpu_seconds": 0.0}, {"ocr": 1.0, "cpu_seconds": 2 * each}]
+            for each in seconds
+        ]
         return [{"name": name, "curve": curve} for curve in curves]
 
     latents = {"epoch, shards": 1.25, "read ms": 0.5, "KiB": 99.6}
     results = {
-        "algorithms": {"runs": runs(speed_report.QUICK, 9, 10, 12) + runs(speed_report.ALL_STEPS, 40)},
+        "algorithms": {
+            "runs": runs(speed_report.QUICK, 9, 10, 12) + runs(speed_report.ALL_STEPS, 40)
+        },
         "glyph_seeds": {"runs": {"0": {"wall_seconds": 120, "node_seconds": 100}}},
-        "scale": {"now latents float32": latents, "now latents bfloat16": latents | {"read ms": 0.25}},
+        "scale": {
+            "now latents float32": latents,
+            "now latents bfloat16": latents | {"read ms": 0.25},
+        },
     }
     for name, found in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))

@@ -1,4 +1,6 @@
-"""The base image runs what a cluster asks of it, as any user, without a network and with nothing but /tmp to write to."""
+"""The base image runs what a cluster asks of it, as any user, without a network and with nothing
+but /tmp to write to.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,17 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize("user", ["1000", "23456"])
 def test_it_runs_as_any_user_and_writes_nowhere_else(run: Run, user: str) -> None:
     assert _said(run("id", "-u", user=user)) == f"{user}\n"
-    assert _said(run("sh", "-c", "touch /tmp/x && ! touch /opt/ebbflow/x 2>/dev/null && echo $HOME", user=user)) == "/tmp\n"
+    assert (
+        _said(
+            run(
+                "sh",
+                "-c",
+                "touch /tmp/x && ! touch /opt/ebbflow/x 2>/dev/null && echo $HOME",
+                user=user,
+            )
+        )
+        == "/tmp\n"
+    )
 
 
 def test_it_has_what_ray_pods_are_probed_with(run: Run) -> None:
@@ -56,5 +68,7 @@ def test_a_pod_accepts_every_recipe(run: Run) -> None:
 
 
 def test_the_tiny_recipe_runs_to_its_verdict(run: Run) -> None:
-    command = "ebbflow run /opt/ebbflow/workflows/recipes/tiny.yaml >&2 && cat runs/tiny-*/summary.json"
+    command = (
+        "ebbflow run /opt/ebbflow/workflows/recipes/tiny.yaml >&2 && cat runs/tiny-*/summary.json"
+    )
     assert {"before", "after", "promoted"} <= json.loads(_said(run("sh", "-c", command))).keys()

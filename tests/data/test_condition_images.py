@@ -22,9 +22,13 @@ from ebbflow.data.images import ImageError, condition_image
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
 
 
-def encoded(image: Image.Image | np.ndarray = PIXELS, kind: str = "PNG", **options: object) -> bytes:
+def encoded(
+    image: Image.Image | np.ndarray = PIXELS, kind: str = "PNG", **options: object
+) -> bytes:
     buffer = io.BytesIO()
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, kind, **options)
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(
+        buffer, kind, **options
+    )
     return buffer.getvalue()
 
 
@@ -37,23 +41,37 @@ def pixels(png: bytes) -> np.ndarray:
 
 def header_alone(width: int, height: int) -> bytes:
     """A PNG that says it is that large and holds nothing."""
-    chunks = [(b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
-    parts = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks]
+    chunks = [
+        (b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    ]
+    parts = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-def test_the_same_pixels_give_the_same_bytes_without_what_was_said_beside_them(tmp_path: Path) -> None:
+def test_the_same_pixels_give_the_same_bytes_without_what_was_said_beside_them(
+    tmp_path: Path,
+) -> None:
     said = PngInfo()
     said.add_text("parameters", "who made it, and how")
-    plain, chatty = encoded(), encoded(pnginfo=said, dpi=(300, 300), icc_profile=b"x" * 128, compress_level=1)
+    plain = encoded()
+    chatty = encoded(pnginfo=said, dpi=(300, 300), icc_profile=b"x" * 128, compress_level=1)
     assert plain != chatty
     stored = condition_image(plain, tmp_path)
     assert stored == condition_image(chatty, tmp_path) == condition_image(stored, tmp_path)
     assert np.array_equal(pixels(stored), PIXELS)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("JPEG", {"quality": 95}), ("WEBP", {"lossless": True})])
-def test_other_formats_keep_the_pixels_that_they_decode_to(tmp_path: Path, kind: str, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"), [("JPEG", {"quality": 95}), ("WEBP", {"lossless": True})]
+)
+def test_other_formats_keep_the_pixels_that_they_decode_to(
+    tmp_path: Path, kind: str, options: dict[str, object]
+) -> None:
     file = encoded(kind=kind, **options)
     expected = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
     assert np.array_equal(pixels(condition_image(file, tmp_path)), expected)
@@ -62,12 +80,17 @@ def test_other_formats_keep_the_pixels_that_they_decode_to(tmp_path: Path, kind:
 def test_what_a_camera_held_sideways_is_turned_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned a quarter clockwise
-    assert np.array_equal(pixels(condition_image(encoded(exif=exif), tmp_path)), np.rot90(PIXELS, -1))
+    assert np.array_equal(
+        pixels(condition_image(encoded(exif=exif), tmp_path)), np.rot90(PIXELS, -1)
+    )
 
 
 def test_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:
-    grey, alpha = PIXELS[..., 0], np.dstack([PIXELS, PIXELS[..., 1]])
-    assert np.array_equal(pixels(condition_image(encoded(grey), tmp_path)), np.repeat(grey[..., None], 3, axis=2))
+    grey = PIXELS[..., 0]
+    alpha = np.dstack([PIXELS, PIXELS[..., 1]])
+    assert np.array_equal(
+        pixels(condition_image(encoded(grey), tmp_path)), np.repeat(grey[..., None], 3, axis=2)
+    )
     assert np.array_equal(pixels(condition_image(encoded(alpha), tmp_path)), PIXELS)
 
 
@@ -76,7 +99,13 @@ def test_a_path_is_relative_to_the_folder_or_absolute_below_it(tmp_path: Path) -
     (tmp_path / "deep" / "a.png").write_bytes(encoded())
     (tmp_path / "link.png").symlink_to("deep/a.png")
     (tmp_path / "alias").symlink_to(tmp_path)
-    for value in ("deep/a.png", "deep/../deep/a.png", str(tmp_path / "deep" / "a.png"), "link.png", "alias/link.png"):
+    for value in (
+        "deep/a.png",
+        "deep/../deep/a.png",
+        str(tmp_path / "deep" / "a.png"),
+        "link.png",
+        "alias/link.png",
+    ):
         assert np.array_equal(pixels(condition_image(value, tmp_path)), PIXELS)
         assert np.array_equal(pixels(condition_image(value, tmp_path / "alias")), PIXELS)
 
@@ -94,7 +123,10 @@ def outside(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("value", ["../secret.png", "../mine too/secret.png", "link.png", "up/secret.png", "/etc/passwd", ".."])
+@pytest.mark.parametrize(
+    "value",
+    ["../secret.png", "../mine too/secret.png", "link.png", "up/secret.png", "/etc/passwd", ".."],
+)
 def test_nothing_outside_the_folder_is_read(outside: Path, value: str) -> None:
     with pytest.raises(ImageError, match="lies outside .*; move the image into that folder"):
         condition_image(value, outside)
@@ -109,7 +141,10 @@ def test_what_is_no_file_there_is_said_with_what_a_uri_means(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "round").symlink_to("round")
     for value in ("none.png", ".", "pipe.png", "round"):
-        with pytest.raises(ImageError, match="From a URI only that file is fetched; there put the images' bytes into Parquet"):
+        with pytest.raises(
+            ImageError,
+            match="From a URI only that file is fetched; there put the images' bytes into Parquet",
+        ):
             condition_image(value, tmp_path)
     for value in ("a\0b.png", "x" * 5000):
         with pytest.raises(ImageError, match="is no valid path"):
@@ -136,7 +171,9 @@ def test_what_is_no_image_is_said(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("size", [(8001, 8000), (30_000, 30_000)])
-def test_what_would_unpack_to_gigabytes_is_refused_unread(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_what_would_unpack_to_gigabytes_is_refused_unread(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
     with pytest.raises(ImageError, match="(is too large|has) .*pixels"):
         condition_image(header_alone(*size), tmp_path)
 
@@ -150,7 +187,9 @@ def test_the_largest_image_is_still_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_sixteen_bits_are_refused_rather_than_cut_off(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="greys of 16 bits"):
-        condition_image(encoded(Image.fromarray(np.arange(16, dtype=np.uint16).reshape(4, 4) * 4000)), tmp_path)
+        condition_image(
+            encoded(Image.fromarray(np.arange(16, dtype=np.uint16).reshape(4, 4) * 4000)), tmp_path
+        )
 
 
 @given(st.data())

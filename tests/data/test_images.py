@@ -1,4 +1,5 @@
-"""Videos as animated PNG: every pixel of every frame comes back, and others than Pillow play them."""
+"""Videos as animated PNG: every pixel of every frame comes back, and others than Pillow play
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ VIDEOS = arrays.arrays(
 
 def chunks(png: bytes) -> list[bytes]:
     """The names of a PNG's chunks, in order."""
-    names, offset = [], 8
+    names = []
+    offset = 8
     while offset < len(png):
         names.append(png[offset + 4 : offset + 8])
         offset += 12 + int.from_bytes(png[offset : offset + 4])

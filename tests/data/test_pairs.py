@@ -13,7 +13,14 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from ebbflow.data.images import encode_png
-from ebbflow.data.pairs import IMAGES, LATENTS, PairError, check_pairs, read_pair_prompts, read_pairs
+from ebbflow.data.pairs import (
+    IMAGES,
+    LATENTS,
+    PairError,
+    check_pairs,
+    read_pair_prompts,
+    read_pairs,
+)
 
 SIDES = np.random.default_rng(0).integers(0, 256, (6, 2, 4, 6, 3), dtype=np.uint8)
 PROMPTS = ["a", "b", " a ", "c d", "é", "a"]
@@ -36,7 +43,12 @@ def parquet(folder, rows, name="pairs.parquet", **options):
 
 def jsonl(folder, *lines):
     path = folder / "pairs.jsonl"
-    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    path.write_bytes(
+        b"".join(
+            (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n"
+            for line in lines
+        )
+    )
     return path
 
 
@@ -47,7 +59,9 @@ def as_files(folder):
     for number, row in enumerate(ROWS):
         for side in IMAGES:
             (folder / "images" / f"{number}-{side}.png").write_bytes(row[side])
-        rows.append({"prompt": row["prompt"]} | {side: f"images/{number}-{side}.png" for side in IMAGES})
+        rows.append(
+            {"prompt": row["prompt"]} | {side: f"images/{number}-{side}.png" for side in IMAGES}
+        )
     return rows
 
 
@@ -74,7 +88,9 @@ def test_every_way_of_writing_latents_gives_the_same_pairs(tmp_path_factory, lat
     flat = latents.reshape(5, 2, 12)
     nested = pa.list_(pa.list_(pa.float16()))
     columns = {
-        "tensor": lambda side: pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(latents[:, side])),
+        "tensor": lambda side: pa.FixedShapeTensorArray.from_numpy_ndarray(
+            np.ascontiguousarray(latents[:, side])
+        ),
         "list": lambda side: pa.array(list(flat[:, side]), pa.list_(pa.float64())),
         "large": lambda side: pa.array(list(flat[:, side]), pa.large_list(pa.float32())),
         "fixed": lambda side: pa.array(list(flat[:, side]), pa.list_(pa.float32(), 12)),
@@ -82,7 +98,9 @@ def test_every_way_of_writing_latents_gives_the_same_pairs(tmp_path_factory, lat
     }
     for name, column in columns.items():
         path = folder / f"{name}.parquet"
-        pq.write_table(pa.table({"prompt": ["p"] * 5, LATENTS[0]: column(0), LATENTS[1]: column(1)}), path)
+        pq.write_table(
+            pa.table({"prompt": ["p"] * 5, LATENTS[0]: column(0), LATENTS[1]: column(1)}), path
+        )
         pairs = list(read_pairs(path))
         assert len(pairs) == 5
         for pair, (chosen, rejected) in zip(pairs, flat, strict=True):
@@ -97,7 +115,11 @@ def test_jpeg_and_grey_images_are_read_as_rgb(tmp_path):
     Image.fromarray(SIDES[0, 0]).save(buffer, format="JPEG")
     grey = io.BytesIO()
     Image.fromarray(SIDES[0, 0, :, :, 0]).save(grey, format="PNG")
-    (pair,) = read_pairs(parquet(tmp_path, [{"prompt": "p", "chosen": buffer.getvalue(), "rejected": grey.getvalue()}]))
+    (pair,) = read_pairs(
+        parquet(
+            tmp_path, [{"prompt": "p", "chosen": buffer.getvalue(), "rejected": grey.getvalue()}]
+        )
+    )
     assert pair.chosen.shape == pair.rejected.shape == (4, 6, 3)
     assert np.array_equal(pair.rejected, np.repeat(SIDES[0, 0, :, :, :1], 3, axis=2))
 
@@ -105,9 +127,14 @@ def test_jpeg_and_grey_images_are_read_as_rgb(tmp_path):
 def test_prompts_are_read_alone_and_other_columns_are_named(tmp_path):
     rows = [row | {"chosen": b"never decoded", "score": 1.0, "model": "x"} for row in ROWS]
     ignored = set()
-    assert list(read_pair_prompts(parquet(tmp_path, rows), ignored)) == list(enumerate(prompt.strip() for prompt in PROMPTS))
+    assert list(read_pair_prompts(parquet(tmp_path, rows), ignored)) == list(
+        enumerate(prompt.strip() for prompt in PROMPTS)
+    )
     assert ignored == {"score", "model"}
-    lines = [{"prompt": "p", "chosen": "a.png", "rejected": "b.png"}, {"prompt": "q", "chosen": "", "rejected": "", "by": 1}]
+    lines = [
+        {"prompt": "p", "chosen": "a.png", "rejected": "b.png"},
+        {"prompt": "q", "chosen": "", "rejected": "", "by": 1},
+    ]
     ignored.clear()
     assert list(read_pair_prompts(jsonl(tmp_path, *lines), ignored)) == [(0, "p"), (1, "q")]
     assert ignored == {"by"}
@@ -125,7 +152,10 @@ BAD_ROWS = {
     "no prompt": ({"prompt": "  "}, "row 2: '  ' is no prompt; give every row"),
     "null prompt": ({"prompt": None}, "row 2: None is no prompt"),
     "no image": ({"rejected": b"nonsense"}, "row 2: rejected = .*nonsense.* is no PNG or JPEG"),
-    "half an image": ({"rejected": png(SIDES[1, 1])[:-30]}, "row 2: rejected = .* is no PNG or JPEG image that can be read"),
+    "half an image": (
+        {"rejected": png(SIDES[1, 1])[:-30]},
+        "row 2: rejected = .* is no PNG or JPEG image that can be read",
+    ),
     "null image": ({"chosen": None}, "row 2: chosen = None is no image"),
 }
 
@@ -144,11 +174,26 @@ BAD_LINES = {
     "not JSON": (b'{"prompt": ', "is not JSON .*one JSON object per line"),
     "not UTF-8": (b'{"prompt": "\xff"}', "is not UTF-8 .*save the file as UTF-8"),
     "no object": (["p"], "is not an object"),
-    "twice": (b'{"prompt": "p", "prompt": "q", "chosen": "a.png", "rejected": "b.png"}', "a key is there twice"),
-    "no rejected": ({"prompt": "p", "chosen": "a.png"}, "a pair needs chosen and rejected .*there is prompt, chosen; rename"),
-    "no prompt": ({"chosen": "a.png", "rejected": "b.png"}, "no column 'prompt' among chosen, rejected"),
-    "surrogate": (b'{"prompt": "\\ud800", "chosen": "a.png", "rejected": "b.png"}', "surrogate pair"),
-    "latents": ({"prompt": "p", "chosen_latent": [0.1], "rejected_latent": [0.2]}, "from Parquet only; write .* .parquet"),
+    "twice": (
+        b'{"prompt": "p", "prompt": "q", "chosen": "a.png", "rejected": "b.png"}',
+        "a key is there twice",
+    ),
+    "no rejected": (
+        {"prompt": "p", "chosen": "a.png"},
+        "a pair needs chosen and rejected .*there is prompt, chosen; rename",
+    ),
+    "no prompt": (
+        {"chosen": "a.png", "rejected": "b.png"},
+        "no column 'prompt' among chosen, rejected",
+    ),
+    "surrogate": (
+        b'{"prompt": "\\ud800", "chosen": "a.png", "rejected": "b.png"}',
+        "surrogate pair",
+    ),
+    "latents": (
+        {"prompt": "p", "chosen_latent": [0.1], "rejected_latent": [0.2]},
+        "from Parquet only; write .* .parquet",
+    ),
     "not there": (
         GOOD_LINE | {"chosen": "none.png"},
         r"chosen = 'none.png' is no image file in .*From a URI only that file is fetched",
@@ -183,15 +228,28 @@ def test_a_bad_line_is_named(tmp_path, case):
     ],
 )
 def test_a_bad_latent_is_named(tmp_path, values, says):
-    rows = [{"prompt": "p", "chosen_latent": latent, "rejected_latent": [0.3, 0.4]} for latent in ([0.1, 0.2], values)]
+    rows = [
+        {"prompt": "p", "chosen_latent": latent, "rejected_latent": [0.3, 0.4]}
+        for latent in ([0.1, 0.2], values)
+    ]
     with pytest.raises(PairError, match=f"row 2: .*{says}"):
         list(read_pairs(parquet(tmp_path, rows)))
 
 
 def test_latents_of_another_type_are_refused(tmp_path):
     for values in ([1, 2], ["a"], [{"x": 0.5}], 0.5, "abc"):
-        with pytest.raises(PairError, match="row 1: chosen_latent = .* is no latent; write a list or a fixed-shape tensor"):
-            list(read_pairs(parquet(tmp_path, [{"prompt": "p", "chosen_latent": values, "rejected_latent": values}])))
+        with pytest.raises(
+            PairError,
+            match="row 1: chosen_latent = .* is no latent; write a list or a fixed-shape tensor",
+        ):
+            list(
+                read_pairs(
+                    parquet(
+                        tmp_path,
+                        [{"prompt": "p", "chosen_latent": values, "rejected_latent": values}],
+                    )
+                )
+            )
 
 
 def test_a_tensor_that_is_null_is_refused(tmp_path):
@@ -199,7 +257,9 @@ def test_a_tensor_that_is_null_is_refused(tmp_path):
     numbers = pa.array([[0.1, 0.2], None], pa.list_(pa.float32(), 2))
     tensors = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float32(), (2,)), numbers)
     path = tmp_path / "tensor.parquet"
-    pq.write_table(pa.table({"prompt": ["p", "q"], "chosen_latent": tensors, "rejected_latent": tensors}), path)
+    pq.write_table(
+        pa.table({"prompt": ["p", "q"], "chosen_latent": tensors, "rejected_latent": tensors}), path
+    )
     with pytest.raises(PairError, match=r"tensor\.parquet"):
         list(read_pairs(path))
 
@@ -220,7 +280,9 @@ def test_a_file_that_is_none_is_named(tmp_path):
 
 def test_columns_that_do_not_make_a_pair_are_named(tmp_path):
     latents = dict.fromkeys(LATENTS, [0.5])
-    with pytest.raises(PairError, match=r"pairs\.parquet: a pair needs .*there is prompt, rejected; rename"):
+    with pytest.raises(
+        PairError, match=r"pairs\.parquet: a pair needs .*there is prompt, rejected; rename"
+    ):
         check_pairs(parquet(tmp_path, [{"prompt": "p", "rejected": b""}]))
     with pytest.raises(PairError, match="both images and latents; remove chosen and rejected"):
         check_pairs(parquet(tmp_path, [ROWS[0] | latents]))

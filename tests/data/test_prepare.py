@@ -48,7 +48,9 @@ def test_what_the_glyph_model_cannot_draw_is_said_at_once(tmp_path: Path, line: 
 
 def test_what_a_glyph_model_draws_depends_on_its_alphabets(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("".join(f'"{text}"\n' for text in ("12", "34", "5678", "90", "77", "31", "ABCD", "ab")))
+    file.write_text(
+        "".join(f'"{text}"\n' for text in ("12", "34", "5678", "90", "77", "31", "ABCD", "ab"))
+    )
 
     def prepared(*alphabets: str) -> str:
         settings = recipe(source=str(file)).model_dump(mode="json") | {
@@ -58,80 +60,142 @@ def test_what_a_glyph_model_draws_depends_on_its_alphabets(tmp_path: Path) -> No
         return prepare(Recipe.model_validate(settings), file)[1]
 
     assert "to train" in prepared("digits", "capitals")
-    with pytest.raises(PromptError, match=r"2 of 8 prompts are not 1 to 4 letters 0-9, as .* or add to model.training.alphabets"):
+    with pytest.raises(
+        PromptError,
+        match=(
+            r"2 of 8 prompts are not 1 to 4 letters 0-9, as .* or add to model.training.alphabets"
+        ),
+    ):
         prepared("digits")
 
 
-def mixture(tmp_path: Path, stages: dict[str, int], **files: list[str]) -> tuple[Recipe, list[Path]]:
+def mixture(
+    tmp_path: Path, stages: dict[str, int], **files: list[str]
+) -> tuple[Recipe, list[Path]]:
     paths = [tmp_path / f"{name}.txt" for name in files]
     for path, lines in zip(paths, files.values(), strict=True):
         path.write_text("".join(f'"{line}"\n' for line in lines))
-    sets = [{"source": str(path), "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
+    sets = [
+        {"source": str(path), "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)
+    ]
     stage = {"kind": "online", "prompts_per_step": 4} | stages
-    return Recipe.model_validate({"prompts": {"mixture": sets, "validation": 1, "held_out": 2}, "stages": [stage]}), paths
+    return (
+        Recipe.model_validate(
+            {"prompts": {"mixture": sets, "validation": 1, "held_out": 2}, "stages": [stage]}
+        ),
+        paths,
+    )
 
 
 def test_a_mixture_has_the_prompts_of_all_files_once(tmp_path: Path) -> None:
-    recipe, files = mixture(tmp_path, {}, one=["AA", "AB", "AC", "AD", "AE", "AF"], two=["BA", "AB", "BC", "BD", "BE"])
+    recipe, files = mixture(
+        tmp_path, {}, one=["AA", "AB", "AC", "AD", "AE", "AF"], two=["BA", "AB", "BC", "BD", "BE"]
+    )
     table, report = prepare(recipe, *files)
-    assert table["target"].to_pylist() == ["AA", "AB", "AC", "AD", "AE", "AF", "BA", "BC", "BD", "BE"]
+    assert table["target"].to_pylist() == [
+        "AA",
+        "AB",
+        "AC",
+        "AD",
+        "AE",
+        "AF",
+        "BA",
+        "BC",
+        "BD",
+        "BE",
+    ]
     assert table["source"].to_pylist() == ["one.txt"] * 6 + ["two.txt"] * 4
     assert "1 in several files, taken from the first; 7 to train" in report
 
 
 def test_a_set_with_too_few_prompts_is_said_at_once(tmp_path: Path) -> None:
-    recipe, files = mixture(tmp_path, {"prompts_per_step": 12}, one=["AA", "AB"], two=["BA", "BB", "BC", "BD", "BE", "BF"] * 9)
+    recipe, files = mixture(
+        tmp_path,
+        {"prompts_per_step": 12},
+        one=["AA", "AB"],
+        two=["BA", "BB", "BC", "BD", "BE", "BF"] * 9,
+    )
     with pytest.raises(PromptError, match=r"stages.0 needs"):
         prepare(recipe, *files)
-    recipe, files = mixture(tmp_path, {}, one=["AA", "AB"], two=[f"{a}{b}" for a in "CDE" for b in "FGHIJ"])
+    recipe, files = mixture(
+        tmp_path, {}, one=["AA", "AB"], two=[f"{a}{b}" for a in "CDE" for b in "FGHIJ"]
+    )
     with pytest.raises(
-        PromptError, match=r"stages.0 needs 3 different prompts of one.txt per step and [012] are left for training"
+        PromptError,
+        match=(
+            r"stages.0 needs 3 different prompts of one.txt per step and [012] are left for"
+            r" training"
+        ),
     ):
         prepare(recipe, *files)
 
 
 def test_too_few_prompts_for_a_stage_is_said_at_once() -> None:
-    with pytest.raises(PromptError, match=r"stages.1 needs 64 different prompts per step and 45 are left"):
+    with pytest.raises(
+        PromptError, match=r"stages.1 needs 64 different prompts per step and 45 are left"
+    ):
         prepare(recipe(count=50))
 
 
 def test_a_files_split_does_not_follow_the_seed() -> None:
-    one, other = (prepare(recipe(source=str(WORDS)).model_copy(update={"seed": seed}), WORDS)[0] for seed in (1, 2))
+    one, other = (
+        prepare(recipe(source=str(WORDS)).model_copy(update={"seed": seed}), WORDS)[0]
+        for seed in (1, 2)
+    )
     assert one["split"] == other["split"]
 
 
 def held_out_file(folder: Path, *words: str) -> Path:
-    (folder / "benchmark.jsonl").write_text("\n".join(json.dumps({"prompt": f'"{word}"', "tag": word[0]}) for word in words))
+    (folder / "benchmark.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f'"{word}"', "tag": word[0]}) for word in words)
+    )
     return folder / "benchmark.jsonl"
 
 
-def test_held_out_prompts_of_their_own_file_are_all_of_it_and_not_trained_on(tmp_path: Path) -> None:
+def test_held_out_prompts_of_their_own_file_are_all_of_it_and_not_trained_on(
+    tmp_path: Path,
+) -> None:
     with WORDS.open() as file:
         shared = [next(file).strip().strip('"') for _ in range(2)]
     judged = held_out_file(tmp_path, "ZZA", *shared, "ZZB")
     plain = prepare(recipe(source=str(WORDS)), WORDS)[0]
-    table, report = prepare(recipe(source=str(WORDS), held_out_source=str(judged), held_out=4), WORDS, held_out=judged)
-    rows = table.to_pylist()
-    assert [(row["prompt_id"], row["target"]) for row in rows if row["split"] == "held_out"] == list(
-        enumerate(["ZZA", *shared, "ZZB"])
+    table, report = prepare(
+        recipe(source=str(WORDS), held_out_source=str(judged), held_out=4), WORDS, held_out=judged
     )
+    rows = table.to_pylist()
+    assert [
+        (row["prompt_id"], row["target"]) for row in rows if row["split"] == "held_out"
+    ] == list(enumerate(["ZZA", *shared, "ZZB"]))
     assert {row["source"] for row in rows if row["split"] == "held_out"} == {"benchmark.jsonl"}
     assert json.loads(rows[0]["metadata"]) == {"tag": "Z"}
     others = [row for row in rows if row["split"] != "held_out"]
-    assert [row["target"] for row in others] == [text for text in plain["target"].to_pylist() if text not in shared]
+    assert [row["target"] for row in others] == [
+        text for text in plain["target"].to_pylist() if text not in shared
+    ]
     assert [row["prompt_id"] for row in others] == list(range(4, plain.num_rows + 2))
     assert sum(row["split"] == "validation" for row in others) == 2
     assert "benchmark.jsonl: 4 prompts kept" in report
-    assert f"2 prompts in both, not trained on; {plain.num_rows - 4} to train, 2 to validate, 4 held out" in report
+    assert (
+        f"2 prompts in both, not trained on; {plain.num_rows - 4} to train, 2 to validate, 4"
+        " held out" in report
+    )
 
 
-def test_a_choice_of_a_held_out_file_is_the_same_in_every_run_and_keeps_its_noise(tmp_path: Path) -> None:
+def test_a_choice_of_a_held_out_file_is_the_same_in_every_run_and_keeps_its_noise(
+    tmp_path: Path,
+) -> None:
     words = [f"Z{one}{other}" for one in "ABCD" for other in "EFGH"]
     judged = held_out_file(tmp_path, *words)
 
     def chosen(**keys: object) -> list[tuple[int, str]]:
-        table, _ = prepare(recipe(held_out_source=str(judged), held_out=5).model_copy(update=keys), held_out=judged)
-        return [(row["prompt_id"], row["target"]) for row in table.to_pylist() if row["split"] == "held_out"]
+        table, _ = prepare(
+            recipe(held_out_source=str(judged), held_out=5).model_copy(update=keys), held_out=judged
+        )
+        return [
+            (row["prompt_id"], row["target"])
+            for row in table.to_pylist()
+            if row["split"] == "held_out"
+        ]
 
     assert chosen() == chosen(seed=5)
     assert len(chosen()) == 5
@@ -141,25 +205,38 @@ def test_a_choice_of_a_held_out_file_is_the_same_in_every_run_and_keeps_its_nois
 
 def test_what_is_wrong_with_a_held_out_file_is_said_at_once(tmp_path: Path) -> None:
     judged = held_out_file(tmp_path, "ZA", "ZB")
-    with pytest.raises(RecipeError, match=r"held_out_source needs held_out, the number of its prompts"):
+    with pytest.raises(
+        RecipeError, match=r"held_out_source needs held_out, the number of its prompts"
+    ):
         Recipe.model_validate({"prompts": {"held_out_source": str(judged)}})
-    with pytest.raises(PromptError, match=r"held_out_source has 2 prompts; lower prompts\.held_out = 3"):
+    with pytest.raises(
+        PromptError, match=r"held_out_source has 2 prompts; lower prompts\.held_out = 3"
+    ):
         prepare(recipe(held_out_source=str(judged)), held_out=judged)
     judged = held_out_file(tmp_path, "ZA", "ZB", "TOOLONG")
-    with pytest.raises(PromptError, match=r"benchmark\.jsonl: 1 of 3 prompts are not 1 to 4 letters"):
+    with pytest.raises(
+        PromptError, match=r"benchmark\.jsonl: 1 of 3 prompts are not 1 to 4 letters"
+    ):
         prepare(recipe(held_out_source=str(judged)), held_out=judged)
-    (tmp_path / "benchmark.jsonl").write_text('{"prompt": "a tree"}\n' * 3 + '{"prompt": "a lake"}\n{"prompt": "a sea"}')
+    (tmp_path / "benchmark.jsonl").write_text(
+        '{"prompt": "a tree"}\n' * 3 + '{"prompt": "a lake"}\n{"prompt": "a sea"}'
+    )
     with pytest.raises(PromptError, match=r"benchmark\.jsonl: 3 of 3 prompts name no text to read"):
         prepare(recipe(held_out_source=str(judged)), held_out=judged)
 
 
 def prompts_with_images(folder: Path, without: int = 0) -> Path:
     """Ten prompts beside their images, each of its own grey; the last ones have none."""
-    pngs = encode_png(np.arange(10, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 6, 3), np.uint8))
+    pngs = encode_png(
+        np.arange(10, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 6, 3), np.uint8)
+    )
     rows = []
     for index, png in enumerate(pngs):
         (folder / f"{index}.png").write_bytes(png)
-        rows.append({"prompt": f'a card "W{index}"'} | ({"image": f"{index}.png"} if index < 10 - without else {}))
+        rows.append(
+            {"prompt": f'a card "W{index}"'}
+            | ({"image": f"{index}.png"} if index < 10 - without else {})
+        )
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder / "prompts.jsonl"
 
@@ -186,32 +263,51 @@ def test_an_editing_model_gets_the_image_of_every_prompt(tmp_path: Path) -> None
 
 def test_an_editing_model_without_an_image_to_edit_is_said_at_once(tmp_path: Path) -> None:
     source = prompts_with_images(tmp_path, without=3)
-    with pytest.raises(PromptError, match=r"prompts.jsonl: 3 of 10 prompts have no image, and qwen_image_edit edits images"):
+    with pytest.raises(
+        PromptError,
+        match=r"prompts.jsonl: 3 of 10 prompts have no image, and qwen_image_edit edits images",
+    ):
         prepare(of_family("qwen_image_edit", source), source)
 
 
 def test_images_that_the_model_does_not_look_at_are_warned_of(tmp_path: Path) -> None:
     source = prompts_with_images(tmp_path, without=3)
-    with pytest.warns(UserWarning, match=r"7 of 10 prompts have an image, which qwen_image ignores"):
+    with pytest.warns(
+        UserWarning, match=r"7 of 10 prompts have an image, which qwen_image ignores"
+    ):
         prepare(of_family("qwen_image", source), source)
 
 
-@pytest.mark.parametrize(("family", "guidance", "warned"), [("sd3", 1.0, True), ("sd3", 4.5, False), ("flux", 3.5, True)])
+@pytest.mark.parametrize(
+    ("family", "guidance", "warned"), [("sd3", 1.0, True), ("sd3", 4.5, False), ("flux", 3.5, True)]
+)
 def test_negative_prompts_that_nothing_steers_away_from_are_warned_of(
     tmp_path: Path, family: str, guidance: float, warned: bool
 ) -> None:
     source = tmp_path / "prompts.jsonl"
-    source.write_text("\n".join(json.dumps({"prompt": f'"W{i}"', "negative_prompt": "blurry" * (i > 3)}) for i in range(9)))
+    source.write_text(
+        "\n".join(
+            json.dumps({"prompt": f'"W{i}"', "negative_prompt": "blurry" * (i > 3)})
+            for i in range(9)
+        )
+    )
     recipe = of_family(family, source)
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"guidance": guidance})})
+    recipe = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"guidance": guidance})}
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         prepare(recipe, source)
-    assert ["5 of 9 prompts have a negative prompt" in str(warning.message) for warning in caught] == [True] * warned
+    assert [
+        "5 of 9 prompts have a negative prompt" in str(warning.message) for warning in caught
+    ] == [True] * warned
 
 
 def branched(validation: int, files: list[Path]) -> Recipe:
-    sets = [{"name": name, "source": str(path)} for name, path in zip(("one", "two"), files, strict=True)]
+    sets = [
+        {"name": name, "source": str(path)}
+        for name, path in zip(("one", "two"), files, strict=True)
+    ]
     merge = {"name": "distillation", "teachers": {"one": "branch:one", "two": "branch:two"}}
     stages = [{"branch": "one"}, {"branch": "two"}, {"algorithm": merge}]
     return Recipe.model_validate(
@@ -227,10 +323,15 @@ def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None
     _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
     recipe = branched(16, files)
     table, _ = prepare(recipe, *files)
-    by_split = {split: {row["prompt_id"] for row in table.to_pylist() if row["split"] == split} for split in SPLITS}
+    by_split = {
+        split: {row["prompt_id"] for row in table.to_pylist() if row["split"] == split}
+        for split in SPLITS
+    }
     for name in ("one", "two"):
         rows = branch_prompts(recipe, table, name).to_pylist()
-        own = {split: {row["prompt_id"] for row in rows if row["split"] == split} for split in SPLITS}
+        own = {
+            split: {row["prompt_id"] for row in rows if row["split"] == split} for split in SPLITS
+        }
         assert {row["source"] for row in rows} == {name}
         assert not by_split["held_out"] & {row["prompt_id"] for row in rows}
         assert own["train"] <= by_split["train"]
@@ -240,19 +341,27 @@ def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None
 
 def test_a_branch_needs_prompts_to_be_judged_on(tmp_path: Path) -> None:
     _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
-    with pytest.raises(PromptError, match=r"branches\.one has \d validation prompts, .* need 4; raise prompts.validation"):
+    with pytest.raises(
+        PromptError,
+        match=r"branches\.one has \d validation prompts, .* need 4; raise prompts.validation",
+    ):
         prepare(branched(2, files), *files)
 
 
 def test_only_prompts_of_a_reward_that_reads_need_a_text(tmp_path: Path) -> None:
-    words, signs = tmp_path / "words.txt", tmp_path / "signs.txt"
+    words = tmp_path / "words.txt"
+    signs = tmp_path / "signs.txt"
     words.write_text("".join(f'"A{b}"\n' for b in LETTERS))
     signs.write_text("".join(f"a sign {b}\n" for b in LETTERS))
 
     def prepared(held_out: int = 12, **reads: object) -> pa.Table:
         settings = {
             "model": {"family": "sd3", "path": "somewhere"},
-            "prompts": {"mixture": [{"source": str(words)}, {"source": str(signs)}], "validation": 2, "held_out": held_out},
+            "prompts": {
+                "mixture": [{"source": str(words)}, {"source": str(signs)}],
+                "validation": 2,
+                "held_out": held_out,
+            },
             "rewards": [{"name": "ocr", **reads}, "jpeg_compressibility"],
             "guardrails": [{"name": "similarity", "prompts": ["words.txt"]}],
             "stages": [{"kind": "online", "prompts_per_step": 2}],
@@ -260,9 +369,15 @@ def test_only_prompts_of_a_reward_that_reads_need_a_text(tmp_path: Path) -> None
         return prepare(Recipe.model_validate(settings), words, signs)[0]
 
     assert prepared(prompts=["words.txt"]).num_rows == 2 * len(LETTERS)
-    with pytest.raises(PromptError, match=rf"{len(LETTERS)} of {2 * len(LETTERS)} prompts name no text to read"):
+    with pytest.raises(
+        PromptError, match=rf"{len(LETTERS)} of {2 * len(LETTERS)} prompts name no text to read"
+    ):
         prepared()
     with pytest.raises(
-        PromptError, match=r"the guardrail similarity scores words.txt, of which [01] prompts are held out, .* 2; raise"
+        PromptError,
+        match=(
+            r"the guardrail similarity scores words.txt, of which [01] prompts are held out, .* 2;"
+            r" raise"
+        ),
     ):
         prepared(held_out=2, prompts=["words.txt"])

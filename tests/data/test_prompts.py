@@ -27,11 +27,22 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe.model import GlyphTrainingConfig
 from tests.cpu_time import at_most_cpu_seconds
 
-DPG_HEADER = "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,question_natural_language"
+DPG_HEADER = (
+    "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,"
+    "question_natural_language"
+)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 IMAGE = st.none() | st.binary(max_size=20)
 ROWS = st.lists(
-    st.builds(PromptRow, prompt=TEXT, negative_prompt=TEXT, target=st.none() | TEXT, source=TEXT, metadata=TEXT, image=IMAGE),
+    st.builds(
+        PromptRow,
+        prompt=TEXT,
+        negative_prompt=TEXT,
+        target=st.none() | TEXT,
+        source=TEXT,
+        metadata=TEXT,
+        image=IMAGE,
+    ),
     min_size=3,
     max_size=20,
 )
@@ -46,14 +57,18 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
 def test_glyph_prompts_are_unique_quoted_and_repeatable():
     rows = make_glyph_prompts(500, 4, seed=7)
     assert len({row.target for row in rows}) == 500
-    assert all(len(row.target) == 4 and row.target.isascii() and row.target.isupper() for row in rows)
+    assert all(
+        len(row.target) == 4 and row.target.isascii() and row.target.isupper() for row in rows
+    )
     assert all(row.prompt == f'"{row.target}"' for row in rows)
     assert rows == make_glyph_prompts(500, 4, seed=7)
     assert rows != make_glyph_prompts(500, 4, seed=8)
 
 
 def test_glyph_prompts_can_use_up_every_string():
-    assert {row.target for row in make_glyph_prompts(26, 1, seed=0)} == set("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    assert {row.target for row in make_glyph_prompts(26, 1, seed=0)} == set(
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    )
     with pytest.raises(PromptError, match="only 26 strings of 1 letters A-Z, not 27"):
         make_glyph_prompts(27, 1, seed=0)
     with pytest.raises(PromptError, match="count = 0"):
@@ -61,7 +76,9 @@ def test_glyph_prompts_can_use_up_every_string():
 
 
 def test_glyph_prompts_of_several_alphabets_are_as_many_of_each():
-    rows = make_glyph_prompts(14, 1, 0, [*GlyphTrainingConfig(alphabets=["lower_case", "digits"]).characters])
+    rows = make_glyph_prompts(
+        14, 1, 0, [*GlyphTrainingConfig(alphabets=["lower_case", "digits"]).characters]
+    )
     targets = [row.target for row in rows]
     assert all(target.islower() for target in targets[:7])
     assert all(target.isdigit() for target in targets[7:])
@@ -72,7 +89,12 @@ def test_glyph_prompts_of_several_alphabets_are_as_many_of_each():
 
 def test_every_format_gives_the_same_rows(tmp_path):
     records = [
-        {"prompt": 'a sign "OPEN" and "LATE"', "negative_prompt": "blurry", "target": None, "style": "neon"},
+        {
+            "prompt": 'a sign "OPEN" and "LATE"',
+            "negative_prompt": "blurry",
+            "target": None,
+            "style": "neon",
+        },
         {"prompt": 'a card "HI"', "negative_prompt": None, "target": "BYE", "style": "paper"},
         {"prompt": "a tree", "negative_prompt": None, "target": None, "style": "oil"},
     ]
@@ -95,23 +117,34 @@ def test_every_format_gives_the_same_rows(tmp_path):
     )
     for path in (jsonl, csv, parquet, json_file, tsv):
         rows, report = read_prompt_file(path)
-        assert [(row.target, row.negative_prompt, json.loads(row.metadata)["style"]) for row in rows] == expected
+        assert [
+            (row.target, row.negative_prompt, json.loads(row.metadata)["style"]) for row in rows
+        ] == expected
         assert {row.source for row in rows} == {path.name}
         assert (report.rows, report.duplicates, report.empty_lines) == (3, 0, 0)
 
 
 def test_text_file_with_typographic_quotes_duplicates_and_empty_lines(tmp_path):
-    path = written(tmp_path, "p.txt", b"\xef\xbb\xbf" + "a sign “GO”\r\n\n  a sign “GO” \n   \na tree\u2028with a pond".encode())
+    path = written(
+        tmp_path,
+        "p.txt",
+        b"\xef\xbb\xbf" + "a sign “GO”\r\n\n  a sign “GO” \n   \na tree\u2028with a pond".encode(),
+    )
     rows, report = read_prompt_file(path)
-    assert [(row.prompt, row.target) for row in rows] == [("a sign “GO”", "GO"), ("a tree\u2028with a pond", None)]
+    assert [(row.prompt, row.target) for row in rows] == [
+        ("a sign “GO”", "GO"),
+        ("a tree\u2028with a pond", None),
+    ]
     assert str(report) == "p.txt: 2 prompts kept, 1 duplicate and 2 empty lines left out"
 
 
-@pytest.mark.parametrize("prompt", ["“" * 2**20, '"x' + "“" * 2**20, "“" * 2**20 + '"', "“ ”" + "“a" * 2**20], ids=len)
+@pytest.mark.parametrize(
+    "prompt", ["“" * 2**20, '"x' + "“" * 2**20, "“" * 2**20 + '"', "“ ”" + "“a" * 2**20], ids=len
+)
 def test_quotes_that_nothing_closes_take_linear_time(tmp_path, prompt):
     path = written(tmp_path, "p.txt", prompt)
     with at_most_cpu_seconds(60):
-        ((row,), _) = read_prompt_file(path)
+        (row,), _ = read_prompt_file(path)
     assert row.target is None
 
 
@@ -128,12 +161,16 @@ def test_quotes_that_nothing_closes_take_linear_time(tmp_path, prompt):
     ],
 )
 def test_the_target_is_what_pairs_of_quotes_enclose(tmp_path, prompt, target):
-    ((row,), _) = read_prompt_file(written(tmp_path, "p.txt", prompt))
+    (row,), _ = read_prompt_file(written(tmp_path, "p.txt", prompt))
     assert row.target == target
 
 
 def test_the_first_of_duplicates_is_kept_and_metadata_has_sorted_keys(tmp_path):
-    lines = ['{"prompt": "x", "b": 1, "a": [2]}', '{"a": 9, "prompt": " x "}', '{"prompt": "x", "negative_prompt": "y"}']
+    lines = [
+        '{"prompt": "x", "b": 1, "a": [2]}',
+        '{"a": 9, "prompt": " x "}',
+        '{"prompt": "x", "negative_prompt": "y"}',
+    ]
     rows, report = read_prompt_file(written(tmp_path, "p.jsonl", "\n".join(lines)))
     assert rows[0].metadata == '{"a": [2], "b": 1}'
     assert [row.negative_prompt for row in rows] == ["", "y"]
@@ -174,7 +211,12 @@ def test_the_first_of_duplicates_is_kept_and_metadata_has_sorted_keys(tmp_path):
         ("p.json", '[{"prompt": "a"}, {}]', "item 2", "no prompt"),
         ("p.json", '[{"prompt": "a", "prompt": "b"}]', "p.json", "twice"),
         ("p.json", "[" * 100_000, "p.json", "not JSON"),
-        ("p.csv", f"{DPG_HEADER}\na,cat,,1,0,,,,Cat?\na,dog,,2,1,,,,Dog?", "line 3", "another text"),
+        (
+            "p.csv",
+            f"{DPG_HEADER}\na,cat,,1,0,,,,Cat?\na,dog,,2,1,,,,Dog?",
+            "line 3",
+            "another text",
+        ),
         ("p.csv", f"{DPG_HEADER}\na,,,1,0,,,,Cat?", "line 2", "no prompt"),
         ("p.xlsx", "a", "p.xlsx", ".jsonl"),
         ("p", "a", "p", ".jsonl"),
@@ -194,8 +236,15 @@ def test_partiprompts_are_read_with_their_categories(tmp_path):
         "bond\tAbstract\tBasic\tBiology-inspired\n"
     )
     rows, report = read_prompt_file(written(tmp_path, "PartiPrompts.tsv", content))
-    assert [(row.prompt, row.target) for row in rows] == [('"G I G" painted on a wall', "G I G"), ("bond", None)]
-    assert json.loads(rows[1].metadata) == {"Category": "Abstract", "Challenge": "Basic", "Note": "Biology-inspired"}
+    assert [(row.prompt, row.target) for row in rows] == [
+        ('"G I G" painted on a wall', "G I G"),
+        ("bond", None),
+    ]
+    assert json.loads(rows[1].metadata) == {
+        "Category": "Abstract",
+        "Challenge": "Basic",
+        "Note": "Biology-inspired",
+    }
     assert report.rows == 2
 
 
@@ -211,7 +260,10 @@ def test_what_vbench_lists_twice_is_one_prompt_of_all_its_dimensions(tmp_path):
             "dimension": ["multiple_objects"],
             "auxiliary_info": {"multiple_objects": {"object": "cat"}},
         },
-        {"prompt_en": "a beach by Hokusai", "dimension": ["overall_consistency", "imaging_quality"]},
+        {
+            "prompt_en": "a beach by Hokusai",
+            "dimension": ["overall_consistency", "imaging_quality"],
+        },
     ]
     rows, report = read_prompt_file(written(tmp_path, "VBench_full_info.json", json.dumps(items)))
     assert [row.prompt for row in rows] == ["a beach by Hokusai", "a cat and a dog"]
@@ -224,10 +276,9 @@ def test_what_vbench_lists_twice_is_one_prompt_of_all_its_dimensions(tmp_path):
 
 def test_a_prompt_of_dpg_bench_has_all_its_questions(tmp_path):
     content = (
-        f"{DPG_HEADER}\n"
-        'p1,"A cat, asleep",,1,0,entity,whole,entity - whole (cat),Is there a cat?\n'
-        'p1,"A cat, asleep",,2,1,attribute,state,"attribute - state (cat, asleep)",Is the cat asleep?\n'
-        "p2,A dog,,1,0,entity,whole,entity - whole (dog),Is there a dog?\n"
+        f'{DPG_HEADER}\np1,"A cat, asleep",,1,0,entity,whole,entity - whole (cat),Is there a'
+        ' cat?\np1,"A cat, asleep",,2,1,attribute,state,"attribute - state (cat, asleep)",Is the'
+        " cat asleep?\np2,A dog,,1,0,entity,whole,entity - whole (dog),Is there a dog?\n"
     )
     rows, report = read_prompt_file(written(tmp_path, "dpg_bench.csv", content))
     assert [row.prompt for row in rows] == ["A cat, asleep", "A dog"]
@@ -252,15 +303,25 @@ def test_rules_and_questions_of_geneval_are_kept(tmp_path):
             "exclude": [{"class": "clock", "count": 3}],
             "prompt": "a",
         },
-        {"prompt": "b", "atom_count": 3, "vqa_list": [["Is the pig green?", "Yes"]], "skills": ["attribute"]},
+        {
+            "prompt": "b",
+            "atom_count": 3,
+            "vqa_list": [["Is the pig green?", "Yes"]],
+            "skills": ["attribute"],
+        },
     ]
-    rows, _ = read_prompt_file(written(tmp_path, "evaluation_metadata.jsonl", "\n".join(map(json.dumps, lines))))
+    rows, _ = read_prompt_file(
+        written(tmp_path, "evaluation_metadata.jsonl", "\n".join(map(json.dumps, lines)))
+    )
     assert [json.loads(row.metadata) | {"prompt": row.prompt} for row in rows] == lines
 
 
 def test_a_list_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 20)
-    with pytest.raises(PromptError, match=r"its 21 bytes are more than the 20 of a JSON list; convert it to \.jsonl"):
+    with pytest.raises(
+        PromptError,
+        match=r"its 21 bytes are more than the 20 of a JSON list; convert it to \.jsonl",
+    ):
         read_prompt_file(written(tmp_path, "p.json", '[{"prompt": "a cat"}]'))
 
 
@@ -280,7 +341,10 @@ def test_malformed_parquet_rows_and_missing_files(tmp_path):
 
 
 @settings(max_examples=150, deadline=None)
-@given(content=st.binary(max_size=200), suffix=st.sampled_from([".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet"]))
+@given(
+    content=st.binary(max_size=200),
+    suffix=st.sampled_from([".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet"]),
+)
 @example(content=b"prompt\n\x00", suffix=".csv")
 @example(content=b"prompt\r\ra", suffix=".csv")
 @example(content=b"9" * 5000, suffix=".jsonl")
@@ -291,7 +355,26 @@ def test_arbitrary_bytes_are_prompts_or_a_prompt_error(content, suffix):
 @settings(max_examples=150, deadline=None)
 @given(
     content=st.lists(
-        st.sampled_from(['"', ",", "\n", "\r", "prompt", "target", "{", "}", ":", "[", "a", "\\u", "dead", " ", "“", "”"])
+        st.sampled_from(
+            [
+                '"',
+                ",",
+                "\n",
+                "\r",
+                "prompt",
+                "target",
+                "{",
+                "}",
+                ":",
+                "[",
+                "a",
+                "\\u",
+                "dead",
+                " ",
+                "“",
+                "”",
+            ]
+        )
     ),
     suffix=st.sampled_from([".txt", ".jsonl", ".json", ".csv", ".tsv"]),
 )
@@ -323,13 +406,18 @@ def test_split_depends_on_ids_and_seed_only():
     assert table["prompt_id"].to_pylist() == list(range(100))
     assert [splits.count(name) for name in ("train", "validation", "held_out")] == [70, 10, 20]
     assert splits == other["split"].to_pylist()
-    assert splits != split_prompts(make_glyph_prompts(100, 4, seed=0), 10, 20, seed=4)["split"].to_pylist()
+    assert (
+        splits
+        != split_prompts(make_glyph_prompts(100, 4, seed=0), 10, 20, seed=4)["split"].to_pylist()
+    )
 
 
 def test_split_leaves_at_least_one_to_train_on():
     rows = make_glyph_prompts(5, 4, seed=0)
     assert split_prompts(rows, 2, 2, seed=0)["split"].to_pylist().count("train") == 1
-    with pytest.raises(PromptError, match="5 prompts cannot be split into validation = 2, held_out = 3"):
+    with pytest.raises(
+        PromptError, match="5 prompts cannot be split into validation = 2, held_out = 3"
+    ):
         split_prompts(rows, 2, 3, seed=0)
 
 
@@ -345,9 +433,17 @@ def test_prompt_tables_survive_the_round_trip(rows, seed):
         assert read_prompts(path, "train", [99, by_split[0][-1].prompt_id]) == by_split[0][-1:]
         assert read_prompts(path, ids=[]) == []
         assert [file.name for file in Path(folder).iterdir()] == ["prompts.parquet"]
-    assert [PromptRow(p.prompt, p.negative_prompt, p.target, p.source, p.metadata, p.image) for p in back] == rows
+    assert [
+        PromptRow(p.prompt, p.negative_prompt, p.target, p.source, p.metadata, p.image)
+        for p in back
+    ] == rows
     assert [prompt.prompt_id for prompt in back] == list(range(len(rows)))
-    assert sorted((prompt for part in by_split for prompt in part), key=lambda prompt: prompt.prompt_id) == back
+    assert (
+        sorted(
+            (prompt for part in by_split for prompt in part), key=lambda prompt: prompt.prompt_id
+        )
+        == back
+    )
     assert [len(part) for part in by_split] == [len(rows) - 2, 1, 1]
 
 
@@ -369,11 +465,19 @@ def test_only_prompt_tables_are_written_and_read(tmp_path):
 
 
 def test_missing_targets_are_counted_and_shown(tmp_path):
-    rows = [PromptRow("a tree"), PromptRow('"A"', target="A"), PromptRow("a lake"), PromptRow("x" * 500)]
+    rows = [
+        PromptRow("a tree"),
+        PromptRow('"A"', target="A"),
+        PromptRow("a lake"),
+        PromptRow("x" * 500),
+    ]
     table = split_prompts(rows, 1, 1, seed=0)
     write_prompts(table, tmp_path / "p.parquet")
     for prompts in (rows, table, read_prompts(tmp_path / "p.parquet")):
-        with pytest.raises(PromptError, match="p.txt: 3 of 4 prompts name no text to read, first: 'a tree'; 'a lake'"):
+        with pytest.raises(
+            PromptError,
+            match="p.txt: 3 of 4 prompts name no text to read, first: 'a tree'; 'a lake'",
+        ):
             require_targets(prompts, "p.txt")
         require_targets(prompts[1:2] if isinstance(prompts, list) else prompts.slice(1, 1), "p.txt")
 
@@ -396,16 +500,25 @@ def pictures(tmp_path):
 def greys(rows: list[PromptRow]) -> list[int | None]:
     """The one grey of each image."""
     arrays = [row.image and np.asarray(Image.open(io.BytesIO(row.image))) for row in rows]
-    assert all(array is None or (array.shape == (4, 5, 3) and array.min() == array.max()) for array in arrays)
+    assert all(
+        array is None or (array.shape == (4, 5, 3) and array.min() == array.max())
+        for array in arrays
+    )
     return [None if array is None else int(array[0, 0, 0]) for array in arrays]
 
 
 def test_images_are_read_from_paths_and_from_parquet_bytes(pictures):
-    paths = [{"prompt": "a", "image": "in/0.png"}, {"prompt": "b", "image": None}, {"prompt": "c", "image": "in/200.png"}]
+    paths = [
+        {"prompt": "a", "image": "in/0.png"},
+        {"prompt": "b", "image": None},
+        {"prompt": "c", "image": "in/200.png"},
+    ]
     jsonl = written(pictures, "p.jsonl", "\n".join(map(json.dumps, paths)))
     csv = written(pictures, "p.csv", f"prompt,image\na,in/0.png\nb, \nc,{pictures}/in/200.png\n")
     pq.write_table(pa.Table.from_pylist(paths), pictures / "p.parquet")
-    held = [row | {"image": row["image"] and (pictures / row["image"]).read_bytes()} for row in paths]
+    held = [
+        row | {"image": row["image"] and (pictures / row["image"]).read_bytes()} for row in paths
+    ]
     pq.write_table(pa.Table.from_pylist(held), pictures / "bytes.parquet")
     for path in (jsonl, csv, pictures / "p.parquet", pictures / "bytes.parquet"):
         rows, _ = read_prompt_file(path)
@@ -422,7 +535,9 @@ def test_rows_of_the_same_prompt_with_other_images_are_other_rows(pictures):
 
 
 def test_images_get_into_the_prompt_table_and_out(pictures):
-    lines = [json.dumps({"prompt": "x", "image": f"in/{grey}.png"}) for grey in (0, 200)] + ['{"prompt": "y"}']
+    lines = [json.dumps({"prompt": "x", "image": f"in/{grey}.png"}) for grey in (0, 200)] + [
+        '{"prompt": "y"}'
+    ]
     rows, _ = read_prompt_file(written(pictures, "p.jsonl", "\n".join(lines)))
     write_prompts(split_prompts(rows, 1, 1, seed=0), pictures / "table.parquet")
     back = read_prompts(pictures / "table.parquet")
@@ -445,7 +560,9 @@ def test_images_get_into_the_prompt_table_and_out(pictures):
     ],
 )
 def test_an_image_that_cannot_be_used_is_named_with_its_line(pictures, image, says):
-    path = written(pictures, "p.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": "b", "image": image}))
+    path = written(
+        pictures, "p.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": "b", "image": image})
+    )
     with pytest.raises(PromptError, match=says) as caught:
         read_prompt_file(path)
     for part in (f"{path}, line 2: image = ", repr(image)):
@@ -453,14 +570,22 @@ def test_an_image_that_cannot_be_used_is_named_with_its_line(pictures, image, sa
 
 
 def test_bytes_in_parquet_that_are_no_image_are_named_with_their_row(tmp_path):
-    pq.write_table(pa.table({"prompt": ["a", "b"], "image": [picture(0), b"GIF89a" + bytes(500)]}), tmp_path / "p.parquet")
-    with pytest.raises(PromptError, match=r"p.parquet, row 2: image = b'GIF89a.*\.\.\..* is no PNG or JPEG or WEBP") as caught:
+    pq.write_table(
+        pa.table({"prompt": ["a", "b"], "image": [picture(0), b"GIF89a" + bytes(500)]}),
+        tmp_path / "p.parquet",
+    )
+    with pytest.raises(
+        PromptError, match=r"p.parquet, row 2: image = b'GIF89a.*\.\.\..* is no PNG or JPEG or WEBP"
+    ) as caught:
         read_prompt_file(tmp_path / "p.parquet")
     assert len(str(caught.value)) < 500
 
 
 @settings(max_examples=100, deadline=None)
-@given(value=st.text(max_size=12) | st.lists(st.sampled_from(["..", ".", "/", "in", "0.png", "~", "\\", "$HOME"])).map("".join))
+@given(
+    value=st.text(max_size=12)
+    | st.lists(st.sampled_from(["..", ".", "/", "in", "0.png", "~", "\\", "$HOME"])).map("".join)
+)
 def test_no_path_reads_anything_but_an_image_of_the_folder(value):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "in").mkdir()

@@ -9,8 +9,10 @@ from ebbflow.data.sampling import SamplingError, prompt_batch
 
 @given(st.integers(1, 30), st.data())
 def test_an_epoch_shows_no_prompt_twice(make_prompts, size, data):
-    prompts, count = make_prompts(size), data.draw(st.integers(1, size))
-    epoch, seed = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 2**62))
+    prompts = make_prompts(size)
+    count = data.draw(st.integers(1, size))
+    epoch = data.draw(st.integers(0, 5))
+    seed = data.draw(st.integers(0, 2**62))
     steps = size // count
     batches = [prompt_batch(prompts, count, epoch * steps + step, seed) for step in range(steps)]
     assert [len(batch) for batch in batches] == [count] * steps
@@ -23,14 +25,18 @@ def test_every_epoch_has_its_own_order():
     prompts = list(range(40))
 
     def epoch(number, seed=0):
-        return tuple(item for step in range(5) for item in prompt_batch(prompts, 8, 5 * number + step, seed))
+        return tuple(
+            item for step in range(5) for item in prompt_batch(prompts, 8, 5 * number + step, seed)
+        )
 
     assert len({epoch(0), epoch(1), epoch(2), epoch(0, seed=1), tuple(prompts)}) == 5
     assert sorted(epoch(3)) == prompts
 
 
 def test_prompts_left_over_in_one_epoch_have_their_turn_in_others():
-    seen = Counter(item for step in range(300) for item in prompt_batch(list(range(10)), 4, step, seed=0))
+    seen = Counter(
+        item for step in range(300) for item in prompt_batch(list(range(10)), 4, step, seed=0)
+    )
     assert len(seen) == 10
     assert min(seen.values()) > 80
 
@@ -42,5 +48,8 @@ def test_a_step_is_a_function_of_its_arguments():
 
 
 def test_too_few_prompts():
-    with pytest.raises(SamplingError, match=r"needs 4 different prompts and the training split has 3; lower .* or add prompts"):
+    with pytest.raises(
+        SamplingError,
+        match=r"needs 4 different prompts and the training split has 3; lower .* or add prompts",
+    ):
         prompt_batch(list(range(3)), 4, 0, 0)

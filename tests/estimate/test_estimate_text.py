@@ -20,7 +20,9 @@ RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 
 
 def test_workers_of_their_own_hold_what_their_role_needs(tiny_recipe):
-    """Rollouts need neither optimiser nor rewards, training neither rewards nor a VAE, and ranks share the model."""
+    """Rollouts need neither optimiser nor rewards, training neither rewards nor a VAE, and ranks
+    share the model.
+    """
     scored = {"rewards": [{"name": "pickscore"}], "guardrails": []}
     stage = {"kind": "online", "sampler": {"name": "flow_sde", "steps": 4}}
     roles = {}
@@ -34,7 +36,9 @@ def test_workers_of_their_own_hold_what_their_role_needs(tiny_recipe):
     assert (rollout.optimizer, rollout.others, alone.others) == (0, 0, 0)
     assert alone.optimizer == together.optimizer == 2 * shared.optimizer
     assert alone.total < together.total
-    assert shared.loading == alone.weights  # before it is shared out; with two blocks on two ranks nothing is gained after
+    assert (
+        shared.loading == alone.weights
+    )  # before it is shared out; with two blocks on two ranks nothing is gained after
 
 
 def test_guards_are_there_where_a_stage_validates(tiny_recipe):
@@ -42,30 +46,59 @@ def test_guards_are_there_where_a_stage_validates(tiny_recipe):
     stage = {"kind": "online", "sampler": {"name": "flow_sde", "steps": 4}}
     for placement, label in (("in_process", "1.1 online training"), ("ray", "1.1 online rewards")):
         for watched, bytes_kept in (({}, 0), ({"validation": {}}, 4 * 427_616_513)):
-            recipe = tiny_recipe("sd3", **scored, stages=[stage | watched | {"placement": placement}])
+            recipe = tiny_recipe(
+                "sd3", **scored, stages=[stage | watched | {"placement": placement}]
+            )
             assert estimate(recipe).memory[label].others == bytes_kept
 
 
 def test_rollouts_of_other_weights_are_scored_again_by_the_policy(tiny_recipe):
-    """An evaluation of the network for every trained step of every sample; without log-probs there is nothing to score."""
-    grpo = {"algorithm": {"name": "mix_grpo"}, "sampler": {"name": "flow_sde"}, "window": {"kind": "fixed", "size": 2}}
+    """An evaluation of the network for every trained step of every sample; without log-probs there
+    is nothing to score.
+    """
+    grpo = {
+        "algorithm": {"name": "mix_grpo"},
+        "sampler": {"name": "flow_sde"},
+        "window": {"kind": "fixed", "size": 2},
+    }
     nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode"}}
     for keys, trained_steps in ((grpo, 2), (nft, 0)):
         stage = {"kind": "online", "steps": 2, "prompts_per_step": 3, "group_size": 4, **keys}
-        modes = [estimate(tiny_recipe("sd3", stages=[stage | {"mode": mode}])) for mode in ("sync", "one_step_off")]
+        modes = [
+            estimate(tiny_recipe("sd3", stages=[stage | {"mode": mode}]))
+            for mode in ("sync", "one_step_off")
+        ]
         sync, late = (made.work["1.1 online"].comparing for made in modes)
         assert late - sync == 2 * 3 * 4 * trained_steps * modes[0].sample.passes
 
 
-def test_a_loss_without_guidance_evaluates_the_network_once_and_scores_the_rollouts_again(tiny_recipe):
-    grpo = {"algorithm": {"name": "mix_grpo"}, "sampler": {"name": "flow_sde"}, "window": {"kind": "fixed", "size": 2}}
-    stage = {"kind": "online", "steps": 2, "prompts_per_step": 3, "group_size": 4, "reference": {"weight": 0.1}, **grpo}
+def test_a_loss_without_guidance_evaluates_the_network_once_and_scores_the_rollouts_again(
+    tiny_recipe,
+):
+    grpo = {
+        "algorithm": {"name": "mix_grpo"},
+        "sampler": {"name": "flow_sde"},
+        "window": {"kind": "fixed", "size": 2},
+    }
+    stage = {
+        "kind": "online",
+        "steps": 2,
+        "prompts_per_step": 3,
+        "group_size": 4,
+        "reference": {"weight": 0.1},
+        **grpo,
+    }
     inside, outside = (
-        estimate(tiny_recipe("sd3", {"guidance": 4.5}, stages=[stage | {"guidance_in_loss": keep}])) for keep in (True, False)
+        estimate(tiny_recipe("sd3", {"guidance": 4.5}, stages=[stage | {"guidance_in_loss": keep}]))
+        for keep in (True, False)
     )
     before, after = (made.work["1.1 online"] for made in (inside, outside))
     rows = 2 * 3 * 4 * 2
-    assert (before.denoising, before.training, before.comparing) == (after.denoising, 2 * rows, 2 * rows)
+    assert (before.denoising, before.training, before.comparing) == (
+        after.denoising,
+        2 * rows,
+        2 * rows,
+    )
     assert (after.training, after.comparing) == (rows, rows + rows)
 
 
@@ -113,9 +146,18 @@ def test_pairs_are_named_as_not_counted(make_recipe):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ({"family": "sd3", "path": "nowhere"}, r"'nowhere' no sizes are known.*stable-diffusion-3.5-medium.*name its folder"),
-        ({"family": "sd3", "path": "some/body", "revision": "0" * 40}, r"'some/body' no sizes are known"),
-        ({"family": "examples.mine.shifted:ShiftedGlyph", "path": "x"}, r"your own, no sizes are known"),
+        (
+            {"family": "sd3", "path": "nowhere"},
+            r"'nowhere' no sizes are known.*stable-diffusion-3.5-medium.*name its folder",
+        ),
+        (
+            {"family": "sd3", "path": "some/body", "revision": "0" * 40},
+            r"'some/body' no sizes are known",
+        ),
+        (
+            {"family": "examples.mine.shifted:ShiftedGlyph", "path": "x"},
+            r"your own, no sizes are known",
+        ),
     ],
 )
 def test_a_model_of_unknown_size_is_named(model, says):
@@ -126,16 +168,27 @@ def test_a_model_of_unknown_size_is_named(model, says):
 def test_a_folder_that_is_no_model_is_named(tmp_path):
     (tmp_path / "transformer").mkdir()
     recipe = Recipe.model_validate({"model": {"family": "sd3", "path": str(tmp_path)}})
-    with pytest.raises(ModelError, match="model_index.json missing; give the folder of a StableDiffusion3Pipeline"):
+    with pytest.raises(
+        ModelError, match="model_index.json missing; give the folder of a StableDiffusion3Pipeline"
+    ):
         estimate(recipe)
-    parts = {part: ["diffusers", kind] for part, kind in (("transformer", "SD3Transformer2DModel"), ("vae", "AutoencoderKL"))}
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusion3Pipeline"} | parts))
-    with pytest.raises(ModelError, match=r"transformer/config.json is missing.*fetch the folder again"):
+    parts = {
+        part: ["diffusers", kind]
+        for part, kind in (("transformer", "SD3Transformer2DModel"), ("vae", "AutoencoderKL"))
+    }
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": "StableDiffusion3Pipeline"} | parts)
+    )
+    with pytest.raises(
+        ModelError, match=r"transformer/config.json is missing.*fetch the folder again"
+    ):
         estimate(recipe)
 
 
 def test_layers_that_are_not_there_are_named():
-    with pytest.raises(SizeError, match="no layer of the transformer is called to_x; see policy.targets"):
+    with pytest.raises(
+        SizeError, match="no layer of the transformer is called to_x; see policy.targets"
+    ):
         lora_parameters({"attn.to_q": (4, 4)}, ["to_x"], 4)
 
 

@@ -24,7 +24,9 @@ from ebbflow.models.sizes import measure
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 
 
-@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])  # whose prompts are padded to the tokens that are counted
+@pytest.mark.parametrize(
+    "family", ["sd3", "flux", "wan"]
+)  # whose prompts are padded to the tokens that are counted
 def test_a_forward_pass_takes_what_torch_counts(tiny_recipe, family):
     recipe = tiny_recipe(family, stages=[{"kind": "online"}])
     measured_sizes, sample = measure(recipe.model)
@@ -33,7 +35,9 @@ def test_a_forward_pass_takes_what_torch_counts(tiny_recipe, family):
     # Torch counts no fused attention of a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         predict(model, torch.zeros(1, *model.latent_shape), torch.ones(1), conditioning)
-    assert sample.passes * forward_operations(measured_sizes, sample) == pytest.approx(counter.get_total_flops(), rel=0.15)
+    assert sample.passes * forward_operations(measured_sizes, sample) == pytest.approx(
+        counter.get_total_flops(), rel=0.15
+    )
 
 
 def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
@@ -44,7 +48,8 @@ def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
     stages = [{"kind": "online"}, {"kind": "offline", "shards": 2}]
     found, made = of(stages=stages, rounds=3)
     forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
-    online, offline = made.work["1.1 online"], made.work["1.2 offline"]
+    online = made.work["1.1 online"]
+    offline = made.work["1.2 offline"]
     alone = forward * (online.denoising + 3 * online.training + online.comparing)
     assert found["1.1 online"].wall == found["1.1 online"].gpu == pytest.approx(3 * alone)
     shared = forward * (offline.denoising / 2 + (3 * offline.training + offline.comparing) / 4)
@@ -56,7 +61,9 @@ def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
 
 def test_an_update_that_reuses_the_rollout_s_forward_passes_takes_two_thirds(tiny_recipe):
     def of(**keys):
-        made = estimate(tiny_recipe("sd3", stages=[{"kind": "online", "updates_per_step": 1, **keys}]))
+        made = estimate(
+            tiny_recipe("sd3", stages=[{"kind": "online", "updates_per_step": 1, **keys}])
+        )
         return hours(made, 1.0)["1.1 online"].gpu, made
 
     (plain, made), (reused, _) = of(), of(reuse_rollout_forward=True)
@@ -69,10 +76,15 @@ def test_workers_of_a_synchronous_stage_wait_for_each_other(tiny_recipe):
         resources = {"training": {"count": 1}, "rollout": {"count": 2}, "reward": {"count": 1}}
         stage = {"kind": "online", "placement": "ray", "mode": mode, "resources": resources}
         made = estimate(tiny_recipe("sd3", stages=[stage]))
-        found, work = hours(made, 1.0)["1.1 online"], made.work["1.1 online"]
+        found = hours(made, 1.0)["1.1 online"]
+        work = made.work["1.1 online"]
         assert found.gpu == pytest.approx(3 * found.wall)
         forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
-        return found.wall, work.denoising / 2 * forward, (3 * work.training + work.comparing) * forward
+        return (
+            found.wall,
+            work.denoising / 2 * forward,
+            (3 * work.training + work.comparing) * forward,
+        )
 
     synchronous, rolling, training = wall("sync")
     assert synchronous == pytest.approx(rolling + training)
@@ -91,8 +103,11 @@ def test_the_command_prints_hours_where_it_is_told_the_throughput():
 
 
 def test_sizes_are_measured_once_for_a_model_as_it_is(tiny_recipe, monkeypatch):
-    model, calls = tiny_recipe("sd3").model, []
-    monkeypatch.setattr("ebbflow.models.sizes.measure", lambda config: calls.append(config) or measure(config))
+    model = tiny_recipe("sd3").model
+    calls = []
+    monkeypatch.setattr(
+        "ebbflow.models.sizes.measure", lambda config: calls.append(config) or measure(config)
+    )
     assert measured(model) == measured(model) == measure(model)
     assert len(calls) == 1
     (kept,) = cache_folder().iterdir()
@@ -105,7 +120,9 @@ def test_sizes_are_measured_once_for_a_model_as_it_is(tiny_recipe, monkeypatch):
 
 def test_the_command_needs_no_torch_the_second_time(tmp_path):
     command = [sys.executable, "-c", NO_TORCH, str(RECIPES / "glyph.yaml")]
-    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2))
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)
+    )
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     *before, loaded = first.stdout.splitlines()
     *after, loaded_again = second.stdout.splitlines()

@@ -29,14 +29,19 @@ from tests.conftest import TINY_SIZES
 def test_lora_counts_are_pefts(tiny_recipe, family, targets):
     recipe = tiny_recipe(family, policy={"train": "lora", "rank": 3, "targets": targets})
     policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
-    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(map(torch.Tensor.numel, policy.parameters.values()))
+    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(
+        map(torch.Tensor.numel, policy.parameters.values())
+    )
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
-def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, base_folder, make_prompts, scorer, train):
+def test_weights_copies_and_optimiser_take_what_their_tensors_take(
+    make_recipe, base_folder, make_prompts, scorer, train
+):
     nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
     recipe = make_recipe(nft, policy={"train": train, "ema": {}}, model={"path": str(base_folder)})
-    ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
+    ctx = StageContext(recipe, 0, 0)
+    model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0)
     policy.ensure("old")
     policy.ensure("ema")
@@ -44,7 +49,12 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, 
     run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
     memory = estimate(recipe).memory["1.1 online training"]
     held = [value for copy in policy.copies.values() for value in copy.values()]
-    moments = [value for state in updater.optimizer.state.values() for value in state.values() if value.ndim]
+    moments = [
+        value
+        for state in updater.optimizer.state.values()
+        for value in state.values()
+        if value.ndim
+    ]
     gradients = [parameter.grad for parameter in policy.parameters.values()]
     assert memory.copies == sum(value.nbytes for value in held)
     assert memory.optimizer == sum(value.nbytes for value in (*moments, *gradients))
@@ -54,7 +64,9 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(make_recipe, 
 def kept_bytes(recipe, ctx, prompts):
     """What autograd keeps of a step's rollouts, apart from weights."""
     policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
-    weights = {value.untyped_storage().data_ptr() for value in policy.model.transformer.parameters()}
+    weights = {
+        value.untyped_storage().data_ptr() for value in policy.model.transformer.parameters()
+    }
     storages = {}
 
     def keep(value):
@@ -62,26 +74,47 @@ def kept_bytes(recipe, ctx, prompts):
         return value
 
     groups, keys = ctx.groups(prompts, 0)
-    engine, conditioning = Diffusers(ctx, policy, with_graph=True), policy.model.encode(groups)
+    engine = Diffusers(ctx, policy, with_graph=True)
+    conditioning = policy.model.encode(groups)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         rollouts, _ = engine.generate(conditioning, keys, ctx.online.sampler, ctx.plan(0))
     assert rollouts.velocities
     return sum(size for pointer, size in storages.items() if pointer not in weights)
 
 
-IN_16_BITS, CHECKPOINTED = {"precision": "bfloat16"}, {"gradient_checkpointing": True}
+IN_16_BITS = {"precision": "bfloat16"}
+CHECKPOINTED = {"gradient_checkpointing": True}
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, *(pytest.param(keys, marks=pytest.mark.exhaustive) for keys in (IN_16_BITS, CHECKPOINTED))], ids=str
+    "keys",
+    [
+        {},
+        *(pytest.param(keys, marks=pytest.mark.exhaustive) for keys in (IN_16_BITS, CHECKPOINTED)),
+    ],
+    ids=str,
 )
-def test_graphs_that_wait_for_the_update_are_counted_within_a_factor_of_two(tiny_recipe, make_prompts, keys):
-    """All of 2 prompts, 4 samples, 2 steps; kept over counted is .76, 1.00 with the casts of 16 bits, 1.46 with checkpointing."""
-    stage = {"kind": "online", "prompts_per_step": 2, "group_size": 4, "micro_batch": 4, "updates_per_step": 1}
+def test_graphs_that_wait_for_the_update_are_counted_within_a_factor_of_two(
+    tiny_recipe, make_prompts, keys
+):
+    """All of 2 prompts, 4 samples, 2 steps; kept over counted is .76, 1.00 with the casts of 16
+    bits, 1.46 with checkpointing.
+    """
+    stage = {
+        "kind": "online",
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "micro_batch": 4,
+        "updates_per_step": 1,
+    }
     stage |= {"sampler": {"steps": 4}, "window": {"size": 2}}
     stages = stage, stage | {"reuse_rollout_forward": True}
-    plain, reused = (tiny_recipe("sd3", keys, policy={"train": "full"}, stages=[made]) for made in stages)
-    counted = [estimate(recipe).memory["1.1 online training"].activations for recipe in (plain, reused)]
+    plain, reused = (
+        tiny_recipe("sd3", keys, policy={"train": "full"}, stages=[made]) for made in stages
+    )
+    counted = [
+        estimate(recipe).memory["1.1 online training"].activations for recipe in (plain, reused)
+    ]
     kept = kept_bytes(reused, StageContext(reused, 0, 0), make_prompts(2))
     assert 0.5 < kept / (counted[1] - counted[0]) < 2
 
@@ -97,10 +130,17 @@ def test_every_teacher_is_a_copy(make_recipe):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(make_recipe, base_folder, make_prompts, scorer, offload):
+def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(
+    make_recipe, base_folder, make_prompts, scorer, offload
+):
     student = {"algorithm": {"name": "dmd2", "fake_updates": 1}, "sampler": {"steps": 2}}
-    recipe = make_recipe(student, policy={"train": "lora", "rank": 2}, model={"path": str(base_folder), "cpu_offload": offload})
-    ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
+    recipe = make_recipe(
+        student,
+        policy={"train": "lora", "rank": 2},
+        model={"path": str(base_folder), "cpu_offload": offload},
+    )
+    ctx = StageContext(recipe, 0, 0)
+    model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0, cpu_offload=offload)
     policy.ensure("fake")
     policy.ensure("teacher")
@@ -119,12 +159,15 @@ def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(make_reci
 
 def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_ones(tiny_recipe):
     def weights(precision, train):
-        recipe = tiny_recipe("sd3", {"precision": precision}, policy={"train": train}, stages=[{"kind": "online"}])
+        recipe = tiny_recipe(
+            "sd3", {"precision": precision}, policy={"train": train}, stages=[{"kind": "online"}]
+        )
         return estimate(recipe).memory["1.1 online training"].weights, recipe
 
     (small, recipe), (large, _) = weights("bfloat16", "lora"), weights("float32", "lora")
     sizes, _ = measure(recipe.model)
-    numbers, adapters = sizes.parameters + sizes.buffers, trained_parameters(recipe, sizes)
+    numbers = sizes.parameters + sizes.buffers
+    adapters = trained_parameters(recipe, sizes)
     assert (small, large) == (2 * numbers + 4 * adapters, 4 * numbers + 4 * adapters)
     assert weights("bfloat16", "full")[0] - weights("float32", "full")[0] == 2 * sizes.parameters
 
@@ -132,10 +175,18 @@ def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_on
 def bytes_made_by_merging(recipe):
     """Of the weights that a policy generates with instead of its own."""
     policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
-    layers = [layer.get_base_layer() for layer in policy.model.transformer.modules() if isinstance(layer, LoraLayer)]
+    layers = [
+        layer.get_base_layer()
+        for layer in policy.model.transformer.modules()
+        if isinstance(layer, LoraLayer)
+    ]
     before = [layer.weight.data_ptr() for layer in layers]
     with policy.merged():
-        return sum(layer.weight.nbytes for layer, own in zip(layers, before, strict=True) if layer.weight.data_ptr() != own)
+        return sum(
+            layer.weight.nbytes
+            for layer, own in zip(layers, before, strict=True)
+            if layer.weight.data_ptr() != own
+        )
 
 
 def test_an_evaluation_takes_what_merging_adapters_makes(tiny_recipe):
@@ -150,17 +201,24 @@ def test_an_evaluation_takes_what_merging_adapters_makes(tiny_recipe):
         made = bytes_made_by_merging(recipe)
         assert (activations(recipe) - full, made > 0) == (made, merges)
     half = tiny_recipe("sd3", {"precision": "bfloat16"}, policy={"train": "lora"})
-    assert activations(half) == activations(half.model_copy(update={"policy": tiny_recipe("sd3").policy}))
+    assert activations(half) == activations(
+        half.model_copy(update={"policy": tiny_recipe("sd3").policy})
+    )
     assert bytes_made_by_merging(half) == 0
 
 
 def test_an_evaluation_in_a_larger_size_takes_more(tiny_recipe):
-    small, large = (estimate(tiny_recipe("sd3", evaluation=size)) for size in ({}, {"height": 128, "width": 128}))
+    small, large = (
+        estimate(tiny_recipe("sd3", evaluation=size))
+        for size in ({}, {"height": 128, "width": 128})
+    )
     assert large.evaluated == measure(tiny_recipe("sd3", {"height": 128, "width": 128}).model)[1]
     assert small.memory["evaluation"].samples < large.memory["evaluation"].samples
     assert large.stored["evaluations"] == 4 * small.stored["evaluations"]
     assert small.memory.keys() == large.memory.keys()
-    assert all(small.memory[name] == large.memory[name] for name in small.memory if name != "evaluation")
+    assert all(
+        small.memory[name] == large.memory[name] for name in small.memory if name != "evaluation"
+    )
     assert hours(small, 1)["evaluations"].gpu < hours(large, 1)["evaluations"].gpu
     assert "a sample of an evaluation: latents" in describe(large)
     assert "a sample of an evaluation: latents" not in describe(small)
@@ -171,13 +229,28 @@ def test_an_evaluation_of_a_branch_scores_with_the_rewards_of_the_branch(tiny_re
         stages = [{"kind": "online", "branch": name} for name in branches]
         if branches:
             teachers = {name: f"branch:{name}" for name in branches}
-            stages.append({"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}})
+            stages.append(
+                {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
+            )
         prompts = {"mixture": [{"name": name, "source": f"{name}.txt"} for name in "ab"]}
-        keys = {"prompts": prompts, "branches": branches, "rewards": ["clipscore"], "guardrails": ["jpeg_compressibility"]}
-        return estimate(tiny_recipe("sd3", stages=stages or [{"kind": "online"}], **keys)).memory["evaluation"].others / 4
+        keys = {
+            "prompts": prompts,
+            "branches": branches,
+            "rewards": ["clipscore"],
+            "guardrails": ["jpeg_compressibility"],
+        }
+        return (
+            estimate(tiny_recipe("sd3", stages=stages or [{"kind": "online"}], **keys))
+            .memory["evaluation"]
+            .others
+            / 4
+        )
 
     assert evaluation() == REWARD_PARAMETERS["clipscore"]
-    assert evaluation(a={"rewards": ["pickscore"]}, b={"rewards": ["ocr"]}) == REWARD_PARAMETERS["pickscore"]
+    assert (
+        evaluation(a={"rewards": ["pickscore"]}, b={"rewards": ["ocr"]})
+        == REWARD_PARAMETERS["pickscore"]
+    )
     assert evaluation(a={"rewards": ["ocr"]}, b={}) == REWARD_PARAMETERS["clipscore"]
 
 
@@ -186,7 +259,9 @@ def test_a_stage_of_several_sizes_is_counted_at_the_largest(tiny_recipe):
         stages = [{"kind": "online", "sizes": [{"height": h, "width": w} for h, w in sizes]}]
         return estimate(tiny_recipe("sd3", model, stages=stages))
 
-    several, largest, own = made([(32, 32), (64, 128)]), made(height=64, width=128), made()
+    several = made([(32, 32), (64, 128)])
+    largest = made(height=64, width=128)
+    own = made()
     name = "1.1 online training"
     assert several.sample == largest.sample
     assert several.memory[name] == largest.memory[name]
@@ -207,23 +282,43 @@ FORWARD = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "s
         (FORWARD | {"rollout_precision": "bfloat16"}, False),
         (FORWARD | {"engine": "vllm_omni"}, False),
     ],
-    ids=["final latents", "shards", "trajectories", "validation", "another precision", "another engine"],
+    ids=[
+        "final latents",
+        "shards",
+        "trajectories",
+        "validation",
+        "another precision",
+        "another engine",
+    ],
 )
 def test_rollouts_merge_adapters_where_no_trajectory_is_recorded(tiny_recipe, keys, merges):
     """Of one huge layer, which is more than all the rest."""
     placements = [{}] if "kind" in keys else [{"placement": "in_process"}, {"placement": "ray"}]
     for placement in placements:
-        recipe = tiny_recipe("sd3", stages=[{"kind": "online"} | keys | placement], policy={"train": "lora"})
+        recipe = tiny_recipe(
+            "sd3", stages=[{"kind": "online"} | keys | placement], policy={"train": "lora"}
+        )
         sizes, sample = measure(recipe.model)
-        made = estimate_of(recipe, 1, dataclasses.replace(sizes, linears={"attn.to_q": (10**6, 10**6)}), sample).memory
+        made = estimate_of(
+            recipe, 1, dataclasses.replace(sizes, linears={"attn.to_q": (10**6, 10**6)}), sample
+        ).memory
         found = {label: memory.activations >= 4 * 10**12 for label, memory in made.items()}
         generates = "training" if placement.get("placement") == "in_process" else "rollout"
-        of_stage = {label: label.endswith(generates) and merges for label in found if label.startswith("1.1")}
+        of_stage = {
+            label: label.endswith(generates) and merges
+            for label in found
+            if label.startswith("1.1")
+        }
         assert found == {"text encoding": False, "evaluation": True} | of_stage
 
 
 def gradient_stage(algorithm, **stage):
-    return {"kind": "online", "algorithm": algorithm, "sampler": {"name": "ode", "steps": 3}, "micro_batch": 3} | stage
+    return {
+        "kind": "online",
+        "algorithm": algorithm,
+        "sampler": {"name": "ode", "steps": 3},
+        "micro_batch": 3,
+    } | stage
 
 
 PICKSCORE = {"rewards": ["pickscore"], "guardrails": ["clipscore"]}
@@ -236,11 +331,14 @@ def test_the_gradient_of_the_reward_goes_through_the_vae_and_the_reward_s_networ
         return made.memory["1.1 online training"].activations, made
 
     jumped, made = activations({"name": "refl"}, **PICKSCORE)
-    sizes, pixels = made.sizes, made.sample.pixels
+    sizes = made.sizes
+    pixels = made.sample.pixels
     network = activation_bytes(sizes, made.sample.tokens, "float32", checkpointing=False) * 3
     images = 3 * (sizes.decoding_with_gradient * pixels + 34 * 2 * 257 * 1280 * 32)
     assert jumped == 4 * sizes.vae + network + images
-    assert activations({"name": "draft", "last_steps": 2}, **PICKSCORE)[0] == 4 * sizes.vae + max(network, images)
+    assert activations({"name": "draft", "last_steps": 2}, **PICKSCORE)[0] == 4 * sizes.vae + max(
+        network, images
+    )
 
 
 class OfLatents:
@@ -251,17 +349,27 @@ class OfLatents:
 def test_a_reward_of_latents_needs_no_decoder(tiny_recipe):
     def activations(*rewards):
         stages = [gradient_stage({"name": "refl"}, **RAY)]
-        return estimate(tiny_recipe("sd3", stages=stages, rewards=list(rewards))).memory["1.1 online training"].activations
+        return (
+            estimate(tiny_recipe("sd3", stages=stages, rewards=list(rewards)))
+            .memory["1.1 online training"]
+            .activations
+        )
 
     of_latents = {"name": "custom", "path": f"{__name__}:OfLatents"}
     sizes, sample = measure(tiny_recipe("sd3").model)
-    assert activations(of_latents) == 3 * activation_bytes(sizes, sample.tokens, "float32", checkpointing=False)
-    assert activations(of_latents, "recognizer") == activations("recognizer") > activations(of_latents)
+    assert activations(of_latents) == 3 * activation_bytes(
+        sizes, sample.tokens, "float32", checkpointing=False
+    )
+    assert (
+        activations(of_latents, "recognizer") == activations("recognizer") > activations(of_latents)
+    )
 
 
 def test_every_rank_that_learns_from_the_gradient_has_the_reward_networks(tiny_recipe):
     def others(algorithm, **stage):
-        memory = estimate(tiny_recipe("sd3", stages=[gradient_stage(algorithm, **stage)], **PICKSCORE)).memory
+        memory = estimate(
+            tiny_recipe("sd3", stages=[gradient_stage(algorithm, **stage)], **PICKSCORE)
+        ).memory
         return [memory[name].others for name in memory if name.startswith("1.1 online")]
 
     pickscore = 4 * REWARD_PARAMETERS["pickscore"]
@@ -273,7 +381,11 @@ def test_every_rank_that_learns_from_the_gradient_has_the_reward_networks(tiny_r
 def test_every_scored_frame_of_a_video_counts(tiny_recipe):
     def activations(frames, **recipe):
         stages = [gradient_stage({"name": "refl"}, **RAY)]
-        return estimate(tiny_recipe("wan", {"frames": frames}, stages=stages, **recipe)).memory["1.1 online training"].activations
+        return (
+            estimate(tiny_recipe("wan", {"frames": frames}, stages=stages, **recipe))
+            .memory["1.1 online training"]
+            .activations
+        )
 
     for frames, scored in ((5, 5), (17, 8)):
         of_reward = activations(frames, **PICKSCORE) - activations(frames, rewards=["ocr"])
@@ -295,21 +407,31 @@ def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
     recipes = [tiny_recipe("sd3", model, stages=stages) for model in ({}, {"cpu_offload": True})]
     sizes, _ = measure(recipes[0].model)
     for processes in (1, 4):
-        held, waiting = (estimate(recipe, processes).memory["1.1 offline training"] for recipe in recipes)
+        held, waiting = (
+            estimate(recipe, processes).memory["1.1 offline training"] for recipe in recipes
+        )
         assert held.offloaded == 0
-        moved = [getattr(held, use) - getattr(waiting, use) for use in ("weights", "optimizer", "copies")]
+        moved = [
+            getattr(held, use) - getattr(waiting, use) for use in ("weights", "optimizer", "copies")
+        ]
         assert sum(moved) == waiting.offloaded
         shard = sizes.parameters // processes
         whole = 4 * (sizes.parameters + sizes.buffers) // processes
-        assert moved == ([0, 8 * shard, held.copies] if processes == 1 else [whole, 12 * shard, held.copies])
+        assert moved == (
+            [0, 8 * shard, held.copies] if processes == 1 else [whole, 12 * shard, held.copies]
+        )
     assert f"{waiting.offloaded / 2**30:.2f} GiB more in each" in describe(estimate(recipes[1], 4))
     assert "cpu_offload" not in describe(estimate(recipes[0], 4))
 
 
 def test_moments_of_8_bits_take_a_quarter_and_their_scales(tiny_recipe):
     def taken(name, **stage):
-        recipe = tiny_recipe("sd3", stages=[{"kind": "online", "optimizer": {"name": name}, **stage}])
-        return estimate(recipe).memory["1.1 online training"].optimizer, measure(recipe.model)[0].parameters
+        recipe = tiny_recipe(
+            "sd3", stages=[{"kind": "online", "optimizer": {"name": name}, **stage}]
+        )
+        return estimate(recipe).memory["1.1 online training"].optimizer, measure(recipe.model)[
+            0
+        ].parameters
 
     (full, parameters), (less, _) = taken("adamw"), taken("adamw_8bit")
     assert full == 12 * parameters
@@ -328,7 +450,8 @@ def test_what_is_gathered_at_once_counts(tiny_recipe):
         return estimate(recipe, processes).memory["1.1 offline training"].weights, sizes
 
     plain, sizes = weights(4)
-    numbers, blocks = sizes.parameters + sizes.buffers, sizes.blocks
+    numbers = sizes.parameters + sizes.buffers
+    blocks = sizes.blocks
     whole = 4 * numbers + 2 * sizes.parameters  # and autocast's casts
     assert plain == whole // 4 + whole // blocks
     assert weights(4, prefetch=True)[0] == whole // 4 + whole * 2 // blocks
@@ -342,7 +465,9 @@ def test_processes_that_share_tokens_have_a_share_of_the_activations_of_more_sam
     four, shared = (estimate(recipe, 4, context_parallel=count) for count in (1, 2))
     memory, other = (made.memory["1.2 offline training"] for made in (four, shared))
     assert (other.activations, other.samples) == (memory.activations / 2, memory.samples * 2)
-    assert dataclasses.replace(other, activations=0, samples=0) == dataclasses.replace(memory, activations=0, samples=0)
+    assert dataclasses.replace(other, activations=0, samples=0) == dataclasses.replace(
+        memory, activations=0, samples=0
+    )
     assert "stage: 4, 2 of them for each sample" in describe(shared)
     alone = {name: value for name, value in four.memory.items() if name != "1.2 offline training"}
     assert alone.items() <= shared.memory.items()
@@ -350,11 +475,15 @@ def test_processes_that_share_tokens_have_a_share_of_the_activations_of_more_sam
 
 def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe):
     """FSDP2 shards the trained one alone."""
-    stages = [{"kind": "offline"}, {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}}]
+    stages = [
+        {"kind": "offline"},
+        {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}},
+    ]
     recipe = tiny_recipe("sd3", stages=stages)
     sizes, sample = measure(recipe.model)
     without, with_frozen = (
-        estimate_of(recipe, 4, dataclasses.replace(sizes, frozen=frozen), sample).memory for frozen in (0, 1000)
+        estimate_of(recipe, 4, dataclasses.replace(sizes, frozen=frozen), sample).memory
+        for frozen in (0, 1000)
     )
     for label in ("1.1 offline training", "1.2 online training"):
         more = {use: getattr(without[label], use) + 4 * 1000 for use in ("weights", "loading")}
@@ -375,4 +504,9 @@ def test_nodes_share_the_model_or_have_a_replica_each(make_recipe):
 
 def test_what_is_loaded_before_it_is_shared_counts():
     assert Memory(weights=10, copies=1, loading=40).total == 40
-    assert Memory(weights=10, copies=1, samples=2, others=3, activations=4, optimizer=5, loading=20).total == 25
+    assert (
+        Memory(
+            weights=10, copies=1, samples=2, others=3, activations=4, optimizer=5, loading=20
+        ).total
+        == 25
+    )

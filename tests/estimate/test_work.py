@@ -40,7 +40,11 @@ MORE = {"prompts_per_step": 2, "group_size": 4, "micro_batch": 4, "updates_per_s
 FEW = {"sampler": {"name": "ode", "steps": 3}}
 ONLINE = [
     {"algorithm": {"name": "mix_grpo"}, "window": {"size": 2}},
-    {"algorithm": {"name": "mix_grpo"}, "window": {"size": 2, "tail": 0.4}, "sampler": {"steps": 8}},
+    {
+        "algorithm": {"name": "mix_grpo"},
+        "window": {"size": 2, "tail": 0.4},
+        "sampler": {"steps": 8},
+    },
     {"algorithm": {"name": "mix_grpo"}, "window": {"size": 2}, "correction": {"mode": "decoupled"}},
     {"algorithm": {"name": "flow_grpo"}, "sampler": {"steps": 5}},
     {"algorithm": {"name": "flow_grpo_fast"}},
@@ -59,14 +63,25 @@ ONLINE = [
 ]
 
 
-@pytest.mark.parametrize("keys", ONLINE, ids=lambda keys: " ".join([keys["algorithm"]["name"], *list(keys)[1:]]))
-def test_an_online_stage_evaluates_the_network_as_often(make_recipe, make_prompts, base_folder, scorer, keys):
+@pytest.mark.parametrize(
+    "keys", ONLINE, ids=lambda keys: " ".join([keys["algorithm"]["name"], *list(keys)[1:]])
+)
+def test_an_online_stage_evaluates_the_network_as_often(
+    make_recipe, make_prompts, base_folder, scorer, keys
+):
     recipe = make_recipe(MORE | keys)
-    ctx, model = StageContext(recipe, 0, 0), load_model(base_folder)
-    policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
+    ctx = StageContext(recipe, 0, 0)
+    model = load_model(base_folder)
+    policy = Policy(model, recipe.policy, 0)
+    counter = Counter(model.transformer)
     for name in (*ctx.following, *(["teacher"] if ctx.starts_as_teacher else [])):
         policy.ensure(name)
-    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(8), MetricsRecorder())
+    run_online_stage(
+        ctx,
+        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        make_prompts(8),
+        MetricsRecorder(),
+    )
     work = estimate(recipe).work["1.1 online"]
     assert (work.samples, work.shards) == (3 * 2 * 4, 0)
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
@@ -81,27 +96,50 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
         "algorithm": {"name": "flow_grpo"},
         "sampler": {"name": "flow_sde", "steps": 3},
     }
-    recipe = tiny_recipe("sd3", {"guidance": 4.0 if guided else 1.0}, stages=[stage], policy={"train": "lora"})
+    recipe = tiny_recipe(
+        "sd3", {"guidance": 4.0 if guided else 1.0}, stages=[stage], policy={"train": "lora"}
+    )
     model = load_model(Path(recipe.model.path), recipe.model)
-    policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
+    policy = Policy(model, recipe.policy, 0)
+    counter = Counter(model.transformer)
     ctx = StageContext(recipe, 0, 0)
-    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
+    run_online_stage(
+        ctx,
+        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        make_prompts(4),
+        MetricsRecorder(),
+    )
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert work.denoising == 8 * 3 * (1 + guided)
 
 
 def test_a_guided_reference_is_two_evaluations_of_each_term(tiny_recipe, make_prompts, scorer):
-    """The policy, its copies and the rollouts are not guided, and the drift is still measured without guidance."""
-    stage = {"kind": "online", **MORE, "steps": 1, "algorithm": {"name": "crd", "noise_levels": 2}, **FEW}
+    """The policy, its copies and the rollouts are not guided, and the drift is still measured
+    without guidance.
+    """
+    stage = {
+        "kind": "online",
+        **MORE,
+        "steps": 1,
+        "algorithm": {"name": "crd", "noise_levels": 2},
+        **FEW,
+    }
     stage["reference"] = {"guidance": 4.5}
     recipe = tiny_recipe("sd3", stages=[stage], policy={"train": "lora"})
     model = load_model(Path(recipe.model.path), recipe.model)
-    policy, counter, ctx = Policy(model, recipe.policy, 0), Counter(model.transformer), StageContext(recipe, 0, 0)
+    policy = Policy(model, recipe.policy, 0)
+    counter = Counter(model.transformer)
+    ctx = StageContext(recipe, 0, 0)
     assert ctx.config.reference.guidance == 4.5
     for name in (*ctx.following, *(["teacher"] if ctx.starts_as_teacher else [])):
         policy.ensure(name)
-    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
+    run_online_stage(
+        ctx,
+        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        make_prompts(4),
+        MetricsRecorder(),
+    )
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert (work.denoising, work.training) == (8 * 3, 8 * 2)
@@ -109,13 +147,27 @@ def test_a_guided_reference_is_two_evaluations_of_each_term(tiny_recipe, make_pr
 
 
 def test_a_guided_teacher_is_two_evaluations_of_each_term(tiny_recipe, make_prompts, scorer):
-    stage = {"kind": "online", **MORE, "steps": 1, "algorithm": {"name": "tdm", "guidance": 4.5, "fake_updates": 2}}
-    recipe = tiny_recipe("sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"})
-    model, ctx = load_model(Path(recipe.model.path), recipe.model), StageContext(recipe, 0, 0)
-    policy, counter = Policy(model, recipe.policy, 0), Counter(model.transformer)
+    stage = {
+        "kind": "online",
+        **MORE,
+        "steps": 1,
+        "algorithm": {"name": "tdm", "guidance": 4.5, "fake_updates": 2},
+    }
+    recipe = tiny_recipe(
+        "sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"}
+    )
+    model = load_model(Path(recipe.model.path), recipe.model)
+    ctx = StageContext(recipe, 0, 0)
+    policy = Policy(model, recipe.policy, 0)
+    counter = Counter(model.transformer)
     for name in ("teacher", "fake"):
         policy.ensure(name)
-    run_online_stage(ctx, local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer), make_prompts(4), MetricsRecorder())
+    run_online_stage(
+        ctx,
+        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        make_prompts(4),
+        MetricsRecorder(),
+    )
     work = estimate(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert (work.denoising, work.training) == (8 * 2, 8 * 3)
@@ -123,10 +175,23 @@ def test_a_guided_teacher_is_two_evaluations_of_each_term(tiny_recipe, make_prom
 
 
 def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_prompts, tmp_path):
-    stage = {"kind": "offline", "prompts": 4, "shards": 1, "group_size": 4, "epochs": 2, "batch_size": 8, "micro_batch": 8}
-    recipe = tiny_recipe("sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"})
-    ctx, model = StageContext(recipe, 0, 0), load_model(Path(recipe.model.path), recipe.model)
-    policy, counter, prompts = Policy(model, recipe.policy, 0), Counter(model.transformer), make_prompts(4)
+    stage = {
+        "kind": "offline",
+        "prompts": 4,
+        "shards": 1,
+        "group_size": 4,
+        "epochs": 2,
+        "batch_size": 8,
+        "micro_batch": 8,
+    }
+    recipe = tiny_recipe(
+        "sd3", stages=[stage | {"sampler": {"steps": 2}}], policy={"train": "lora"}
+    )
+    ctx = StageContext(recipe, 0, 0)
+    model = load_model(Path(recipe.model.path), recipe.model)
+    policy = Policy(model, recipe.policy, 0)
+    counter = Counter(model.transformer)
+    prompts = make_prompts(4)
     policy.ensure("old")
     shard = tmp_path / "rollouts.parquet"
     generate_shard(ctx, model, policy, 0, prompts, 0, shard)
@@ -140,7 +205,8 @@ def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_
 
 def train_on(ctx, model, policy, prompts, shard, folder):
     """Score a shard with the stub, and train on it."""
-    scores, advantages = folder / "scores.parquet", folder / "advantages.parquet"
+    scores = folder / "scores.parquet"
+    advantages = folder / "advantages.parquet"
     score_shard(ctx, Scorer(((Darkness(), 1.0),)), prompts, shard, scores)
     write_advantages(ctx, [scores], advantages)
     updater = PolicyUpdater(policy, ctx.offline)
@@ -150,7 +216,9 @@ def train_on(ctx, model, policy, prompts, shard, folder):
 def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
     recipe = tiny_recipe("sd3")
     _, sample = measure(recipe.model)
-    assert shard_bytes(sample, 10) == 10 * (KEY_BYTES + 4 * 4 * 8 * 8 + PNG_BYTES_PER_PIXEL * 64 * 64)
+    assert shard_bytes(sample, 10) == 10 * (
+        KEY_BYTES + 4 * 4 * 8 * 8 + PNG_BYTES_PER_PIXEL * 64 * 64
+    )
 
 
 def test_extremes_alone_are_trained_on(make_recipe):
@@ -162,5 +230,7 @@ def test_policies_hold_their_copies_and_there_is_one_for_every_stage(make_recipe
     nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode"}}
     made = estimate(make_recipe(nft, rounds=3, policy={"ema": {}}))
     sizes = made.sizes
-    assert made.work["1.1 online"].policy == 4 * (3 * sizes.parameters + sizes.buffers)  # served, old, iterate
+    assert made.work["1.1 online"].policy == 4 * (
+        3 * sizes.parameters + sizes.buffers
+    )  # served, old, iterate
     assert made.stored["policies"] == 3 * sum(work.policy for work in made.work.values())

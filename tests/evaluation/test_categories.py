@@ -15,32 +15,44 @@ TAGS = ["single_object", "two_object", "counting", "colors", "position", "color_
 
 
 def prompt(number: int, **metadata: object) -> Prompt:
-    return Prompt(number, f"prompt {number}", "", None, "benchmark.jsonl", "held_out", json.dumps(metadata))
+    return Prompt(
+        number, f"prompt {number}", "", None, "benchmark.jsonl", "held_out", json.dumps(metadata)
+    )
 
 
 def found(prompts: list[Prompt], **columns: list[float]) -> dict[tuple[str, str], CategoryMeans]:
-    categories = category_means(prompts, {name: np.array(values, np.float64) for name, values in columns.items()})
+    categories = category_means(
+        prompts, {name: np.array(values, np.float64) for name, values in columns.items()}
+    )
     return {(category.column, category.value): category for category in categories}
 
 
 def test_genevals_overall_score_counts_every_tag_the_same() -> None:
     sizes = dict(zip(TAGS, (80, 99, 80, 94, 100, 100), strict=True))  # of the published file
     right = dict(zip(TAGS, (80, 66, 40, 47, 10, 25), strict=True))
-    prompts = [prompt(number, tag=tag) for number, tag in enumerate(tag for tag in TAGS for _ in range(sizes[tag]))]
+    prompts = [
+        prompt(number, tag=tag)
+        for number, tag in enumerate(tag for tag in TAGS for _ in range(sizes[tag]))
+    ]
     scores = [float(index < right[tag]) for tag in TAGS for index in range(sizes[tag])]
     categories = found(prompts, geneval=scores)
     assert [value for _, value in categories] == TAGS
-    assert {value: (category.prompts, category.means["geneval"]) for (_, value), category in categories.items()} == {
-        tag: (sizes[tag], pytest.approx(right[tag] / sizes[tag])) for tag in TAGS
-    }
+    assert {
+        value: (category.prompts, category.means["geneval"])
+        for (_, value), category in categories.items()
+    } == {tag: (sizes[tag], pytest.approx(right[tag] / sizes[tag])) for tag in TAGS}
     overall = mean_over_categories(list(categories.values()))["geneval"]
     assert overall == pytest.approx((1 + 2 / 3 + 1 / 2 + 1 / 2 + 1 / 10 + 1 / 4) / 6)
     assert overall != pytest.approx(np.mean(scores), abs=0.01)
 
 
 def test_a_prompt_counts_once_however_many_samples_it_has_and_failures_do_not() -> None:
-    one, two, other = prompt(1, tag="a"), prompt(2, tag="a"), prompt(3, tag="b")
-    categories = found([one, two, other, one], score=[1.0, 0.0, 0.5, 0.5], broken=[np.nan, 3.0, np.nan, np.nan])
+    one = prompt(1, tag="a")
+    two = prompt(2, tag="a")
+    other = prompt(3, tag="b")
+    categories = found(
+        [one, two, other, one], score=[1.0, 0.0, 0.5, 0.5], broken=[np.nan, 3.0, np.nan, np.nan]
+    )
     assert categories["tag", "a"].means == {"score": 0.375, "broken": 3.0}
     assert categories["tag", "a"].prompts == 2
     assert categories["tag", "b"].means == {"score": 0.5}

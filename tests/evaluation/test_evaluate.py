@@ -11,7 +11,13 @@ import torch
 
 from ebbflow.data.images import decode_png
 from ebbflow.data.schema import PROMPTS, evaluation_schema
-from ebbflow.evaluation.evaluate import EvaluationError, evaluate, evaluate_folder, evaluation_keys, require_same_image_size
+from ebbflow.evaluation.evaluate import (
+    EvaluationError,
+    evaluate,
+    evaluate_folder,
+    evaluation_keys,
+    require_same_image_size,
+)
 from ebbflow.evaluation.image_statistics import STATISTICS as PER_IMAGE
 from ebbflow.flow.noise import noise
 from ebbflow.models import load_model
@@ -37,7 +43,8 @@ def prompts(make_prompts):
     """Five to validate and six held out; the ids are those of a longer table."""
     chosen = make_prompts(11)
     return [
-        type(p)(**{**vars(p), "prompt_id": 10 + i, "split": "validation" if i < 5 else "held_out"}) for i, p in enumerate(chosen)
+        type(p)(**{**vars(p), "prompt_id": 10 + i, "split": "validation" if i < 5 else "held_out"})
+        for i, p in enumerate(chosen)
     ]
 
 
@@ -46,7 +53,13 @@ def run(make_recipe, scorer, prompts, base_folder, tmp_path):
     """Evaluate the base, moved by ``size`` in every parameter."""
 
     def evaluation(
-        size=0.0, chosen=prompts, path=tmp_path / "samples.parquet", config=None, micro_batch=64, samples=1, judge=scorer
+        size=0.0,
+        chosen=prompts,
+        path=tmp_path / "samples.parquet",
+        config=None,
+        micro_batch=64,
+        samples=1,
+        judge=scorer,
     ):
         model = load_model(base_folder)
         policy = Policy(model, config or PolicyConfig(), 0)
@@ -54,7 +67,14 @@ def run(make_recipe, scorer, prompts, base_folder, tmp_path):
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += size * torch.randn(parameter.shape, generator=generator)
-        recipe = make_recipe(evaluation={"steps": 3, "micro_batch": micro_batch, "samples": samples, "repeated_prompts": 4})
+        recipe = make_recipe(
+            evaluation={
+                "steps": 3,
+                "micro_batch": micro_batch,
+                "samples": samples,
+                "repeated_prompts": 4,
+            }
+        )
         return evaluate(recipe, model, policy, 3, judge, chosen, "the label", path)
 
     return evaluation
@@ -66,12 +86,15 @@ def comparable(evaluation):
 
 @pytest.mark.parametrize("size", [0.0, 0.02])
 def test_the_same_policy_twice_is_the_same_evaluation(run, tmp_path, size):
-    one, other = run(size, path=tmp_path / "1.parquet"), run(size, path=tmp_path / "2.parquet")
+    one = run(size, path=tmp_path / "1.parquet")
+    other = run(size, path=tmp_path / "2.parquet")
     assert comparable(one) == comparable(other)
     assert read_table(tmp_path / "1.parquet").equals(read_table(tmp_path / "2.parquet"))
 
 
-@pytest.mark.parametrize("config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"]
+)
 def test_the_base_has_no_drift_and_a_changed_policy_has(run, config):
     assert run(0.0, config=config).velocity_drift == 0
     little, more = (run(size, config=config).velocity_drift for size in (0.01, 0.03))
@@ -85,31 +108,64 @@ def test_another_policy_is_another_evaluation(run):
 def test_means_are_over_their_own_split(run, prompts, tmp_path):
     evaluation = run()
     table = read_table(
-        tmp_path / "samples.parquet", evaluation_schema(["reward", "brightness", "darkness"], STATISTICS)
+        tmp_path / "samples.parquet",
+        evaluation_schema(["reward", "brightness", "darkness"], STATISTICS),
     ).to_pylist()
     assert [row["prompt_id"] for row in table] == [prompt.prompt_id for prompt in prompts]
     assert [row["target"] for row in table] == [prompt.target for prompt in prompts]
     darkness = 1 - decode_png([row["image"] for row in table]).mean((1, 2, 3)) / 255
     assert [row["reward"] for row in table] == pytest.approx(darkness)
-    for means, rows in ((evaluation.validation, slice(0, 5)), (evaluation.held_out, slice(5, None))):
+    for means, rows in (
+        (evaluation.validation, slice(0, 5)),
+        (evaluation.held_out, slice(5, None)),
+    ):
         assert means == pytest.approx(
-            {"reward": darkness[rows].mean(), "darkness": darkness[rows].mean(), "brightness": 1 - darkness[rows].mean()}
+            {
+                "reward": darkness[rows].mean(),
+                "darkness": darkness[rows].mean(),
+                "brightness": 1 - darkness[rows].mean(),
+            }
         )
-    assert (evaluation.label, evaluation.policy_version, evaluation.coverage) == ("the label", 3, 1.0)
+    assert (evaluation.label, evaluation.policy_version, evaluation.coverage) == (
+        "the label",
+        3,
+        1.0,
+    )
     assert read_table_metadata(tmp_path / "samples.parquet")["label"] == "the label"
     assert evaluation.seconds.keys() == {"sampling", "scoring"}
 
 
 def test_means_by_tag_are_of_held_out_prompts_alone(run, prompts, tmp_path):
     def with_tag(prompt):
-        return type(prompt)(**{**vars(prompt), "metadata": f'{{"tag": "{"even" if prompt.prompt_id % 2 == 0 else "odd"}"}}'})
+        return type(prompt)(
+            **{
+                **vars(prompt),
+                "metadata": f'{{"tag": "{"even" if prompt.prompt_id % 2 == 0 else "odd"}"}}',
+            }
+        )
 
     evaluation = run(chosen=[with_tag(prompt) for prompt in prompts], samples=2)
-    rows = [row for row in read_table(tmp_path / "samples.parquet").to_pylist() if row["split"] == "held_out"]
-    for category, odd in zip(evaluation.categories, (1, 0), strict=True):  # the first held-out prompt has the id 15
-        own = [[row["darkness"] for row in rows if row["prompt_id"] == number] for number in range(15, 21) if number % 2 == odd]
-        assert (category.column, category.value, category.prompts) == ("tag", "odd" if odd else "even", 3)
-        assert category.means["darkness"] == pytest.approx(np.mean([np.mean(of_prompt) for of_prompt in own]))
+    rows = [
+        row
+        for row in read_table(tmp_path / "samples.parquet").to_pylist()
+        if row["split"] == "held_out"
+    ]
+    for category, odd in zip(
+        evaluation.categories, (1, 0), strict=True
+    ):  # the first held-out prompt has the id 15
+        own = [
+            [row["darkness"] for row in rows if row["prompt_id"] == number]
+            for number in range(15, 21)
+            if number % 2 == odd
+        ]
+        assert (category.column, category.value, category.prompts) == (
+            "tag",
+            "odd" if odd else "even",
+            3,
+        )
+        assert category.means["darkness"] == pytest.approx(
+            np.mean([np.mean(of_prompt) for of_prompt in own])
+        )
     assert evaluation.held_out.keys() == run(chosen=prompts, samples=2).held_out.keys()
     assert run(chosen=prompts).categories == []
 
@@ -117,7 +173,9 @@ def test_means_by_tag_are_of_held_out_prompts_alone(run, prompts, tmp_path):
 def test_images_are_those_of_the_deterministic_sampler(run, prompts, model, tmp_path):
     run()
     conditioning = model.encode(prompts)
-    latents = generate(model, conditioning, evaluation_keys(prompts), SamplerConfig(name="ode", steps=3)).latents
+    latents = generate(
+        model, conditioning, evaluation_keys(prompts), SamplerConfig(name="ode", steps=3)
+    ).latents
     stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist())
     assert np.abs(stored.astype(int) - model.decode(latents)).max() <= 1
 
@@ -133,8 +191,13 @@ def test_noise_belongs_to_the_prompt_whoever_else_is_evaluated(run, prompts, tmp
     assert len({tuple(draw.tolist()) for draw in draws}) == len(prompts)
 
 
-def test_prompts_that_were_not_scored_lower_the_coverage_and_stay_out_of_the_means(run, prompts, tmp_path):
-    broken = [type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id in (10, 17, 18, 19) else p for p in prompts]
+def test_prompts_that_were_not_scored_lower_the_coverage_and_stay_out_of_the_means(
+    run, prompts, tmp_path
+):
+    broken = [
+        type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id in (10, 17, 18, 19) else p
+        for p in prompts
+    ]
     evaluation = run(chosen=broken)
     rewards = [row["reward"] for row in read_table(tmp_path / "samples.parquet").to_pylist()]
     assert evaluation.coverage == 0.5
@@ -145,8 +208,13 @@ def test_prompts_that_were_not_scored_lower_the_coverage_and_stay_out_of_the_mea
 
 def test_samples_are_decoded_and_scored_in_batches(run, tmp_path, monkeypatch):
     whole = run(0.02, path=tmp_path / "whole.parquet")
-    sizes, decode = [], GlyphModel.decode
-    monkeypatch.setattr(GlyphModel, "decode", lambda self, latents: sizes.append(len(latents)) or decode(self, latents))
+    sizes = []
+    decode = GlyphModel.decode
+    monkeypatch.setattr(
+        GlyphModel,
+        "decode",
+        lambda self, latents: sizes.append(len(latents)) or decode(self, latents),
+    )
     parts = run(0.02, path=tmp_path / "parts.parquet", micro_batch=4)
     assert sizes == [4, 4, 3]
     assert parts.held_out == pytest.approx(whole.held_out, abs=1e-3)
@@ -166,7 +234,10 @@ def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, mon
     run(path=tmp_path / "images.parquet")
     monkeypatch.setattr(GlyphModel, "decode", fading)
     evaluation = run(path=tmp_path / "videos.parquet")
-    images, videos = (decode_png(read_table(tmp_path / f"{name}.parquet")["image"].to_pylist()) for name in ("images", "videos"))
+    images, videos = (
+        decode_png(read_table(tmp_path / f"{name}.parquet")["image"].to_pylist())
+        for name in ("images", "videos")
+    )
     assert np.array_equal(videos, np.stack([images, images // 2, images // 4, images // 4], 1))
     darkness = 1 - videos.mean((1, 2, 3, 4)) / 255
     assert read_table(tmp_path / "videos.parquet")["reward"].to_pylist() == pytest.approx(darkness)
@@ -175,7 +246,9 @@ def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, mon
 
 
 def test_further_samples_leave_the_first_ones_as_they_are(run, tmp_path):
-    """Micro-batches of 4 do not divide the 11 first samples: the further ones must not fill the last one up."""
+    """Micro-batches of 4 do not divide the 11 first samples: the further ones must not fill the
+    last one up.
+    """
     run(0.02, path=tmp_path / "one.parquet", micro_batch=4)
     run(0.02, path=tmp_path / "three.parquet", micro_batch=4, samples=3)
     one, three = (read_table(tmp_path / f"{name}.parquet") for name in ("one", "three"))
@@ -189,7 +262,11 @@ def test_further_samples_leave_the_first_ones_as_they_are(run, tmp_path):
 
 def test_statistics_and_distributions_are_those_of_the_samples(run, tmp_path):
     evaluation = run(0.02, samples=3)
-    rows = [row for row in read_table(tmp_path / "samples.parquet").to_pylist() if row["split"] == "held_out"]
+    rows = [
+        row
+        for row in read_table(tmp_path / "samples.parquet").to_pylist()
+        if row["split"] == "held_out"
+    ]
     by_prompt = [[row for row in rows if row["prompt_id"] == id] for id in range(15, 21)]
     assert [len(group) for group in by_prompt] == [3, 3, 3, 3, 1, 1]
     rewards = [np.mean([row["reward"] for row in group]) for group in by_prompt]
@@ -197,15 +274,25 @@ def test_statistics_and_distributions_are_those_of_the_samples(run, tmp_path):
     assert evaluation.held_out["reward"] == pytest.approx(np.mean(rewards))
     assert found.spread == pytest.approx(np.std(rewards))
     assert found.worst_tenth == pytest.approx(min(rewards))
-    assert found.best_of == pytest.approx(np.mean([max(row["reward"] for row in group) for group in by_prompt[:4]]))
+    assert found.best_of == pytest.approx(
+        np.mean([max(row["reward"] for row in group) for group in by_prompt[:4]])
+    )
     brightness = [np.mean([row["statistic/brightness"] for row in group]) for group in by_prompt]
     assert evaluation.statistics["brightness"] == pytest.approx(np.mean(brightness))
     images = [decode_png([row["image"] for row in group]) / 255 for group in by_prompt]
-    apart = [np.mean([np.sqrt(((a - b) ** 2).mean()) for a, b in combinations(group, 2)]) for group in images[:4]]
+    apart = [
+        np.mean([np.sqrt(((a - b) ** 2).mean()) for a, b in combinations(group, 2)])
+        for group in images[:4]
+    ]
     assert evaluation.statistics["diversity_pixels"] == pytest.approx(np.mean(apart), abs=1e-5)
     first = [group[0] for group in images]
-    nearest = [min(np.sqrt(((one - other) ** 2).mean()) for other in first if other is not one) for one in first]
-    assert evaluation.statistics["diversity_across_prompts"] == pytest.approx(np.mean(nearest), abs=1e-5)
+    nearest = [
+        min(np.sqrt(((one - other) ** 2).mean()) for other in first if other is not one)
+        for one in first
+    ]
+    assert evaluation.statistics["diversity_across_prompts"] == pytest.approx(
+        np.mean(nearest), abs=1e-5
+    )
     assert "diversity_features" not in evaluation.statistics
 
 
@@ -232,8 +319,15 @@ class Embedding:
 
 def test_diversity_is_also_that_of_features_where_a_reward_has_some(run, scorer, tmp_path):
     evaluation = run(0.02, samples=2, judge=replace(scorer, guardrails=(Embedding(),)))
-    rows = [row for row in read_table(tmp_path / "samples.parquet").to_pylist() if row["prompt_id"] in range(15, 19)]
-    colours = {(row["prompt_id"], row["sample"]): decode_png([row["image"]])[0].mean((0, 1)) for row in rows}
+    rows = [
+        row
+        for row in read_table(tmp_path / "samples.parquet").to_pylist()
+        if row["prompt_id"] in range(15, 19)
+    ]
+    colours = {
+        (row["prompt_id"], row["sample"]): decode_png([row["image"]])[0].mean((0, 1))
+        for row in rows
+    }
     apart = [np.sqrt(((colours[id, 0] - colours[id, 1]) ** 2).mean()) for id in range(15, 19)]
     assert evaluation.statistics["diversity_features"] == pytest.approx(np.mean(apart), rel=1e-4)
 
@@ -252,15 +346,31 @@ class Compared:
 
 
 @pytest.mark.parametrize("family", ["glyph", SHIFTED])
-def test_a_policy_is_evaluated_with_the_family_of_its_card(family, make_recipe, prompts, base_folder, tmp_path, monkeypatch):
+def test_a_policy_is_evaluated_with_the_family_of_its_card(
+    family, make_recipe, prompts, base_folder, tmp_path, monkeypatch
+):
     """Whose schedule it is shows in the images."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     its_model = ModelConfig(family=family, path="base")
     write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", PolicyConfig(), its_model)
-    write_table(tmp_path / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([asdict(p) for p in prompts], PROMPTS)], {})
-    recipe = make_recipe(model=its_model.model_dump(), rewards=["jpeg_compressibility", f"{__name__}:Compared"], guardrails=[])
+    write_table(
+        tmp_path / "prompts.parquet",
+        PROMPTS,
+        [pa.RecordBatch.from_pylist([asdict(p) for p in prompts], PROMPTS)],
+        {},
+    )
+    recipe = make_recipe(
+        model=its_model.model_dump(),
+        rewards=["jpeg_compressibility", f"{__name__}:Compared"],
+        guardrails=[],
+    )
     evaluate_folder(
-        recipe, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", "champion", tmp_path / "samples.parquet"
+        recipe,
+        base_folder,
+        tmp_path / "policy",
+        tmp_path / "prompts.parquet",
+        "champion",
+        tmp_path / "samples.parquet",
     )
     table = read_table(tmp_path / "samples.parquet")
     assert table["reward"].equals(table["jpeg_compressibility"])
@@ -287,7 +397,10 @@ def test_a_champion_of_another_size_is_refused(make_recipe, tmp_path):
     recipe = make_recipe(model={"family": "sd3", "path": "base", "height": 512, "width": 512})
     require_same_image_size(recipe, champion(height=512, width=512, guidance=4.5))
     for size in ({"height": 1024, "width": 512}, {"height": 512, "width": 512, "frames": 5}, {}):
-        with pytest.raises(EvaluationError, match="generates .*, this recipe 1 frame.* 512 x 512 .*rename promotion.model_name"):
+        with pytest.raises(
+            EvaluationError,
+            match="generates .*, this recipe 1 frame.* 512 x 512 .*rename promotion.model_name",
+        ):
             require_same_image_size(recipe, champion(**size))
 
 
@@ -299,19 +412,38 @@ class Doubled(Darkness):
 
 
 def test_a_reward_of_a_prompt_set_counts_its_own_prompts_alone(run, prompts, tmp_path):
-    """Prompts of ``signs`` are scored by another reward; the means of both, and the coverage, are of their own prompts."""
-    mixed = [replace(prompt, source="signs" if prompt.prompt_id % 2 else "words") for prompt in prompts]
-    words, signs = Darkness(), Doubled()
-    of_sets = {"darkness": reward("ocr", prompts=["words"]), "of_signs": reward("ocr", prompts=["signs"])}
-    found = run(0.0, chosen=mixed, judge=Scorer(((words, 1.0), (signs, 1.0)), of_sets=of_sets), micro_batch=4)
+    """Prompts of ``signs`` are scored by another reward; the means of both, and the coverage, are
+    of their own prompts.
+    """
+    mixed = [
+        replace(prompt, source="signs" if prompt.prompt_id % 2 else "words") for prompt in prompts
+    ]
+    words = Darkness()
+    signs = Doubled()
+    of_sets = {
+        "darkness": reward("ocr", prompts=["words"]),
+        "of_signs": reward("ocr", prompts=["signs"]),
+    }
+    found = run(
+        0.0,
+        chosen=mixed,
+        judge=Scorer(((words, 1.0), (signs, 1.0)), of_sets=of_sets),
+        micro_batch=4,
+    )
     rows = read_table(tmp_path / "samples.parquet").to_pylist()
     assert [row["source"] for row in rows] == [prompt.source for prompt in mixed]
-    assert [row["darkness"] is None for row in rows] == [prompt.source == "signs" for prompt in mixed]
+    assert [row["darkness"] is None for row in rows] == [
+        prompt.source == "signs" for prompt in mixed
+    ]
     assert {row["failure"] for row in rows} == {None}
     held_out = [row for row in rows if row["split"] == "held_out"]
     for name in ("darkness", "of_signs"):
-        assert found.held_out[name] == pytest.approx(np.mean([row[name] for row in held_out if row[name] is not None]))
-    assert found.held_out["reward"] == pytest.approx(np.mean([row["darkness"] or row["of_signs"] for row in held_out]))
+        assert found.held_out[name] == pytest.approx(
+            np.mean([row[name] for row in held_out if row[name] is not None])
+        )
+    assert found.held_out["reward"] == pytest.approx(
+        np.mean([row["darkness"] or row["of_signs"] for row in held_out])
+    )
     assert found.coverage == 1.0
 
 
@@ -329,6 +461,8 @@ class LatentDarkness:
 
 
 def test_a_reward_of_latents_scores_those_that_were_decoded(run):
-    found = run(0.01, judge=Scorer(((Darkness(), 1.0),), (LatentDarkness(),)), micro_batch=4).held_out
+    found = run(
+        0.01, judge=Scorer(((Darkness(), 1.0),), (LatentDarkness(),)), micro_batch=4
+    ).held_out
     assert found["of_latents"] == pytest.approx(found["darkness"], abs=2e-3)
     assert found["of_latents"] != found["darkness"]

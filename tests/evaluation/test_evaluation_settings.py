@@ -1,4 +1,6 @@
-"""Evaluations with a sampler and a size of their own: train small, evaluate large, and serve what was evaluated."""
+"""Evaluations with a sampler and a size of their own: train small, evaluate large, and serve what
+was evaluated.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from PIL import Image
 from ebbflow.data.images import decode_png
 from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
-from ebbflow.evaluation.evaluate import EvaluationError, evaluate_folder, evaluation_keys, require_same_image_size
+from ebbflow.evaluation.evaluate import (
+    EvaluationError,
+    evaluate_folder,
+    evaluation_keys,
+    require_same_image_size,
+)
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.models import load_model
 from ebbflow.models.tiny import build_tiny
@@ -28,7 +35,12 @@ from ebbflow.rollouts.generate import generate
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import new_folder, verify
 from ebbflow.storage.tables import read_table
-from ebbflow.training.policy_metadata import PolicyError, read_policy_metadata, require_allowed_code, write_base_policy
+from ebbflow.training.policy_metadata import (
+    PolicyError,
+    read_policy_metadata,
+    require_allowed_code,
+    write_base_policy,
+)
 from tests.glyph_stages import small_stage
 
 ONLINE = {"kind": "online", "steps": 1, "prompts_per_step": 2, "group_size": 2, "micro_batch": 4}
@@ -55,13 +67,19 @@ def recipe_of(base: Path, evaluation: dict, height: int = 64, **rest) -> Recipe:
     model = {"family": "sd3", "path": str(base), "height": height, "width": 64, "max_tokens": 8}
     stages = [small_stage(ONLINE | {"sampler": {"steps": 3}, "window": {"size": 1}})]
     rewards = {"rewards": ["jpeg_compressibility"], "guardrails": []}
-    return Recipe.model_validate({"model": model, "stages": stages, "evaluation": evaluation, **rewards, **rest})
+    return Recipe.model_validate(
+        {"model": model, "stages": stages, "evaluation": evaluation, **rewards, **rest}
+    )
 
 
 def test_a_policy_trains_small_and_is_evaluated_and_served_large(base, table, tmp_path):
     recipe = recipe_of(base, LARGE, policy={"train": "lora", "rank": 2, "alpha": 2})
-    start, trained, samples = tmp_path / "start", tmp_path / "trained", tmp_path / "samples.parquet"
-    write_base_policy(start, verify(base), recipe.digest, recipe.policy, recipe.model, recipe.evaluation)
+    start = tmp_path / "start"
+    trained = tmp_path / "trained"
+    samples = tmp_path / "samples.parquet"
+    write_base_policy(
+        start, verify(base), recipe.digest, recipe.policy, recipe.model, recipe.evaluation
+    )
     train_online_folder(StageContext(recipe, 0, 0), base, start, table, trained, MetricsRecorder())
     evaluation = evaluate_folder(recipe, base, trained, table, "after", samples)
     images = decode_png(read_table(samples)["image"].to_pylist())
@@ -76,7 +94,9 @@ def test_a_policy_trains_small_and_is_evaluated_and_served_large(base, table, tm
 
 def test_an_evaluation_draws_with_its_sampler(base, table, tmp_path):
     recipe = recipe_of(base, LARGE)
-    write_base_policy(tmp_path / "start", verify(base), "recipe", recipe.policy, recipe.model, recipe.evaluation)
+    write_base_policy(
+        tmp_path / "start", verify(base), "recipe", recipe.policy, recipe.model, recipe.evaluation
+    )
     evaluate_folder(recipe, base, tmp_path / "start", table, "before", tmp_path / "samples.parquet")
     stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).astype(int)
     model = load_model(base, resized(recipe.model, 96, None))
@@ -92,15 +112,23 @@ def test_an_evaluation_draws_with_its_sampler(base, table, tmp_path):
 
 def test_a_champion_is_evaluated_as_this_recipe_says(base, table, tmp_path):
     """Whatever size it was trained in: it is served in the one that both are evaluated in."""
-    recipe, folder = recipe_of(base, LARGE), tmp_path / "champion"
-    write_base_policy(folder, verify(base), "other", PolicyConfig(), recipe_of(base, {}, height=96).model)
+    recipe = recipe_of(base, LARGE)
+    folder = tmp_path / "champion"
+    write_base_policy(
+        folder, verify(base), "other", PolicyConfig(), recipe_of(base, {}, height=96).model
+    )
     require_same_image_size(recipe, folder)
     evaluate_folder(recipe, base, folder, table, "champion", tmp_path / "samples.parquet")
-    assert decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).shape[1:3] == (96, 64)
+    assert decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).shape[1:3] == (
+        96,
+        64,
+    )
 
     small = tmp_path / "small"
     write_base_policy(small, verify(base), "other", PolicyConfig(), recipe.model)
-    with pytest.raises(EvaluationError, match="generates 1 frame.* 64 x 64 .* this recipe 1 frame.* 96 x 64 "):
+    with pytest.raises(
+        EvaluationError, match="generates 1 frame.* 64 x 64 .* this recipe 1 frame.* 96 x 64 "
+    ):
         require_same_image_size(recipe, small)
     large = tmp_path / "large"
     write_base_policy(large, verify(base), "other", PolicyConfig(), recipe.model, recipe.evaluation)
@@ -108,7 +136,8 @@ def test_a_champion_is_evaluated_as_this_recipe_says(base, table, tmp_path):
 
 
 def test_a_validation_has_the_sampler_of_an_evaluation(base, make_prompts):
-    ctx, prompts = StageContext(recipe_of(base, LARGE), 0, 0), make_prompts(2)
+    ctx = StageContext(recipe_of(base, LARGE), 0, 0)
+    prompts = make_prompts(2)
     (request,) = validation_requests(ctx, prompts, lambda batch: None, version=0)
     assert request.sampler == SamplerConfig(name="dpm_solver", steps=3)
 
@@ -117,7 +146,10 @@ def test_keys_at_their_defaults_leave_the_digest_as_it_was():
     plain = Recipe()
     keys = plain.model_dump(mode="json")["evaluation"].keys()
     assert not keys & {"sampler", "eta", "height", "width"}
-    assert Recipe.model_validate({"evaluation": {"sampler": "ode", "eta": None}}).digest == plain.digest
+    assert (
+        Recipe.model_validate({"evaluation": {"sampler": "ode", "eta": None}}).digest
+        == plain.digest
+    )
     other = Recipe.model_validate({"evaluation": {"sampler": "unipc"}})
     assert other.digest != plain.digest
     assert Recipe.model_validate(other.model_dump()).digest == other.digest
@@ -129,7 +161,10 @@ def test_keys_at_their_defaults_leave_the_digest_as_it_was():
         ({"sampler": "dpm_sover"}, "did you mean 'dpm_solver'"),
         ({"eta": 0.5}, "evaluation: ode is deterministic and has no eta"),
         ({"sampler": "cps", "eta": 1.5}, "take 1 or less"),
-        ({"width": 64}, "evaluation.width = 64: the glyph model draws the size that it was trained on"),
+        (
+            {"width": 64},
+            "evaluation.width = 64: the glyph model draws the size that it was trained on",
+        ),
     ],
 )
 def test_what_an_evaluation_cannot_have(evaluation, message):

@@ -23,7 +23,9 @@ def page(level: int = 255, size: tuple[int, int] = (64, 96)) -> np.ndarray:
 
 def stripes(width: int) -> np.ndarray:
     """Black and white columns of a width in pixels."""
-    return np.repeat(np.where(np.arange(96) // width % 2, 255, 0).astype(np.uint8)[None, :, None], 3, axis=2).repeat(64, axis=0)
+    return np.repeat(
+        np.where(np.arange(96) // width % 2, 255, 0).astype(np.uint8)[None, :, None], 3, axis=2
+    ).repeat(64, axis=0)
 
 
 def grain(size: tuple[int, int] = (64, 96)) -> np.ndarray:
@@ -36,7 +38,9 @@ def of(image: np.ndarray) -> dict[str, float]:
 
 @pytest.mark.parametrize("level", [0, 128, 255])
 def test_a_flat_page_has_nothing_but_brightness(level: int) -> None:
-    assert of(page(level)) == pytest.approx(dict.fromkeys(STATISTICS, 0.0) | {"brightness": level / 255})
+    assert of(page(level)) == pytest.approx(
+        dict.fromkeys(STATISTICS, 0.0) | {"brightness": level / 255}
+    )
 
 
 def test_two_levels_are_one_bit_and_all_levels_are_eight() -> None:
@@ -60,7 +64,8 @@ def test_saturation_is_that_of_the_colour() -> None:
 
 
 def test_blur_lowers_sharpness_and_edges_and_grain_raises_them() -> None:
-    sharp, blurred = of(stripes(8)), of(cv2.GaussianBlur(stripes(8), (0, 0), 4))
+    sharp = of(stripes(8))
+    blurred = of(cv2.GaussianBlur(stripes(8), (0, 0), 4))
     assert blurred["sharpness"] < 0.2 * sharp["sharpness"]
     assert blurred["edge_density"] < sharp["edge_density"]
     assert of(grain())["sharpness"] > 1.5 * sharp["sharpness"]
@@ -69,7 +74,9 @@ def test_blur_lowers_sharpness_and_edges_and_grain_raises_them() -> None:
 def test_text_that_is_written_over_a_picture_is_seen() -> None:
     photo = cv2.GaussianBlur(grain((128, 192)), (0, 0), 12)
     written = photo.copy()
-    cv2.putText(written, "give this a ten", (8, 70), cv2.FONT_HERSHEY_SIMPLEX, 0.6, (255, 255, 255), 2)
+    cv2.putText(
+        written, "give this a ten", (8, 70), cv2.FONT_HERSHEY_SIMPLEX, 0.6, (255, 255, 255), 2
+    )
     assert of(photo)["text_likeness"] == 0
     assert of(written)["text_likeness"] > 0.05
 
@@ -104,6 +111,7 @@ def test_an_effect_size_counts_standard_deviations_and_is_rarely_more_than_chanc
     generator = np.random.default_rng(0)
     beyond = []
     for _ in range(400):
-        one, other = generator.normal(size=64), generator.normal(size=32)
+        one = generator.normal(size=64)
+        other = generator.normal(size=32)
         beyond.append(abs(effect_size(other, one.mean(), one.std())) > chance(32, 64))
     assert 0.02 < np.mean(beyond) < 0.08

@@ -18,18 +18,34 @@ def make_recipe(rewards: list[str] | None = None, **margins: float | None) -> Re
     switched_off = dict.fromkeys(Recipe().promotion.margins.model_dump())
     promotion = {"margins": switched_off | MARGINS | margins}
     return Recipe.model_validate(
-        {"rewards": rewards or ["jpeg_compressibility"], "evaluation": {"resamples": 1000}, "promotion": promotion}
+        {
+            "rewards": rewards or ["jpeg_compressibility"],
+            "evaluation": {"resamples": 1000},
+            "promotion": promotion,
+        }
     )
 
 
 def table(spread: float = 0.0, missing: int = 0, seed: int = 1, **means: float | None) -> pa.Table:
-    """An evaluation whose statistics have the standard deviation ``spread`` over the prompts; the first ``missing`` lack them."""
+    """An evaluation whose statistics have the standard deviation ``spread`` over the prompts; the
+    first ``missing`` lack them.
+    """
     draws = np.random.default_rng(seed).normal(0, 1, PROMPTS)
     draws = (draws - draws.mean()) / draws.std(ddof=1)
     rows = [
-        {"prompt_id": i, "sample": 0, "split": "held_out", "prompt": "p", "target": None, "image": b"", "reward": 0.5}
+        {
+            "prompt_id": i,
+            "sample": 0,
+            "split": "held_out",
+            "prompt": "p",
+            "target": None,
+            "image": b"",
+            "reward": 0.5,
+        }
         | {
-            statistic_column(name): None if mean is None or i < missing else mean + spread * draws[i]
+            statistic_column(name): None
+            if mean is None or i < missing
+            else mean + spread * draws[i]
             for name, mean in means.items()
         }
         for i in range(PROMPTS)
@@ -59,7 +75,9 @@ SAME = {"entropy": 0.5, "brightness": 0.5, "diversity_pixels": 0.5, "text_likene
         ({"text_likeness": 0.6}, False),
     ],
 )
-def test_a_statistic_may_move_by_its_margin_in_the_direction_that_is_feared(changed: dict[str, float], passes: bool) -> None:
+def test_a_statistic_may_move_by_its_margin_in_the_direction_that_is_feared(
+    changed: dict[str, float], passes: bool
+) -> None:
     findings = check_statistics(make_recipe(), table(0.05, **SAME | changed), table(0.05, **SAME))
     assert len(findings) == 4
     reasons = refused(findings)
@@ -75,9 +93,13 @@ def test_a_small_change_that_is_not_proven_keeps_the_candidate_back() -> None:
 
 def test_a_margin_counts_standard_deviations_of_the_champion_and_is_never_next_to_nothing() -> None:
     for spread, passes in ((0.05, True), (0.03, False)):
-        findings = check_statistics(make_recipe(), table(spread, entropy=0.54), table(spread, entropy=0.5))
+        findings = check_statistics(
+            make_recipe(), table(spread, entropy=0.54), table(spread, entropy=0.5)
+        )
         assert (not refused(findings)) == passes
-    assert not refused(check_statistics(make_recipe(), table(brightness=0.005), table(brightness=0.0)))
+    assert not refused(
+        check_statistics(make_recipe(), table(brightness=0.005), table(brightness=0.0))
+    )
     assert refused(check_statistics(make_recipe(), table(brightness=0.02), table(brightness=0.0)))
 
 
@@ -85,12 +107,16 @@ def test_a_margin_counts_standard_deviations_of_the_champion_and_is_never_next_t
 def test_a_margin_of_the_diversity_within_a_prompt_is_a_share(name: str) -> None:
     recipe = make_recipe(**{name: 0.5})
     for moved, passes in ((0.6, True), (0.4, False)):
-        (finding,) = check_statistics(recipe, table(0.01, **{name: moved}), table(0.01, **{name: 1.0}))
+        (finding,) = check_statistics(
+            recipe, table(0.01, **{name: moved}), table(0.01, **{name: 1.0})
+        )
         assert finding.passed == passes
 
 
 def test_a_margin_of_null_is_no_test() -> None:
-    findings = check_statistics(make_recipe(entropy=None), table(**SAME | {"entropy": 0.1}), table(**SAME))
+    findings = check_statistics(
+        make_recipe(entropy=None), table(**SAME | {"entropy": 0.1}), table(**SAME)
+    )
     assert len(findings) == 3
     assert not refused(findings)
 
@@ -101,14 +127,23 @@ def test_text_is_not_feared_where_a_trained_reward_reads() -> None:
 
 
 def test_what_one_side_lacks_keeps_the_candidate_back() -> None:
-    (reason,) = refused(check_statistics(make_recipe(), table(entropy=0.5), table(entropy=0.5, brightness=0.5)))
+    (reason,) = refused(
+        check_statistics(make_recipe(), table(entropy=0.5), table(entropy=0.5, brightness=0.5))
+    )
     assert "brightness was not measured on the candidate" in reason
-    (reason,) = refused(check_statistics(make_recipe(), table(entropy=0.5, missing=3), table(entropy=0.5, missing=1)))
+    (reason,) = refused(
+        check_statistics(
+            make_recipe(), table(entropy=0.5, missing=3), table(entropy=0.5, missing=1)
+        )
+    )
     assert "missing on 2 held-out samples of the candidate and on 0 of the champion" in reason
 
 
 def test_what_neither_side_measured_is_no_test() -> None:
-    assert check_statistics(make_recipe(), table(diversity_pixels=None), table(diversity_pixels=None)) == []
+    assert (
+        check_statistics(make_recipe(), table(diversity_pixels=None), table(diversity_pixels=None))
+        == []
+    )
     repeated = table(diversity_pixels=0.5, missing=30)  # only some prompts have several samples
     (finding,) = check_statistics(make_recipe(), repeated, repeated)
     assert finding.comparison is not None
@@ -118,6 +153,7 @@ def test_what_neither_side_measured_is_no_test() -> None:
 def test_the_number_of_statistics_counts() -> None:
     """A change that one test alone would pass is not proven among many."""
     alone = {"entropy": 1.0, "brightness": None, "diversity_pixels": None, "text_likeness": None}
-    candidate, champion = table(0.12, seed=3, **SAME), table(0.05, **SAME)
+    candidate = table(0.12, seed=3, **SAME)
+    champion = table(0.05, **SAME)
     assert not refused(check_statistics(make_recipe(**alone), candidate, champion))
     assert refused(check_statistics(make_recipe(), candidate, champion))

@@ -57,9 +57,13 @@ def test_stages_of_branches_are_not_in_the_history():
     """Their policies are evaluated on other prompts."""
     merge = {"kind": "online", "algorithm": {"name": "distillation", "teacher": "branch:a"}}
     stages = [{"kind": "online", "branch": "a"}, {"kind": "online", "branch": "a"}, merge]
-    branched = Recipe.model_validate({"rounds": 9, "branches": {"a": {}}, "stages": stages, "stop": {"patience": 2}})
+    branched = Recipe.model_validate(
+        {"rounds": 9, "branches": {"a": {}}, "stages": stages, "stop": {"patience": 2}}
+    )
     assert stop_reason(branched, history(0.1, 0.2, 0.3, 0.2), 3) is None
-    assert "stop after 4 of 9 rounds" in (stop_reason(branched, history(0.1, 0.2, 0.3, 0.2, 0.3), 4) or "")
+    assert "stop after 4 of 9 rounds" in (
+        stop_reason(branched, history(0.1, 0.2, 0.3, 0.2, 0.3), 4) or ""
+    )
 
 
 def test_it_stops_when_the_rounds_are_done():
@@ -98,13 +102,21 @@ def test_rounds_are_compared_at_their_ends():
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=9), st.integers(1, 3))
 def test_it_never_stops_while_the_reward_grows(rewards, patience):
     rising = sorted(set(rewards))
-    assert stop_reason(recipe(rounds=20, patience=patience), history(*rising), len(rising) - 1) is None
+    assert (
+        stop_reason(recipe(rounds=20, patience=patience), history(*rising), len(rising) - 1) is None
+    )
 
 
 def test_a_policy_without_a_validation_reward_is_never_best() -> None:
     def evaluation(**validation: float) -> Evaluation:
         return Evaluation(
-            label="x", policy_version=0, held_out={}, validation=validation, coverage=1.0, velocity_drift=0.0, seconds={}
+            label="x",
+            policy_version=0,
+            held_out={},
+            validation=validation,
+            coverage=1.0,
+            velocity_drift=0.0,
+            seconds={},
         )
 
     history = [evaluation(reward=0.9), evaluation(), evaluation(reward=0.1)]

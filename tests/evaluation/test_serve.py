@@ -1,4 +1,6 @@
-"""Images of a policy for people: in batches, with noise that is a prompt's own, and an error for one that cannot be drawn."""
+"""Images of a policy for people: in batches, with noise that is a prompt's own, and an error for
+one that cannot be drawn.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from ebbflow.training.policy_metadata import write_base_policy
 @pytest.fixture(scope="module")
 def policy(base_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "policy"
-    write_base_policy(folder, verify(base_folder), "recipe", PolicyConfig(), evaluation=EvaluationConfig(steps=3))
+    write_base_policy(
+        folder, verify(base_folder), "recipe", PolicyConfig(), evaluation=EvaluationConfig(steps=3)
+    )
     return folder
 
 
@@ -50,7 +54,8 @@ def pixels(drawn: Drawn) -> np.ndarray:
 @pytest.fixture
 def passes(monkeypatch):
     """The rows of every pass that is made."""
-    made, generate = [], serve.generate
+    made = []
+    generate = serve.generate
 
     def counted(model, conditioning, keys, *rest, **named):
         made.append(len(keys))
@@ -70,12 +75,15 @@ def test_a_batch_is_one_pass_and_a_picture_is_the_one_that_is_drawn_alone(drawn,
     alone = [drawn([text], [seed])[0] for text, seed in zip(TEXTS[:9], SEEDS[:9], strict=True)]
     assert passes == [63] + [1] * 9
     for one, other in zip(together[:9], alone, strict=True):
-        assert abs(pixels(one) - pixels(other)).max() <= 1  # float32 sums of another batch size, rounded to 8 bits
+        assert (
+            abs(pixels(one) - pixels(other)).max() <= 1
+        )  # float32 sums of another batch size, rounded to 8 bits
     assert len({picture.image for picture in together}) == 63
 
 
 def test_the_noise_of_a_picture_is_the_same_in_every_batch(drawn, monkeypatch):
-    seen, generate = {}, serve.generate
+    seen = {}
+    generate = serve.generate
 
     def noted(model, conditioning, keys, *rest, **named):
         for row, noise in enumerate(initial_noise(model.latent_shape, keys)):
@@ -112,7 +120,9 @@ def test_a_prompt_that_cannot_be_drawn_leaves_the_others_alone(drawn):
     assert "'ANOTHER'" in (found[3].error or "")
     for index, (one,) in ((index, drawn([texts[index]])) for index in (0, 2, 4)):
         assert abs(pixels(found[index]) - pixels(one)).max() <= 1
-    assert all(not picture.error and not picture.warning for picture in (found[0], found[2], found[4]))
+    assert all(
+        not picture.error and not picture.warning for picture in (found[0], found[2], found[4])
+    )
 
 
 def test_what_is_wrong_with_the_model_is_no_error_of_a_prompt(drawn, monkeypatch):
@@ -145,7 +155,10 @@ def test_a_picture_that_is_not_finite_is_an_error(drawn, monkeypatch):
 def test_what_glyph_was_not_trained_on_is_said(drawn, text, instead):
     (picture,) = drawn([text])
     assert picture.image
-    assert picture.warning == f"it was trained on 4 capital letters A-Z and reads {instead!r} in {text!r}"
+    assert (
+        picture.warning
+        == f"it was trained on 4 capital letters A-Z and reads {instead!r} in {text!r}"
+    )
 
 
 @pytest.mark.parametrize("text", ["EBBS", '"EBBS"', ' "EB BS" '])

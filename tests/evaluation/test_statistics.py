@@ -15,7 +15,15 @@ from ebbflow.evaluation.statistics import compare, holm, paired_bootstrap, paire
 
 def table(values: dict[tuple[int, int], float | None], split: str = "held_out") -> pa.Table:
     rows = [
-        {"prompt_id": prompt, "sample": sample, "split": split, "prompt": "p", "target": "T", "image": b"", "reward": value}
+        {
+            "prompt_id": prompt,
+            "sample": sample,
+            "split": split,
+            "prompt": "p",
+            "target": "T",
+            "image": b"",
+            "reward": value,
+        }
         for (prompt, sample), value in values.items()
     ]
     return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward"]))
@@ -23,7 +31,9 @@ def table(values: dict[tuple[int, int], float | None], split: str = "held_out") 
 
 def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
     generator = np.random.default_rng(0)
-    runs, prompts, true = 400, 40, 0.3
+    runs = 400
+    prompts = 40
+    true = 0.3
     covered = 0
     for seed in range(runs):
         difference = generator.normal(true, 1.0, prompts)
@@ -48,11 +58,16 @@ def test_pairing_removes_the_spread_between_prompts() -> None:
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=30), st.integers(0, 2**31))
-def test_it_is_deterministic_antisymmetric_and_contains_the_mean(values: list[float], seed: int) -> None:
-    candidate, champion = np.array(values), np.zeros(len(values))
+def test_it_is_deterministic_antisymmetric_and_contains_the_mean(
+    values: list[float], seed: int
+) -> None:
+    candidate = np.array(values)
+    champion = np.zeros(len(values))
     difference, low, high = paired_bootstrap(candidate, champion, 200, 0.95, seed)
     assert (difference, low, high) == paired_bootstrap(candidate, champion, 200, 0.95, seed)
-    assert paired_bootstrap(champion, candidate, 200, 0.95, seed) == pytest.approx((-difference, -high, -low))
+    assert paired_bootstrap(champion, candidate, 200, 0.95, seed) == pytest.approx(
+        (-difference, -high, -low)
+    )
     assert low - 1e-12 <= high
 
 
@@ -71,7 +86,9 @@ def test_memory_is_bounded_without_changing_the_result(monkeypatch: pytest.Monke
         ([1.0, 2.0], [0.0], "equally long"),
     ],
 )
-def test_what_cannot_be_paired_is_an_error(candidate: list[float], champion: list[float], message: str) -> None:
+def test_what_cannot_be_paired_is_an_error(
+    candidate: list[float], champion: list[float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         paired_bootstrap(np.array(candidate), np.array(champion), 100, 0.95, 0)
 
@@ -81,7 +98,11 @@ def test_compare_joins_on_prompt_and_sample_whatever_the_order() -> None:
     champion = table({(1, 0): 0.5, (3, 0): 0.5, (2, 0): 0.5})
     result = compare("reward", candidate, champion, resamples=500)
     assert result.difference == pytest.approx(0.3)
-    assert (result.candidate, result.champion, result.prompts) == (pytest.approx(0.8), pytest.approx(0.5), 3)
+    assert (result.candidate, result.champion, result.prompts) == (
+        pytest.approx(0.8),
+        pytest.approx(0.5),
+        3,
+    )
     assert result.low <= 0.3 <= result.high
 
 

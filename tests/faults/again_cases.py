@@ -1,11 +1,12 @@
 """The pipeline in a process that dies where a test says.
 
-As a script it is ``pyflyte``, in which ``EBBFLOW_DIE_AT=module:function:n`` kills the whole process group with SIGKILL as the
-n-th call of the function (counted in its process) begins, and ``module:function:n:after`` as it ends. With
-``module:function:n:sigterm`` ``pyflyte`` alone gets a SIGTERM, as from Kubernetes, and with ``module:function:n:sigint`` the
-whole process group a SIGINT, as from a terminal. A function is named where it is
-looked up: ``ebbflow.online.loop:save_policy`` and not where it is defined; a method as ``module:Class.method:n``. Ranks of a
-training group import this script too, so that they die at their calls as well.
+As a script it is ``pyflyte``, in which ``EBBFLOW_DIE_AT=module:function:n`` kills the whole process
+group with SIGKILL as the n-th call of the function (counted in its process) begins, and
+``module:function:n:after`` as it ends. With ``module:function:n:sigterm`` ``pyflyte`` alone gets a
+SIGTERM, as from Kubernetes, and with ``module:function:n:sigint`` the whole process group a SIGINT,
+as from a terminal. A function is named where it is looked up: ``ebbflow.online.loop:save_policy``
+and not where it is defined; a method as ``module:Class.method:n``. Ranks of a training group import
+this script too, so that they die at their calls as well.
 """
 
 from __future__ import annotations
@@ -29,15 +30,21 @@ DIE_AT = "EBBFLOW_DIE_AT"
 EXIT_CODES = {"sigterm": 1, "sigint": 130}
 
 
-def start_pipeline(folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny") -> ForkedProgram:
-    """``pyflyte run`` on a shipped recipe with some keys changed, as a process group of its own; all it writes is in ``folder``.
+def start_pipeline(
+    folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny"
+) -> ForkedProgram:
+    """``pyflyte run`` on a shipped recipe with some keys changed, as a process group of its own;
+    all it writes is in ``folder``.
 
-    ``output`` is relative, so that the same changes are the same recipe in every folder. Both streams go to ``printed.txt``.
+    ``output`` is relative, so that the same changes are the same recipe in every folder. Both
+    streams go to ``printed.txt``.
     """
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
     settings = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
     (folder / "recipe.yaml").write_text(yaml.safe_dump(settings | {"output": "runs"} | changes))
-    environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"} | {
+    environment = {
+        key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"
+    } | {
         "TMPDIR": str(folder / "tmp"),
         "HOME": str(folder),
         "EBBFLOW_LOCAL_CACHE": str(folder / "cache"),
@@ -46,13 +53,27 @@ def start_pipeline(folder: Path, changes: dict[str, Any], die_at: str = "", reci
         DIE_AT: die_at,
     }
     workflow = ROOT / "workflows" / "post_training.py"
-    command = [sys.executable, __file__, "run", str(workflow), "post_train", "--recipe", "recipe.yaml"]
+    command = [
+        sys.executable,
+        __file__,
+        "run",
+        str(workflow),
+        "post_train",
+        "--recipe",
+        "recipe.yaml",
+    ]
     (folder / "printed.txt").unlink(missing_ok=True)
-    return ForkedProgram(command, cwd=folder, env=environment, output=[folder / "printed.txt"], new_session=True)
+    return ForkedProgram(
+        command, cwd=folder, env=environment, output=[folder / "printed.txt"], new_session=True
+    )
 
 
-def run_pipeline_until(folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny") -> str:
-    """Run until it dies there, or to its end where nothing is named, and return what it printed. Anything else is an error."""
+def run_pipeline_until(
+    folder: Path, changes: dict[str, Any], die_at: str = "", recipe: str = "tiny"
+) -> str:
+    """Run until it dies there, or to its end where nothing is named, and return what it printed.
+    Anything else is an error.
+    """
     process = start_pipeline(folder, changes, die_at, recipe)
     try:
         ended = process.wait(timeout=900)
@@ -73,7 +94,8 @@ def _arm(die_at: str) -> None:
     module, path, number, *after = die_at.split(":")
     *classes, name = path.split(".")
     owner = functools.reduce(getattr, classes, importlib.import_module(module))
-    function, static = getattr(owner, name), isinstance(inspect.getattr_static(owner, name), staticmethod)
+    function = getattr(owner, name)
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     calls = itertools.count(1)
 
     @functools.wraps(function)

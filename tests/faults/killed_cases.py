@@ -1,4 +1,6 @@
-"""A training stage in a process of its own, which dies where a test says; what it needs and leaves lies in one folder."""
+"""A training stage in a process of its own, which dies where a test says; what it needs and leaves
+lies in one folder.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,15 @@ POINTS = {
     "an older checkpoint goes": "ebbflow.training.checkpoint:Checkpoints._forget",
     "the policy folder": "ebbflow.training.policy:Policy.save",
 }
-"""Where a process may die, by what it is doing: functions as they are named where they are looked up."""
+"""Where a process may die, by what it is doing: functions as they are named where they are looked
+up.
+"""
 
 
 class Death(NamedTuple):
-    """The ``number``-th call of a point, from 1, and whether the process dies as it begins or as it ends; what the call wrote
-    to a file is then cut in half."""
+    """The ``number``-th call of a point, from 1, and whether the process dies as it begins or as it
+    ends; what the call wrote to a file is then cut in half.
+    """
 
     point: str
     number: int
@@ -55,13 +60,18 @@ class Death(NamedTuple):
 
 
 def attempt(folder: Path, name: str, death: Death | None) -> None:
-    """The stage of ``folder/recipe.yaml``, from rollouts to the policy folder ``name``; what was finished before is kept."""
+    """The stage of ``folder/recipe.yaml``, from rollouts to the policy folder ``name``; what was
+    finished before is kept.
+    """
     torch.set_num_threads(1)
     calls = watch(death)
-    recipe, recorder = load_recipe(folder / "recipe.yaml"), MetricsRecorder()
+    recipe = load_recipe(folder / "recipe.yaml")
+    recorder = MetricsRecorder()
     ctx = StageContext(recipe, 0, 0)
     checkpoints = Checkpoints(ctx, folder / f"{name}-checkpoints")
-    base, start, prompts, trained = (folder / each for each in ("base", "start", "prompts.parquet", name))
+    base, start, prompts, trained = (
+        folder / each for each in ("base", "start", "prompts.parquet", name)
+    )
     logged = logging.handlers.BufferingHandler(1000)
     logging.getLogger("ebbflow").addHandler(logged)
     if ctx.config.kind == "online":
@@ -69,14 +79,20 @@ def attempt(folder: Path, name: str, death: Death | None) -> None:
     else:
         stored = rollouts_and_advantages(ctx, folder, name)
         train_offline_folder(ctx, base, start, prompts, *stored, trained, recorder, checkpoints)
-    said = {"rows": recorder.metrics, "calls": calls, "logged": [record.getMessage() for record in logged.buffer]}
+    said = {
+        "rows": recorder.metrics,
+        "calls": calls,
+        "logged": [record.getMessage() for record in logged.buffer],
+    }
     (folder / f"{name}.json").write_text(json.dumps(said))
 
 
 def rollouts_and_advantages(ctx: StageContext, folder: Path, name: str) -> tuple[list[Path], Path]:
     """What the nodes before the training leave behind; each runs again until it has."""
     base, start, prompts = (folder / each for each in ("base", "start", "prompts.parquet"))
-    shards, scores = ([folder / f"{name}-{kind}-{shard}" for shard in range(2)] for kind in ("rollouts", "scores"))
+    shards, scores = (
+        [folder / f"{name}-{kind}-{shard}" for shard in range(2)] for kind in ("rollouts", "scores")
+    )
     for shard in range(2):
         if not shards[shard].exists():
             generate_shard_from_folders(ctx, base, start, prompts, shard, shards[shard])
@@ -98,7 +114,9 @@ def watch(death: Death | None) -> Counter[str]:
     return calls
 
 
-def deadly(function: Callable[..., Any], point: str, calls: Counter[str], death: Death | None) -> Callable[..., Any]:
+def deadly(
+    function: Callable[..., Any], point: str, calls: Counter[str], death: Death | None
+) -> Callable[..., Any]:
     """The function, counted in ``calls``; it kills this process where ``death`` says so."""
     numbers = itertools.count(1)
 

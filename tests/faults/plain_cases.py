@@ -1,4 +1,6 @@
-"""What the tests of bad input share: how many cases there are, what may be said of them, and how bytes go wrong."""
+"""What the tests of bad input share: how many cases there are, what may be said of them, and how
+bytes go wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-MAX_LINES, MAX_LINE = 60, 1500
+MAX_LINES = 60
+MAX_LINE = 1500
 """Of a message that somebody is to read."""
 
 Result = TypeVar("Result")
@@ -19,7 +22,8 @@ Result = TypeVar("Result")
 def only_speaks_plainly(
     call: Callable[[], Result], errors: type[Exception] | tuple[type[Exception], ...], *names: str
 ) -> Result | None:
-    """What the call gives, or None where it raised one of the errors; everything else that it raises comes through.
+    """What the call gives, or None where it raised one of the errors; everything else that it
+    raises comes through.
 
     Args:
         names: what the message must contain, such as the file.
@@ -42,8 +46,11 @@ def assert_readable(message: str, *names: str) -> None:
         assert name in message, f"{name!r} is not named in {message[:500]!r}"
 
 
-def cases(count: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A hypothesis test of ``count`` cases, the same on every machine. One that ran fewer, because there are no more, fails.
+def cases(
+    count: int, **strategies: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A hypothesis test of ``count`` cases, the same on every machine. One that ran fewer, because
+    there are no more, fails.
 
     A soak test (tests/soak.py) has as many as its environment says, drawn from its seed.
     """
@@ -81,14 +88,17 @@ def cases(count: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callabl
 
 @st.composite
 def damage(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """A function that damages bytes: cut off, some bytes changed, some taken out or put in; never the bytes themselves."""
+    """A function that damages bytes: cut off, some bytes changed, some taken out or put in; never
+    the bytes themselves.
+    """
     kind = draw(st.sampled_from(["cut", "flip", "remove", "insert"]))
     places = draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=3))
     bits = draw(st.integers(1, 255))
     some = draw(st.binary(min_size=1, max_size=9))
 
     def damaged(content: bytes) -> bytes:
-        changed, places_in = bytearray(content), {int(position * len(content)) for position in places}
+        changed = bytearray(content)
+        places_in = {int(position * len(content)) for position in places}
         for position in sorted(places_in, reverse=True):
             if kind == "cut":
                 del changed[position:]
@@ -110,11 +120,15 @@ scalars = st.one_of(
     st.sampled_from([0, -1, 2**31, 2**63, -(2**70), 10**400]),
     st.floats(),
     st.text(max_size=12),
-    st.sampled_from(["", " ", "\x00", "\x1b[2J", "\u202e", "\ue000", "../..", "/etc/passwd", "a:b", "x" * 3000]),
+    st.sampled_from(
+        ["", " ", "\x00", "\x1b[2J", "\u202e", "\ue000", "../..", "/etc/passwd", "a:b", "x" * 3000]
+    ),
 )
 anything = st.recursive(
     scalars,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 """What JSON can hold, and floats that it cannot."""

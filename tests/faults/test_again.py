@@ -1,4 +1,6 @@
-"""A local run is killed again and again and started again: it ends as a run that nothing happened to."""
+"""A local run is killed again and again and started again: it ends as a run that nothing happened
+to.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,29 @@ RECIPE: dict[str, Any] = {
     "rewards": ["mine.contrast:Contrast"],
     "guardrails": [],
     # contrast moves what the image statistics measure
-    "promotion": {"model_name": "ebbflow-tiny", "margins": dict.fromkeys(MarginsConfig.model_fields)},
+    "promotion": {
+        "model_name": "ebbflow-tiny",
+        "margins": dict.fromkeys(MarginsConfig.model_fields),
+    },
     "stages": [
-        small_stage({"kind": "online", "steps": 2, "prompts_per_step": 2, **FEW, "optimizer": {"lr": 0.003}}),
+        small_stage(
+            {"kind": "online", "steps": 2, "prompts_per_step": 2, **FEW, "optimizer": {"lr": 0.003}}
+        ),
         small_stage({"kind": "offline", "prompts": 4, **FEW, "batch_size": 8, "epochs": 1}),
     ],
 }
 DEATHS = [
     "ebbflow.evaluation.evaluate:evaluate_folder:1:after",
-    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",  # in the online stage, in pyflyte's own process
+    # in the online stage, in pyflyte's own process
+    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",
     "ebbflow.offline.rollouts:generate_shard_from_folders:2",
-    "flytekit.core.local_cache:LocalTaskCache.set:2",  # between two nodes: Flyte does not know yet that shard 0 has been scored
-    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",  # in the offline stage, in the processes of its group
+    # between two nodes: Flyte does not know yet that shard 0 has been scored
+    "flytekit.core.local_cache:LocalTaskCache.set:2",
+    # in the offline stage, in the processes of its group
+    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",
     "mlflow:MlflowClient.create_model_version:1",
-    "mlflow:MlflowClient.set_registered_model_alias:2",  # the challenger is named, the champion not yet
+    # the challenger is named, the champion not yet
+    "mlflow:MlflowClient.set_registered_model_alias:2",
 ]
 pytestmark = pytest.mark.exhaustive
 KNOWN_TO_MLFLOW_ALONE = {"1.2 offline scoring 0"}
@@ -63,8 +74,16 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, ended: list[dict[str, in
     for start, death in enumerate([*DEATHS, ""]):
         printed = " ".join(run_pipeline_until(folder, RECIPE, death).replace("│", " ").split())
         assert ("resuming the stopped run" in printed) == (start > 0)
-        assert ("was preempted (SIGTERM) after 1 of 2 steps; a checkpoint is saved" in printed) == death.endswith(":sigterm")
-        ended.append({name: node.info.end_time for name, node in _nodes(folder) if node.info.status == "FINISHED"})
+        assert (
+            "was preempted (SIGTERM) after 1 of 2 steps; a checkpoint is saved" in printed
+        ) == death.endswith(":sigterm")
+        ended.append(
+            {
+                name: node.info.end_time
+                for name, node in _nodes(folder)
+                if node.info.status == "FINISHED"
+            }
+        )
     return folder
 
 
@@ -79,12 +98,18 @@ def _parent(folder: Path) -> Run:
 
 
 def _nodes(folder: Path) -> list[tuple[str, Run]]:
-    found = _client(folder).search_runs(["1"], f"tags.`mlflow.parentRunId` = '{_parent(folder).info.run_id}'")
-    return sorted(((node.data.tags["ebbflow.node"], node) for node in found), key=lambda node: node[0])
+    found = _client(folder).search_runs(
+        ["1"], f"tags.`mlflow.parentRunId` = '{_parent(folder).info.run_id}'"
+    )
+    return sorted(
+        ((node.data.tags["ebbflow.node"], node) for node in found), key=lambda node: node[0]
+    )
 
 
 def _series(folder: Path) -> Iterator[tuple[str, str, list[tuple[int, float]]]]:
-    """(node, metric, its steps and values) of all that does not say how long something took; the parent's too."""
+    """(node, metric, its steps and values) of all that does not say how long something took; the
+    parent's too.
+    """
     client = _client(folder)
     for name, node in [("", _parent(folder)), *_nodes(folder)]:
         for key in sorted(node.data.metrics):
@@ -96,7 +121,10 @@ def _series(folder: Path) -> Iterator[tuple[str, str, list[tuple[int, float]]]]:
 def _policies(folder: Path) -> dict[tuple[str, ...], str]:
     """Digest of the policy folder after these stages."""
     found = (path.parent for path in (folder / "runs").glob("tiny-*/nodes/*/policy/COMMIT"))
-    return {tuple(json.loads((policy / "policy.json").read_text())["stages"]): verify(policy) for policy in found}
+    return {
+        tuple(json.loads((policy / "policy.json").read_text())["stages"]): verify(policy)
+        for policy in found
+    }
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -129,12 +157,20 @@ def test_metrics_are_the_same_and_none_is_there_twice(undisturbed: Path, disturb
 def test_every_node_is_there_once_and_has_ended(undisturbed: Path, disturbed: Path) -> None:
     assert [name for name, _ in _nodes(disturbed)] == [name for name, _ in _nodes(undisturbed)]
     for folder in (undisturbed, disturbed):
-        assert {node.info.status for _, node in [("", _parent(folder)), *_nodes(folder)]} == {"FINISHED"}
+        assert {node.info.status for _, node in [("", _parent(folder)), *_nodes(folder)]} == {
+            "FINISHED"
+        }
 
 
-def test_nothing_that_had_ended_was_done_again(disturbed: Path, ended: list[dict[str, int]]) -> None:
-    assert [len(nodes) for nodes in ended] == sorted(len(nodes) for nodes in ended), "no start fell back"
-    assert {name for before in ended for name in before if before[name] != ended[-1][name]} == KNOWN_TO_MLFLOW_ALONE
+def test_nothing_that_had_ended_was_done_again(
+    disturbed: Path, ended: list[dict[str, int]]
+) -> None:
+    assert [len(nodes) for nodes in ended] == sorted(len(nodes) for nodes in ended), (
+        "no start fell back"
+    )
+    assert {
+        name for before in ended for name in before if before[name] != ended[-1][name]
+    } == KNOWN_TO_MLFLOW_ALONE
 
 
 def test_one_version_is_registered_and_is_champion(undisturbed: Path, disturbed: Path) -> None:
@@ -142,12 +178,20 @@ def test_one_version_is_registered_and_is_champion(undisturbed: Path, disturbed:
         client = _client(folder)
         (version,) = client.search_model_versions("name = 'ebbflow-tiny'")
         assert len(client.search_logged_models(["1"])) == 1
-        assert client.get_model_version_by_alias("ebbflow-tiny", "champion").version == version.version
-        assert client.get_model_version_by_alias("ebbflow-tiny", "challenger").version == version.version
+        assert (
+            client.get_model_version_by_alias("ebbflow-tiny", "champion").version == version.version
+        )
+        assert (
+            client.get_model_version_by_alias("ebbflow-tiny", "challenger").version
+            == version.version
+        )
         assert version.tags["ebbflow.run_id"] == _parent(folder).info.run_id
 
 
 def test_the_report_says_the_same(undisturbed: Path, disturbed: Path) -> None:
-    expected, found = _summary(undisturbed), _summary(disturbed)
+    expected = _summary(undisturbed)
+    found = _summary(disturbed)
     assert found["promoted"]
-    assert {key: found[key] for key in ("before", "after")} == {key: expected[key] for key in ("before", "after")}
+    assert {key: found[key] for key in ("before", "after")} == {
+        key: expected[key] for key in ("before", "after")
+    }

@@ -11,7 +11,12 @@ AREAS = ("recipes", "prompts", "pairs", "shards", "policies", "rewards")
 def counts(path: Path) -> list[int]:
     """Of every test under ``@cases(count, ...)``, which itself fails when it runs fewer."""
     tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    decorators = [decorator for test in tests for decorator in test.decorator_list if isinstance(decorator, ast.Call)]
+    decorators = [
+        decorator
+        for test in tests
+        for decorator in test.decorator_list
+        if isinstance(decorator, ast.Call)
+    ]
     return [call.args[0].value for call in decorators if getattr(call.func, "id", None) == "cases"]
 
 

@@ -1,4 +1,6 @@
-"""Policy folders, base models and checkpoints are what was committed, or are refused; also where the manifest was made again."""
+"""Policy folders, base models and checkpoints are what was committed, or are refused; also where
+the manifest was made again.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,19 @@ from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import read_history
-from ebbflow.training.policy_metadata import ITERATE, STATISTICS, PolicyError, PolicyMetadata, read_policy_metadata
+from ebbflow.training.policy_metadata import (
+    ITERATE,
+    STATISTICS,
+    PolicyError,
+    PolicyMetadata,
+    read_policy_metadata,
+)
 
 CONFIGS = {"full": PolicyConfig(), "lora": PolicyConfig(train="lora", rank=2, alpha=2)}
-WEIGHTS = {"full": "transformer/diffusion_pytorch_model.safetensors", "lora": "pytorch_lora_weights.safetensors"}
+WEIGHTS = {
+    "full": "transformer/diffusion_pytorch_model.safetensors",
+    "lora": "pytorch_lora_weights.safetensors",
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +42,16 @@ def policies(tmp_path_factory, base_folder):
     """Of each kind: a policy, and a folder of it."""
     made = {}
     for kind, config in CONFIGS.items():
-        policy, folder = Policy(load_model(base_folder), config, 0), tmp_path_factory.mktemp("policies") / kind
+        policy = Policy(load_model(base_folder), config, 0)
+        folder = tmp_path_factory.mktemp("policies") / kind
         policy.ensure("old")
-        metadata = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=3, copies=("old", ITERATE))
+        metadata = PolicyMetadata(
+            base_digest="base",
+            recipe_digest="recipe",
+            config=config,
+            version=3,
+            copies=("old", ITERATE),
+        )
         policy.save(folder, metadata, statistics={"ocr": [[0, 1, 0.5, 0.0]]})
         made[kind] = (policy, folder)
     return made
@@ -45,19 +63,28 @@ def fresh(folder: Path, tmp_path: Path) -> Path:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def load(policy: Policy, folder: Path) -> PolicyMetadata | None:
     """Load it to train on; an error leaves the policy as it was."""
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    metadata = only_speaks_plainly(lambda: policy.load(folder, to_train=True), (PolicyError, ArtifactError), str(folder))
+    metadata = only_speaks_plainly(
+        lambda: policy.load(folder, to_train=True), (PolicyError, ArtifactError), str(folder)
+    )
     if metadata is None:
         assert all(torch.equal(before[name], value) for name, value in policy.parameters.items())
     return metadata
 
 
-@cases(60, number=st.integers(0, 9), go_wrong=damage(), kind=st.sampled_from(["lora", "lora", "lora", "full"]))
+@cases(
+    60,
+    number=st.integers(0, 9),
+    go_wrong=damage(),
+    kind=st.sampled_from(["lora", "lora", "lora", "full"]),
+)
 def test_a_damaged_file_is_found_whichever_it_is(policies, tmp_path, number, go_wrong, kind):
     policy, whole = policies[kind]
     folder = fresh(whole, tmp_path)
@@ -98,9 +125,9 @@ manifests = st.one_of(
     st.binary(max_size=30),
     anything.map(lambda value: json.dumps(value).encode()),
     anything.map(lambda value: json.dumps({"files": value}).encode()),
-    st.sampled_from(["/etc/passwd", "../../etc/passwd", "a/../../b", "\ud800", "x" * 5000, "\x1b[2J"]).map(
-        lambda name: json.dumps({"files": {name: {"bytes": 1, "sha256": "0" * 64}}}).encode()
-    ),
+    st.sampled_from(
+        ["/etc/passwd", "../../etc/passwd", "a/../../b", "\ud800", "x" * 5000, "\x1b[2J"]
+    ).map(lambda name: json.dumps({"files": {name: {"bytes": 1, "sha256": "0" * 64}}}).encode()),
     st.just(b"[" * 100_000),
     st.just(json.dumps({"files": {f"{n}": {} for n in range(5000)}}).encode()),
 )
@@ -123,9 +150,9 @@ def test_a_commit_of_anything(policies, tmp_path, content):
     assert load(policies["lora"][0], folder) is None
 
 
-CARD = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=CONFIGS["lora"], version=3, copies=("old",)).model_dump(
-    mode="json"
-)
+CARD = PolicyMetadata(
+    base_digest="base", recipe_digest="recipe", config=CONFIGS["lora"], version=3, copies=("old",)
+).model_dump(mode="json")
 
 
 @cases(
@@ -202,7 +229,9 @@ def test_weights_that_do_not_fit_are_named(policies, tmp_path, kind, which, how)
     folder = fresh(whole, tmp_path)
     path = folder / (WEIGHTS[kind] if which == "weights" else "old/parameters.safetensors")
     tensors = load_file(path)
-    if how == "turned" and all(value.shape[0] == value.shape[1] for value in tensors.values() if value.ndim == 2):
+    if how == "turned" and all(
+        value.shape[0] == value.shape[1] for value in tensors.values() if value.ndim == 2
+    ):
         pytest.skip("every matrix is square")
     save_file(change(tensors, how), path)
     with pytest.raises(PolicyError) as error:
@@ -210,18 +239,30 @@ def test_weights_that_do_not_fit_are_named(policies, tmp_path, kind, which, how)
     assert_readable(str(error.value), str(folder))
 
 
-@cases(60, go_wrong=damage(), which=st.sampled_from([WEIGHTS["lora"], "old/parameters.safetensors", STATISTICS]))
-def test_weights_that_cannot_be_read_although_the_manifest_fits(policies, make_recipe, tmp_path, go_wrong, which):
+@cases(
+    60,
+    go_wrong=damage(),
+    which=st.sampled_from([WEIGHTS["lora"], "old/parameters.safetensors", STATISTICS]),
+)
+def test_weights_that_cannot_be_read_although_the_manifest_fits(
+    policies, make_recipe, tmp_path, go_wrong, which
+):
     policy, whole = policies["lora"]
     folder = fresh(whole, tmp_path)
     content = (folder / which).read_bytes()
     # The header alone says how the numbers are to be read; other numbers are other weights.
-    end = min(len(content), 8 + int.from_bytes(content[:8], "little")) if which != STATISTICS else len(content)
+    end = (
+        min(len(content), 8 + int.from_bytes(content[:8], "little"))
+        if which != STATISTICS
+        else len(content)
+    )
     (folder / which).write_bytes(go_wrong(content[:end]) + content[end:])
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
     load(policy, remade(folder))
     ctx = StageContext(make_recipe(), 0, 0)
-    metadata = PolicyMetadata.model_validate(CARD | {"progress": {"algorithm": ctx.config.algorithm_name}})
+    metadata = PolicyMetadata.model_validate(
+        CARD | {"progress": {"algorithm": ctx.config.algorithm_name}}
+    )
     only_speaks_plainly(lambda: read_history(ctx, metadata, folder), PolicyError, str(folder))
     policy.assign(before)
 
@@ -229,7 +270,11 @@ def test_weights_that_cannot_be_read_although_the_manifest_fits(policies, make_r
 @pytest.fixture
 def broken_base(base_folder, tmp_path):
     """Of a user: never committed, or its checksums would be all that is looked at."""
-    return Path(shutil.copytree(base_folder, tmp_path / "base", ignore=shutil.ignore_patterns(MANIFEST, COMMIT)))
+    return Path(
+        shutil.copytree(
+            base_folder, tmp_path / "base", ignore=shutil.ignore_patterns(MANIFEST, COMMIT)
+        )
+    )
 
 
 BASE_FILES = [
@@ -248,12 +293,18 @@ BASE_FILES = [
 def test_a_damaged_base_model(base_folder, tmp_path, name, go_wrong):
     folder = fresh(base_folder, tmp_path)
     content = (folder / name).read_bytes()
-    end = min(len(content), 8 + int.from_bytes(content[:8], "little")) if name.endswith("safetensors") else len(content)
+    end = (
+        min(len(content), 8 + int.from_bytes(content[:8], "little"))
+        if name.endswith("safetensors")
+        else len(content)
+    )
     (folder / name).write_bytes(go_wrong(content[:end]) + content[end:])
     only_speaks_plainly(lambda: verify(folder), ArtifactError, str(folder), name)
     remade(folder)  # else its checksums are all that is looked at
     model = only_speaks_plainly(lambda: load_model(folder), ModelError, str(folder))
-    if model is not None:  # what else a configuration may say is between the libraries and whoever wrote it
+    if (
+        model is not None
+    ):  # what else a configuration may say is between the libraries and whoever wrote it
         assert len(model.latent_shape) == 3
 
 
@@ -281,7 +332,9 @@ def test_a_base_model_that_says_it_is_something_else(broken_base, name, content)
 @pytest.mark.parametrize("how", ["smaller", "missing", "renamed", "more"])
 @pytest.mark.parametrize("name", [name for name in BASE_FILES if name.endswith("safetensors")])
 def test_a_base_model_with_other_weights_is_never_filled_up_at_random(broken_base, name, how):
-    save_file(change(load_file(broken_base / name), how), broken_base / name, metadata={"format": "pt"})
+    save_file(
+        change(load_file(broken_base / name), how), broken_base / name, metadata={"format": "pt"}
+    )
     with pytest.raises(ModelError) as error:
         load_model(broken_base)
     assert_readable(str(error.value), str(broken_base))
@@ -312,4 +365,6 @@ def test_the_numbers_of_a_policy_survive(policies, tmp_path):
         metadata = load(policy, fresh(folder, tmp_path))
         assert metadata is not None
         assert metadata.version == 3
-        assert all(np.isfinite(value.detach().numpy()).all() for value in policy.parameters.values())
+        assert all(
+            np.isfinite(value.detach().numpy()).all() for value in policy.parameters.values()
+        )

@@ -1,4 +1,6 @@
-"""A prompt file gives prompts that survive the prompt table, or is refused with the file and the line."""
+"""A prompt file gives prompts that survive the prompt table, or is refused with the file and the
+line.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,16 @@ def parquet(table: pa.Table) -> bytes:
 
 WHOLE = {
     ".txt": "\n".join(LINES).encode(),
-    ".jsonl": "\n".join(json.dumps({"prompt": line, "seed": index}) for index, line in enumerate(LINES)).encode(),
-    ".csv": ("prompt,target,note\n" + "\n".join(f'"{line.replace(chr(34), chr(34) * 2)}",AB,"1,2"' for line in LINES)).encode(),
-    ".parquet": parquet(pa.table({"prompt": LINES, "image": [png()] * 5, "n": range(5), "x": [0.5] * 5})),
+    ".jsonl": "\n".join(
+        json.dumps({"prompt": line, "seed": index}) for index, line in enumerate(LINES)
+    ).encode(),
+    ".csv": (
+        "prompt,target,note\n"
+        + "\n".join(f'"{line.replace(chr(34), chr(34) * 2)}",AB,"1,2"' for line in LINES)
+    ).encode(),
+    ".parquet": parquet(
+        pa.table({"prompt": LINES, "image": [png()] * 5, "n": range(5), "x": [0.5] * 5})
+    ),
 }
 
 
@@ -70,21 +79,44 @@ def test_a_damaged_file(tmp_path, suffix, go_wrong):
     check(path)
 
 
-columns = st.sampled_from(["prompt", "target", "negative_prompt", "image", "other", "", "\x1b[2J", "é" * 900])
+columns = st.sampled_from(
+    ["prompt", "target", "negative_prompt", "image", "other", "", "\x1b[2J", "é" * 900]
+)
 texts = st.one_of(
     st.text(max_size=20),
-    st.sampled_from(["\ud800", "\u202eabc", "\x00", "\ufeff", "a\u2028b", '"', "x" * 20_000, "\U0001f600" * 50, " "]),
+    st.sampled_from(
+        [
+            "\ud800",
+            "\u202eabc",
+            "\x00",
+            "\ufeff",
+            "a\u2028b",
+            '"',
+            "x" * 20_000,
+            "\U0001f600" * 50,
+            " ",
+        ]
+    ),
 )
 
 
-@cases(100, records=st.lists(st.dictionaries(columns, st.one_of(texts, anything), max_size=4), min_size=1, max_size=3))
+@cases(
+    100,
+    records=st.lists(
+        st.dictionaries(columns, st.one_of(texts, anything), max_size=4), min_size=1, max_size=3
+    ),
+)
 def test_objects_of_anything(tmp_path, records):
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records))
     check(path)
 
 
-@cases(60, header=st.lists(columns, min_size=1, max_size=4), rows=st.lists(st.lists(texts, max_size=4), max_size=3))
+@cases(
+    60,
+    header=st.lists(columns, min_size=1, max_size=4),
+    rows=st.lists(st.lists(texts, max_size=4), max_size=3),
+)
 def test_tables_of_anything(tmp_path, header, rows):
     path = tmp_path / "p.csv"
     lines = [",".join(f'"{field}"' for field in fields) for fields in [header, *rows]]
@@ -93,8 +125,25 @@ def test_tables_of_anything(tmp_path, header, rows):
 
 
 TYPES = [
-    *(pa.string(), pa.large_string(), pa.binary(), pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.bool_(), pa.null()),
-    *(pa.date32(), pa.timestamp("ns"), pa.timestamp("s", "UTC"), pa.time64("ns"), pa.duration("ns"), pa.decimal128(10, 2)),
+    *(
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.int8(),
+        pa.uint64(),
+        pa.float16(),
+        pa.float64(),
+        pa.bool_(),
+        pa.null(),
+    ),
+    *(
+        pa.date32(),
+        pa.timestamp("ns"),
+        pa.timestamp("s", "UTC"),
+        pa.time64("ns"),
+        pa.duration("ns"),
+        pa.decimal128(10, 2),
+    ),
     *(
         pa.list_(pa.string()),
         pa.struct([("a", pa.int32())]),
@@ -104,7 +153,11 @@ TYPES = [
 ]
 
 
-@cases(100, kinds=st.lists(st.tuples(columns, st.sampled_from(TYPES)), min_size=1, max_size=4), data=st.data())
+@cases(
+    100,
+    kinds=st.lists(st.tuples(columns, st.sampled_from(TYPES)), min_size=1, max_size=4),
+    data=st.data(),
+)
 def test_parquet_of_anything(tmp_path, kinds, data):
     arrays = [odd_array(kind, data.draw(st.integers(0, 2**64 - 1))) for _, kind in kinds]
     path = tmp_path / "p.parquet"
@@ -113,13 +166,22 @@ def test_parquet_of_anything(tmp_path, kinds, data):
 
 
 def odd_array(kind: pa.DataType, bits: int) -> pa.Array:
-    """Two values of a type from raw bits, so that dates and the like are those that no calendar has; and a null."""
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+    """Two values of a type from raw bits, so that dates and the like are those that no calendar
+    has; and a null.
+    """
+    if (
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_temporal(kind)
+        or pa.types.is_decimal(kind)
+    ):
         width = kind.bit_width // 8
         if str(kind).startswith("timestamp[s"):
             bits >>= 11  # Parquet has no seconds: they are written as milliseconds
         raw = bits.to_bytes(8, "little") * 6
-        return pa.Array.from_buffers(kind, 3, [pa.py_buffer(b"\x03"), pa.py_buffer(raw[: 3 * width])])
+        return pa.Array.from_buffers(
+            kind, 3, [pa.py_buffer(b"\x03"), pa.py_buffer(raw[: 3 * width])]
+        )
     values = {
         "string": ["a", "\u202e", None],
         "large_string": ["a", "b", None],
@@ -129,7 +191,10 @@ def odd_array(kind: pa.DataType, bits: int) -> pa.Array:
     }
     if str(kind) in values:
         return pa.array(values[str(kind)], kind)
-    nested = {pa.types.is_list: [["a"], [], None], pa.types.is_struct: [{"a": 1}, {"a": None}, None]}
+    nested = {
+        pa.types.is_list: [["a"], [], None],
+        pa.types.is_struct: [{"a": 1}, {"a": None}, None],
+    }
     nested |= {pa.types.is_map: [[("a", 1)], [], None], pa.types.is_dictionary: ["a", "b", None]}
     return next(pa.array(found, kind) for test, found in nested.items() if test(kind))
 
@@ -149,7 +214,9 @@ def test_a_damaged_prompt_table(tmp_path, go_wrong):
 @pytest.mark.parametrize("key", ["prompt", "other"])
 def test_nesting_around_the_depth_at_which_the_stack_ends(tmp_path, key):
     for depth in [*range(850, 1000), 100_000]:
-        (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a", "{key}x": 1, "{key}": ' + "[" * depth + "]" * depth + "}")
+        (tmp_path / "p.jsonl").write_text(
+            f'{{"prompt": "a", "{key}x": 1, "{key}": ' + "[" * depth + "]" * depth + "}"
+        )
         check(tmp_path / "p.jsonl")
 
 
@@ -163,7 +230,12 @@ def test_what_is_no_file(tmp_path):
 
 def test_long_lines_and_many_are_read_or_refused_in_bounded_words(tmp_path):
     path = tmp_path / "p.jsonl"
-    for content in ("x" * 5_000_000, '{"prompt": ' + "9" * 5_000_000, '{"prompt": "' + "x" * 5_000_000 + '"}', "{}\n" * 50_000):
+    for content in (
+        "x" * 5_000_000,
+        '{"prompt": ' + "9" * 5_000_000,
+        '{"prompt": "' + "x" * 5_000_000 + '"}',
+        "{}\n" * 50_000,
+    ):
         path.write_text(content)
         check(path)
 
@@ -184,10 +256,17 @@ def chunk(name: bytes, data: bytes) -> bytes:
 def bomb(width: int, height: int) -> bytes:
     """A PNG of a few hundred bytes that says it is that large."""
     header = chunk(b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(100_000))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(bytes(100_000)))
+        + chunk(b"IEND", b"")
+    )
 
 
-@pytest.mark.parametrize("size", [(8001, 8001), (12_000, 12_000), (60_000, 60_000), (2**31 - 1, 2**31 - 1), (0, 5)])
+@pytest.mark.parametrize(
+    "size", [(8001, 8001), (12_000, 12_000), (60_000, 60_000), (2**31 - 1, 2**31 - 1), (0, 5)]
+)
 def test_an_image_that_would_fill_memory(tmp_path, size):
     for written, given in ((tmp_path / "bomb.png", "bomb.png"), (tmp_path / "none", bomb(*size))):
         written.write_bytes(bomb(*size))

@@ -25,12 +25,41 @@ WRITTEN = {
     "guardrails": [],
     "policy": {"train": "lora", "rank": 4, "ema": {"slope": 0.1}},
     "stages": [
-        {"kind": "online", "algorithm": {"name": "mix_grpo"}, "sampler": {"name": "flow_sde", "steps": 6}},
-        {"kind": "offline", "algorithm": {"name": "awm", "old": {"max_decay": 0.1}}, "pairs": "pairs.jsonl"},
+        {
+            "kind": "online",
+            "algorithm": {"name": "mix_grpo"},
+            "sampler": {"name": "flow_sde", "steps": 6},
+        },
+        {
+            "kind": "offline",
+            "algorithm": {"name": "awm", "old": {"max_decay": 0.1}},
+            "pairs": "pairs.jsonl",
+        },
     ],
 }
 FRAGMENTS = [
-    *("&a ", "*a", "<<: *a", "- ", ": ", "? ", "{", "}", "[", "]", '"', "'", "|", ">", "#", "\t", "\n", "\n  ", "---\n", "...\n"),
+    *(
+        "&a ",
+        "*a",
+        "<<: *a",
+        "- ",
+        ": ",
+        "? ",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "'",
+        "|",
+        ">",
+        "#",
+        "\t",
+        "\n",
+        "\n  ",
+        "---\n",
+        "...\n",
+    ),
     *(
         "%YAML 9.9\n",
         "!!timestamp x",
@@ -93,7 +122,9 @@ def test_a_damaged_file(tmp_path: Path, text: bytes, go_wrong) -> None:
     text=st.sampled_from([*SHIPPED, b"", b"name: a\n", b"stages:\n"]),
     parts=st.lists(st.tuples(st.floats(0, 1), st.sampled_from(FRAGMENTS)), min_size=1, max_size=4),
 )
-def test_a_file_with_more_of_yaml_than_a_recipe_needs(tmp_path: Path, text: bytes, parts: list[tuple[float, str]]) -> None:
+def test_a_file_with_more_of_yaml_than_a_recipe_needs(
+    tmp_path: Path, text: bytes, parts: list[tuple[float, str]]
+) -> None:
     for path, part in parts:
         at = int(path * len(text))
         text = text[:at] + part.encode() + text[at:]
@@ -107,7 +138,12 @@ odd = st.one_of(
     st.just(datetime.datetime(2024, 1, 1)),
     st.just(b"\xff\xfe"),
     st.just({"a", "b"}),
-    st.dictionaries(st.one_of(st.integers(), st.booleans(), st.none(), st.dates()), anything, min_size=1, max_size=2),
+    st.dictionaries(
+        st.one_of(st.integers(), st.booleans(), st.none(), st.dates()),
+        anything,
+        min_size=1,
+        max_size=2,
+    ),
 )
 
 
@@ -123,7 +159,9 @@ def test_anything_in_any_place(tmp_path: Path, path: tuple, new: object) -> None
 @cases(150, path=st.sampled_from(paths(COMPLETE)[1:]), new=anything)
 def test_anything_in_any_place_of_json_as_flyte_passes_it(path: tuple, new: object) -> None:
     text = json.dumps(replaced(COMPLETE, path, new))
-    recipe = only_speaks_plainly(lambda: Recipe.model_validate(json.loads(text)), RecipeError, "this recipe cannot be run")
+    recipe = only_speaks_plainly(
+        lambda: Recipe.model_validate(json.loads(text)), RecipeError, "this recipe cannot be run"
+    )
     if recipe is not None:
         assert Recipe.model_validate_json(recipe.model_dump_json()).digest == recipe.digest
 
@@ -138,8 +176,12 @@ def test_the_command_says_the_same_and_no_more(tmp_path: Path, path: tuple, new:
         assert_readable(done.output)
 
 
-LAUGHS = "a: &a0 [x]\n" + "".join(f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9))
-MERGES = "a: &a0 {x: 1}\n" + "".join(f"b{n}: &a{n + 1}\n  <<: [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9))
+LAUGHS = "a: &a0 [x]\n" + "".join(
+    f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9)
+)
+MERGES = "a: &a0 {x: 1}\n" + "".join(
+    f"b{n}: &a{n + 1}\n  <<: [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9)
+)
 HOLDS = {
     "nothing": (b"", "must hold a mapping"),
     "a comment": (b"# later\n", "must hold a mapping"),
@@ -151,19 +193,37 @@ HOLDS = {
     "a mapping that merges itself": (b"stages: &a\n  <<: *a\n", "should be a valid list"),
     "laughs": (LAUGHS.encode(), "more than 100000 values"),
     "merges": (MERGES.encode(), "more than 1000 keys in one place"),
-    "laughs among options": (LAUGHS.encode() + b"rewards: [{name: 'json:loads', options: {s: *a9}}]", "100000 values"),
+    "laughs among options": (
+        LAUGHS.encode() + b"rewards: [{name: 'json:loads', options: {s: *a9}}]",
+        "100000 values",
+    ),
     "binary": (bytes(range(256)), "not valid YAML"),
     "UTF-16 cut off": ("name: a".encode("utf-16")[:-1], "YAML"),
     "NUL": (b"name: \0", "not valid YAML"),
     "too many digits": (b"seed: " + b"9" * 5000, "not valid YAML"),
     "too many hexadecimal digits": (b"seed: 0x" + b"f" * 5000, "an integer of 20000 bits"),
-    "an integer of more than 64 bits": (b"stages: [{kind: online, steps: 18446744073709551616}]", "64 bits"),
-    "a date": (b"rewards: [{name: 'json:loads', options: {s: 2024-01-01}}]", "date; put it in quotes"),
+    "an integer of more than 64 bits": (
+        b"stages: [{kind: online, steps: 18446744073709551616}]",
+        "64 bits",
+    ),
+    "a date": (
+        b"rewards: [{name: 'json:loads', options: {s: 2024-01-01}}]",
+        "date; put it in quotes",
+    ),
     "bytes": (b"rewards: [{name: 'json:loads', options: {s: !!binary AAAA}}]", "bytes"),
     "a set": (b"rewards: [{name: 'json:loads', options: {s: !!set {a, b}}}]", "set"),
-    "no number among options": (b"rewards: [{name: 'json:loads', options: {s: .nan}}]", "finite number"),
-    "a key that is no text": (b"rewards: [{name: 'json:loads', options: {s: {no: 1}}}]", "YAML reads this key as False"),
-    "half a character": (b'rewards: [{name: "json:loads", options: {s: "\\uD800"}}]', "surrogate pair"),
+    "no number among options": (
+        b"rewards: [{name: 'json:loads', options: {s: .nan}}]",
+        "finite number",
+    ),
+    "a key that is no text": (
+        b"rewards: [{name: 'json:loads', options: {s: {no: 1}}}]",
+        "YAML reads this key as False",
+    ),
+    "half a character": (
+        b'rewards: [{name: "json:loads", options: {s: "\\uD800"}}]',
+        "surrogate pair",
+    ),
     "two keys that are lists": (b"? []\n: 1\n? []\n: 2\n", "YAML"),
     "a timestamp that is none": (b"name: !!timestamp x", "not valid YAML"),
     "an integer of no digits": (b"seed: !!int ''", "not valid YAML"),
@@ -185,9 +245,14 @@ def test_what_a_file_may_hold_and_is_no_recipe(tmp_path: Path, content: bytes, s
     assert_readable(str(error.value), says)
 
 
-@pytest.mark.parametrize("tag", ["object/apply:os.mkdir [{}]", "object/new:pathlib.Path [{}]", "name:os.system", "module:os"])
+@pytest.mark.parametrize(
+    "tag",
+    ["object/apply:os.mkdir [{}]", "object/new:pathlib.Path [{}]", "name:os.system", "module:os"],
+)
 def test_a_tag_never_runs_anything(tmp_path: Path, tag: str) -> None:
-    (tmp_path / "recipe.yaml").write_text("name: !!python/" + tag.replace("{}", str(tmp_path / "made")))
+    (tmp_path / "recipe.yaml").write_text(
+        "name: !!python/" + tag.replace("{}", str(tmp_path / "made"))
+    )
     with pytest.raises(RecipeError, match="not valid YAML"):
         load_recipe(tmp_path / "recipe.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]

@@ -1,4 +1,6 @@
-"""Whatever a reward server answers, its images get the scores that it gave or none, with a reason; and the client comes back."""
+"""Whatever a reward server answers, its images get the scores that it gave or none, with a reason;
+and the client comes back.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def sending(pieces: list[bytes], pause: float = 0.0, keep_open: bool = False) ->
             if keep_open:
                 over.wait(5)
             connection.shutdown(socket.SHUT_WR)
-            while connection.recv(65536):  # else what was sent would be thrown away with the connection
+            while connection.recv(
+                65536
+            ):  # else what was sent would be thrown away with the connection
                 pass
 
     def serve() -> None:
@@ -64,13 +68,26 @@ def sending(pieces: list[bytes], pause: float = 0.0, keep_open: bool = False) ->
         listener.close()
 
 
-def answer(body: bytes, status: bytes = b"200 OK", headers: bytes = b"", length: bytes | None = None) -> bytes:
+def answer(
+    body: bytes, status: bytes = b"200 OK", headers: bytes = b"", length: bytes | None = None
+) -> bytes:
     length = str(len(body)).encode() if length is None else length
-    return b"HTTP/1.1 " + status + b"\r\nContent-Length: " + length + b"\r\n" + headers + b"\r\n" + body
+    return (
+        b"HTTP/1.1 "
+        + status
+        + b"\r\nContent-Length: "
+        + length
+        + b"\r\n"
+        + headers
+        + b"\r\n"
+        + body
+    )
 
 
 def remote(url: str, timeout: float = 2.0, attempts: int = 1) -> Remote:
-    return Remote(reward("remote", url=url, timeout=timeout, attempts=attempts), sleep=lambda seconds: None)
+    return Remote(
+        reward("remote", url=url, timeout=timeout, attempts=attempts), sleep=lambda seconds: None
+    )
 
 
 def asked(pieces: list[bytes], **keys) -> np.ndarray:
@@ -86,7 +103,9 @@ def asked(pieces: list[bytes], **keys) -> np.ndarray:
 
 
 def given(body: bytes) -> list[float]:
-    """The scores that an answer holds for three images, by the rules of docs/rewards.md alone; NaN where it has none."""
+    """The scores that an answer holds for three images, by the rules of docs/rewards.md alone; NaN
+    where it has none.
+    """
     nothing = [math.nan] * 3
     try:
         said = json.loads(body)
@@ -97,7 +116,9 @@ def given(body: bytes) -> list[float]:
     scores = said.get("scores")
     if not isinstance(scores, list) or len(scores) != 3:
         return nothing
-    if not all(score is None or (type(score) in (int, float) and math.isfinite(score)) for score in scores):
+    if not all(
+        score is None or (type(score) in (int, float) and math.isfinite(score)) for score in scores
+    ):
         return nothing
     return [math.nan if score is None else float(score) for score in scores]
 
@@ -111,13 +132,22 @@ def never_a_wrong_score(found: np.ndarray, body: bytes) -> None:
 def test_a_damaged_answer(go_wrong):
     sent = go_wrong(answer(GOOD))
     found = asked([sent], timeout=0.3)
-    # Of a damaged head nothing is known but that the body which was sent last is all that it can have said.
-    starts = [start for start in range(len(sent)) if sent[start : start + 1] == b"{"]  # damage may have put one into the head
+    # Of a damaged head nothing is known but that the body which was sent last is all that it can
+    # have said.
+    starts = [
+        start for start in range(len(sent)) if sent[start : start + 1] == b"{"
+    ]  # damage may have put one into the head
     bodies = [sent[start:end] for start in starts for end in range(start + 1, len(sent) + 1)]
-    assert np.isnan(found).all() or any(np.array_equal(found, given(body), equal_nan=True) for body in bodies)
+    assert np.isnan(found).all() or any(
+        np.array_equal(found, given(body), equal_nan=True) for body in bodies
+    )
 
 
-@cases(60, noise=st.binary(max_size=300), head=st.sampled_from([b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"]))
+@cases(
+    60,
+    noise=st.binary(max_size=300),
+    head=st.sampled_from([b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"]),
+)
 def test_noise(noise, head):
     assert np.isnan(asked([head + noise], timeout=0.3)).all()
 
@@ -130,11 +160,22 @@ numbers = st.one_of(
 scores = st.one_of(
     st.lists(numbers, min_size=3, max_size=3),
     st.lists(numbers, max_size=5),
-    st.lists(st.one_of(numbers, anything, st.sampled_from([True, "0.5", math.nan, math.inf, 10**400, [0.5]])), max_size=4),
+    st.lists(
+        st.one_of(
+            numbers, anything, st.sampled_from([True, "0.5", math.nan, math.inf, 10**400, [0.5]])
+        ),
+        max_size=4,
+    ),
 )
 
 
-@cases(150, scores=scores, more=st.one_of(st.just({}), st.dictionaries(st.sampled_from(["failures", "metrics", "x"]), anything)))
+@cases(
+    150,
+    scores=scores,
+    more=st.one_of(
+        st.just({}), st.dictionaries(st.sampled_from(["failures", "metrics", "x"]), anything)
+    ),
+)
 def test_scores_of_anything(scores, more):
     body = json.dumps({"scores": scores, **more}).encode()
     never_a_wrong_score(asked([answer(body)]), body)
@@ -146,7 +187,11 @@ def test_answers_of_anything(said):
     never_a_wrong_score(asked([answer(body)]), body)
 
 
-@cases(40, status=st.integers(0, 999), body=st.sampled_from([b"", GOOD, b"<html>\x1b[2J<h1>Gateway</h1>"]))
+@cases(
+    40,
+    status=st.integers(0, 999),
+    body=st.sampled_from([b"", GOOD, b"<html>\x1b[2J<h1>Gateway</h1>"]),
+)
 def test_every_status_but_200_gives_no_score(status, body):
     found = asked([answer(body, f"{status:03d} x".encode())], timeout=0.3)
     never_a_wrong_score(found, body if status == 200 else b"")
@@ -166,9 +211,15 @@ ODD = {
     "too many headers": [answer(GOOD, headers=b"".join(b"X%d: y\r\n" % n for n in range(300)))],
     "a long header": [answer(GOOD, headers=b"X: " + b"y" * 100_000 + b"\r\n")],
     "a chunk that is none": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n" + GOOD],
-    "a chunk of a negative size": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n" + GOOD],
-    "a chunk that is cut off": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n" + GOOD],
-    "a gzip bomb": [answer(gzip.compress(b" " * 2**24 + GOOD), headers=b"Content-Encoding: gzip\r\n")],
+    "a chunk of a negative size": [
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n" + GOOD
+    ],
+    "a chunk that is cut off": [
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n" + GOOD
+    ],
+    "a gzip bomb": [
+        answer(gzip.compress(b" " * 2**24 + GOOD), headers=b"Content-Encoding: gzip\r\n")
+    ],
     "gzip of a good answer": [answer(gzip.compress(GOOD), headers=b"Content-Encoding: gzip\r\n")],
     "more than is read": [answer(b" " * (http.MAX_BYTES + 1) + GOOD)],
     "UTF-16": [answer(GOOD.decode().encode("utf-16"))],
@@ -200,7 +251,10 @@ def test_an_odd_answer_is_masked_and_counted_and_stops_the_stage_where_it_is_one
 SLOW = {
     "a head that trickles": ([bytes([byte]) for byte in answer(GOOD)] * 100, 0.01),
     "a body that trickles": ([answer(GOOD, length=b"4000"), *[b"x"] * 4000], 0.01),
-    "chunks without an end": ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", *[b"1\r\nx\r\n"] * 4000], 0.01),
+    "chunks without an end": (
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", *[b"1\r\nx\r\n"] * 4000],
+        0.01,
+    ),
     "to be continued for ever": ([b"HTTP/1.1 100 Continue\r\n\r\n"] * 4000, 0.01),
     "silence after the head": ([answer(b"", length=b"26")], 5.0),
 }
@@ -210,7 +264,9 @@ SLOW = {
 def test_a_server_that_never_ends_is_cut_off(pieces, pause):
     start = time.monotonic()
     assert np.isnan(asked(pieces, pause=pause, timeout=0.3)).all()
-    assert time.monotonic() - start < 20  # and not the forty seconds or more that it would go on for
+    assert (
+        time.monotonic() - start < 20
+    )  # and not the forty seconds or more that it would go on for
 
 
 completions = st.one_of(
@@ -233,8 +289,12 @@ completions = st.one_of(
                                                 "top_logprobs": st.lists(
                                                     st.fixed_dictionaries(
                                                         {
-                                                            "token": st.sampled_from(["yes", " No", "maybe"]),
-                                                            "logprob": st.one_of(st.floats(-1e308, 1), anything),
+                                                            "token": st.sampled_from(
+                                                                ["yes", " No", "maybe"]
+                                                            ),
+                                                            "logprob": st.one_of(
+                                                                st.floats(-1e308, 1), anything
+                                                            ),
                                                         }
                                                     ),
                                                     max_size=3,
@@ -258,8 +318,12 @@ completions = st.one_of(
 @cases(80, said=completions, kind=st.sampled_from(["probability", "yes_no", "number"]))
 def test_a_judge_that_says_anything(said, kind):
     with sending([answer(json.dumps(said).encode())]) as url:
-        config = reward("vision_judge", url=url, model="m", answer=kind, timeout=2, attempts=1, concurrency=1)
-        table = Scorer(((VisionJudge(config, sleep=lambda seconds: None), 1.0),))(IMAGES[:1], PROMPTS[:1])
+        config = reward(
+            "vision_judge", url=url, model="m", answer=kind, timeout=2, attempts=1, concurrency=1
+        )
+        table = Scorer(((VisionJudge(config, sleep=lambda seconds: None), 1.0),))(
+            IMAGES[:1], PROMPTS[:1]
+        )
     assert np.isnan(table.reward[0]) == (table.failures[0] is not None)
     if table.failures[0] is None:
         assert 0 <= table.reward[0] <= 1
@@ -270,6 +334,14 @@ def test_a_judge_that_says_anything(said, kind):
 @cases(30, said=anything, form=st.sampled_from(["remote", "vision_judge"]))
 def test_a_server_that_says_anything_of_itself(said, form):
     with sending([answer(json.dumps(said).encode())]) as url:
-        config = reward(form, url=url, timeout=2, attempts=1, **({"model": "m"} if form == "vision_judge" else {}))
-        client = (VisionJudge if form == "vision_judge" else Remote)(config, sleep=lambda seconds: None)
+        config = reward(
+            form,
+            url=url,
+            timeout=2,
+            attempts=1,
+            **({"model": "m"} if form == "vision_judge" else {}),
+        )
+        client = (VisionJudge if form == "vision_judge" else Remote)(
+            config, sleep=lambda seconds: None
+        )
         assert_readable(str(client.unavailable()), url)

@@ -1,4 +1,6 @@
-"""A rollout shard is read as it was written or is refused: damaged, of another stage, or with latents that are none."""
+"""A rollout shard is read as it was written or is refused: damaged, of another stage, or with
+latents that are none.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify
-from ebbflow.storage.tables import TableError, read_batches, read_table, read_table_metadata, write_table
+from ebbflow.storage.tables import (
+    TableError,
+    read_batches,
+    read_table,
+    read_table_metadata,
+    write_table,
+)
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -32,7 +40,8 @@ from ebbflow.training.policy_metadata import write_base_policy
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, base_folder, make_recipe, make_prompts):
     """A stage, its prompts and the bytes of a shard of it."""
-    ctx, path = StageContext(make_recipe(), 0, 1), tmp_path_factory.mktemp("shard") / "rollouts.parquet"
+    ctx = StageContext(make_recipe(), 0, 1)
+    path = tmp_path_factory.mktemp("shard") / "rollouts.parquet"
     model = load_model(base_folder)
     policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
@@ -64,13 +73,19 @@ def known(prompts):
 @cases(250, go_wrong=damage())
 def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong):
     ctx, prompts, content = made
-    good, path = tmp_path / "good.parquet", tmp_path / "rollouts.parquet"
+    good = tmp_path / "good.parquet"
+    path = tmp_path / "rollouts.parquet"
     good.write_bytes(content)
     path.write_bytes(go_wrong(content))
 
     def everything():
         require_shard(ctx, path, known(prompts))
-        return read_table(path), read_latents(path), read_table_metadata(path), pa.Table.from_batches(read_batches(path, 3))
+        return (
+            read_table(path),
+            read_latents(path),
+            read_table_metadata(path),
+            pa.Table.from_batches(read_batches(path, 3)),
+        )
 
     read = only_speaks_plainly(everything, TableError, str(path))
     if read is not None:
@@ -85,10 +100,13 @@ def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong)
 @cases(40, go_wrong=damage())
 def test_a_damaged_shard_leaves_no_scores(made, tmp_path, scorer, go_wrong):
     ctx, prompts, content = made
-    path, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
+    path = tmp_path / "rollouts.parquet"
+    scores = tmp_path / "scores.parquet"
     path.write_bytes(go_wrong(content))
     scores.unlink(missing_ok=True)
-    only_speaks_plainly(lambda: score_shard(ctx, scorer, prompts, path, scores), TableError, str(path))
+    only_speaks_plainly(
+        lambda: score_shard(ctx, scorer, prompts, path, scores), TableError, str(path)
+    )
     assert {file.name for file in tmp_path.iterdir()} - {"rollouts.parquet"} <= {"scores.parquet"}
 
 
@@ -103,12 +121,25 @@ def rewritten(path: Path, about=None, columns=None, schema=None, **changed) -> P
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("recipe_digest", "f" * 64), ("stage", "2.1 offline"), ("seed", 5), ("seed", None), ("stage", {"a": []})]
+    ("key", "value"),
+    [
+        ("recipe_digest", "f" * 64),
+        ("stage", "2.1 offline"),
+        ("seed", 5),
+        ("seed", None),
+        ("stage", {"a": []}),
+    ],
 )
 def test_a_shard_of_another_stage_is_refused_with_both(made, shard, score, key, value):
     with pytest.raises(TableError) as error:
         score(rewritten(shard, about={key: value}))
-    assert_readable(str(error.value), str(shard), f"{key} = {value!r}", repr(shard_identity(made[0])[key]), "generate it")
+    assert_readable(
+        str(error.value),
+        str(shard),
+        f"{key} = {value!r}",
+        repr(shard_identity(made[0])[key]),
+        "generate it",
+    )
     assert not (shard.parent / "scores.parquet").exists()
 
 
@@ -118,8 +149,17 @@ def test_training_refuses_it_too(made, shard, base_folder, tmp_path):
     write_prompts(pa.Table.from_pylist(rows, schema=PROMPTS), tmp_path / "prompts.parquet")
     write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", ctx.recipe.policy)
     rewritten(shard, about={"stage": "1.1 offline"})
-    arguments = (ctx, base_folder, tmp_path / "policy", tmp_path / "prompts.parquet", [shard], tmp_path / "none.parquet")
-    with pytest.raises(TableError, match=r"stage = '1\.1 offline' \(this stage's: '1\.2 offline'\)"):
+    arguments = (
+        ctx,
+        base_folder,
+        tmp_path / "policy",
+        tmp_path / "prompts.parquet",
+        [shard],
+        tmp_path / "none.parquet",
+    )
+    with pytest.raises(
+        TableError, match=r"stage = '1\.1 offline' \(this stage's: '1\.2 offline'\)"
+    ):
         train_offline_folder(*arguments, tmp_path / "trained", MetricsRecorder())
     assert not (tmp_path / "trained").exists()
 
@@ -143,11 +183,18 @@ def test_latents_of_another_shape_are_refused_with_both(made, shard):
     assert_readable(str(error.value), str(shard), "(4, 8, 8)", "(1, 16, 32)")
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.binary(), pa.binary(2044), pa.float32()])
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.float32()), pa.binary(), pa.binary(2044), pa.float32()]
+)
 def test_latents_that_are_no_tensors_are_refused(shard, score, kind):
     schema = read_table(shard).schema.remove_metadata()
     schema = schema.set(schema.get_field_index("latent"), pa.field("latent", kind, nullable=False))
-    value = {pa.list_(pa.float32()): [0.5], pa.binary(): b"x", pa.binary(2044): b"x" * 2044, pa.float32(): 0.5}[kind]
+    value = {
+        pa.list_(pa.float32()): [0.5],
+        pa.binary(): b"x",
+        pa.binary(2044): b"x" * 2044,
+        pa.float32(): 0.5,
+    }[kind]
     with pytest.raises(TableError, match="has the columns"):
         score(rewritten(shard, schema=schema, latent=pa.array([value] * 8, kind)))
 
@@ -187,7 +234,8 @@ def test_metadata_that_was_tampered_with(shard, score, metadata, says):
 
 
 def spoilt(shard: Path, rows: list[int], value: float) -> Path:
-    latents, table = read_latents(shard), read_table(shard)
+    latents = read_latents(shard)
+    table = read_table(shard)
     for row in rows:
         latents[row].view(-1)[row] = value
     columns = [table[name].to_pylist() for name in ("prompt_id", "sample", "image")]
@@ -195,24 +243,40 @@ def spoilt(shard: Path, rows: list[int], value: float) -> Path:
     return rewritten(shard, latent=batch["latent"], finite=batch["finite"])
 
 
-@cases(25, rows=st.lists(st.integers(0, 7), unique=True, max_size=7), value=st.sampled_from([np.nan, np.inf, -np.inf]))
-def test_a_latent_that_is_not_finite_is_masked_and_counted(made, scorer, make_recipe, tmp_path, rows, value):
+@cases(
+    25,
+    rows=st.lists(st.integers(0, 7), unique=True, max_size=7),
+    value=st.sampled_from([np.nan, np.inf, -np.inf]),
+)
+def test_a_latent_that_is_not_finite_is_masked_and_counted(
+    made, scorer, make_recipe, tmp_path, rows, value
+):
     ctx, prompts, content = made
     (tmp_path / "rollouts.parquet").write_bytes(content)
     score_shard(ctx, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "good.parquet")
-    shard, good = spoilt(tmp_path / "rollouts.parquet", rows, value), read_table(tmp_path / "good.parquet").to_pylist()
+    shard = spoilt(tmp_path / "rollouts.parquet", rows, value)
+    good = read_table(tmp_path / "good.parquet").to_pylist()
     lenient = ctx.recipe.model_copy(update={"max_failed_share": 0.99})
     rewritten(shard, about=shard_identity(StageContext(lenient, 0, 1)))
     score_shard(StageContext(lenient, 0, 1), scorer, prompts, shard, tmp_path / "scores.parquet")
-    for index, (row, before) in enumerate(zip(read_table(tmp_path / "scores.parquet").to_pylist(), good, strict=True)):
+    for index, (row, before) in enumerate(
+        zip(read_table(tmp_path / "scores.parquet").to_pylist(), good, strict=True)
+    ):
         if index in rows:
-            assert (row["reward"], row["darkness"], row["brightness"], row["failure"]) == (None, None, None, NO_PICTURE)
+            assert (row["reward"], row["darkness"], row["brightness"], row["failure"]) == (
+                None,
+                None,
+                None,
+                NO_PICTURE,
+            )
         else:
             assert row == before
 
 
 def test_too_many_of_them_stop_the_stage(shard, score):
-    with pytest.raises(RewardError, match=rf"1 of 8 images .*max_failed_share = 5\.0% .*: {NO_PICTURE}"):
+    with pytest.raises(
+        RewardError, match=rf"1 of 8 images .*max_failed_share = 5\.0% .*: {NO_PICTURE}"
+    ):
         score(spoilt(shard, [3], np.nan))
 
 
@@ -236,14 +300,19 @@ def test_a_network_that_gives_nan_is_never_scored_as_if_it_drew(made, blind, sco
     policy.ensure("old")
     generate_shard(ctx, blind, policy, 7, prompts, 0, tmp_path / "rollouts.parquet")
     with pytest.raises(RewardError, match=f"7 of 8 images .*{NO_PICTURE}"):
-        score_shard(ctx, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "scores.parquet")
+        score_shard(
+            ctx, scorer, prompts, tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
+        )
     assert not (tmp_path / "scores.parquet").exists()
 
 
 def test_nor_is_it_in_an_evaluation(made, blind, scorer, make_prompts, tmp_path):
-    recipe, prompts = made[0].recipe, [*make_prompts(2, "validation"), *make_prompts(4, "held_out")]
+    recipe = made[0].recipe
+    prompts = [*make_prompts(2, "validation"), *make_prompts(4, "held_out")]
     policy = Policy(blind, recipe.policy, 0)
-    found = evaluate(recipe, blind, policy, 0, scorer, prompts, "blind", tmp_path / "samples.parquet")
+    found = evaluate(
+        recipe, blind, policy, 0, scorer, prompts, "blind", tmp_path / "samples.parquet"
+    )
     rows = read_table(tmp_path / "samples.parquet").to_pylist()
     assert [row["failure"] for row in rows] == [None] + [NO_PICTURE] * 5
     assert found.coverage == 0

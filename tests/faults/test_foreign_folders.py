@@ -1,4 +1,6 @@
-"""Folders from elsewhere: nothing runs that they name, nothing is used that was changed, and nothing of the user's is deleted."""
+"""Folders from elsewhere: nothing runs that they name, nothing is used that was changed, and
+nothing of the user's is deleted.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def policy(base_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["export", "evaluation", "serving", "training", "start"])
-def use(request: pytest.FixtureRequest, make_recipe: Callable[..., Recipe], make_prompts: Callable[..., list[Prompt]]) -> Use:
+def use(
+    request: pytest.FixtureRequest,
+    make_recipe: Callable[..., Recipe],
+    make_prompts: Callable[..., list[Prompt]],
+) -> Use:
     """``use(base, policy)``: what opens both folders together."""
     recipe = make_recipe(rewards=[{"name": "jpeg_compressibility"}], guardrails=[])
 
@@ -59,7 +65,12 @@ def use(request: pytest.FixtureRequest, make_recipe: Callable[..., Recipe], make
         evaluate_folder(recipe, base, policy, prompts, "label", policy.with_name("samples.parquet"))
 
     def start(base: Path, policy: Path) -> None:
-        write_start(make_recipe(policy={"start": {"path": str(policy)}}), base, policy, policy.with_name("start"))
+        write_start(
+            make_recipe(policy={"start": {"path": str(policy)}}),
+            base,
+            policy,
+            policy.with_name("start"),
+        )
 
     return {
         "export": lambda base, policy: export_pipeline(base, policy, policy.with_name("exported")),
@@ -86,7 +97,9 @@ def test_whole_folders_are_used(use: Use, base: Path, policy: Path, committed: b
 
 def test_one_flipped_bit_of_the_base_model_is_found(use: Use, base: Path, policy: Path) -> None:
     flip_one_bit(base / "text_encoder" / "model.safetensors")
-    with pytest.raises(ArtifactError, match=r"does not match its manifest \(text_encoder/model.safetensors\)"):
+    with pytest.raises(
+        ArtifactError, match=r"does not match its manifest \(text_encoder/model.safetensors\)"
+    ):
         use(base, policy)
     assert not policy.with_name("exported").exists()
 
@@ -101,11 +114,16 @@ def test_a_base_model_whose_commit_was_removed_is_found(use: Use, base: Path, po
 
 def test_another_base_model_is_found(use: Use, base: Path, policy: Path, tmp_path: Path) -> None:
     write_base_policy(tmp_path / "foreign", "0" * 64, "recipe", PolicyConfig())
-    with pytest.raises(PolicyError, match=rf"foreign was trained from base model 0{{12}}, and .*base is {verify(base)[:12]}"):
+    with pytest.raises(
+        PolicyError,
+        match=rf"foreign was trained from base model 0{{12}}, and .*base is {verify(base)[:12]}",
+    ):
         use(base, tmp_path / "foreign")
 
 
-def test_every_process_verifies_the_base_model_that_it_loads(base: Path, make_recipe: Callable[..., Recipe]) -> None:
+def test_every_process_verifies_the_base_model_that_it_loads(
+    base: Path, make_recipe: Callable[..., Recipe]
+) -> None:
     flip_one_bit(base / "transformer" / "diffusion_pytorch_model.safetensors")
     other = make_recipe(online={"engine": "mine.second_copy:SecondCopy"})
     for opens in (load_model, lambda folder: open_engine(StageContext(other, 0, 0), folder)):
@@ -113,15 +131,32 @@ def test_every_process_verifies_the_base_model_that_it_loads(base: Path, make_re
             opens(base)
 
 
-@pytest.mark.parametrize("use", ["export", "evaluation", "serving"], indirect=True)  # the others run what the recipe names
 @pytest.mark.parametrize(
-    "named", [{"family": "shutil:rmtree", "path": "x"}, {"family": "sd3", "path": "x", "attention": "_flash_3_hub"}]
+    "use", ["export", "evaluation", "serving"], indirect=True
+)  # the others run what the recipe names
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"family": "shutil:rmtree", "path": "x"},
+        {"family": "sd3", "path": "x", "attention": "_flash_3_hub"},
+    ],
 )
-def test_code_that_a_policy_names_does_not_run(use: Use, base: Path, tmp_path: Path, named: dict[str, str]) -> None:
-    write_base_policy(tmp_path / "foreign", verify(base), "recipe", PolicyConfig(), ModelConfig.model_validate(named))
+def test_code_that_a_policy_names_does_not_run(
+    use: Use, base: Path, tmp_path: Path, named: dict[str, str]
+) -> None:
+    write_base_policy(
+        tmp_path / "foreign",
+        verify(base),
+        "recipe",
+        PolicyConfig(),
+        ModelConfig.model_validate(named),
+    )
     code = named.get("attention", named["family"])
     with pytest.raises(
-        PolicyError, match=rf"policy.json names code to run, {code}, which this recipe does not name.*--allow-code"
+        PolicyError,
+        match=(
+            rf"policy.json names code to run, {code}, which this recipe does not name.*--allow-code"
+        ),
     ):
         use(base, tmp_path / "foreign")
     assert verify(base)
@@ -129,7 +164,11 @@ def test_code_that_a_policy_names_does_not_run(use: Use, base: Path, tmp_path: P
 
 @pytest.mark.parametrize("allowed", ["mine.shifted:ShiftedGlyph", "mine.shifted"])
 def test_code_that_the_user_names_runs(
-    base: Path, make_prompts: Callable[..., list[Prompt]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str
+    base: Path,
+    make_prompts: Callable[..., list[Prompt]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: str,
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     family = ModelConfig(family="mine.shifted:ShiftedGlyph", path="x")
@@ -144,7 +183,9 @@ def test_code_that_the_user_names_runs(
     export_pipeline(base, tmp_path / "policy", tmp_path / "exported", allowed_code=[allowed])
 
 
-def test_an_export_never_deletes_what_the_user_has(base: Path, policy: Path, tmp_path: Path) -> None:
+def test_an_export_never_deletes_what_the_user_has(
+    base: Path, policy: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "thesis.tex").write_text("years of work")
@@ -156,7 +197,9 @@ def test_an_export_never_deletes_what_the_user_has(base: Path, policy: Path, tmp
     assert [path.name for path in target.iterdir()] == ["thesis.tex"]
 
 
-def test_an_earlier_export_is_replaced_only_when_that_is_said(base: Path, policy: Path, tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_only_when_that_is_said(
+    base: Path, policy: Path, tmp_path: Path
+) -> None:
     command = ["export", str(policy), str(tmp_path / "target"), "--base", str(base)]
     assert CliRunner().invoke(main, command).exit_code == 0
     again = CliRunner().invoke(main, command)
@@ -181,10 +224,14 @@ def test_a_link_out_of_a_foreign_base_model_is_not_followed(base: Path, tmp_path
 def test_a_snapshot_of_the_hub_is_copied_with_its_links(base: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--team--name" / "snapshots" / ("1" * 40)
     shutil.copytree(base, snapshot, ignore=shutil.ignore_patterns("COMMIT", "manifest.json"))
-    blob, file = snapshot.parents[1] / "blobs" / "abc", snapshot / "transformer" / "diffusion_pytorch_model.safetensors"
+    blob = snapshot.parents[1] / "blobs" / "abc"
+    file = snapshot / "transformer" / "diffusion_pytorch_model.safetensors"
     blob.parent.mkdir()
     file.rename(blob)
     file.symlink_to(blob)
     copy_base(snapshot, tmp_path / "copy", ModelConfig(path=str(snapshot)))
     copied = load_model(tmp_path / "copy").transformer.state_dict()
-    assert all(np.array_equal(copied[name], value) for name, value in load_model(base).transformer.state_dict().items())
+    assert all(
+        np.array_equal(copied[name], value)
+        for name, value in load_model(base).transformer.state_dict().items()
+    )

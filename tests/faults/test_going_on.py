@@ -43,12 +43,17 @@ def make(output: Path, request: pytest.FixtureRequest) -> Callable[..., Recipe]:
     return lambda **changes: Recipe.model_validate({"name": name, "output": str(output)} | changes)
 
 
-def test_a_run_that_was_killed_is_resumed(make: Callable[..., Recipe], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_was_killed_is_resumed(
+    make: Callable[..., Recipe], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     stopped = start_run(recipe=make())
     assert "resuming" not in caplog.text
     assert start_run(recipe=make()) == stopped
-    assert f"resuming the stopped run (MLflow run {stopped.run_id}); to start over, delete {stopped.folder}" in caplog.text
+    assert (
+        f"resuming the stopped run (MLflow run {stopped.run_id}); to start over, delete"
+        f" {stopped.folder}" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -93,7 +98,9 @@ def _delete_run(run: TrackedRun) -> None:
 
 
 @pytest.mark.parametrize("end", [_finish, _delete_folder, _delete_run])
-def test_a_run_that_is_over_does_not_go_on(make: Callable[..., Recipe], end: Callable[[TrackedRun], None]) -> None:
+def test_a_run_that_is_over_does_not_go_on(
+    make: Callable[..., Recipe], end: Callable[[TrackedRun], None]
+) -> None:
     before = start_run(recipe=make(seed=len(end.__name__)))
     end(before)
     after = start_run(recipe=make(seed=len(end.__name__)))
@@ -105,7 +112,9 @@ def test_another_recipe_begins_anew(make: Callable[..., Recipe]) -> None:
     assert start_run(recipe=make()).run_id != start_run(recipe=make(seed=1)).run_id
 
 
-def test_changed_code_begins_anew(make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_begins_anew(
+    make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = start_run(recipe=make())
     monkeypatch.setattr(identity, "code_digest", lambda *places: "changed")
     assert start_run(recipe=make()).run_id != before.run_id
@@ -125,14 +134,19 @@ def test_changed_prompts_begin_anew(make: Callable[..., Recipe], tmp_path: Path)
 def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Recipe]) -> None:
     run = start_run(recipe=make())
     with (
-        pytest.raises(FolderInUseError, match=f"{run.folder} is in use by process {os.getpid()} on .*; wait until"),
+        pytest.raises(
+            FolderInUseError,
+            match=f"{run.folder} is in use by process {os.getpid()} on .*; wait until",
+        ),
         exclusive_lock(Path(run.folder)),
     ):
         pass
     start_run(recipe=make(seed=1))  # this process turns to another run
     first = locked_elsewhere(run.folder)
     try:
-        with pytest.raises(FolderInUseError, match=rf"is in use by process {first.pid} on .*another 'output'"):
+        with pytest.raises(
+            FolderInUseError, match=rf"is in use by process {first.pid} on .*another 'output'"
+        ):
             start_run(recipe=make())
     finally:
         first.kill()
@@ -143,12 +157,14 @@ def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Rec
 def test_a_base_model_that_flytes_cache_outlived(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     folder.mkdir()
-    context, kept = (
-        FlyteContextManager.current_context(),
-        BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=1.0, finished_at=2.0),
+    context = FlyteContextManager.current_context()
+    kept = BaseModelArtifact(folder=FlyteDirectory(str(folder)), seconds=1.0, finished_at=2.0)
+    literal = TypeEngine.to_literal(
+        context, kept, BaseModelArtifact, TypeEngine.to_literal_type(BaseModelArtifact)
     )
-    literal = TypeEngine.to_literal(context, kept, BaseModelArtifact, TypeEngine.to_literal_type(BaseModelArtifact))
     found = TypeEngine.to_python_value(context, literal, BaseModelArtifact)
     shutil.rmtree(found.folder.path)
-    with pytest.raises(ValueError, match=rf"{found.folder.path} is gone, .*delete {LOCAL_CACHE} and start again"):
+    with pytest.raises(
+        ValueError, match=rf"{found.folder.path} is gone, .*delete {LOCAL_CACHE} and start again"
+    ):
         TypeEngine.to_python_value(context, literal, BaseModelArtifact)

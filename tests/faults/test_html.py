@@ -73,7 +73,9 @@ class Page(HTMLParser):
 
 
 def made(folder: Path, hostile: str | None) -> ReportInputs:
-    """A run's report with one text everywhere that a user or a server can have one, or with a harmless one."""
+    """A run's report with one text everywhere that a user or a server can have one, or with a
+    harmless one.
+    """
     text = hostile or "harmless"
     recipe = Recipe.model_validate(
         {
@@ -87,12 +89,25 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
         }
     )
     folder.mkdir()
-    tables, evaluations = [], []
+    tables = []
+    evaluations = []
     for number, label in enumerate(("before", text)):
         picture = encode_png(np.full((1, 8, 8, 3), 90 * number, np.uint8))[0]
         rows = [
-            {"prompt_id": prompt, "sample": 0, "split": "held_out", "prompt": text, "target": text if prompt % 2 else None}
-            | {"image": picture, "reward": 0.1 * number, "ocr": 0.2, "exact_match": 0.0, "failure": text}
+            {
+                "prompt_id": prompt,
+                "sample": 0,
+                "split": "held_out",
+                "prompt": text,
+                "target": text if prompt % 2 else None,
+            }
+            | {
+                "image": picture,
+                "reward": 0.1 * number,
+                "ocr": 0.2,
+                "exact_match": 0.0,
+                "failure": text,
+            }
             for prompt in range(4)
         ]
         table = pa.Table.from_pylist(rows, schema=evaluation_schema(METRICS))
@@ -118,9 +133,21 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
             "guardrails": [decision.target.model_copy(update={"metric": text})],
         }
     )
-    record = StageRecord(label=text, algorithm=text, samples=8, optimizer_steps=2, seconds={text: 2.0}, alarms=[text, text])
+    record = StageRecord(
+        label=text,
+        algorithm=text,
+        samples=8,
+        optimizer_steps=2,
+        seconds={text: 2.0},
+        alarms=[text, text],
+    )
     tracked = TrackedRun(
-        run_id=text, experiment_id="1", tracking_uri=text, folder=text, recipe_digest=recipe.digest, started_at=0.0
+        run_id=text,
+        experiment_id="1",
+        tracking_uri=text,
+        folder=text,
+        recipe_digest=recipe.digest,
+        started_at=0.0,
     )
     return ReportInputs(
         recipe=recipe,
@@ -146,12 +173,24 @@ def test_a_report_has_the_same_elements_whatever_the_texts_say(tmp_path, harmles
     inputs = made(tmp_path / "inputs", hostile)
     write_report(tmp_path / "report.html", inputs)
     page = Page((tmp_path / "report.html").read_text())
-    drawn = {"path", "g", "use", "defs", "tspan", "clippath", "rect", "text", "style"}  # a chart's, as many as its labels need
+    drawn = {
+        "path",
+        "g",
+        "use",
+        "defs",
+        "tspan",
+        "clippath",
+        "rect",
+        "text",
+        "style",
+    }  # a chart's, as many as its labels need
     assert {tag: count for tag, count in page.elements.items() if tag not in drawn} == {
         tag: count for tag, count in harmless.elements.items() if tag not in drawn
     }
     assert page.elements.keys() == harmless.elements.keys()
-    assert {(tag, name) for tag, name, _ in page.attributes} == {(tag, name) for tag, name, _ in harmless.attributes}
+    assert {(tag, name) for tag, name, _ in page.attributes} == {
+        (tag, name) for tag, name, _ in harmless.attributes
+    }
     assert {name for _, name, value in page.attributes if PLANT in value} <= TEXT_MAY_STAND_IN
     assert page.comments == []
     assert PLANT in page.text
@@ -178,13 +217,21 @@ def test_a_deck_takes_the_page_as_it_is(hostile):
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_charts(hostile):
     evaluation = Evaluation(
-        label=hostile, policy_version=0, held_out={hostile: 0.5}, validation={}, coverage=1.0, velocity_drift=0.0, seconds={}
+        label=hostile,
+        policy_version=0,
+        held_out={hostile: 0.5},
+        validation={},
+        coverage=1.0,
+        velocity_drift=0.0,
+        seconds={},
     )
     progress = charts.progress([evaluation, evaluation], [hostile], hostile, evaluation)
     svg = progress[0].svg + charts.scatter([0.0, 1.0], [1.0, 1.0], hostile)
     page = Page(svg)
     assert {"script", "img", "iframe"}.isdisjoint(page.elements)
-    assert {name for _, name, value in page.attributes if PLANT in value or name.startswith("on")} == {"aria-label"}
+    assert {
+        name for _, name, value in page.attributes if PLANT in value or name.startswith("on")
+    } == {"aria-label"}
     assert page.comments == []
     assert PLANT in page.text
 
@@ -193,20 +240,28 @@ def test_charts(hostile):
 def test_pictures_hold_no_text_but_pixels(hostile):
     png = encode_png(np.zeros((1, 16, 16, 3), np.uint8))[0]
     buffer = io.BytesIO()
-    image_grid([png], [caption({"target": None, "prompt": hostile, "reward": 1.0})], columns=1).save(buffer, "PNG")
+    image_grid(
+        [png], [caption({"target": None, "prompt": hostile, "reward": 1.0})], columns=1
+    ).save(buffer, "PNG")
     assert PLANT.encode() not in buffer.getvalue()
     assert Image.open(buffer).info == {}
 
 
-@pytest.mark.parametrize("key", ["name", "promotion.model_name", "rewards.label", "rewards.metrics"])
-@pytest.mark.parametrize("hostile", [*HOSTILE, "../../x", "a/b", "a\\b", "..", "a\n", "", "/etc/passwd", "a\0b"])
+@pytest.mark.parametrize(
+    "key", ["name", "promotion.model_name", "rewards.label", "rewards.metrics"]
+)
+@pytest.mark.parametrize(
+    "hostile", [*HOSTILE, "../../x", "a/b", "a\\b", "..", "a\n", "", "/etc/passwd", "a\0b"]
+)
 def test_names_that_become_folders_columns_and_markdown_are_plain(key, hostile):
     """``name`` is in MLflow's note, which is markdown, and in the name of the run's folder."""
     recipes = {
         "name": {"name": hostile},
         "promotion.model_name": {"promotion": {"model_name": hostile}},
         "rewards.label": {"rewards": [{"name": "ocr", "label": hostile}]},
-        "rewards.metrics": {"rewards": [{"name": "remote", "url": "http://127.0.0.1", "metrics": [hostile]}]},
+        "rewards.metrics": {
+            "rewards": [{"name": "remote", "url": "http://127.0.0.1", "metrics": [hostile]}]
+        },
     }
     with pytest.raises(RecipeError, match="should match pattern|surrogate"):
         Recipe.model_validate(recipes[key])
@@ -219,12 +274,20 @@ def test_the_note_of_a_run_is_made_of_plain_names():
 
 
 def test_tables_dumps_and_notes_in_mlflow_stay_data(tmp_path):
-    """MLflow's UI renders tables and text files as text; what it gets is JSON with the same strings."""
+    """MLflow's UI renders tables and text files as text; what it gets is JSON with the same
+    strings.
+    """
     tracked = start_run(Recipe(output=str(tmp_path)), None)
     with node_run(tracked, "1.1 online") as run_logger:
         run_logger.log_table("samples", pa.table({"prompt": HOSTILE}))
         run_logger.log_params({"alarms": HOSTILE})
     client = connect(tracked.tracking_uri)
-    logged = json.loads(Path(client.download_artifacts(run_logger.run_id, "samples.json", str(tmp_path))).read_text())
+    logged = json.loads(
+        Path(
+            client.download_artifacts(run_logger.run_id, "samples.json", str(tmp_path))
+        ).read_text()
+    )
     assert [row[0] for row in logged["data"]] == HOSTILE
-    assert list(client.get_run(run_logger.run_id).data.params.values()) == [str(text) for text in HOSTILE]
+    assert list(client.get_run(run_logger.run_id).data.params.values()) == [
+        str(text) for text in HOSTILE
+    ]

@@ -1,4 +1,6 @@
-"""Ctrl-C in any phase of a local run: two lines that say how to resume, exit status 130, and no traceback."""
+"""Ctrl-C in any phase of a local run: two lines that say how to resume, exit status 130, and no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ RECIPE: dict[str, Any] = {
 POINTS = [
     "ebbflow.models.glyph_training.train:_loss:2",
     "ebbflow.evaluation.evaluate:_generate_and_score:1",
-    "ebbflow.training.update:PolicyUpdater.update:1",  # of the online stage, in the process of the command
+    # of the online stage, in the process of the command
+    "ebbflow.training.update:PolicyUpdater.update:1",
     "ebbflow.offline.training:_timed_update:1",  # of the offline stage, where ranks save first
 ]
 
@@ -33,7 +36,9 @@ def test_an_interrupted_run_says_how_to_resume(tmp_path: Path) -> None:
         (folder,) = (tmp_path / "runs").glob("tiny-*")
         said = printed.rstrip().splitlines()
         assert said.count("interrupted") == 1, printed
-        assert said[-1].startswith(f"{folder} keeps what is finished; resume with: again_cases.py run "), printed
+        assert said[-1].startswith(
+            f"{folder} keeps what is finished; resume with: again_cases.py run "
+        ), printed
         assert "Traceback" not in printed
         assert ("resuming the stopped run" in printed) == (start > 0)
     (checkpoint,) = (tmp_path / "runs").glob("*/checkpoints/1.2-offline/step-*")

@@ -1,6 +1,8 @@
-"""A stage that is killed anywhere and started again ends with the same bytes as one that was never killed.
+"""A stage that is killed anywhere and started again ends with the same bytes as one that was never
+killed.
 
-The points are drawn at random: ``EBBFLOW_FAULT_SEED`` draws others. Every one is a real process that kills itself with SIGKILL.
+The points are drawn at random: ``EBBFLOW_FAULT_SEED`` draws others. Every one is a real process
+that kills itself with SIGKILL.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from tests.glyph_stages import small_stage
 
 SEED = int(os.environ.get("EBBFLOW_FAULT_SEED", "1"))
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
-ONLINE = {"kind": "online", "steps": 4, "prompts_per_step": 2, "sampler": {"steps": 4}, "window": {"kind": "fixed", "size": 2}}
+ONLINE = {
+    "kind": "online",
+    "steps": 4,
+    "prompts_per_step": 2,
+    "sampler": {"steps": 4},
+    "window": {"kind": "fixed", "size": 2},
+}
 OFFLINE = {"kind": "offline", "prompts": 4, "shards": 2, "epochs": 2, "batch_size": 8}
 STAGES: dict[str, dict[str, Any]] = {
     "online": {
@@ -35,11 +43,21 @@ STAGES: dict[str, dict[str, Any]] = {
         "policy": {"train": "full"},
     },
     "one step off": {
-        "stage": ONLINE | {"algorithm": {"name": "mix_grpo"}, "mode": "one_step_off", "advantages": {"running": True}},
+        "stage": ONLINE
+        | {
+            "algorithm": {"name": "mix_grpo"},
+            "mode": "one_step_off",
+            "advantages": {"running": True},
+        },
         "policy": {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "max_decay": 0.5}},
     },
     "old policy": {
-        "stage": {**ONLINE, "algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}, "window": None},
+        "stage": {
+            **ONLINE,
+            "algorithm": {"name": "diffusion_nft"},
+            "sampler": {"name": "ode", "steps": 3},
+            "window": None,
+        },
         "policy": {"train": "full", "ema": {"slope": 0.5, "max_decay": 0.5}},
     },
     "offline": {
@@ -47,17 +65,29 @@ STAGES: dict[str, dict[str, Any]] = {
         "policy": {"train": "lora", "rank": 2, "ema": {"slope": 0.5, "max_decay": 0.5}},
     },
 }
-STUDENT = {"stage": {**ONLINE, "algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}, "window": None}}
+STUDENT = {
+    "stage": {
+        **ONLINE,
+        "algorithm": {"name": "dmd2", "fake_updates": 2},
+        "sampler": {"steps": 2},
+        "window": None,
+    }
+}
 STUDENT["policy"] = {"train": "lora", "rank": 2}
-A_STAGE, IN_MAKE_TEST = 8, 4
+A_STAGE = 8
+IN_MAKE_TEST = 4
 """Random points in each stage, and how many of them cover every kind in one or another stage."""
 
 
 class Stages:
-    """Folders with what a stage needs, each with an uninterrupted run in it, and processes that run in them."""
+    """Folders with what a stage needs, each with an uninterrupted run in it, and processes that run
+    in them.
+    """
 
     def __init__(self, folder: Path, base: Path, prompts: pa.Table) -> None:
-        self.folder, self.base, self.prompts = folder, base, prompts
+        self.folder = folder
+        self.base = base
+        self.prompts = prompts
         self.known: dict[str, dict[str, Any]] = {}
 
     def run(self, stage: str, name: str, death: Death | None = None) -> int | None:
@@ -73,12 +103,17 @@ class Stages:
     def whole(self, stage: str) -> dict[str, Any]:
         """What an uninterrupted run says of itself."""
         if stage not in self.known:
-            folder, keys = self.folder / stage, {**STAGES, "student": STUDENT}[stage]
+            folder = self.folder / stage
+            keys = {**STAGES, "student": STUDENT}[stage]
             folder.mkdir()
             (folder / "base").symlink_to(self.base)
             write_prompts(self.prompts, folder / "prompts.parquet")
-            training = {"group_size": 4, "micro_batch": 8, "checkpoints": {"every": 1}} | keys["stage"]
-            training = small_stage({key: value for key, value in training.items() if value is not None})
+            training = {"group_size": 4, "micro_batch": 8, "checkpoints": {"every": 1}} | keys[
+                "stage"
+            ]
+            training = small_stage(
+                {key: value for key, value in training.items() if value is not None}
+            )
             rewards = {"rewards": [{"name": "jpeg_incompressibility"}], "guardrails": []}
             recipe = {"stages": [training], "policy": keys["policy"], **rewards}
             (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -103,14 +138,18 @@ def last_checkpoint(folder):
     """Digest of every tensor of the newest checkpoint, the optimiser's too."""
     newest = max(folder.glob("step-*"))
     files = json.loads((newest / "manifest.json").read_text())["files"]
-    return newest.name, {name: about["sha256"] for name, about in files.items() if name.endswith(".safetensors")}
+    return newest.name, {
+        name: about["sha256"] for name, about in files.items() if name.endswith(".safetensors")
+    }
 
 
 def same_as_never_killed(stages, stage, name):
     folder = stages.folder / stage
     assert verify(folder / name) == verify(folder / "whole")
     assert untimed(stages.outcome(stage, name)["rows"]) == untimed(stages.whole(stage)["rows"])
-    assert last_checkpoint(folder / f"{name}-checkpoints") == last_checkpoint(folder / "whole-checkpoints")
+    assert last_checkpoint(folder / f"{name}-checkpoints") == last_checkpoint(
+        folder / "whole-checkpoints"
+    )
     left = [path.name for path in folder.rglob("*") if "partial" in path.name]
     assert left == []
 
@@ -121,11 +160,16 @@ def turn_of(stage, index):
 
 
 @pytest.mark.parametrize(
-    "index", [pytest.param(index, marks=[pytest.mark.exhaustive] * (index >= IN_MAKE_TEST)) for index in range(A_STAGE)]
+    "index",
+    [
+        pytest.param(index, marks=[pytest.mark.exhaustive] * (index >= IN_MAKE_TEST))
+        for index in range(A_STAGE)
+    ],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_anywhere_it_ends_with_the_same_bytes(stages, stage, index):
-    calls, draws = stages.whole(stage)["calls"], random.Random(f"{SEED} {stage} {index}")
+    calls = stages.whole(stage)["calls"]
+    draws = random.Random(f"{SEED} {stage} {index}")
     point = turn_of(stage, index)
     if point not in calls:
         point = draws.choice(sorted(calls))
@@ -136,7 +180,8 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(stages, stage, index):
 @pytest.mark.parametrize("point", POINTS)
 def test_a_student_killed_anywhere_ends_with_the_same_bytes(stages, point):
     """Its fake score and that one's optimiser, too."""
-    index, draws = list(POINTS).index(point), random.Random(f"{SEED} student {point}")
+    index = list(POINTS).index(point)
+    draws = random.Random(f"{SEED} student {point}")
     if point not in stages.whole("student")["calls"]:
         point = "before the optimiser's step"  # of one of the two, at another call
     kill_and_resume(stages, "student", index, point, draws)
@@ -147,7 +192,9 @@ def kill_and_resume(stages, stage, index, point, draws):
     death = Death(point, draws.randint(1, calls[point]), draws.random() < 0.5)
     name = f"killed-{index}"
     assert stages.run(stage, name, death) == -9, death
-    if draws.random() < 0.3:  # an attempt that saves nothing must not hide what the one before it saved
+    if (
+        draws.random() < 0.3
+    ):  # an attempt that saves nothing must not hide what the one before it saved
         assert stages.run(stage, name, Death("metrics", 1, ends=False)) in (-9, 0), death
     assert stages.run(stage, name) == 0, death
     same_as_never_killed(stages, stage, name)
@@ -163,7 +210,11 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_it(stages, stag
     content[-1] ^= 1
     part.write_bytes(content)
     assert stages.run(stage, "damaged") == 0
-    (logged,) = [text for text in stages.outcome(stage, "damaged")["logged"] if "checkpoint passed over" in text]
+    (logged,) = [
+        text
+        for text in stages.outcome(stage, "damaged")["logged"]
+        if "checkpoint passed over" in text
+    ]
     assert checkpoints[-1].name in logged
     assert part.name in logged
     same_as_never_killed(stages, stage, "damaged")

@@ -1,4 +1,6 @@
-"""MLflow goes away while a stage runs: the stage goes on, everything is delivered later and once, and the report says so."""
+"""MLflow goes away while a stage runs: the stage goes on, everything is delivered later and once,
+and the report says so.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.parent_run import log_results, start_run
 from ebbflow.tracking.store import connect
 
-FAST = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_TRACKING_URI": ""}
+FAST = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
+    "MLFLOW_TRACKING_URI": "",
+}
 
 
 class Server:
@@ -43,7 +49,18 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+        ]
         command += [
             "--backend-store-uri",
             f"sqlite:///{self.folder}/server.db",
@@ -51,8 +68,13 @@ class Server:
             str(self.folder / "a"),
         ]
         with (self.folder / "server.log").open("ab") as log:
-            environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_TRACKING_URI": ""}
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            environment = os.environ | {
+                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+                "MLFLOW_TRACKING_URI": "",
+            }
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
         for _ in range(1500):
             try:
                 urllib.request.urlopen(f"{self.uri}/health", timeout=0.2)
@@ -78,7 +100,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> Iterator[Server]:
-    start_run(recipe, None)  # makes the database that the server starts from: its own start is slow enough
+    start_run(
+        recipe, None
+    )  # makes the database that the server starts from: its own start is slow enough
     server = Server(tmp_path_factory.mktemp("mlflow"))
     shutil.copyfile(Path(recipe.output) / "mlflow.db", server.folder / "server.db")
     try:
@@ -95,7 +119,10 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steps(client: MlflowClient, run_id: str, key: str) -> list[int]:
-    return [metric.step for metric in sorted(client.get_metric_history(run_id, key), key=lambda metric: metric.step)]
+    return [
+        metric.step
+        for metric in sorted(client.get_metric_history(run_id, key), key=lambda metric: metric.step)
+    ]
 
 
 def child(tracked: TrackedRun, node: str) -> str:
@@ -110,8 +137,13 @@ def log_some(node, steps: range) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, tmp_path: Path) -> None:
-    tracked = start_run(Recipe.model_validate({"output": str(tmp_path), "tracking": {"uri": server.uri}}), "execution")
+def test_a_server_that_is_killed_during_a_stage_and_comes_back(
+    server: Server, tmp_path: Path
+) -> None:
+    tracked = start_run(
+        Recipe.model_validate({"output": str(tmp_path), "tracking": {"uri": server.uri}}),
+        "execution",
+    )
     client = connect(server.uri)
 
     with node_run(tracked, "1.1 online") as online:
@@ -120,19 +152,28 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
         log_some(online, range(300, 900))
         online.log_image("validation", Image.new("RGB", (8, 8)), step=5)
         online.log_params({"optimizer_steps": 900})
-        with node_run(tracked, "1.1 online rollout") as rollout:  # it ends before the server is back
+        with node_run(
+            tracked, "1.1 online rollout"
+        ) as rollout:  # it ends before the server is back
             log_some(rollout, range(3))
             rollout.log_table("samples", pa.table({"prompt": ["A"], "reward": [0.5]}))
             rollout.log_dataset("prompts", pa.table({"prompt": ["A"]}), "training", "made up")
             rollout.log_file("timeline.json", b"{}")
             rollout.log_image("held_out", Image.new("RGB", (8, 8), "red"), step=1)
         messages = deliver_saved(tracked)
-        assert any("1.1 online rollout: MLflow is away; 11 records wait in" in sentence for sentence in messages), messages
+        assert any(
+            "1.1 online rollout: MLflow is away; 11 records wait in" in sentence
+            for sentence in messages
+        ), messages
         assert any("cannot ask MLflow" in sentence for sentence in messages)
         server.start()
         log_some(online, range(900, 910))
 
-    assert steps(client, online.run_id, "reward/mean") == steps(client, online.run_id, "loss") == list(range(910))
+    assert (
+        steps(client, online.run_id, "reward/mean")
+        == steps(client, online.run_id, "loss")
+        == list(range(910))
+    )
     assert client.get_run(online.run_id).info.status == "FINISHED"
     assert client.get_run(online.run_id).data.params == {"optimizer_steps": "900"}
 
@@ -145,8 +186,12 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(server: Server, t
     run_id = child(tracked, "1.1 online rollout")
     assert steps(client, run_id, "loss") == [0, 1, 2]
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert {"samples.json", "timeline.json", "images"} <= {entry.path for entry in client.list_artifacts(run_id)}
-    assert json.loads(Path(client.download_artifacts(run_id, "samples.json", str(tmp_path))).read_text())["data"] == [["A", 0.5]]
+    assert {"samples.json", "timeline.json", "images"} <= {
+        entry.path for entry in client.list_artifacts(run_id)
+    }
+    assert json.loads(
+        Path(client.download_artifacts(run_id, "samples.json", str(tmp_path))).read_text()
+    )["data"] == [["A", 0.5]]
     assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
     assert not list((Path(tracked.folder) / pending.FOLDER).iterdir())
     assert deliver_saved(tracked) == messages, "nothing is delivered twice, and it stays known"
@@ -174,7 +219,15 @@ def away(monkeypatch: pytest.MonkeyPatch):
     def begin():
         context = monkeypatch.context()
         patched = context.__enter__()
-        for method in ("log_batch", "search_runs", "create_run", "set_terminated", "update_run", "log_image", "get_run"):
+        for method in (
+            "log_batch",
+            "search_runs",
+            "create_run",
+            "set_terminated",
+            "update_run",
+            "log_image",
+            "get_run",
+        ):
             patched.setattr(MlflowClient, method, refuse)
         return context
 
@@ -212,7 +265,9 @@ def test_the_next_attempt_delivers_what_the_last_one_kept(tracked: TrackedRun, a
 
 
 def test_what_a_killed_process_had_not_sent_comes_with_its_checkpoint(tracked: TrackedRun) -> None:
-    """Metrics travel in batches: after kill -9 those of the steps before the checkpoint may never have been sent."""
+    """Metrics travel in batches: after kill -9 those of the steps before the checkpoint may never
+    have been sent.
+    """
     first = MetricsRecorder(RunLogger(tracked, "train"))
     first.metrics_logger.flush()
     log_some(first, range(4))
@@ -236,7 +291,9 @@ def test_two_attempts_without_a_store_keep_everything_once(tracked: TrackedRun, 
     assert steps(connect(tracked.tracking_uri), child(tracked, "train"), "loss") == list(range(9))
 
 
-def test_a_restart_of_the_run_delivers_what_waits(recipe: Recipe, execution: str, tracked: TrackedRun, away) -> None:
+def test_a_restart_of_the_run_delivers_what_waits(
+    recipe: Recipe, execution: str, tracked: TrackedRun, away
+) -> None:
     with away(), node_run(tracked, "train") as run_logger:
         log_some(run_logger, range(3))
     assert start_run(recipe, execution) == tracked
@@ -258,7 +315,9 @@ def test_what_waits_is_kept_behind_a_uri_too(tracked: TrackedRun, away, tmp_path
     assert pending.load_all(behind.folder) == []
 
 
-def test_without_a_place_to_keep_them_they_are_lost_and_the_stage_is_not(tracked: TrackedRun, away, tmp_path, caplog) -> None:
+def test_without_a_place_to_keep_them_they_are_lost_and_the_stage_is_not(
+    tracked: TrackedRun, away, tmp_path, caplog
+) -> None:
     (tmp_path / "file").write_text("no folder")
     nowhere = tracked.model_copy(update={"folder": str(tmp_path / "file" / "run")})
     with away(), node_run(nowhere, "train") as run_logger:

@@ -1,4 +1,6 @@
-"""No pickle is ever read: a planted one never runs, and what only holds pickles is refused, with how to fix it."""
+"""No pickle is ever read: a planted one never runs, and what only holds pickles is refused, with
+how to fix it.
+"""
 
 from __future__ import annotations
 
@@ -36,28 +38,42 @@ from ebbflow.training.start import write_start
 from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [path for room in ("ebbflow", "tasks", "workflows", "containers") for path in sorted((ROOT / room).rglob("*.py"))]
+SOURCES = [
+    path
+    for room in ("ebbflow", "tasks", "workflows", "containers")
+    for path in sorted((ROOT / room).rglob("*.py"))
+]
 PICKLES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 ONLY_AN_ERROR = {("pickle", "UnpicklingError")}
 WITHOUT_WEIGHTS = ("Tokenizer", "TokenizerFast", "Scheduler", "Config", "Processor", "ProcessorPil")
 
-# ------------------------------------------------------------------------------------------------------------- in the source
+# ------------------------------------------------------------------------------------ in the source
 
 
 def calls(path: Path) -> Iterator[tuple[ast.Call, str, dict[str, ast.expr]]]:
-    """Every call of a file: what is called, and its keywords; those of a ``**`` have the key ``**``."""
+    """Every call of a file: what is called, and its keywords; those of a ``**`` have the key
+    ``**``.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
-            yield node, ast.unparse(node.func), {keyword.arg or "**": keyword.value for keyword in node.keywords}
+            yield (
+                node,
+                ast.unparse(node.func),
+                {keyword.arg or "**": keyword.value for keyword in node.keywords},
+            )
 
 
 def problems(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (f"import {name.name}" for name in node.names if name.name.split(".")[0] in PICKLES)
+            yield from (
+                f"import {name.name}" for name in node.names if name.name.split(".")[0] in PICKLES
+            )
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PICKLES:
             yield from (
-                f"from {node.module} import {name.name}" for name in node.names if (node.module, name.name) not in ONLY_AN_ERROR
+                f"from {node.module} import {name.name}"
+                for name in node.names
+                if (node.module, name.name) not in ONLY_AN_ERROR
             )
     for node, name, keywords in calls(path):
         if name in ("eval", "exec", "os.system", "np.fromfile", "pd.read_pickle"):
@@ -68,7 +84,12 @@ def problems(path: Path) -> Iterator[str]:
             yield ast.unparse(node)
         if is_true(keywords.get("shell")) or is_true(keywords.get("trust_remote_code")):
             yield ast.unparse(node)
-        if name.startswith("yaml.") and name != "yaml.safe_load" and "load" in name and not is_safe_loader(path, node):
+        if (
+            name.startswith("yaml.")
+            and name != "yaml.safe_load"
+            and "load" in name
+            and not is_safe_loader(path, node)
+        ):
             yield ast.unparse(node)
         if name.endswith(".from_pretrained") and not reads_only_safetensors(node, name, keywords):
             yield ast.unparse(node)
@@ -86,9 +107,15 @@ def is_safe_loader(path: Path, call: ast.Call) -> bool:
 
 
 def reads_only_safetensors(call: ast.Call, name: str, keywords: dict[str, ast.expr]) -> bool:
-    """Options that a ``**`` brings are looked up by the words in the file, which is enough to notice when they go."""
+    """Options that a ``**`` brings are looked up by the words in the file, which is enough to
+    notice when they go.
+    """
     kind = name.removesuffix(".from_pretrained")
-    return kind.endswith(WITHOUT_WEIGHTS) or is_true(keywords.get("use_safetensors")) or "**" in keywords
+    return (
+        kind.endswith(WITHOUT_WEIGHTS)
+        or is_true(keywords.get("use_safetensors"))
+        or "**" in keywords
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -118,13 +145,21 @@ def test_the_check_would_notice(tmp_path, line):
 
 def test_options_that_come_along_say_safetensors():
     for path in SOURCES:
-        named = [name for _, name, keywords in calls(path) if name.endswith(".from_pretrained") and "**" in keywords]
-        if [name for name in named if not name.removesuffix(".from_pretrained").endswith(WITHOUT_WEIGHTS)]:
+        named = [
+            name
+            for _, name, keywords in calls(path)
+            if name.endswith(".from_pretrained") and "**" in keywords
+        ]
+        if [
+            name
+            for name in named
+            if not name.removesuffix(".from_pretrained").endswith(WITHOUT_WEIGHTS)
+        ]:
             text = path.read_text()
             assert "use_safetensors=True" in text or '"use_safetensors": True' in text, path
 
 
-# ----------------------------------------------------------------------------------------------------------------- planted
+# ------------------------------------------------------------------------------------------ planted
 
 
 class Planted:
@@ -168,7 +203,13 @@ def with_pickles(source: Path, folder: Path, plant, replace: bool) -> Path:
     """A copy of a folder with a pickle of each usual name beside its weights, or in their place."""
     shutil.copytree(source, folder)
     for weights in list(folder.rglob("*.safetensors")):
-        names = (weights.stem, "pytorch_model", "diffusion_pytorch_model", "pytorch_lora_weights", "model")
+        names = (
+            weights.stem,
+            "pytorch_model",
+            "diffusion_pytorch_model",
+            "pytorch_lora_weights",
+            "model",
+        )
         for name in names:
             for ending in ("bin", "pt", "pth", "ckpt", "pkl"):
                 plant(weights.parent / f"{name}.{ending}", "pickle" if ending == "pkl" else "torch")
@@ -187,7 +228,9 @@ def with_pickles(source: Path, folder: Path, plant, replace: bool) -> Path:
 def test_a_glyph_base_model(base_folder, plant, tmp_path):
     load_model(with_pickles(base_folder, tmp_path / "beside", plant, replace=False))
     instead = with_pickles(base_folder, tmp_path / "instead", plant, replace=True)
-    with pytest.raises(ModelError, match=rf"{instead} cannot be read as a glyph base model .*safetensors"):
+    with pytest.raises(
+        ModelError, match=rf"{instead} cannot be read as a glyph base model .*safetensors"
+    ):
         load_model(instead)
 
 
@@ -211,7 +254,9 @@ def test_only_text_encoders_of_pickles(tiny_recipe, plant, tmp_path):
     for weights in (folder / "text_encoder").glob("*.safetensors"):
         weights.unlink()
     plant(folder / "text_encoder" / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=rf"{folder} cannot be read as a sd3 base model .*fetch it again"):
+    with pytest.raises(
+        ModelError, match=rf"{folder} cannot be read as a sd3 base model .*fetch it again"
+    ):
         load_model(folder, config)
 
 
@@ -229,7 +274,9 @@ def test_code_that_a_base_model_brings_along(tiny_recipe, flag, tmp_path):
 
 
 def test_only_parts_of_a_pipeline_are_downloaded(tiny_recipe, plant, tmp_path, monkeypatch):
-    snapshot = with_pickles(Path(tiny_recipe("sd3").model.path), tmp_path / "snapshot", plant, replace=False)
+    snapshot = with_pickles(
+        Path(tiny_recipe("sd3").model.path), tmp_path / "snapshot", plant, replace=False
+    )
     monkeypatch.setattr("ebbflow.models.prepare.pretrained_folder", lambda *_: snapshot)
     download_base("owner/name", "0" * 40, tmp_path / "base")
     endings = {path.suffix for path in (tmp_path / "base").rglob("*") if path.is_file()} - {""}
@@ -242,9 +289,14 @@ def test_a_policy(model, make_recipe, plant, tmp_path, train):
     policy = Policy(model, recipe.policy, 0)
     policy.ensure("old")
     policy.save(
-        tmp_path / "p", PolicyMetadata(base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",))
+        tmp_path / "p",
+        PolicyMetadata(
+            base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",)
+        ),
     )
-    policy.load(with_pickles(tmp_path / "p", tmp_path / "beside", plant, replace=False), to_train=True)
+    policy.load(
+        with_pickles(tmp_path / "p", tmp_path / "beside", plant, replace=False), to_train=True
+    )
     instead = with_pickles(tmp_path / "p", tmp_path / "instead", plant, replace=True)
     with pytest.raises(Exception, match=str(instead)):
         policy.load(instead, to_train=True)
@@ -255,8 +307,13 @@ def test_a_published_lora(base_folder, make_recipe, plant, tmp_path):
     for name in ("pytorch_lora_weights.bin", "adapter_model.bin", "lora.pt"):
         file = plant(tmp_path / "lora" / name)
         for source in (file, tmp_path / "lora"):
-            recipe = make_recipe(policy={"train": "lora", "rank": 2, "start": {"path": str(source)}})
-            with pytest.raises(Exception, match=rf"policy\.start: .*{tmp_path}/lora.*safetensors|cannot be read as a LoRA"):
+            recipe = make_recipe(
+                policy={"train": "lora", "rank": 2, "start": {"path": str(source)}}
+            )
+            with pytest.raises(
+                Exception,
+                match=rf"policy\.start: .*{tmp_path}/lora.*safetensors|cannot be read as a LoRA",
+            ):
                 write_start(recipe, base_folder, source, tmp_path / "start")
     assert not (tmp_path / "start").exists()
 
@@ -270,8 +327,13 @@ def test_weights_of_a_reward(plant, tmp_path, how, ending):
 
 
 def pickled_type(flag: Path) -> pa.Schema:
-    """A schema whose column says that it is of the extension type which Arrow once made by reading a pickle."""
-    extension = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Planted(flag))}
+    """A schema whose column says that it is of the extension type which Arrow once made by reading
+    a pickle.
+    """
+    extension = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Planted(flag)),
+    }
     about = {b"pandas": pickle.dumps(Planted(flag)), b"ebbflow": pickle.dumps(Planted(flag))}
     return pa.schema([pa.field("prompt", pa.string(), metadata=extension)], metadata=about)
 
@@ -284,7 +346,17 @@ def test_a_table(flag, tmp_path):
     assert len(rows) == 1
 
 
-@pytest.mark.parametrize("name", ["prompts.npy", "prompts.pkl", "prompts.parquet", "prompts.jsonl", "prompts.csv", "prompts.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prompts.npy",
+        "prompts.pkl",
+        "prompts.parquet",
+        "prompts.jsonl",
+        "prompts.csv",
+        "prompts.txt",
+    ],
+)
 def test_prompts_and_pairs_that_are_pickles(plant, tmp_path, name):
     file = plant(tmp_path / name, "pickle")
     with pytest.raises(PromptError, match=name):
@@ -295,7 +367,11 @@ def test_prompts_and_pairs_that_are_pickles(plant, tmp_path, name):
 
 def test_a_recipe_in_yaml(flag, tmp_path):
     file = tmp_path / "recipe.yaml"
-    for tag in ("!!python/object/apply:pathlib.Path.touch", "!!python/name:os.system", "!!python/object/new:os.system"):
+    for tag in (
+        "!!python/object/apply:pathlib.Path.touch",
+        "!!python/name:os.system",
+        "!!python/object/new:os.system",
+    ):
         file.write_text(f"name: {tag} ['{flag}']\n")
         with pytest.raises(RecipeError, match="recipe.yaml:1:7: not valid YAML"):
             load_recipe(file)

@@ -42,12 +42,16 @@ PLANTED = {
 
 
 class Scorer(BaseHTTPRequestHandler):
-    """A reward that wants its token, fails for every third image and tells everybody the token when it does."""
+    """A reward that wants its token, fails for every third image and tells everybody the token when
+    it does.
+    """
 
     asked = 0
 
     def do_GET(self) -> None:
-        self._answer(200, {"reward": f"brightness for {self.headers['Authorization']}", "ready": True})
+        self._answer(
+            200, {"reward": f"brightness for {self.headers['Authorization']}", "ready": True}
+        )
 
     def do_POST(self) -> None:
         token = PLANTED["REWARD_TOKEN"]
@@ -56,10 +60,14 @@ class Scorer(BaseHTTPRequestHandler):
         if self.headers["Authorization"] != f"Bearer {token}":
             self._answer(401, {"error": "no token"})
         elif self.asked % 9 == 0:
-            self._answer(500, {"error": f"wrong header Authorization: {self.headers['Authorization']}"})
+            self._answer(
+                500, {"error": f"wrong header Authorization: {self.headers['Authorization']}"}
+            )
         else:
             count = len(request["images"])
-            scores = [None if index % 3 == 0 else 0.1 + 0.9 * index / count for index in range(count)]
+            scores = [
+                None if index % 3 == 0 else 0.1 + 0.9 * index / count for index in range(count)
+            ]
             failures = dict.fromkeys(range(0, count, 3), f"the token {token} is out of quota")
             self._answer(200, {"scores": scores, "failures": failures, "metrics": {}})
 
@@ -90,25 +98,37 @@ def texts(path: Path) -> Iterator[bytes]:
     if path.suffix == ".parquet" or content[:4] == b"PAR1":
         table = pq.read_table(path)
         yield repr(
-            [column.to_pylist() for name, column in zip(table.column_names, table.columns, strict=True) if name != "image"]
+            [
+                column.to_pylist()
+                for name, column in zip(table.column_names, table.columns, strict=True)
+                if name != "image"
+            ]
         ).encode()
         yield repr(table.schema.metadata).encode()
     if content[:15] == b"SQLite format 3":
         with contextlib.closing(sqlite3.connect(path)) as database:
             yield "\n".join(database.iterdump()).encode()
-    for found in re.finditer(rb"(?:zTXt|iTXt)", content[:4096] if content[:4] == b"\x89PNG" else b""):
+    for found in re.finditer(
+        rb"(?:zTXt|iTXt)", content[:4096] if content[:4] == b"\x89PNG" else b""
+    ):
         with contextlib.suppress(zlib.error):
             yield zlib.decompress(content[found.end() :])
 
 
 def spellings(secret: str) -> set[bytes]:
-    """A secret as it is, backwards quoting aside: as base64 at every alignment, and in the header of a basic login."""
+    """A secret as it is, backwards quoting aside: as base64 at every alignment, and in the header
+    of a basic login.
+    """
     encoded = {base64.b64encode(b"x" * shift + secret.encode())[4:-4] for shift in range(3)}
     return {secret.encode(), *encoded}
 
 
 def found_in(content: bytes) -> list[str]:
-    return [name for name, secret in PLANTED.items() if any(spelling in content for spelling in spellings(secret))]
+    return [
+        name
+        for name, secret in PLANTED.items()
+        if any(spelling in content for spelling in spellings(secret))
+    ]
 
 
 def test_the_search_would_find_them(tmp_path):
@@ -127,7 +147,14 @@ def test_the_search_would_find_them(tmp_path):
 def test_a_whole_run(url, tmp_path, monkeypatch):
     for name, secret in PLANTED.items():
         monkeypatch.setenv(name, secret)
-    reward = {"name": "remote", "url": url, "token_variable": "REWARD_TOKEN", "attempts": 1, "batch": 4, "timeout": 30}
+    reward = {
+        "name": "remote",
+        "url": url,
+        "token_variable": "REWARD_TOKEN",
+        "attempts": 1,
+        "batch": 4,
+        "timeout": 30,
+    }
     changes = {
         "rewards": [reward],
         "guardrails": [],
@@ -140,21 +167,37 @@ def test_a_whole_run(url, tmp_path, monkeypatch):
     assert Scorer.asked > 9
     assert found_in(done.stdout.encode() + done.stderr.encode()) == []
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    leaks = {str(path): found for path in files for text in texts(path) if (found := found_in(text))}
+    leaks = {
+        str(path): found for path in files for text in texts(path) if (found := found_in(text))
+    }
     assert leaks == {}
-    scores = [path for path in files if path.suffix == ".parquet" and "failure" in pq.read_schema(path).names]
-    failures = {text for path in scores for text in pq.read_table(path)["failure"].to_pylist() if text}
-    assert any("the token *** is out of quota" in text for text in failures), "the test is to see what failed"
+    scores = [
+        path
+        for path in files
+        if path.suffix == ".parquet" and "failure" in pq.read_schema(path).names
+    ]
+    failures = {
+        text for path in scores for text in pq.read_table(path)["failure"].to_pylist() if text
+    }
+    assert any("the token *** is out of quota" in text for text in failures), (
+        "the test is to see what failed"
+    )
 
 
 WITH_A_SECRET = {
     "tracking": {"tracking": {"uri": "http://user:SECRET@host:5000"}},
     "database": {"tracking": {"uri": "postgresql://user:SECRET@host/mlflow"}},
     "token as user": {"tracking": {"uri": "https://SECRET@host"}},
-    "signed prompts": {"prompts": {"source": "https://bucket.s3.amazonaws.com/p.txt?X-Amz-Signature=SECRET&X-Amz-Date=1"}},
+    "signed prompts": {
+        "prompts": {
+            "source": "https://bucket.s3.amazonaws.com/p.txt?X-Amz-Signature=SECRET&X-Amz-Date=1"
+        }
+    },
     "output": {"output": "s3://key:SECRET@bucket/runs"},
     "reward": {"rewards": [{"name": "remote", "url": "http://user:SECRET@127.0.0.1:80"}]},
-    "query of a reward": {"rewards": [{"name": "remote", "url": "http://127.0.0.1:80?token=SECRET"}]},
+    "query of a reward": {
+        "rewards": [{"name": "remote", "url": "http://127.0.0.1:80?token=SECRET"}]
+    },
     "wrong elsewhere": {"seed": "x", "tracking": {"uri": "http://user:SECRET@host:5000"}},
     "in options": {"rewards": [{"name": "a.b:C", "options": {"at": ["http://u:SECRET@host"]}}]},
     "slash": {"tracking": {"uri": "http://user:SEC@RET@host:5000"}},
@@ -190,21 +233,37 @@ def test_a_token_in_the_place_of_its_variables_name():
 
 
 def test_options_that_only_sound_like_secrets():
-    keys = ["tokenizer", "max_tokens", "keys", "token_variable", "eos_token", "trigger_token", "secret_name", "token_path"]
+    keys = [
+        "tokenizer",
+        "max_tokens",
+        "keys",
+        "token_variable",
+        "eos_token",
+        "trigger_token",
+        "secret_name",
+        "token_path",
+    ]
     Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": dict.fromkeys(keys, "x")}]})
 
 
-@pytest.mark.parametrize("key", ["token", "hf_token", "accessToken", "clientSecret", "api-key", "password", "service_token"])
+@pytest.mark.parametrize(
+    "key",
+    ["token", "hf_token", "accessToken", "clientSecret", "api-key", "password", "service_token"],
+)
 def test_options_that_are_secrets(key):
     with pytest.raises(RecipeError, match=rf"options\.{key} is a secret, by its name") as raised:
         Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": {key: "SECRET"}}]})
     assert "SECRET" not in str(raised.value)
 
 
-@pytest.mark.parametrize("key", ["token", "api_key", "password", "hf_token", "clientSecret", "tokens"])
+@pytest.mark.parametrize(
+    "key", ["token", "api_key", "password", "hf_token", "clientSecret", "tokens"]
+)
 def test_a_key_that_is_none_and_holds_a_secret(key):
     with pytest.raises(RecipeError, match=f"{key}: unknown key") as raised:
-        Recipe.model_validate({"rewards": [{"name": "remote", "url": "http://127.0.0.1:80", key: "SECRET"}]})
+        Recipe.model_validate(
+            {"rewards": [{"name": "remote", "url": "http://127.0.0.1:80", key: "SECRET"}]}
+        )
     assert "SECRET" not in str(raised.value)
 
 
@@ -225,10 +284,16 @@ def test_what_has_no_secret_stays_as_it_is():
         "mail@host: a://b",
     ):
         assert redact(text) == text
-    assert redact("GET http://me:word@host:1/x?a=1&api_key=k failed") == "GET http://***@host:1/x?a=1&api_key=*** failed"
+    assert (
+        redact("GET http://me:word@host:1/x?a=1&api_key=k failed")
+        == "GET http://***@host:1/x?a=1&api_key=*** failed"
+    )
 
 
-@pytest.mark.parametrize("uri", ["http://user:SECRET@127.0.0.1:1", "https://SECRET@host", "postgresql://u:SEC/RET@db/mlflow"])
+@pytest.mark.parametrize(
+    "uri",
+    ["http://user:SECRET@127.0.0.1:1", "https://SECRET@host", "postgresql://u:SEC/RET@db/mlflow"],
+)
 def test_the_environments_tracking_uri_with_a_password_is_refused(tmp_path, monkeypatch, uri):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     with pytest.raises(TrackingError, match="MLFLOW_TRACKING_PASSWORD") as raised:

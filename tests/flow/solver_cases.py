@@ -2,7 +2,8 @@
 
 import torch
 
-DATA_MEAN, DATA_STD = 1.5, 0.5
+DATA_MEAN = 1.5
+DATA_STD = 0.5
 
 
 def schedule(steps, shift=3.0):

@@ -14,12 +14,15 @@ from ebbflow.flow.transition import transition
 
 
 def exact_path(z, sigma):
-    """Where the exact flow of that velocity takes z ~ N(0, 1) of sigma = 1: every quantile of a Gaussian stays one."""
+    """Where the exact flow of that velocity takes z ~ N(0, 1) of sigma = 1: every quantile of a
+    Gaussian stays one.
+    """
     return (1 - sigma) * DATA_MEAN + torch.sqrt((1 - sigma) ** 2 * DATA_STD**2 + sigma**2) * z
 
 
 def solve(x, velocity, sigmas):
-    clean, path = None, [x]
+    clean = None
+    path = [x]
     for step in range(len(sigmas) - 1):
         x, clean = dpm_solver_step(x, velocity(x, sigmas[step]), clean, sigmas, step)
         path.append(x)
@@ -57,12 +60,15 @@ def test_every_step_is_that_of_diffusers(steps, first):
     ours = solve(latents, bent_velocity, sigmas)
     peer.set_begin_index(0)
     for step in range(steps):
-        latents = peer.step(bent_velocity(latents, sigmas[step]), peer.timesteps[step], latents).prev_sample
+        latents = peer.step(
+            bent_velocity(latents, sigmas[step]), peer.timesteps[step], latents
+        ).prev_sample
         assert (ours[step + 1] - latents).abs().max() < 1e-5
 
 
 def test_the_first_the_last_and_the_step_after_pure_noise_are_euler_and_no_other_is():
-    sigmas, x = schedule(6), noise(2, 4)
+    sigmas = schedule(6)
+    x = noise(2, 4)
     clean = None
     for step in range(6):
         velocity = bent_velocity(x, sigmas[step])
@@ -70,11 +76,13 @@ def test_the_first_the_last_and_the_step_after_pure_noise_are_euler_and_no_other
         distance = (after - transition("ode", x, velocity, sigmas, step).mean).abs().max()
         assert torch.allclose(clean_now, x - sigmas[step] * velocity, atol=1e-12)
         assert distance < 1e-12 if step in (0, 1, 5) else distance > 1e-3
-        x, clean = after, clean_now
+        x = after
+        clean = clean_now
 
 
 def test_it_can_start_at_any_step_and_is_euler_there():
-    sigmas, x = schedule(6), noise(2, 4)
+    sigmas = schedule(6)
+    x = noise(2, 4)
     velocity = bent_velocity(x, sigmas[3])
     after, _ = dpm_solver_step(x, velocity, None, sigmas, 3)
     assert torch.allclose(after, transition("ode", x, velocity, sigmas, 3).mean, atol=1e-12)
@@ -83,7 +91,11 @@ def test_it_can_start_at_any_step_and_is_euler_there():
 def test_a_constant_clean_prediction_is_reached_exactly_whatever_the_steps():
     data = noise(2, 4)
     for steps in (1, 2, 7):
-        end = solve(torch.ones(2, 4, dtype=torch.float64), lambda x, sigma: (x - data) / sigma, schedule(steps))[-1]
+        end = solve(
+            torch.ones(2, 4, dtype=torch.float64),
+            lambda x, sigma: (x - data) / sigma,
+            schedule(steps),
+        )[-1]
         assert torch.allclose(end, data, atol=1e-12)
 
 
@@ -91,13 +103,16 @@ def test_it_is_of_second_order_and_euler_of_first():
     z = torch.tensor([[-2.0], [-0.4], [1.0]], dtype=torch.float64)
 
     def error(solver, steps):
-        # Inside (0, 1): at the ends of a whole schedule lambda is infinite, and a few steps there are of first order.
+        # Inside (0, 1): at the ends of a whole schedule lambda is infinite, and a few steps there
+        # are of first order.
         sigmas = torch.linspace(0.9, 0.1, steps + 1, dtype=torch.float64)
         end = solver(exact_path(z, sigmas[0]), affine_velocity, sigmas)
         return (end - exact_path(z, sigmas[-1])).abs().max().item()
 
     for steps in (80, 160):
-        second = error(lambda *case: solve(*case)[-1], steps) / error(lambda *case: solve(*case)[-1], 2 * steps)
+        second = error(lambda *case: solve(*case)[-1], steps) / error(
+            lambda *case: solve(*case)[-1], 2 * steps
+        )
         assert second == pytest.approx(4, rel=0.1)
         assert error(euler, steps) / error(euler, 2 * steps) == pytest.approx(2, rel=0.05)
 
@@ -105,7 +120,8 @@ def test_it_is_of_second_order_and_euler_of_first():
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 @pytest.mark.parametrize("steps", [10, 20, 40])
 def test_over_a_whole_schedule_it_ends_nearer_to_the_exact_flow_than_euler(steps, shift):
-    z, sigmas = noise(100, 1), schedule(steps, shift)
+    z = noise(100, 1)
+    sigmas = schedule(steps, shift)
     exact = exact_path(z, sigmas[-1])
     ends = solve(z, affine_velocity, sigmas)[-1], euler(z, affine_velocity, sigmas)
     ours, eulers = ((end - exact).pow(2).mean().sqrt() for end in ends)
@@ -113,7 +129,9 @@ def test_over_a_whole_schedule_it_ends_nearer_to_the_exact_flow_than_euler(steps
 
 
 def test_bf16_input_is_computed_in_float32():
-    latents, velocity, before = (noise(2, 4, dtype=torch.float32).bfloat16() * scale for scale in (1, 2, 3))
+    latents, velocity, before = (
+        noise(2, 4, dtype=torch.float32).bfloat16() * scale for scale in (1, 2, 3)
+    )
     low = dpm_solver_step(latents, velocity, before.float(), schedule(6), 3)
     full = dpm_solver_step(latents.float(), velocity.float(), before.float(), schedule(6), 3)
     for ours, theirs in zip(low, full, strict=True):

@@ -37,7 +37,9 @@ def test_torch_and_numpy_seeds_do_not_matter():
 
 
 def in_common(here, there):
-    """How many values two draws share, wherever they are: a draw must not go on where another one started."""
+    """How many values two draws share, wherever they are: a draw must not go on where another one
+    started.
+    """
     return len(set(here.flatten().tolist()) & set(there.flatten().tolist()))
 
 
@@ -61,13 +63,21 @@ def test_swapping_parts_of_the_key_changes_the_noise():
 @given(natural, st.lists(natural, min_size=2, max_size=20, unique=True))
 def test_no_two_draws_of_a_grid_are_alike(seed, prompt_ids):
     first = {
-        generator(seed, prompt_id, sample, step).random() for prompt_id in prompt_ids for sample in (0, 1) for step in (0, 1)
+        generator(seed, prompt_id, sample, step).random()
+        for prompt_id in prompt_ids
+        for sample in (0, 1)
+        for step in (0, 1)
     }
     assert len(first) == 4 * len(prompt_ids)
 
 
 def test_neighbouring_keys_are_independent_standard_normal():
-    draws = noise((64,), 0, [p for p in range(40) for _ in range(40)], [s for _ in range(40) for s in range(40)]).double()
+    draws = noise(
+        (64,),
+        0,
+        [p for p in range(40) for _ in range(40)],
+        [s for _ in range(40) for s in range(40)],
+    ).double()
     count = draws.numel()
     assert abs(draws.mean().item()) < 4 / count**0.5
     assert abs(draws.var().item() - 1) < 4 * (2 / count) ** 0.5
@@ -102,7 +112,11 @@ def test_keys_and_samples_go_together():
 
 
 def test_derived_seeds_differ_by_run_and_place():
-    places = [("stage", r, s) for r in range(20) for s in range(20)] + [("evaluation",), ("stage", 0), ("base",)]
+    places = [("stage", r, s) for r in range(20) for s in range(20)] + [
+        ("evaluation",),
+        ("stage", 0),
+        ("base",),
+    ]
     seeds = {derive_seed(run, *path) for run in range(20) for path in places}
     assert len(seeds) == 20 * len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)

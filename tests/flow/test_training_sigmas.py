@@ -1,4 +1,6 @@
-"""The sigmas of forward-process losses: published choices by their moments, and draws that depend on their keys alone."""
+"""The sigmas of forward-process losses: published choices by their moments, and draws that depend
+on their keys alone.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,11 @@ def test_the_published_pairs_of_dpo_are_noised_to_a_shifted_logit_normal():
 
 
 def test_awm_weighs_the_first_of_its_sigmas_twice():
-    """Published code: runs of the indices 1 to 11 that begin at floor(linspace(1, 12, 7)), a uniform index of each."""
-    sigmas, points = draw(AWMConfig().sigma, 6, sd3(14)), sd3(14)
+    """Published code: runs of the indices 1 to 11 that begin at floor(linspace(1, 12, 7)), a
+    uniform index of each.
+    """
+    sigmas = draw(AWMConfig().sigma, 6, sd3(14))
+    points = sd3(14)
     shares = [(sigmas == point).float().mean().item() for point in points[:-1]]
     assert shares == pytest.approx([0, 1 / 6, *[1 / 12] * 10, 0, 0], abs=0.01)
     runs = [set(row.unique().tolist()) for row in sigmas]
@@ -79,7 +84,9 @@ def test_awm_weighs_the_first_of_its_sigmas_twice():
 @pytest.mark.parametrize("draws", [4, 9, 10, 25])
 def test_unstratified_points_of_a_schedule_are_drawn_without_replacement(draws):
     schedule = sd3(10)
-    for sample in draw(SigmaConfig(kind="schedule", stratified=False), draws, schedule, samples=50).T:
+    for sample in draw(
+        SigmaConfig(kind="schedule", stratified=False), draws, schedule, samples=50
+    ).T:
         counts = [int((sample == point).sum()) for point in schedule[:-1]]
         assert sum(counts) == draws
         assert max(counts) - min(counts) <= 1
@@ -93,7 +100,8 @@ def test_every_order_of_a_schedule_is_the_samples_own():
 @pytest.mark.parametrize("stratified", [True, False])
 @pytest.mark.parametrize("kind", ["uniform", "logit_normal", "schedule"])
 def test_draws_depend_on_the_sample_and_the_visit_alone(kind, stratified):
-    config, schedule = SigmaConfig(kind=kind, stratified=stratified), sd3(10)
+    config = SigmaConfig(kind=kind, stratified=stratified)
+    schedule = sd3(10)
     uniform = torch.rand(3, 6, generator=torch.Generator().manual_seed(0))
     whole = training_sigmas(config, schedule, keys_of(6), 2, uniform)
     assert torch.equal(training_sigmas(config, schedule, keys_of(6), 2, uniform), whole)
@@ -102,12 +110,20 @@ def test_draws_depend_on_the_sample_and_the_visit_alone(kind, stratified):
 
 
 def test_another_visit_has_another_order():
-    config, schedule, uniform = SigmaConfig(kind="schedule", stratified=False), sd3(10), torch.zeros(9, 1)
-    orders = {tuple(training_sigmas(config, schedule, keys_of(1), visit, uniform)[:, 0].tolist()) for visit in range(20)}
+    config = SigmaConfig(kind="schedule", stratified=False)
+    schedule = sd3(10)
+    uniform = torch.zeros(9, 1)
+    orders = {
+        tuple(training_sigmas(config, schedule, keys_of(1), visit, uniform)[:, 0].tolist())
+        for visit in range(20)
+    }
     assert len(orders) == 20
 
 
-@pytest.mark.parametrize(("kind", "shift"), [("uniform", 1.0), ("uniform", 3.0), ("logit_normal", 1.0), ("logit_normal", 3.0)])
+@pytest.mark.parametrize(
+    ("kind", "shift"),
+    [("uniform", 1.0), ("uniform", 3.0), ("logit_normal", 1.0), ("logit_normal", 3.0)],
+)
 def test_a_band_is_the_distribution_given_that_sigma_lies_in_it(kind, shift):
     config = SigmaConfig(kind=kind, shift=shift, min=0.3, max=0.8)
     narrow = draw(config, 4, sd3(10)).flatten().sort().values
@@ -123,10 +139,20 @@ def test_stratified_draws_take_equal_parts_and_others_the_whole():
     uniform = torch.rand(4, 500, generator=torch.Generator().manual_seed(0))
     parts = training_sigmas(SigmaConfig(kind="uniform"), sd3(10), keys_of(500), 0, uniform)
     assert torch.equal(parts, (torch.arange(4)[:, None] + uniform) / 4)
-    assert torch.equal(training_sigmas(SigmaConfig(kind="uniform", stratified=False), sd3(10), keys_of(500), 0, uniform), uniform)
+    assert torch.equal(
+        training_sigmas(
+            SigmaConfig(kind="uniform", stratified=False), sd3(10), keys_of(500), 0, uniform
+        ),
+        uniform,
+    )
 
 
-@given(steps=st.integers(2, 30), draws=st.integers(1, 40), stratified=st.booleans(), low=st.floats(0, 0.9))
+@given(
+    steps=st.integers(2, 30),
+    draws=st.integers(1, 40),
+    stratified=st.booleans(),
+    low=st.floats(0, 0.9),
+)
 def test_every_schedule_gives_points_of_its_band(steps, draws, stratified, low):
     config = SigmaConfig(kind="schedule", min=low, stratified=stratified)
     sigmas = draw(config, draws, sd3(steps), samples=3)
@@ -137,7 +163,9 @@ def test_every_schedule_gives_points_of_its_band(steps, draws, stratified, low):
 
 
 def test_a_band_without_a_point_names_the_schedule_and_the_ways_out():
-    with pytest.raises(ValueError, match=r"schedule \(1, 0\.858, 0\.602, .*min = 0\.91.*max = 0\.95.*steps"):
+    with pytest.raises(
+        ValueError, match=r"schedule \(1, 0\.858, 0\.602, .*min = 0\.91.*max = 0\.95.*steps"
+    ):
         schedule_points(SigmaConfig(kind="schedule", min=0.91, max=0.95), sd3(4))
 
 

@@ -1,4 +1,6 @@
-"""ALGORITHMS.md, section 1: one transition against the golden table, the published steps and exact Gaussians."""
+"""ALGORITHMS.md, section 1: one transition against the golden table, the published steps and exact
+Gaussians.
+"""
 
 import math
 
@@ -27,7 +29,9 @@ def schedule(steps):
 
 def random_step(seed=0, rows=3):
     generator = torch.Generator().manual_seed(seed)
-    latents, velocity, noise = (torch.randn(rows, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    latents, velocity, noise = (
+        torch.randn(rows, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     return latents, velocity, noise
 
 
@@ -44,7 +48,9 @@ def random_step(seed=0, rows=3):
     ],
 )
 def test_golden_table(shift_3, sampler, eta, step, mean, std, score):
-    latents, velocity, after = (torch.full((2, 1, 4, 4), value, dtype=torch.float64) for value in (0.3, -0.5, 0.25))
+    latents, velocity, after = (
+        torch.full((2, 1, 4, 4), value, dtype=torch.float64) for value in (0.3, -0.5, 0.25)
+    )
     move = transition(sampler, latents, velocity, shift_3, step, eta)
     assert move.mean.flatten().tolist() == pytest.approx([mean] * 32, abs=1e-6)
     assert move.std.item() == pytest.approx(std, abs=1e-6)
@@ -55,12 +61,16 @@ def test_the_published_noise_levels_are_the_defaults(shift_3):
     assert DEFAULT_ETA == {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
     latents, velocity, _ = random_step()
     for sampler in SAMPLERS:
-        left_out, given = (transition(sampler, latents, velocity, shift_3, 2, eta) for eta in (None, DEFAULT_ETA[sampler]))
+        left_out, given = (
+            transition(sampler, latents, velocity, shift_3, 2, eta)
+            for eta in (None, DEFAULT_ETA[sampler])
+        )
         assert torch.equal(left_out.mean, given.mean)
         assert torch.equal(left_out.std, given.std)
 
 
-# The steps as their papers and reference implementations write them; x is the latent, v the velocity, z the noise.
+# The steps as their papers and reference implementations write them; x is the latent, v the
+# velocity, z the noise.
 
 
 def published_ode(x, v, z, sigmas, i, eta):
@@ -69,7 +79,8 @@ def published_ode(x, v, z, sigmas, i, eta):
 
 def published_flow_sde(x, v, z, sigmas, i, eta):
     """Flow-GRPO: dx = [v + s^2 / (2 sigma) (x + (1 - sigma) v)] dt + s sqrt|dt| z."""
-    sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+    sigma = sigmas[i]
+    dt = sigmas[i + 1] - sigmas[i]
     s = torch.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma))) * eta
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
     return mean + s * torch.sqrt(-dt) * z
@@ -77,19 +88,31 @@ def published_flow_sde(x, v, z, sigmas, i, eta):
 
 def published_dance_sde(x, v, z, sigmas, i, eta):
     """DanceGRPO: the Euler step, corrected by the score of the marginal."""
-    sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+    sigma = sigmas[i]
+    dt = sigmas[i + 1] - sigmas[i]
     score = -(x - (x - sigma * v) * (1 - sigma)) / sigma**2
     return x + dt * v - 0.5 * eta**2 * score * dt + eta * torch.sqrt(-dt) * z
 
 
 def published_cps(x, v, z, sigmas, i, eta):
-    """Coefficients-preserving sampling: predicted data and noise at their coefficients, part of the noise made anew."""
+    """Coefficients-preserving sampling: predicted data and noise at their coefficients, part of the
+    noise made anew.
+    """
     after = sigmas[i + 1]
     std = after * math.sin(eta * math.pi / 2)
-    return (x - sigmas[i] * v) * (1 - after) + (x + v * (1 - sigmas[i])) * torch.sqrt(after**2 - std**2) + std * z
+    return (
+        (x - sigmas[i] * v) * (1 - after)
+        + (x + v * (1 - sigmas[i])) * torch.sqrt(after**2 - std**2)
+        + std * z
+    )
 
 
-PUBLISHED = {"ode": published_ode, "flow_sde": published_flow_sde, "dance_sde": published_dance_sde, "cps": published_cps}
+PUBLISHED = {
+    "ode": published_ode,
+    "flow_sde": published_flow_sde,
+    "dance_sde": published_dance_sde,
+    "cps": published_cps,
+}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -99,7 +122,9 @@ def test_the_one_transition_is_the_published_step(shift_3, sampler, eta):
         latents, velocity, noise = random_step(seed=step)
         ours = sample(transition(sampler, latents, velocity, shift_3, step, eta), noise)
         assert ours.dtype == torch.float64
-        assert (ours - PUBLISHED[sampler](latents, velocity, noise, shift_3, step, eta)).abs().max() < 1e-12
+        assert (
+            ours - PUBLISHED[sampler](latents, velocity, noise, shift_3, step, eta)
+        ).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -107,14 +132,19 @@ def test_std_is_scale_times_the_root_of_the_step(shift_3, sampler):
     latents, velocity, _ = random_step()
     for step in range(10):
         move = transition(sampler, latents, velocity, shift_3, step)
-        assert move.dt.item() == pytest.approx((shift_3[step + 1] - shift_3[step]).item(), abs=1e-15)
-        assert move.std.item() == pytest.approx(move.scale.item() * math.sqrt(-move.dt.item()), abs=1e-15)
+        assert move.dt.item() == pytest.approx(
+            (shift_3[step + 1] - shift_3[step]).item(), abs=1e-15
+        )
+        assert move.std.item() == pytest.approx(
+            move.scale.item() * math.sqrt(-move.dt.item()), abs=1e-15
+        )
 
 
 @pytest.mark.parametrize("sampler", ["ode", "cps"])
 @pytest.mark.parametrize("eta", [0.3, 0.8])
 def test_ode_and_cps_keep_the_noise_level(shift_3, sampler, eta):
-    # Where the clean prediction is 0 (latents = sigma eps, velocity = eps), what remains of eps is a: a^2 + b^2 = sigma'^2.
+    # Where the clean prediction is 0 (latents = sigma eps, velocity = eps), what remains of eps is
+    # a: a^2 + b^2 = sigma'^2.
     eps = torch.ones(1, 4, dtype=torch.float64)
     for step in range(10):
         move = transition(sampler, shift_3[step] * eps, eps, shift_3, step, eta)
@@ -128,7 +158,9 @@ def test_without_noise_every_sampler_is_the_ode_and_nears_it_as_eta_squared(shif
     ode = transition("ode", latents, velocity, shift_3, 3).mean
 
     def distance(eta):
-        return (transition(sampler, latents, velocity, shift_3, 3, eta).mean - ode).abs().max().item()
+        return (
+            (transition(sampler, latents, velocity, shift_3, 3, eta).mean - ode).abs().max().item()
+        )
 
     assert distance(0.0) < 1e-15
     assert 0 < distance(1e-3) < 1e-5
@@ -139,7 +171,9 @@ def test_without_noise_every_sampler_is_the_ode_and_nears_it_as_eta_squared(shif
 @pytest.mark.parametrize("step", [0, 3, 7])
 def test_mean_log_probability_is_the_negative_entropy(shift_3, sampler, step):
     generator = torch.Generator().manual_seed(step)
-    latents, velocity, noise = (torch.randn(1, 200_000, dtype=torch.float64, generator=generator) for _ in range(3))
+    latents, velocity, noise = (
+        torch.randn(1, 200_000, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     move = transition(sampler, latents, velocity, shift_3, step)
     expected = -math.log(move.std.item()) - HALF_LOG_2PI - 0.5
     assert log_prob(move, sample(move, noise)).item() == pytest.approx(expected, abs=5e-3)
@@ -151,7 +185,9 @@ def test_a_sample_scores_as_the_density_of_its_noise(shift_3, sampler, step):
     latents, velocity, noise = random_step()
     move = transition(sampler, latents, velocity, shift_3, step)
     square = (noise**2).flatten(1).mean(1)
-    density = -(move.std**2) * square if sampler == "cps" else -square / 2 - HALF_LOG_2PI - move.std.log()
+    density = (
+        -(move.std**2) * square if sampler == "cps" else -square / 2 - HALF_LOG_2PI - move.std.log()
+    )
     assert torch.allclose(log_prob(move, sample(move, noise)), density, rtol=0, atol=1e-12)
 
 
@@ -197,9 +233,11 @@ def test_bf16_input_is_computed_in_float32(shift_3, sampler):
     assert torch.equal(low.mean, full.mean)
 
 
-# Gaussian data x0 ~ N(m, s^2): the exact velocity is affine in x, so mean and variance along the path are known exactly.
+# Gaussian data x0 ~ N(m, s^2): the exact velocity is affine in x, so mean and variance along the
+# path are known exactly.
 
-DATA_MEAN, DATA_STD = 1.5, 0.5
+DATA_MEAN = 1.5
+DATA_STD = 0.5
 
 
 def exact_velocity(x, sigma):
@@ -209,17 +247,26 @@ def exact_velocity(x, sigma):
 
 
 def exact_moments(sampler, sigmas, eta):
-    """(mean, variance) before each step and at the end, by pushing x = 0 and x = 1 through the published step."""
-    mean, variance, path = 0.0, 1.0, [(0.0, 1.0)]
-    zero, one = torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    """(mean, variance) before each step and at the end, by pushing x = 0 and x = 1 through the
+    published step.
+    """
+    mean = 0.0
+    variance = 1.0
+    path = [(0.0, 1.0)]
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    one = torch.tensor(1.0, dtype=torch.float64)
     for step in range(len(sigmas) - 1):
 
         def move(x, z, step=step):
-            return PUBLISHED[sampler](x, exact_velocity(x, sigmas[step]), z, sigmas, step, eta).item()
+            return PUBLISHED[sampler](
+                x, exact_velocity(x, sigmas[step]), z, sigmas, step, eta
+            ).item()
 
         offset = move(zero, zero)
-        slope, noise = move(one, zero) - offset, move(zero, one) - offset
-        mean, variance = slope * mean + offset, slope**2 * variance + noise**2
+        slope = move(one, zero) - offset
+        noise = move(zero, one) - offset
+        mean = slope * mean + offset
+        variance = slope**2 * variance + noise**2
         path.append((mean, variance))
     return path
 
@@ -238,18 +285,23 @@ def test_samples_follow_the_exact_moments_on_gaussian_data(shift_3, sampler):
 
 def final_moments(sampler, sigmas, eta):
     """(mean, variance) at the end, by pushing x = 0 and x = 1 through our step."""
-    mean, variance = 0.0, 1.0
+    mean = 0.0
+    variance = 1.0
     points = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     for step in range(len(sigmas) - 1):
         move = transition(sampler, points, exact_velocity(points, sigmas[step]), sigmas, step, eta)
-        offset, slope = move.mean[0, 0].item(), (move.mean[1, 0] - move.mean[0, 0]).item()
-        mean, variance = slope * mean + offset, slope**2 * variance + move.std.item() ** 2
+        offset = move.mean[0, 0].item()
+        slope = (move.mean[1, 0] - move.mean[0, 0]).item()
+        mean = slope * mean + offset
+        variance = slope**2 * variance + move.std.item() ** 2
     return mean, variance
 
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)
 def test_a_whole_path_keeps_the_mean_and_nears_the_odes_variance_as_eta_squared(shift_3, sampler):
-    (_, ode), (mean, near), (_, far) = (final_moments(sampler, shift_3, eta) for eta in (0, 1e-3, 2e-3))
+    (_, ode), (mean, near), (_, far) = (
+        final_moments(sampler, shift_3, eta) for eta in (0, 1e-3, 2e-3)
+    )
     assert ode == pytest.approx(final_moments("ode", shift_3, 0)[1], rel=1e-12)
     assert mean == pytest.approx(DATA_MEAN, rel=1e-12)
     assert 0 < abs(near - ode) < 1e-4

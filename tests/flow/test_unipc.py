@@ -10,7 +10,8 @@ from ebbflow.flow.unipc import unipc_step
 
 
 def solve(step_of, x, velocity, sigmas):
-    history, path = None, [x]
+    history = None
+    path = [x]
     for step in range(len(sigmas) - 1):
         x, history = step_of(x, velocity(x, sigmas[step]), history, sigmas, step)
         path.append(x)
@@ -24,13 +25,17 @@ def noise(*shape, dtype=torch.float64):
 @pytest.mark.parametrize("steps", [2, 3, 10, 20])
 @pytest.mark.parametrize("flow_shift", [3.0, 5.0])
 def test_every_step_is_that_of_diffusers(steps, flow_shift):
-    peer = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
+    peer = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+    )
     peer.set_timesteps(steps)
     sigmas = torch.where(peer.sigmas > 1 - 1e-5, 1.0, peer.sigmas)
     latents = noise(2, 3, 4, dtype=torch.float32)
     ours = solve(unipc_step, latents, bent_velocity, sigmas)
     for step in range(steps):
-        latents = peer.step(bent_velocity(latents, sigmas[step]), peer.timesteps[step], latents).prev_sample
+        latents = peer.step(
+            bent_velocity(latents, sigmas[step]), peer.timesteps[step], latents
+        ).prev_sample
         assert (ours[step + 1] - latents).abs().max() < 1e-5
 
 
@@ -38,7 +43,12 @@ def test_a_constant_clean_prediction_is_reached_exactly_whatever_the_steps():
     data = noise(2, 4)
     for steps in (1, 2, 7):
         start = torch.ones(2, 4, dtype=torch.float64)
-        end = solve(unipc_step, start, lambda x, sigma: (x - data) / sigma.clamp(max=1 - 1e-6), schedule(steps))[-1]
+        end = solve(
+            unipc_step,
+            start,
+            lambda x, sigma: (x - data) / sigma.clamp(max=1 - 1e-6),
+            schedule(steps),
+        )[-1]
         assert torch.allclose(end, data, atol=1e-12)
 
 
@@ -50,8 +60,14 @@ def test_it_is_of_second_order_at_least_and_nearer_than_its_predictor_alone():
         return (1 - sigma) * DATA_MEAN + torch.sqrt((1 - sigma) ** 2 * DATA_STD**2 + sigma**2) * z
 
     def error(step, steps):
-        sigmas = torch.linspace(0.9, 0.1, steps + 1, dtype=torch.float64)  # inside (0, 1): at its ends lambda is infinite
-        return (solve(step, exact(sigmas[0]), affine_velocity, sigmas)[-1] - exact(sigmas[-1])).abs().max()
+        sigmas = torch.linspace(
+            0.9, 0.1, steps + 1, dtype=torch.float64
+        )  # inside (0, 1): at its ends lambda is infinite
+        return (
+            (solve(step, exact(sigmas[0]), affine_velocity, sigmas)[-1] - exact(sigmas[-1]))
+            .abs()
+            .max()
+        )
 
     assert error(unipc_step, 40) < error(unipc_step, 20) / 3.5
     assert error(unipc_step, 40) < error(dpm_solver_step, 40)

@@ -90,7 +90,9 @@ def test_fixed_stays(case, step):
 
 
 def starts(window, steps):
-    """Where a moving window may start: from ``start`` in strides, within ``limit``, the last step left out."""
+    """Where a moving window may start: from ``start`` in strides, within ``limit``, the last step
+    left out.
+    """
     end = min(math.ceil(window.limit * steps), steps - window.size)
     return [window.start, *range(window.start + window.stride, end, window.stride)]
 
@@ -107,7 +109,8 @@ def stays(window, steps, count):
 @given(windows(["progressive"]))
 def test_progressive_moves_by_its_stride_and_stays_its_time(case):
     window, steps = case
-    places, stay = starts(window, steps), window.steps_per_window
+    places = starts(window, steps)
+    stay = window.steps_per_window
     then = [*places, places[0]] if window.roll_over else [places[-1]] * (len(places) + 1)
     seen = visited(window, steps, (2 * len(places) + 1) * stay)
     assert seen == [start for start in [*places, *then] for _ in range(stay)]
@@ -121,7 +124,14 @@ def test_mixgrpo_on_six_steps():
 
 def test_without_roll_over_the_last_window_stays_for_good():
     window = WindowConfig(kind="progressive", size=3, steps_per_window=10, roll_over=False)
-    assert [plan(window, 6, step, seed=0).trained[0] for step in (0, 10, 20, 30, 31, 10**6)] == [0, 1, 2, 2, 2, 2]
+    assert [plan(window, 6, step, seed=0).trained[0] for step in (0, 10, 20, 30, 31, 10**6)] == [
+        0,
+        1,
+        2,
+        2,
+        2,
+        2,
+    ]
 
 
 def test_decaying_on_the_published_25_steps():
@@ -142,21 +152,29 @@ def test_a_decay_begins_in_the_middle_unless_told_otherwise(steps, half):
     window = WindowConfig(kind="decaying", size=1, steps_per_window=100)
     seen = stays(window, steps, 100 * steps)[: steps - 1]
     assert [start for start, stay in seen if stay == 100] == list(range(half + 1))
-    assert [stay for _, stay in seen[half + 1 :]] == [math.ceil(100 * math.exp(-0.1 * k)) for k in range(1, steps - 1 - half)]
+    assert [stay for _, stay in seen[half + 1 :]] == [
+        math.ceil(100 * math.exp(-0.1 * k)) for k in range(1, steps - 1 - half)
+    ]
     for start, first in ((half, half + 1), (0, 1)):
         changed = window.model_copy(update={"decay_after": start})
-        assert next(start for start, stay in stays(changed, steps, 100 * steps) if stay < 100) == first
+        assert (
+            next(start for start, stay in stays(changed, steps, 100 * steps) if stay < 100) == first
+        )
 
 
 @given(windows(["decaying"]))
 def test_without_decay_decaying_is_progressive(case):
     window, steps = case
     window = window.model_copy(update={"decay": 0.0})
-    assert visited(window, steps, 60) == visited(window.model_copy(update={"kind": "progressive"}), steps, 60)
+    assert visited(window, steps, 60) == visited(
+        window.model_copy(update={"kind": "progressive"}), steps, 60
+    )
 
 
 def test_however_fast_it_decays_every_window_has_one_optimisation_step():
-    window = WindowConfig(kind="decaying", size=1, limit=1, steps_per_window=25, decay=1e4, decay_after=0)
+    window = WindowConfig(
+        kind="decaying", size=1, limit=1, steps_per_window=25, decay=1e4, decay_after=0
+    )
     assert stays(window, 6, 29) == [(0, 25), (1, 1), (2, 1), (3, 1), (4, 1)]
 
 
@@ -177,8 +195,13 @@ def test_share_is_stochastic_everywhere_and_trains_its_share(case, step, seed):
 
 
 def test_share_trains_every_step_equally_often():
-    draws, count, share = 3000, 10, 0.6
-    plans = [plan(WindowConfig(kind="share", share=share), count + 1, step, seed=2) for step in range(draws)]
+    draws = 3000
+    count = 10
+    share = 0.6
+    plans = [
+        plan(WindowConfig(kind="share", share=share), count + 1, step, seed=2)
+        for step in range(draws)
+    ]
     often = np.bincount([start for made in plans for start in made.trained], minlength=count)
     assert len(often) == count
     assert np.abs(often - share * draws).max() < 4 * math.sqrt(draws * share * (1 - share))
@@ -186,7 +209,9 @@ def test_share_trains_every_step_equally_often():
 
 @pytest.mark.parametrize("kind", ["random", "share"])
 def test_a_draw_depends_on_the_seed_and_the_optimisation_step_alone(kind):
-    window = WindowConfig(kind=kind, **{"random": {"size": 2, "limit": 1}, "share": {"share": 0.3}}[kind])
+    window = WindowConfig(
+        kind=kind, **{"random": {"size": 2, "limit": 1}, "share": {"share": 0.3}}[kind]
+    )
 
     def sequence(seed, order):
         return {step: plan(window, 20, step, seed).trained for step in order}

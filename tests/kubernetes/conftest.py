@@ -1,4 +1,6 @@
-"""A Kubernetes cluster, and servers that its pods reach: nothing here runs without them (``make test-kubernetes``)."""
+"""A Kubernetes cluster, and servers that its pods reach: nothing here runs without them (``make
+test-kubernetes``).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ DEPLOYMENT = {
 @pytest.fixture(scope="session")
 def image() -> str:
     if missing := [name for name in (IMAGE, ADDRESS) if name not in os.environ]:
-        pytest.skip(f"{' and '.join(missing)} not set: `make test-kubernetes` runs the pipeline as pods (containers/README.md)")
+        pytest.skip(
+            f"{' and '.join(missing)} not set: `make test-kubernetes` runs the pipeline as pods"
+            " (containers/README.md)"
+        )
     return os.environ[IMAGE]
 
 
@@ -43,7 +48,8 @@ def kubernetes(image: str) -> Iterator[Kubernetes]:
     """The cluster and the namespace of the current context of ``KUBECONFIG``."""
     config.load_kube_config()
     _, context = config.list_kube_config_contexts()
-    namespace, run = context["context"].get("namespace", "default"), f"ebbflow-{uuid4().hex[:6]}"
+    namespace = context["context"].get("namespace", "default")
+    run = f"ebbflow-{uuid4().hex[:6]}"
     found = Kubernetes(client.CoreV1Api(), namespace, run, DELETED_AT)
     yield found
     found.delete_all()

@@ -1,4 +1,6 @@
-"""Evaluations and rollouts whose pictures have a grey level each, so that a simulated rater can see which is brighter."""
+"""Evaluations and rollouts whose pictures have a grey level each, so that a simulated rater can see
+which is brighter.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +42,46 @@ def level(png: bytes) -> int:
 
 
 def write_evaluation(
-    path: Path, label: str, levels: Sequence[int], prompts: Sequence[str] | None = None, split: str = "held_out", **size: int
+    path: Path,
+    label: str,
+    levels: Sequence[int],
+    prompts: Sequence[str] | None = None,
+    split: str = "held_out",
+    **size: int,
 ) -> Path:
     """One sample per prompt with these grey levels."""
     rows = [
-        {"prompt_id": index, "sample": 0, "split": split, "prompt": prompts[index] if prompts else f"prompt {index}"}
+        {
+            "prompt_id": index,
+            "sample": 0,
+            "split": split,
+            "prompt": prompts[index] if prompts else f"prompt {index}",
+        }
         | {"target": None, "image": grey(value, **size), "reward": 0.5, "failure": None}
         for index, value in enumerate(levels)
     ]
     schema = evaluation_schema(["reward"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_table(path, schema, [pa.RecordBatch.from_pylist(rows, schema)], {"label": label, "recipe_digest": "d"})
+    write_table(
+        path,
+        schema,
+        [pa.RecordBatch.from_pylist(rows, schema)],
+        {"label": label, "recipe_digest": "d"},
+    )
     return path
 
 
-def make_comparison(folder: Path, candidate_wins: Sequence[bool], prompts: Sequence[str] | None = None) -> LabelTask:
+def make_comparison(
+    folder: Path, candidate_wins: Sequence[bool], prompts: Sequence[str] | None = None
+) -> LabelTask:
     """A task in which the candidate's picture is the brighter one where it wins."""
     bright = [200 if wins else 60 for wins in candidate_wins]
-    champion = write_evaluation(folder / "champion.parquet", "before", [120 + index % 9 for index in range(len(bright))], prompts)
+    champion = write_evaluation(
+        folder / "champion.parquet",
+        "before",
+        [120 + index % 9 for index in range(len(bright))],
+        prompts,
+    )
     candidate = write_evaluation(folder / "candidate.parquet", "1.1 online", bright, prompts)
     return load_comparison(champion, candidate, max_pairs=1000, seed=0)
 
@@ -67,17 +91,36 @@ def write_rollouts(
 ) -> tuple[list[Path], Path]:
     """Shards whose pictures and latents have a different level each, and their prompt table."""
     texts = [f'"WO{index}"' for index in range(groups)]
-    prompts = [Prompt(index, text, "", text.strip('"'), "test", "train", "{}") for index, text in enumerate(texts)]
-    write_table(folder / "prompts.parquet", PROMPTS, [pa.RecordBatch.from_pylist([vars(one) for one in prompts], PROMPTS)], {})
+    prompts = [
+        Prompt(index, text, "", text.strip('"'), "test", "train", "{}")
+        for index, text in enumerate(texts)
+    ]
+    write_table(
+        folder / "prompts.parquet",
+        PROMPTS,
+        [pa.RecordBatch.from_pylist([vars(one) for one in prompts], PROMPTS)],
+        {},
+    )
     paths = []
     for shard in range(shards):
-        keys = [(prompt, sample) for prompt in range(shard, groups, shards) for sample in range(group_size)]
+        keys = [
+            (prompt, sample)
+            for prompt in range(shard, groups, shards)
+            for sample in range(group_size)
+        ]
         levels = [20 + 7 * prompt + 3 * sample for prompt, sample in keys]
         latents = torch.stack([torch.full(LATENT, value / 127.5 - 1) for value in levels])
         prompt_ids, samples = zip(*keys, strict=True)
-        batch = rollout_batch(prompt_ids, samples, 4, latents, [grey(value) for value in levels], "float32")
+        batch = rollout_batch(
+            prompt_ids, samples, 4, latents, [grey(value) for value in levels], "float32"
+        )
         path = folder / f"rollouts-{shard}.parquet"
-        write_table(path, rollout_schema(LATENT), [batch], {"stage": stage, "shard": shard} | layout_metadata(LATENT))
+        write_table(
+            path,
+            rollout_schema(LATENT),
+            [batch],
+            {"stage": stage, "shard": shard} | layout_metadata(LATENT),
+        )
         paths.append(path)
     return paths, folder / "prompts.parquet"
 
@@ -98,7 +141,9 @@ def rate(session: Session, rater: str, count: int | None = None) -> int:
 
 
 @contextmanager
-def opened(task: LabelTask, folder: Path, all_pairs: bool = False, **settings: float) -> Iterator[Session]:
+def opened(
+    task: LabelTask, folder: Path, all_pairs: bool = False, **settings: float
+) -> Iterator[Session]:
     with open_session(task, folder, Settings(**settings), all_pairs) as session:
         yield session
 
@@ -113,8 +158,12 @@ def serving(session: Session) -> Iterator[str]:
         made.append(uvicorn.Server(config))
         return made[0]
 
-    with mock.patch.object(server, "uvicorn", SimpleNamespace(Config=uvicorn.Config, Server=remember)):
-        thread = threading.Thread(target=server.serve, args=(session, "127.0.0.1", 0, addresses.put), daemon=True)
+    with mock.patch.object(
+        server, "uvicorn", SimpleNamespace(Config=uvicorn.Config, Server=remember)
+    ):
+        thread = threading.Thread(
+            target=server.serve, args=(session, "127.0.0.1", 0, addresses.put), daemon=True
+        )
         thread.start()
         try:
             yield addresses.get(timeout=30)

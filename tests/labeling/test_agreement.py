@@ -1,4 +1,5 @@
-"""Krippendorff's alpha: the examples of its author, its limits, and what it becomes for two raters."""
+"""Krippendorff's alpha: the examples of its author, its limits, and what it becomes for two
+raters."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_two_raters_without_gaps_are_scotts_pi_with_the_correction_for_few_units
     second = np.where(np.random.default_rng(1).random(50) < 0.6, first, second)
     shares = np.bincount(np.concatenate([first, second])) / 100
     pi = ((first == second).mean() - (shares**2).sum()) / (1 - (shares**2).sum())
-    alpha = krippendorff_alpha([list(unit) for unit in zip(first.tolist(), second.tolist(), strict=True)])
+    alpha = krippendorff_alpha(
+        [list(unit) for unit in zip(first.tolist(), second.tolist(), strict=True)]
+    )
     assert alpha == pytest.approx(1 - (1 - pi) * 99 / 100)
 
 
@@ -41,6 +44,8 @@ def test_limits() -> None:
     assert krippendorff_alpha(chance) == pytest.approx(0, abs=0.1)
 
 
-@pytest.mark.parametrize("answers", [[], [["left"], ["right"]], [["left", "left"], ["left", "left"]]])
+@pytest.mark.parametrize(
+    "answers", [[], [["left"], ["right"]], [["left", "left"], ["left", "left"]]]
+)
 def test_there_is_no_alpha_without_two_answers_that_could_differ(answers: list[list[str]]) -> None:
     assert krippendorff_alpha(answers) is None

@@ -18,7 +18,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from ebbflow.data.pairs import read_pairs
 from ebbflow.labeling.sources import load_rollouts
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 LOOK = """["left", "right"].map(side => {
     const canvas = document.createElement("canvas");
@@ -38,7 +40,10 @@ KEYS = {"left": "ArrowLeft", "right": "ArrowRight", "tie": "ArrowDown", "undo": 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     expect.set_options(timeout=1000 * SECONDS)
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=CHROMIUM) as browser:
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=CHROMIUM) as browser,
+    ):
         yield browser
 
 
@@ -62,7 +67,8 @@ def begin(page: Page, address: str, rater: str) -> None:
 
 
 def press(page: Page, answer: str, answered: int) -> None:
-    """Press a key and wait until the page shows so many answers and the next pair, if there is one."""
+    """Press a key and wait until the page shows so many answers and the next pair, if there is
+    one."""
     page.keyboard.press(KEYS[answer])
     wait_for_answers(page, answered)
 
@@ -92,11 +98,16 @@ def rate(page: Page, count: int = 1000) -> int:
 
 def test_two_raters_at_once_say_what_they_see(page, new_page, tmp_path):
     wins = [True, False, True, True, False, False]
-    with opened(make_comparison(tmp_path, wins), tmp_path / "a") as session, serving(session) as address:
+    with (
+        opened(make_comparison(tmp_path, wins), tmp_path / "a") as session,
+        serving(session) as address,
+    ):
         pages = [page, new_page()]
         for rater, its in zip(("Anna", "Ben"), pages, strict=True):
             begin(its, address, rater)
-        assert [shown_pair(its) for its in pages] == [session.order(rater)[0] for rater in ("Anna", "Ben")]
+        assert [shown_pair(its) for its in pages] == [
+            session.order(rater)[0] for rater in ("Anna", "Ben")
+        ]
         for step in range(3):  # in turns, so that both are under way at the same time
             assert [rate(its, 2) for its in pages] == [2, 2]
             for its in pages:
@@ -113,11 +124,17 @@ def test_two_raters_at_once_say_what_they_see(page, new_page, tmp_path):
         expect(third.locator("#agreement")).to_have_text("2 raters, agreement α = 1.00")
     evidence = json.loads((tmp_path / "a" / "evidence.json").read_text())
     assert (evidence["answers"]["candidate"], evidence["answers"]["champion"]) == (6, 6)
-    assert [pair.chosen[0, 0, 0] > pair.rejected[0, 0, 0] for pair in read_pairs(tmp_path / "a" / "pairs.parquet")] == [True] * 6
+    assert [
+        pair.chosen[0, 0, 0] > pair.rejected[0, 0, 0]
+        for pair in read_pairs(tmp_path / "a" / "pairs.parquet")
+    ] == [True] * 6
 
 
 def test_the_test_stops_both_raters(page, new_page, tmp_path):
-    with opened(make_comparison(tmp_path, [True] * 40), tmp_path / "a") as session, serving(session) as address:
+    with (
+        opened(make_comparison(tmp_path, [True] * 40), tmp_path / "a") as session,
+        serving(session) as address,
+    ):
         other = new_page()
         begin(page, address, "Anna")
         begin(other, address, "Ben")
@@ -149,7 +166,10 @@ def test_a_reload_and_a_new_server_resume_in_the_same_order(page, tmp_path):
 
 
 def test_keys(page, tmp_path):
-    with opened(make_comparison(tmp_path, [True, False] * 3), tmp_path / "a") as session, serving(session) as address:
+    with (
+        opened(make_comparison(tmp_path, [True, False] * 3), tmp_path / "a") as session,
+        serving(session) as address,
+    ):
         begin(page, address, "Anna")
         first = shown_pair(page)
         page.keyboard.press(KEYS["undo"])  # there is nothing to take back
@@ -163,16 +183,22 @@ def test_keys(page, tmp_path):
         wait_for_answers(page, 2)
         for modifier in ("Alt", "Control", "Meta"):  # the browser's own keys
             page.keyboard.press(f"{modifier}+{KEYS['left']}")
-        said = [json.loads(line)["answer"] for line in (tmp_path / "a" / "answers.jsonl").read_text().splitlines()]
+        said = [
+            json.loads(line)["answer"]
+            for line in (tmp_path / "a" / "answers.jsonl").read_text().splitlines()
+        ]
         assert said == ["left", "right", "tie", "undo", "undo", "undo", "tie", "left"]
 
 
 def test_keys_that_come_too_fast_answer_no_pair_that_was_not_seen(page, tmp_path):
-    with opened(make_comparison(tmp_path, [True, False] * 10), tmp_path / "a", all_pairs=True) as session:
+    with opened(
+        make_comparison(tmp_path, [True, False] * 10), tmp_path / "a", all_pairs=True
+    ) as session:
         with serving(session) as address:
             begin(page, address, "Anna")
             hasty = """for (let press = 0; press < 9; press++)
-                document.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}))"""
+                document.dispatchEvent(
+                    new KeyboardEvent("keydown", {key: "ArrowLeft", bubbles: true}))"""
             page.evaluate(hasty)
             wait_for_answers(page, 1)
             assert rate(page) == 19
@@ -188,11 +214,15 @@ HOSTILE = [
 
 
 def test_prompts_are_shown_as_they_are_and_run_nothing(page, tmp_path):
-    asked, said = [], []
+    asked = []
+    said = []
     page.on("request", lambda request: asked.append(request.url))
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
-    with opened(make_comparison(tmp_path, [True] * 4, HOSTILE), tmp_path / "a") as session, serving(session) as address:
+    with (
+        opened(make_comparison(tmp_path, [True] * 4, HOSTILE), tmp_path / "a") as session,
+        serving(session) as address,
+    ):
         begin(page, address, "Anna")
         shown = []
         for _ in HOSTILE:
@@ -208,7 +238,10 @@ def test_prompts_are_shown_as_they_are_and_run_nothing(page, tmp_path):
 
 
 def test_a_name_that_is_none_is_refused_with_the_reason(page, tmp_path):
-    with opened(make_comparison(tmp_path, [True]), tmp_path / "a") as session, serving(session) as address:
+    with (
+        opened(make_comparison(tmp_path, [True]), tmp_path / "a") as session,
+        serving(session) as address,
+    ):
         page.goto(address)
         page.get_by_label("Your name").fill("<b>")
         page.keyboard.press("Enter")
@@ -237,7 +270,9 @@ def test_the_rollouts_of_one_policy(page, tmp_path):
     with opened(task, tmp_path / "a") as session, serving(session) as address:
         begin(page, address, "Anna")
         assert rate(page) == 6
-    assert all((pair.chosen > pair.rejected).all() for pair in read_pairs(tmp_path / "a" / "pairs.parquet"))
+    assert all(
+        (pair.chosen > pair.rejected).all() for pair in read_pairs(tmp_path / "a" / "pairs.parquet")
+    )
 
 
 @contextmanager
@@ -264,21 +299,30 @@ const tried = [
   fetch(TARGET + "state?rater=anna"),
 ];
 const image = new Image();
-const seen = new Promise(done => { image.onload = () => done("loaded"); image.onerror = () => done("refused"); });
+const seen = new Promise(done => {
+  image.onload = () => done("loaded");
+  image.onerror = () => done("refused");
+});
 image.src = TARGET + "picture/" + PAIR + "/left?rater=anna";
 Promise.allSettled(tried).then(async all => {
-  const read = await Promise.all(all.map(one => one.status === "fulfilled" ? one.value.text() : "refused"));
+  const read = await Promise.all(
+    all.map(one => one.status === "fulfilled" ? one.value.text() : "refused"));
   document.body.dataset.done = JSON.stringify([...read, await seen]);
 });
 """
 
 
 def test_another_page_that_even_has_the_address_reads_and_writes_nothing(page, tmp_path):
-    with opened(make_comparison(tmp_path, [True] * 5), tmp_path / "a") as session, serving(session) as address:
+    with (
+        opened(make_comparison(tmp_path, [True] * 5), tmp_path / "a") as session,
+        serving(session) as address,
+    ):
         session.answer("anna", session.order("anna")[0], "tie")
         pair = session.order("anna")[1]
         script = ATTACK.replace("TARGET", json.dumps(address)).replace("PAIR", json.dumps(pair))
-        (tmp_path / "index.html").write_text(f"<body><iframe src='{address}'></iframe><script>{script}</script>")
+        (tmp_path / "index.html").write_text(
+            f"<body><iframe src='{address}'></iframe><script>{script}</script>"
+        )
         with another_site(tmp_path) as site:
             page.goto(site)
             expect(page.locator("body[data-done]")).to_have_count(1)

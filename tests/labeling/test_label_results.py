@@ -1,4 +1,6 @@
-"""The pairs file is what an offline stage trains on; the evidence says what was compared and what came of it."""
+"""The pairs file is what an offline stage trains on; the evidence says what was compared and what
+came of it.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,18 @@ def test_the_preferred_picture_is_the_chosen_one(tmp_path):
 
 def test_the_majority_of_the_raters_chooses_and_ties_choose_nothing(tmp_path):
     with opened(make_comparison(tmp_path, [True] * 3), tmp_path / "a", all_pairs=True) as session:
-        for rater, wanted in {"anna": (1, 1, 1), "ben": (1, 0, None), "cleo": (0, None, None), "dan": (1, None, 0)}.items():
+        for rater, wanted in {
+            "anna": (1, 1, 1),
+            "ben": (1, 0, None),
+            "cleo": (0, None, None),
+            "dan": (1, None, 0),
+        }.items():
             for key in session.order(rater):
                 side = wanted[int(key.split("-")[0])]
                 left = session.left(rater, key)
-                session.answer(rater, key, "tie" if side is None else "left" if side == left else "right")
+                session.answer(
+                    rater, key, "tie" if side is None else "left" if side == left else "right"
+                )
         assert write_pairs(session, tmp_path / "pairs.parquet") == 1
     (row,) = read_table(tmp_path / "pairs.parquet").to_pylist()
     assert (row["pair"], row["votes_chosen"], row["votes_rejected"]) == ("0-0", 3, 1)
@@ -72,7 +81,10 @@ def test_videos_without_latents_make_no_pairs_file(tmp_path, monkeypatch):
         return encode_png(frames[None])[0]
 
     monkeypatch.setattr("label_cases.grey", video)
-    paths = [write_evaluation(tmp_path / f"{name}.parquet", name, [value]) for name, value in (("a", 10), ("b", 90))]
+    paths = [
+        write_evaluation(tmp_path / f"{name}.parquet", name, [value])
+        for name, value in (("a", 10), ("b", 90))
+    ]
     with opened(load_comparison(*paths, max_pairs=9, seed=0), tmp_path / "a") as session:
         rate(session, "anna")
         assert write_pairs(session, tmp_path / "pairs.parquet") == 0
@@ -90,7 +102,9 @@ def ctx(make_recipe):
 def test_an_offline_stage_trains_on_the_preferences_of_people(ctx, model, tmp_path, kind):
     """From pictures over two raters' answers to updates of DPO."""
     if kind == "rollouts":
-        task = load_rollouts(*write_rollouts(tmp_path, groups=4, group_size=4), max_pairs=100, seed=0)
+        task = load_rollouts(
+            *write_rollouts(tmp_path, groups=4, group_size=4), max_pairs=100, seed=0
+        )
     else:
         task = make_comparison(tmp_path, [True, False] * 4, [f'"P{index}"' for index in range(8)])
     with opened(task, tmp_path / "a") as session:
@@ -99,19 +113,32 @@ def test_an_offline_stage_trains_on_the_preferences_of_people(ctx, model, tmp_pa
         write_results(session)
     source = tmp_path / "a" / "pairs.parquet"
     imported = import_pairs(ctx, model, source, tmp_path / "imported")
-    assert (imported.pairs, imported.ties, imported.ignored) == (8, 0, ["pair", "votes_chosen", "votes_rejected"])
-    assert {pair.columns for pair in read_pairs(source)} == {LATENTS if kind == "rollouts" else IMAGES}
+    assert (imported.pairs, imported.ties, imported.ignored) == (
+        8,
+        0,
+        ["pair", "votes_chosen", "votes_rejected"],
+    )
+    assert {pair.columns for pair in read_pairs(source)} == {
+        LATENTS if kind == "rollouts" else IMAGES
+    }
     (shard,) = imported.rollouts
-    brightness, samples = read_latents(shard).numpy().mean(axis=(1, 2, 3)), read_table(shard)["sample"]
+    brightness = read_latents(shard).numpy().mean(axis=(1, 2, 3))
+    samples = read_table(shard)["sample"]
     assert samples.to_pylist() == [0, 1] * 8
-    assert np.all(brightness[::2] > brightness[1::2])  # chosen first: the raters prefer the brighter one
+    assert np.all(
+        brightness[::2] > brightness[1::2]
+    )  # chosen first: the raters prefer the brighter one
     assert read_table(imported.advantages, ADVANTAGES)["advantage"].to_pylist() == [1, -1] * 8
 
-    recorder, policy = MetricsRecorder(), Policy(model, ctx.recipe.policy, 0)
+    recorder = MetricsRecorder()
+    policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    updater, prompts = PolicyUpdater(policy, ctx.offline), read_prompts(imported.prompts, "train")
-    record = train_epochs(ctx, model, updater, prompts, imported.rollouts, imported.advantages, recorder)
+    updater = PolicyUpdater(policy, ctx.offline)
+    prompts = read_prompts(imported.prompts, "train")
+    record = train_epochs(
+        ctx, model, updater, prompts, imported.rollouts, imported.advantages, recorder
+    )
     assert (record.samples, record.optimizer_steps) == (16, 2)
     assert all(np.isfinite(metrics["loss"]) for metrics in recorder.metrics)
     assert any(not value.equal(before[name]) for name, value in policy.parameters.items())
@@ -127,7 +154,11 @@ def test_the_evidence_says_who_was_preferred_and_how_sure_it_is(tmp_path):
     found = json.loads((tmp_path / "a" / "evidence.json").read_text())
     assert found["decision"] == "candidate"
     assert found["policies"] == {"champion": "before", "candidate": "1.1 online"}
-    assert (found["test"]["candidate"], found["test"]["champion"], found["test"]["decided_after"]) == (8, 0, 8)
+    assert (
+        found["test"]["candidate"],
+        found["test"]["champion"],
+        found["test"]["decided_after"],
+    ) == (8, 0, 8)
     assert found["test"]["low"] > 0.5
     assert set(found["raters"]) == {"anna", "ben"}
     assert found["raters"]["anna"]["candidate"] == 4
@@ -137,12 +168,16 @@ def test_the_evidence_says_who_was_preferred_and_how_sure_it_is(tmp_path):
         "answers": sha256_of(tmp_path / "a" / "answers.jsonl"),
     }
     page = (tmp_path / "a" / "evidence.md").read_text()
-    assert "**Raters prefer the candidate.** Of the pairs that were no ties, the candidate was preferred in 8 of 8" in page
+    assert (
+        "**Raters prefer the candidate.** Of the pairs that were no ties, the candidate was"
+        " preferred in 8 of 8" in page
+    )
     assert "| anna | 0 | 4 | 0 |" in page
 
 
 @pytest.mark.parametrize(
-    ("wins", "said"), [([False] * 30, "**Raters prefer the champion.**"), ([True, False] * 9, "**Undecided.**")]
+    ("wins", "said"),
+    [([False] * 30, "**Raters prefer the champion.**"), ([True, False] * 9, "**Undecided.**")],
 )
 def test_the_champion_can_win_and_nobody_can(tmp_path, wins, said):
     with opened(make_comparison(tmp_path, wins), tmp_path / "a") as session:

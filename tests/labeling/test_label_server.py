@@ -36,7 +36,9 @@ HOSTILE = "<script>document.title='owned'</script>\u2028{{7*7}} </style> &amp; \
 @pytest.fixture
 def session(tmp_path):
     prompts = [HOSTILE, *(f"prompt {index}" for index in range(1, 6))]
-    with opened(make_comparison(tmp_path, [True, False] * 3, prompts), tmp_path / "answers") as session:
+    with opened(
+        make_comparison(tmp_path, [True, False] * 3, prompts), tmp_path / "answers"
+    ) as session:
         yield session
 
 
@@ -58,14 +60,24 @@ def answer(client, said="left", rater="anna", pair=None, **headers):
 def test_a_rater_goes_through_all_pairs(client, session):
     for left in range(6, 0, -1):
         now = state(client)
-        assert (now["answered"], now["left"], now["total"], now["finished"]) == (6 - left, left, 6, None)
-        sides = [client.get(f"/{TOKEN}/picture/{now['pair']['key']}/{side}?rater=anna") for side in ("left", "right")]
+        assert (now["answered"], now["left"], now["total"], now["finished"]) == (
+            6 - left,
+            left,
+            6,
+            None,
+        )
+        sides = [
+            client.get(f"/{TOKEN}/picture/{now['pair']['key']}/{side}?rater=anna")
+            for side in ("left", "right")
+        ]
         assert {side.headers["content-type"] for side in sides} == {"image/png"}
         said = "left" if level(sides[0].content) > level(sides[1].content) else "right"
         done = answer(client, said).json()
         assert (done["answered"], done["left"]) == (7 - left, left - 1)
     assert (done["pair"], done["next"], done["finished"]) == (None, None, "all")
-    assert [answer.preferred for answer in sorted(session.answers.standing, key=lambda one: one.pair)] == [1, 0] * 3
+    assert [
+        answer.preferred for answer in sorted(session.answers.standing, key=lambda one: one.pair)
+    ] == [1, 0] * 3
     evidence = json.loads((session.folder / "evidence.json").read_text())
     assert (evidence["answers"]["candidate"], evidence["decision"]) == (3, "undecided")
 
@@ -104,15 +116,22 @@ def test_what_a_rater_gets_does_not_depend_on_who_is_the_candidate(tmp_path):
     for number, names in enumerate(("ab", "ba")):
         levels = {"a": [10, 20, 30], "b": [110, 120, 130]}
         paths = [
-            write_evaluation(tmp_path / str(number) / f"{role}.parquet", name, levels[name]) for role, name in enumerate(names)
+            write_evaluation(tmp_path / str(number) / f"{role}.parquet", name, levels[name])
+            for role, name in enumerate(names)
         ]
         task = load_comparison(*paths, max_pairs=9, seed=0)
         with opened(task, tmp_path / f"answers {number}") as session:
             with TestClient(make_app(session, "127.0.0.1", TOKEN), base_url=BASE) as client:
                 now = state(client)
-                pictures = [client.get(f"/{TOKEN}/picture/{now['pair']['key']}/{side}?rater=anna") for side in ("left", "right")]
+                pictures = [
+                    client.get(f"/{TOKEN}/picture/{now['pair']['key']}/{side}?rater=anna")
+                    for side in ("left", "right")
+                ]
                 page = re.sub(r'nonce="[^"]*"', "", client.get(f"/{TOKEN}/").text)
-            headers = [{name: value for name, value in one.headers.items() if "policy" not in name} for one in pictures]
+            headers = [
+                {name: value for name, value in one.headers.items() if "policy" not in name}
+                for one in pictures
+            ]
             seen.append((page, now, headers, [level(one.content) for one in pictures]))
     assert seen[0][:3] == seen[1][:3]
     assert seen[0][3] == seen[1][3][::-1]
@@ -134,17 +153,38 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_only_its_own_script(clie
     assert page.status_code == 200
     assert re.findall(r'<[^>]+ (?:src|srcset|href|action)="([^"]*)"', page.text) == ["data:,"]
     assert not re.findall(r"url\(|@import|//\w+\.", page.text)
-    policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";")
+    )
     (nonce,) = set(re.findall(r'nonce="([^"]+)"', page.text))
-    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    assert (
+        policy["default-src"]
+        == policy["base-uri"]
+        == policy["form-action"]
+        == policy["frame-ancestors"]
+        == "'none'"
+    )
     assert policy["script-src"] == policy["style-src"] == f"'nonce-{nonce}'"
     assert (policy["img-src"], policy["connect-src"]) == ("'self' data:", "'self'")
-    assert (page.headers["cache-control"], page.headers["x-content-type-options"]) == ("no-store", "nosniff")
+    assert (page.headers["cache-control"], page.headers["x-content-type-options"]) == (
+        "no-store",
+        "nosniff",
+    )
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page.text)
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/wrong/", "/wrong/state?rater=anna", f"/{TOKEN}x/", "//", "/favicon.ico", "/%C3%A9/", "/docs"]
+    "path",
+    [
+        "/",
+        "/wrong/",
+        "/wrong/state?rater=anna",
+        f"/{TOKEN}x/",
+        "//",
+        "/favicon.ico",
+        "/%C3%A9/",
+        "/docs",
+    ],
 )
 def test_without_the_token_there_is_nothing(client, path):
     found = client.get(path)
@@ -152,7 +192,16 @@ def test_without_the_token_there_is_nothing(client, path):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "10.0.0.7:8080", "", "[::1", "localhost.evil"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8080",
+        "127.0.0.1.evil.example",
+        "10.0.0.7:8080",
+        "",
+        "[::1",
+        "localhost.evil",
+    ],
 )
 def test_a_page_whose_name_was_rebound_to_this_address_is_refused(client, host):
     for path in (f"/{TOKEN}/", f"/{TOKEN}/state?rater=anna"):
@@ -230,7 +279,10 @@ def test_what_is_no_answer_is_refused(client, session, body, status):
     assert not session.answers.standing
 
 
-@pytest.mark.parametrize("headers", [{"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}])
+@pytest.mark.parametrize(
+    "headers",
+    [{"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}],
+)
 def test_an_answer_is_json_which_other_pages_may_not_send(client, session, headers):
     body = json.dumps({"rater": "anna", "pair": state(client)["pair"]["key"], "answer": "left"})
     assert client.post(f"/{TOKEN}/answer", content=body, headers=SAME | headers).status_code == 422
@@ -238,11 +290,20 @@ def test_an_answer_is_json_which_other_pages_may_not_send(client, session, heade
 
 
 def test_a_body_without_a_length_is_refused(client):
-    assert client.post(f"/{TOKEN}/answer", content=iter([b"{", b"}"]), headers=SAME).status_code == 413
+    assert (
+        client.post(f"/{TOKEN}/answer", content=iter([b"{", b"}"]), headers=SAME).status_code == 413
+    )
 
 
 @pytest.mark.parametrize(
-    "path", ["picture/9-9/left?rater=anna", "picture/0-0/middle?rater=anna", "picture/0-0/left", "state", "state?rater=%2F"]
+    "path",
+    [
+        "picture/9-9/left?rater=anna",
+        "picture/0-0/middle?rater=anna",
+        "picture/0-0/left",
+        "state",
+        "state?rater=%2F",
+    ],
 )
 def test_what_is_not_there(client, path):
     assert client.get(f"/{TOKEN}/{path}").status_code in (404, 422)
@@ -256,7 +317,10 @@ def test_a_full_disk_is_told_and_the_answer_can_be_given_again(client, session, 
 
     monkeypatch.setattr(session.answers, "append", full)
     refused = answer(client)
-    assert (refused.status_code, refused.json()["detail"]) == (507, "The answer was not saved: the disk is full.")
+    assert (refused.status_code, refused.json()["detail"]) == (
+        507,
+        "The answer was not saved: the disk is full.",
+    )
     monkeypatch.setattr(session.answers, "append", append)
     assert answer(client).status_code == 200
 
@@ -264,25 +328,47 @@ def test_a_full_disk_is_told_and_the_answer_can_be_given_again(client, session, 
 def test_no_result_is_shown_before_the_end_or_after_it(client):
     for _ in range(6):
         shown = answer(client, "tie").json()
-        assert set(shown) == {"rater", "total", "answered", "left", "pair", "next", "finished", "raters", "agreement"}
+        assert set(shown) == {
+            "rater",
+            "total",
+            "answered",
+            "left",
+            "pair",
+            "next",
+            "finished",
+            "raters",
+            "agreement",
+        }
 
 
 def test_the_address_has_a_new_token_each_time_and_is_announced(session, monkeypatch):
-    addresses, started = [], []
+    addresses = []
+    started = []
     monkeypatch.setattr(
-        server.uvicorn.Server, "run", lambda self, sockets: started.append((self.config, sockets[0].getsockname()))
+        server.uvicorn.Server,
+        "run",
+        lambda self, sockets: started.append((self.config, sockets[0].getsockname())),
     )
     for _ in range(2):
         serve(session, "127.0.0.1", 0, addresses.append)
-    tokens = [re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", address) for address in addresses]
+    tokens = [
+        re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", address) for address in addresses
+    ]
     assert tokens[0][2] != tokens[1][2]
-    assert [(at[0], at[1]) for _, at in started] == [("127.0.0.1", int(token[1])) for token in tokens]
+    assert [(at[0], at[1]) for _, at in started] == [
+        ("127.0.0.1", int(token[1])) for token in tokens
+    ]
     assert not any(config.access_log for config, _ in started)
 
 
 @pytest.mark.parametrize(
     ("host", "name"),
-    [("0.0.0.0", socket.gethostname()), ("::1", "[::1]"), ("localhost", "localhost"), ("127.0.0.1", "127.0.0.1")],
+    [
+        ("0.0.0.0", socket.gethostname()),
+        ("::1", "[::1]"),
+        ("localhost", "localhost"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
 )
 def test_the_address_has_a_name_that_the_server_goes_by(session, monkeypatch, host, name):
     addresses = []
@@ -307,7 +393,9 @@ def command_line(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], st
     """``ebbflow label`` as a process of its own, and the address that it prints."""
     code = "from ebbflow.cli import main; main()"
     command = [sys.executable, "-c", code, "label", *map(str, arguments), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             yield process, next(line.strip() for line in process.stdout if line.startswith("http"))
         finally:
@@ -329,11 +417,16 @@ def test_however_the_command_ends_the_answers_are_there(tmp_path, how):
         assert send_answers(address, "anna", 100) == 7
         process.send_signal(signal.SIGINT)
         process.wait(60)
-    assert json.loads((tmp_path / "answers" / "evidence.json").read_text())["pairs"]["answered"] == 10
+    assert (
+        json.loads((tmp_path / "answers" / "evidence.json").read_text())["pairs"]["answered"] == 10
+    )
 
 
 def test_a_port_that_is_taken_is_an_error(session):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(LabelError, match="cannot listen there"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(LabelError, match="cannot listen there"),
+    ):
         serve(session, "127.0.0.1", taken.getsockname()[1], str)
     with pytest.raises(LabelError, match=r"host = 'nowhere\.invalid'"):
         serve(session, "nowhere.invalid", 0, str)
@@ -347,7 +440,9 @@ def command(tmp_path, monkeypatch):
     def label(*arguments):
         monkeypatch.setattr(
             "ebbflow.labeling.server.serve",
-            lambda session, *address: sessions.append((session, rate(session, "anna", 3), address[:2])),
+            lambda session, *address: sessions.append(
+                (session, rate(session, "anna", 3), address[:2])
+            ),
         )
         return CliRunner().invoke(main, ["label", *map(str, arguments)]), sessions
 
@@ -371,14 +466,23 @@ def test_the_command_resumes(command, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--error-rate", "0"), ("--error-rate", "1"), ("--seed", "-1"), ("--max-pairs", "0"), ("--port", "99999")],
+    [
+        ("--error-rate", "0"),
+        ("--error-rate", "1"),
+        ("--seed", "-1"),
+        ("--max-pairs", "0"),
+        ("--port", "99999"),
+    ],
 )
 def test_the_command_refuses_numbers_that_mean_nothing(command, tmp_path, option, value):
     result, sessions = command(tmp_path / "answers", tmp_path, option, value)
     assert (result.exit_code, sessions) == (2, [])
 
 
-@pytest.mark.parametrize(("sources", "reason"), [(["."], "no summary.json"), (["bad.parquet"] * 2, "is no whole Parquet file")])
+@pytest.mark.parametrize(
+    ("sources", "reason"),
+    [(["."], "no summary.json"), (["bad.parquet"] * 2, "is no whole Parquet file")],
+)
 def test_the_command_says_what_is_wrong(command, tmp_path, monkeypatch, sources, reason):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
@@ -400,11 +504,15 @@ def send_answers(address, rater, count):
     """Answer the next pairs with ties, as the page does; returns how many there were."""
     headers = {"Content-Type": "application/json", "Origin": urljoin(address, "/").rstrip("/")}
     for done in range(count):
-        pair = json.loads(urllib.request.urlopen(f"{address}state?rater={rater}", timeout=30).read())["pair"]
+        pair = json.loads(
+            urllib.request.urlopen(f"{address}state?rater={rater}", timeout=30).read()
+        )["pair"]
         if pair is None:
             return done
         body = json.dumps({"rater": rater, "pair": pair["key"], "answer": "tie"}).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{address}answer", body, headers), timeout=30).read()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{address}answer", body, headers), timeout=30
+        ).read()
     return count
 
 
@@ -412,16 +520,21 @@ def test_many_raters_at_once_lose_no_answer(tmp_path):
     with opened(make_comparison(tmp_path, [True, False] * 8), tmp_path / "a") as session:
         with serving(session) as address, ThreadPoolExecutor(6) as pool:
             raters = [f"rater{number}" for number in range(6)]
-            assert list(pool.map(lambda rater: send_answers(address, rater, 100), raters)) == [16] * 6
+            assert (
+                list(pool.map(lambda rater: send_answers(address, rater, 100), raters)) == [16] * 6
+            )
         assert len((tmp_path / "a" / "answers.jsonl").read_text().splitlines()) == 96
 
 
 def test_connections_without_a_request_starve_nobody(session, monkeypatch):
-    """A rater's page opens however many others hold connections on which they send half a request."""
+    """A rater's page opens however many others hold connections on which they send half a
+    request."""
     monkeypatch.setattr(server_limits, "MAX_CONNECTIONS", 2)
     with serving(session) as address, ExitStack() as held:
         target = (urlsplit(address).hostname, urlsplit(address).port)
-        connections = [held.enter_context(socket.create_connection(target, timeout=60)) for _ in range(3)]
+        connections = [
+            held.enter_context(socket.create_connection(target, timeout=60)) for _ in range(3)
+        ]
         for connection in connections:
             connection.sendall(b"GET / HTTP/1.1\r\n")
         with urllib.request.urlopen(address, timeout=60) as answer:

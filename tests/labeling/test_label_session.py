@@ -1,4 +1,6 @@
-"""Answers are on the disk at once; order and sides depend on the seed and the rater alone; the test decides when to stop."""
+"""Answers are on the disk at once; order and sides depend on the seed and the rater alone; the test
+decides when to stop.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,18 @@ def kept(folder: Path) -> list[dict[str, object]]:
 def test_order_and_sides_depend_on_the_seed_and_the_rater_alone(tmp_path):
     task = make_comparison(tmp_path, HALF)
     with opened(task, tmp_path / "a") as session:
-        seen = {rater: [(key, session.left(rater, key)) for key in session.order(rater)] for rater in ("anna", "ben")}
+        seen = {
+            rater: [(key, session.left(rater, key)) for key in session.order(rater)]
+            for rater in ("anna", "ben")
+        }
         rate(session, "anna", 7)
-        assert [pair.key for pair in session.upcoming("anna")] == [key for key, _ in seen["anna"][7:]]
+        assert [pair.key for pair in session.upcoming("anna")] == [
+            key for key, _ in seen["anna"][7:]
+        ]
     with opened(task, tmp_path / "a") as session:
-        assert [pair.key for pair in session.upcoming("anna")] == [key for key, _ in seen["anna"][7:]]
+        assert [pair.key for pair in session.upcoming("anna")] == [
+            key for key, _ in seen["anna"][7:]
+        ]
         assert [(key, session.left("ben", key)) for key in session.order("ben")] == seen["ben"]
     with opened(task, tmp_path / "b", seed=1) as session:
         assert session.order("anna") != [key for key, _ in seen["anna"]]
@@ -41,7 +50,11 @@ def test_order_and_sides_depend_on_the_seed_and_the_rater_alone(tmp_path):
 def test_the_candidate_is_on_each_side_about_as_often(tmp_path):
     task = make_comparison(tmp_path, [True] * 100)
     with opened(task, tmp_path / "a") as session:
-        sides = Counter(session.left(rater, key) for rater in ("anna", "ben", "cleo", "dan") for key in session.order(rater))
+        sides = Counter(
+            session.left(rater, key)
+            for rater in ("anna", "ben", "cleo", "dan")
+            for key in session.order(rater)
+        )
     assert 160 < sides[1] < 240
 
 
@@ -52,12 +65,16 @@ def test_every_answer_says_what_was_shown_and_what_was_preferred(tmp_path):
         rate(session, "anna")
         preferred = {answer.pair: answer.preferred for answer in session.answers.standing}
     assert preferred == {f"{index}-0": int(won) for index, won in enumerate(wins)}
-    assert [set(line) for line in kept(tmp_path / "a")] == [{"at", "rater", "pair", "answer", "left"}] * 5
+    assert [set(line) for line in kept(tmp_path / "a")] == [
+        {"at", "rater", "pair", "answer", "left"}
+    ] * 5
 
 
 def test_an_answer_is_on_the_disk_before_it_is_acknowledged(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(answers.os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(
+        answers.os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size)
+    )
     task = make_comparison(tmp_path, HALF)
     with opened(task, tmp_path / "a") as session:
         for count in range(1, 4):
@@ -116,7 +133,11 @@ def test_a_line_that_a_killed_process_left_is_removed(tmp_path, torn):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda text: text.replace("anna", 'an"na', 1), lambda text: text.replace('"left":', '"lft":'), lambda text: "\n" + text],
+    [
+        lambda text: text.replace("anna", 'an"na', 1),
+        lambda text: text.replace('"left":', '"lft":'),
+        lambda text: "\n" + text,
+    ],
 )
 def test_a_damaged_line_is_an_error_with_its_number(tmp_path, damage):
     task = make_comparison(tmp_path, HALF)
@@ -124,7 +145,10 @@ def test_a_damaged_line_is_an_error_with_its_number(tmp_path, damage):
         rate(session, "anna", 2)
     file = tmp_path / "a" / "answers.jsonl"
     file.write_text(damage(file.read_text()))
-    with pytest.raises(LabelError, match=r"answers\.jsonl, line 1: .* is no answer"), opened(task, tmp_path / "a"):
+    with (
+        pytest.raises(LabelError, match=r"answers\.jsonl, line 1: .* is no answer"),
+        opened(task, tmp_path / "a"),
+    ):
         pass
 
 
@@ -146,7 +170,11 @@ def test_an_answer_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_p
 
 def test_a_folder_is_used_by_one_process(tmp_path):
     task = make_comparison(tmp_path, HALF)
-    with opened(task, tmp_path / "a"), pytest.raises(FolderInUseError), opened(task, tmp_path / "a"):
+    with (
+        opened(task, tmp_path / "a"),
+        pytest.raises(FolderInUseError),
+        opened(task, tmp_path / "a"),
+    ):
         pass
 
 
@@ -157,7 +185,10 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     with pytest.raises(LabelError, match="has other files in it"), opened(task, tmp_path / "mine"):
         pass
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
-    with pytest.raises(LabelError, match="is a file"), opened(task, tmp_path / "mine" / "thesis.txt"):
+    with (
+        pytest.raises(LabelError, match="is a file"),
+        opened(task, tmp_path / "mine" / "thesis.txt"),
+    ):
         pass
 
 
@@ -165,16 +196,25 @@ def test_a_folder_keeps_to_its_task(tmp_path):
     task = make_comparison(tmp_path / "tables", HALF)
     with opened(task, tmp_path / "a") as session:
         rate(session, "anna", 2)
-    with pytest.raises(LabelError, match=r"answers to something else \(seed = 0\)"), opened(task, tmp_path / "a", seed=1):
+    with (
+        pytest.raises(LabelError, match=r"answers to something else \(seed = 0\)"),
+        opened(task, tmp_path / "a", seed=1),
+    ):
         pass
-    with pytest.raises(LabelError, match=r"\(error_rate = 0\.05\)"), opened(task, tmp_path / "a", error_rate=0.1):
+    with (
+        pytest.raises(LabelError, match=r"\(error_rate = 0\.05\)"),
+        opened(task, tmp_path / "a", error_rate=0.1),
+    ):
         pass
     other = make_comparison(tmp_path / "others", [True] * 20)
     with pytest.raises(LabelError, match=r"\(other pictures\)"), opened(other, tmp_path / "a"):
         pass
     for damaged in ("{", "[]", "null", "[" * 100_000):
         (tmp_path / "a" / "task.json").write_text(damaged)
-        with pytest.raises(LabelError, match=r"task\.json is damaged"), opened(task, tmp_path / "a"):
+        with (
+            pytest.raises(LabelError, match=r"task\.json is damaged"),
+            opened(task, tmp_path / "a"),
+        ):
             raise AssertionError("it is not opened")
 
 
@@ -183,7 +223,9 @@ def test_the_test_stops_everybody_when_it_has_decided(tmp_path):
     with opened(task, tmp_path / "a") as session:
         assert rate(session, "anna", 7) == 7
         assert not session.is_decided()
-        assert rate(session, "ben") == 1  # M = 2^8 / 9 > 20, if it was a pair that anna had not answered
+        assert (
+            rate(session, "ben") == 1
+        )  # M = 2^8 / 9 > 20, if it was a pair that anna had not answered
         assert session.is_decided()
         assert session.upcoming("anna") == session.upcoming("cleo") == []
         with pytest.raises(OutOfTurnError):
@@ -226,19 +268,26 @@ def test_agreement_compares_what_was_preferred_and_not_which_side(tmp_path):
         assert min(sides["left"], sides["right"]) > 5
         assert session.agreement() == 1
         for key in session.order("contrary"):
-            session.answer("contrary", key, "left" if brighter(session, "contrary", key) == "right" else "right")
+            session.answer(
+                "contrary",
+                key,
+                "left" if brighter(session, "contrary", key) == "right" else "right",
+            )
         assert session.agreement() == pytest.approx(0, abs=0.5)
         assert session.agreement() < 0
 
 
 @pytest.mark.parametrize(
-    ("given", "name"), [(" Anna  B. ", "Anna B."), ("Zoe\u0301", "Zoé"), ("李雷", "李雷"), ("a@b.c", "a@b.c")]
+    ("given", "name"),
+    [(" Anna  B. ", "Anna B."), ("Zoe\u0301", "Zoé"), ("李雷", "李雷"), ("a@b.c", "a@b.c")],
 )
 def test_a_name_has_one_spelling(given, name):
     assert rater_name(given) == name
 
 
-@pytest.mark.parametrize("given", ["", " ", ".", "../x", "<b>", "a/b", "a\0b", "a|b", "x" * 41, "\u202eanna", "-rf"])
+@pytest.mark.parametrize(
+    "given", ["", " ", ".", "../x", "<b>", "a/b", "a\0b", "a|b", "x" * 41, "\u202eanna", "-rf"]
+)
 def test_what_is_no_name_is_refused(given):
     with pytest.raises(ValueError, match="a name has 1 to 40"):
         rater_name(given)

@@ -10,7 +10,13 @@ import pyarrow as pa
 import pytest
 from label_cases import grey, level, make_comparison, write_evaluation, write_rollouts
 
-from ebbflow.labeling.sources import LabelError, find_comparison, load_comparison, load_rollouts, load_task
+from ebbflow.labeling.sources import (
+    LabelError,
+    find_comparison,
+    load_comparison,
+    load_rollouts,
+    load_task,
+)
 from ebbflow.storage.tables import TableError, write_table
 
 
@@ -21,7 +27,11 @@ def test_a_comparison_has_the_champions_picture_first(tmp_path):
         ("before", "1.1 online"),
         ["0-0", "1-0", "2-0"],
     )
-    assert [[level(picture.png) for picture in pair.pictures] for pair in task.pairs] == [[120, 200], [121, 60], [122, 200]]
+    assert [[level(picture.png) for picture in pair.pictures] for pair in task.pairs] == [
+        [120, 200],
+        [121, 60],
+        [122, 200],
+    ]
     assert [pair.prompt for pair in task.pairs] == ["prompt 0", "prompt 1", "prompt 2"]
     assert task.pairs[0].pictures[0].latent is None
     assert set(task.digests) == {"champion", "candidate"}
@@ -31,20 +41,31 @@ def test_pairs_with_the_same_picture_and_samples_of_one_side_are_counted(tmp_pat
     champion = write_evaluation(tmp_path / "a.parquet", "a", [10, 20, 30, 40])
     candidate = write_evaluation(tmp_path / "b.parquet", "b", [11, 20, 31])
     task = load_comparison(champion, candidate, max_pairs=100, seed=0)
-    assert ([pair.key for pair in task.pairs], task.identical, task.missing) == (["0-0", "2-0"], 1, 1)
+    assert ([pair.key for pair in task.pairs], task.identical, task.missing) == (
+        ["0-0", "2-0"],
+        1,
+        1,
+    )
 
 
 def test_only_held_out_samples_are_compared(tmp_path):
-    paths = [write_evaluation(tmp_path / f"{name}.parquet", name, [1, 2], split="validation") for name in "ab"]
+    paths = [
+        write_evaluation(tmp_path / f"{name}.parquet", name, [1, 2], split="validation")
+        for name in "ab"
+    ]
     with pytest.raises(LabelError, match="no held-out sample in common"):
         load_comparison(*paths, max_pairs=100, seed=0)
 
 
 def test_more_pairs_than_wanted_are_drawn_by_the_seed(tmp_path):
     paths = [
-        write_evaluation(tmp_path / f"{name}.parquet", name, range(start, start + 40)) for name, start in (("a", 0), ("b", 50))
+        write_evaluation(tmp_path / f"{name}.parquet", name, range(start, start + 40))
+        for name, start in (("a", 0), ("b", 50))
     ]
-    drawn = [[pair.key for pair in load_comparison(*paths, max_pairs=8, seed=seed).pairs] for seed in (0, 0, 1)]
+    drawn = [
+        [pair.key for pair in load_comparison(*paths, max_pairs=8, seed=seed).pairs]
+        for seed in (0, 0, 1)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert [len(set(keys)) for keys in drawn] == [8, 8, 8]
 
@@ -55,7 +76,9 @@ def test_what_cannot_be_compared_says_why(tmp_path):
     with pytest.raises(LabelError, match="prompt_id 1 is another prompt"):
         load_comparison(champion, other, 100, 0)
     larger = write_evaluation(tmp_path / "c.parquet", "c", [3, 4], width=64)
-    with pytest.raises(LabelError, match=r"\(32, 16\) and \(64, 16\) pixels would show whose they are"):
+    with pytest.raises(
+        LabelError, match=r"\(32, 16\) and \(64, 16\) pixels would show whose they are"
+    ):
         load_comparison(champion, larger, 100, 0)
     with pytest.raises(LabelError, match="all 2 pairs have the same picture"):
         load_comparison(champion, champion, 100, 0)
@@ -69,8 +92,13 @@ def test_what_cannot_be_compared_says_why(tmp_path):
 
 
 def test_a_picture_that_is_no_png_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("label_cases.grey", lambda value, **size: b"GIF89a" if value == 7 else grey(value, **size))
-    paths = [write_evaluation(tmp_path / f"{name}.parquet", name, [value]) for name, value in (("a", 1), ("b", 7))]
+    monkeypatch.setattr(
+        "label_cases.grey", lambda value, **size: b"GIF89a" if value == 7 else grey(value, **size)
+    )
+    paths = [
+        write_evaluation(tmp_path / f"{name}.parquet", name, [value])
+        for name, value in (("a", 1), ("b", 7))
+    ]
     with pytest.raises(LabelError, match="pair 0-0 has a picture that is no PNG"):
         load_comparison(*paths, max_pairs=100, seed=0)
 
@@ -104,7 +132,9 @@ def test_rollouts_need_their_own_prompts_and_two_samples(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """The folder of a run as a local execution leaves it; the candidate was evaluated twice, because its task was killed."""
+    """The folder of a run as a local execution leaves it; the candidate was evaluated twice,
+    because its task was killed.
+    """
     nodes = tmp_path / "run" / "nodes"
     write_evaluation(nodes / "ebbflow-1" / "samples.parquet", "before", [1, 2, 3])
     stale = write_evaluation(nodes / "ebbflow-2" / "samples.parquet", "1.1 online", [4, 5, 6])
@@ -127,13 +157,17 @@ def test_a_run_is_compared_as_its_gate_did(run):
 def test_a_stage_of_a_run_is_compared_with_itself(run):
     task = load_task([run], "1.2 offline", None, 100, 0)
     assert (task.kind, len(task.pairs)) == ("pairs", 4)
-    with pytest.raises(LabelError, match=r"no rollouts of a stage '2\.2 offline' .*: '1\.2 offline'"):
+    with pytest.raises(
+        LabelError, match=r"no rollouts of a stage '2\.2 offline' .*: '1\.2 offline'"
+    ):
         load_task([run], "2.2 offline", None, 100, 0)
 
 
 def test_a_run_without_a_summary_or_samples_says_so(run):
     (run / "summary.json").write_text('{"champion": "champion v3", "candidate": "1.1 online"}')
-    with pytest.raises(LabelError, match="no samples of 'champion v3' below nodes, only of .*before"):
+    with pytest.raises(
+        LabelError, match="no samples of 'champion v3' below nodes, only of .*before"
+    ):
         find_comparison(run)
     for broken in ("{}", "[]", "{", '{"champion": "before"}'):
         (run / "summary.json").write_text(broken)
@@ -142,10 +176,13 @@ def test_a_run_without_a_summary_or_samples_says_so(run):
 
 
 @pytest.mark.parametrize(
-    ("count", "stage", "reason"), [(1, None, "1 sources"), (3, None, "3 sources"), (2, "1.1", "--stage '1.1'")]
+    ("count", "stage", "reason"),
+    [(1, None, "1 sources"), (3, None, "3 sources"), (2, "1.1", "--stage '1.1'")],
 )
 def test_the_sources_are_a_run_or_two_evaluations(tmp_path, count, stage, reason):
-    paths = [write_evaluation(tmp_path / f"{index}.parquet", "a", [index]) for index in range(count)]
+    paths = [
+        write_evaluation(tmp_path / f"{index}.parquet", "a", [index]) for index in range(count)
+    ]
     with pytest.raises(LabelError, match=reason):
         load_task(paths, stage, None, 100, 0)
 

@@ -9,24 +9,32 @@ import pytest
 
 from ebbflow.labeling.sequential import confidence_interval, log_mixture, sequential_test
 
-ERROR_RATE, FLIPS, RUNS = 0.05, 200, 2000
+ERROR_RATE = 0.05
+FLIPS = 200
+RUNS = 2000
 
 
 def simulated(p: float, seed: int) -> np.ndarray:
     """Whether each run ever decides, and for whom: [runs] of "candidate", "champion" or None."""
     flips = np.random.default_rng(seed).random((RUNS, FLIPS)) < p
-    return np.array([sequential_test(run.tolist(), ERROR_RATE).preferred for run in flips], dtype=object)
+    return np.array(
+        [sequential_test(run.tolist(), ERROR_RATE).preferred for run in flips], dtype=object
+    )
 
 
 @pytest.mark.parametrize(("successes", "failures"), [(0, 0), (1, 0), (3, 5), (40, 2)])
 def test_the_mixture_is_the_closed_form(successes: int, failures: int) -> None:
     count = successes + failures
-    assert exp(log_mixture(successes, failures)) == pytest.approx(2**count / ((count + 1) * comb(count, successes)))
+    assert exp(log_mixture(successes, failures)) == pytest.approx(
+        2**count / ((count + 1) * comb(count, successes))
+    )
 
 
 def test_the_mixture_is_the_integral_over_the_prior() -> None:
     p = (np.arange(200_000) + 0.5) / 200_000
-    assert exp(log_mixture(7, 3, 0.3)) == pytest.approx(np.mean((p / 0.3) ** 7 * ((1 - p) / 0.7) ** 3), rel=1e-6)
+    assert exp(log_mixture(7, 3, 0.3)) == pytest.approx(
+        np.mean((p / 0.3) ** 7 * ((1 - p) / 0.7) ** 3), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("p", [0.5, 0.2])
@@ -34,7 +42,9 @@ def test_the_mixture_is_a_martingale(p: float) -> None:
     for successes in range(6):
         for failures in range(6):
             now = exp(log_mixture(successes, failures, p))
-            then = p * exp(log_mixture(successes + 1, failures, p)) + (1 - p) * exp(log_mixture(successes, failures + 1, p))
+            then = p * exp(log_mixture(successes + 1, failures, p)) + (1 - p) * exp(
+                log_mixture(successes, failures + 1, p)
+            )
             assert then == pytest.approx(now)
 
 
@@ -65,15 +75,28 @@ def test_the_confidence_sequence_has_the_true_share_at_all_times(p: float) -> No
     missed = 0
     for run in flips:
         heads = run.cumsum()
-        intervals = [confidence_interval(int(heads[n - 1]), n - int(heads[n - 1]), ERROR_RATE) for n in range(1, 61)]
+        intervals = [
+            confidence_interval(int(heads[n - 1]), n - int(heads[n - 1]), ERROR_RATE)
+            for n in range(1, 61)
+        ]
         missed += any(not low <= p <= high for low, high in intervals)
     assert missed / 300 <= ERROR_RATE
 
 
-@pytest.mark.parametrize("outcomes", [[], [True], [False] * 4, [True, False] * 20, [True] * 9 + [False]])
-def test_the_interval_leaves_out_one_half_exactly_when_the_mixture_is_large(outcomes: list[bool]) -> None:
+@pytest.mark.parametrize(
+    "outcomes", [[], [True], [False] * 4, [True, False] * 20, [True] * 9 + [False]]
+)
+def test_the_interval_leaves_out_one_half_exactly_when_the_mixture_is_large(
+    outcomes: list[bool],
+) -> None:
     found = sequential_test(outcomes, ERROR_RATE)
-    assert 0 <= found.low <= (found.candidate / max(1, len(outcomes)) if outcomes else 0.5) <= found.high <= 1
+    assert (
+        0
+        <= found.low
+        <= (found.candidate / max(1, len(outcomes)) if outcomes else 0.5)
+        <= found.high
+        <= 1
+    )
     rejects = exp(log_mixture(found.candidate, found.champion)) >= 1 / ERROR_RATE
     assert rejects == (not found.low <= 0.5 <= found.high)
 

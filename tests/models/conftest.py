@@ -45,7 +45,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="session")
 def open_tiny(tiny_folder: Folder) -> OpenModel:
-    """``open_tiny("sd3", height=96)``: our model of a tiny folder or of another ``folder``, for this test alone."""
+    """``open_tiny("sd3", height=96)``: our model of a tiny folder or of another ``folder``, for
+    this test alone.
+    """
 
     def open_model(name: str, folder: Path | None = None, **config: Any) -> PipelineModel:
         path = folder or tiny_folder(name)
@@ -61,14 +63,20 @@ def tiny(open_tiny: OpenModel) -> OpenModel:
 
     def draw_as(name: str, **config: Any) -> PipelineModel:
         shared = opened(name)
-        return _small(type(shared)(shared.pipeline, _config(name, Path(shared.config.path), config), shared.device))
+        return _small(
+            type(shared)(
+                shared.pipeline, _config(name, Path(shared.config.path), config), shared.device
+            )
+        )
 
     return draw_as
 
 
 @pytest.fixture(scope="session", autouse=True)
 def plain_text() -> Iterator[None]:
-    """Diffusers' pipeline of image to video cannot do without ftfy, which has nothing to fix in the prompts of the tests."""
+    """Diffusers' pipeline of image to video cannot do without ftfy, which has nothing to fix in the
+    prompts of the tests.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_wan_i2v, "ftfy", SimpleNamespace(fix_text=str), raising=False)
         yield
@@ -76,10 +84,16 @@ def plain_text() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_pictures() -> Iterator[None]:
-    """The pipelines for editing scale a picture to a megapixel, whatever they draw; seconds a step."""
-    dimensions, side = pipeline_qwenimage_edit.calculate_dimensions, math.isqrt(EDITED_PIXELS)
+    """The pipelines for editing scale a picture to a megapixel, whatever they draw; seconds a
+    step."""
+    dimensions = pipeline_qwenimage_edit.calculate_dimensions
+    side = math.isqrt(EDITED_PIXELS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: dimensions(EDITED_PIXELS, ratio))
+        patch.setattr(
+            pipeline_qwenimage_edit,
+            "calculate_dimensions",
+            lambda area, ratio: dimensions(EDITED_PIXELS, ratio),
+        )
         patch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", EDITED_PIXELS)
         patch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", EDITED_PIXELS // 2)
         sizes = [(side, side), (side * 3 // 4, side * 3 // 2), (side * 3 // 2, side * 3 // 4)]
@@ -88,7 +102,11 @@ def small_pictures() -> Iterator[None]:
 
 
 def _config(name: str, path: Path, config: dict[str, Any]) -> ModelConfig:
-    return ModelConfig(family=family(name), path=str(path), **{"height": 64, "width": 64, "guidance": guidance(name)} | config)
+    return ModelConfig(
+        family=family(name),
+        path=str(path),
+        **{"height": 64, "width": 64, "guidance": guidance(name)} | config,
+    )
 
 
 def _small(model: PipelineModel) -> PipelineModel:
@@ -99,12 +117,15 @@ def _small(model: PipelineModel) -> PipelineModel:
 
 @pytest.fixture(scope="session")
 def open_peer(tiny_folder: Folder) -> OpenPipeline:
-    """``open_peer("sd3")``: diffusers' own pipeline of a tiny folder or of another ``folder``, for this test alone.
+    """``open_peer("sd3")``: diffusers' own pipeline of a tiny folder or of another ``folder``, for
+    this test alone.
 
     What ``absent`` names is left out.
     """
 
-    def open_pipeline(name: str, folder: Path | None = None, absent: Sequence[str] = ()) -> DiffusionPipeline:
+    def open_pipeline(
+        name: str, folder: Path | None = None, absent: Sequence[str] = ()
+    ) -> DiffusionPipeline:
         path = folder or tiny_folder(name)
         parts = dict.fromkeys(absent)
         if name.startswith("qwen_image_edit"):
@@ -121,7 +142,9 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
             options = {"solver_order": 1, "disable_corrector": list(range(100))}
             pipeline.scheduler = FirstOrderUniPC.from_config(pipeline.scheduler.config, **options)
         if isinstance(pipeline, SanaPipeline):
-            pipeline.scheduler = FirstOrderDpmSolver.from_config(pipeline.scheduler.config, solver_order=1)
+            pipeline.scheduler = FirstOrderDpmSolver.from_config(
+                pipeline.scheduler.config, solver_order=1
+            )
         if name == "ltx2":
             pipeline.transformer.register_forward_pre_hook(isolate_modalities, with_kwargs=True)
         return pipeline
@@ -129,7 +152,9 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
     return open_pipeline
 
 
-def isolate_modalities(transformer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+def isolate_modalities(
+    transformer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, Any]:
     """The pipeline of LTX-2 has pictures and sound attend to each other, and ours only pictures."""
     return positional, named | {"isolate_modalities": True}
 

@@ -22,20 +22,31 @@ from ebbflow.recipe.families import FAMILIES
 from ebbflow.rollouts.generate import generate
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
-"""The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of Wan."""
+"""The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of
+Wan.
+"""
 EDITING = ("flux_kontext", "flux2_edit", "qwen_image_edit_plus")
 VIDEOS = ("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video", "ltx2")
 NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS)
-"""Those whose families differ less: the tests that tell most of a family run on them, and the others only in ``exhaustive``."""
+"""Those whose families differ less: the tests that tell most of a family run on them, and the
+others only in ``exhaustive``.
+"""
 EVERY = (*TINY, *NEWER)
 NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
 """For the others."""
 NEWEST = ("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video", "ltx2")
-"""Of those the ordinary tests show that they draw their pipeline's image, and of three that it takes our adapters."""
-NEWEST_LATER = [pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST else name for name in EVERY]
+"""Of those the ordinary tests show that they draw their pipeline's image, and of three that it
+takes our adapters.
+"""
+NEWEST_LATER = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST else name for name in EVERY
+]
 OUR_LORA = ("sana", "flux2", "ltx2")
 ALIKE_LATER = [
-    pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST and name not in OUR_LORA else name for name in EVERY
+    pytest.param(name, marks=pytest.mark.exhaustive)
+    if name in NEWEST and name not in OUR_LORA
+    else name
+    for name in EVERY
 ]
 SHORT = ('a sign that says "OPEN"', "two cats", "a red bicycle leans against a blue wall")
 LONG = "a bowl of ripe fruit, 4 apples and 2 oranges, " * 80
@@ -58,7 +69,9 @@ EDITED_PIXELS = 64 * 64
 
 
 class FirstOrderUniPC(UniPCMultistepScheduler):
-    """The published scheduler of Wan with steps of first order, which are Euler's; neither 1e-6 below 1 nor truncated."""
+    """The published scheduler of Wan with steps of first order, which are Euler's; neither 1e-6
+    below 1 nor truncated.
+    """
 
     def set_timesteps(self, num_inference_steps: int, **rest: Any) -> None:
         super().set_timesteps(num_inference_steps, **rest)
@@ -105,7 +118,9 @@ def guidance(name: str) -> float:
 
 
 def needs_torchvision(name: str) -> bool:
-    """Whether diffusers needs it to load the family's folders, for a processor of which Ebbflow needs less."""
+    """Whether diffusers needs it to load the family's folders, for a processor of which Ebbflow
+    needs less.
+    """
     return name.startswith(("qwen_image_edit", "flux2_edit")) or name == "flux2"
 
 
@@ -128,16 +143,29 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
 
 
 def prompts(
-    name: str, texts: Sequence[str] = SHORT, negatives: Sequence[str] = (), size: tuple[int, int] = (64, 64)
+    name: str,
+    texts: Sequence[str] = SHORT,
+    negatives: Sequence[str] = (),
+    size: tuple[int, int] = (64, 64),
 ) -> list[Prompt]:
-    """Prompts with ids from zero, a negative prompt each, and an image of ``size`` where the family edits one.
+    """Prompts with ids from zero, a negative prompt each, and an image of ``size`` where the family
+    edits one.
 
     The pipeline of FLUX.2 has no negative prompts but the empty one.
     """
     blurry = ["" if name == "flux2_klein" else f"blurry {index}" for index in range(len(texts))]
     rows = zip(texts, negatives or blurry, strict=True)
     return [
-        Prompt(index, text, negative, None, "", "train", "{}", picture(*size, index) if edits(name) else None)
+        Prompt(
+            index,
+            text,
+            negative,
+            None,
+            "",
+            "train",
+            "{}",
+            picture(*size, index) if edits(name) else None,
+        )
         for index, (text, negative) in enumerate(rows)
     ]
 
@@ -147,7 +175,9 @@ def keys(wanted: Sequence[Prompt]) -> SampleKeys:
 
 
 def our_latents(model: PipelineModel, wanted: Sequence[Prompt], steps: int = 3) -> Tensor:
-    return generate(model, model.encode(wanted), keys(wanted), SamplerConfig(name="ode", steps=steps)).latents
+    return generate(
+        model, model.encode(wanted), keys(wanted), SamplerConfig(name="ode", steps=steps)
+    ).latents
 
 
 def theirs(
@@ -158,15 +188,22 @@ def theirs(
     Returns:
         Latents, [N, *latent_shape], and pixels in the shape of ours, 0 to 255 and not rounded.
     """
-    noises = noise(model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted))
-    size = 1 if edits(model.config.family) else len(wanted)  # an image for all prompts is what the pipelines for editing take
+    noises = noise(
+        model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted)
+    )
+    size = (
+        1 if edits(model.config.family) else len(wanted)
+    )  # an image for all prompts is what the pipelines for editing take
     parts = [slice(start, start + size) for start in range(0, len(wanted), size)]
     drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
-    latents, images = torch.cat([latents for latents, _ in drawn]), 255 * np.concatenate([images for _, images in drawn])
+    latents = torch.cat([latents for latents, _ in drawn])
+    images = 255 * np.concatenate([images for _, images in drawn])
     one_frame = images.ndim == 5 and model.config.frames == 1
     if model.config.family in PACKED_PIXELS:
         latents = latents.mT.reshape(-1, *model.latent_shape)
-    return unpack(latents, model.latent_shape) if _packs(model) else latents, images[:, 0] if one_frame else images
+    return unpack(latents, model.latent_shape) if _packs(model) else latents, images[
+        :, 0
+    ] if one_frame else images
 
 
 def _packs(model: PipelineModel) -> bool:
@@ -174,12 +211,18 @@ def _packs(model: PipelineModel) -> bool:
 
 
 def _draw(
-    pipeline: DiffusionPipeline, model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor, steps: int
+    pipeline: DiffusionPipeline,
+    model: PipelineModel,
+    wanted: Sequence[Prompt],
+    noises: Tensor,
+    steps: int,
 ) -> tuple[Tensor, np.ndarray]:
     """The latents after the last step, in the pipeline's own layout, and the pixels, in [0, 1]."""
     seen = []
 
-    def watch(pipeline: DiffusionPipeline, step: int, time: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def watch(
+        pipeline: DiffusionPipeline, step: int, time: Tensor, values: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         seen.append(values["latents"])
         return values
 
@@ -197,7 +240,8 @@ def _draw(
 
 def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> dict[str, Any]:
     """What the families' pipelines call the noise, the prompts and the guidance."""
-    kind, guidance = model.config.family, model.config.guidance
+    kind = model.config.family
+    guidance = model.config.guidance
     asked: dict[str, Any] = {"prompt": [prompt.prompt for prompt in wanted]}
     asked["latents"] = pack(noises) if _packs(model) else noises
     if kind.startswith("qwen"):

@@ -19,33 +19,47 @@ from ebbflow.training.policy import Policy
 from tests.parameters import move
 
 
-@pytest.mark.parametrize(("text", "expected"), [("off", "off"), ("blocks", "blocks"), ("'off'", "off")])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("off", "off"), ("blocks", "blocks"), ("'off'", "off")]
+)
 def test_the_key_is_read_as_it_is_written(text, expected):
-    recipe = parse_recipe(f"{{name: a, model: {{compile: {text}}}, stages: [{{kind: online, steps: 1}}]}}", "a")
+    recipe = parse_recipe(
+        f"{{name: a, model: {{compile: {text}}}, stages: [{{kind: online, steps: 1}}]}}", "a"
+    )
     assert recipe.model.compile == expected
     assert ModelConfig().compile == "off"
 
 
 def test_a_missing_compiler_is_named(model, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ModelError, match=r"model.compile = 'blocks': .*'no-such-compiler' is not on the PATH; install g\+\+"):
+    with pytest.raises(
+        ModelError,
+        match=r"model.compile = 'blocks': .*'no-such-compiler' is not on the PATH; install g\+\+",
+    ):
         compile_blocks(model)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "config", [PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4)], ids=["full", "lora"]
+)
 def test_compiled_training_predicts_what_compiled_rollouts_did(model, config, precision):
     model.precision = precision
     policy = Policy(model, config, 0)
     move(policy)
-    conditioning, keys = model.encode_texts(["ABCD", "EFGH"]), SampleKeys(2, [0, 1], [0, 0])
-    sampler, plan = SamplerConfig(name="flow_sde", steps=2), Plan((0,), (0,))
+    conditioning = model.encode_texts(["ABCD", "EFGH"])
+    keys = SampleKeys(2, [0, 1], [0, 0])
+    sampler = SamplerConfig(name="flow_sde", steps=2)
+    plan = Plan((0,), (0,))
     eager = generate(model, conditioning, keys, sampler, plan).latents
     compile_blocks(model)
     rollouts = generate(model, conditioning, keys, sampler, plan)
-    assert (rollouts.latents - eager).abs().max() < (1e-4 if precision == "float32" else 0.1) * eager.abs().max()
-    latents, sigma = rollouts.trajectory.latents[:, 0], rollouts.trajectory.sigmas[0].expand(2)
+    assert (rollouts.latents - eager).abs().max() < (
+        1e-4 if precision == "float32" else 0.1
+    ) * eager.abs().max()
+    latents = rollouts.trajectory.latents[:, 0]
+    sigma = rollouts.trajectory.sigmas[0].expand(2)
     with torch.no_grad():
         rolled_out = predict(model, latents, sigma, conditioning)
     trained = predict(model, latents, sigma, conditioning)

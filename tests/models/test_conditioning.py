@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline_cases import LONG, NEWER_LATER, NEWEST_LATER, SHORT, TINY, few_tokens, guided, picture, prompts
+from pipeline_cases import (
+    LONG,
+    NEWER_LATER,
+    NEWEST_LATER,
+    SHORT,
+    TINY,
+    few_tokens,
+    guided,
+    picture,
+    prompts,
+)
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import Conditioning, ModelError, encoding
@@ -19,7 +29,11 @@ def given(count, length, negative=None, start=0):
     """Rows that name themselves: the embeddings of row i are all i + 1."""
     number = start + 1 + torch.arange(count)
     embeds = number.view(-1, 1, 1).expand(count, length, 2).float()
-    tensors = {"embeds": embeds, "pooled": number.view(-1, 1).expand(count, 3).float(), "mask": torch.ones(count, length).bool()}
+    tensors = {
+        "embeds": embeds,
+        "pooled": number.view(-1, 1).expand(count, 3).float(),
+        "mask": torch.ones(count, length).bool(),
+    }
     return Conditioning(tensors | {"time": number}, negative, guidance=3.0)
 
 
@@ -70,36 +84,49 @@ def test_the_negative_prompts_go_and_the_guidance_stays():
 def test_everything_moves():
     moved = given(2, 3, given(2, 3)).to(torch.device("meta"))
     assert moved.device == moved.negative.device == torch.device("meta")
-    assert {values.device.type for values in (*moved.tensors.values(), *moved.negative.tensors.values())} == {"meta"}
+    assert {
+        values.device.type for values in (*moved.tensors.values(), *moved.negative.tensors.values())
+    } == {"meta"}
 
 
 @pytest.mark.parametrize("name", NEWEST_LATER)
 def test_a_prompt_is_encoded_alike_in_any_company(tiny, monkeypatch, name):
-    model, wanted = tiny(name, **few_tokens(name)), prompts(name, (*SHORT, LONG[:200]))
+    model = tiny(name, **few_tokens(name))
+    wanted = prompts(name, (*SHORT, LONG[:200]))
     monkeypatch.setattr("ebbflow.models.pipeline.ENCODED_AT_ONCE", 3)
     together = model.encode(wanted)
     assert len(together) == 4
     assert (together.negative is None) == (not guided(name))
     for row, prompt in enumerate(wanted):
-        alone, found = model.encode([prompt]), together.rows(slice(row, row + 1))
-        for one, other in [(alone, found)] + ([(alone.negative, found.negative)] if guided(name) else []):
+        alone = model.encode([prompt])
+        found = together.rows(slice(row, row + 1))
+        for one, other in [(alone, found)] + (
+            [(alone.negative, found.negative)] if guided(name) else []
+        ):
             for key, values in one.tensors.items():
                 length = values.shape[1]
-                assert torch.allclose(other[key][:, :length].float(), values.float(), atol=1e-5), key
+                assert torch.allclose(other[key][:, :length].float(), values.float(), atol=1e-5), (
+                    key
+                )
                 assert not other[key][:, length:].any()
 
 
 @pytest.mark.parametrize("name", [*(name for name in TINY if guided(name)), "sana"])
 def test_negative_prompts_can_be_asked_for_without_guidance(tiny, name):
     """As guidance encodes them; a pass without guidance does not look at them."""
-    model, wanted = tiny(name, guidance=1.0), prompts(name)
-    asked, guided = embed(model, wanted, negatives=True)(wanted), tiny(name).encode(wanted)
+    model = tiny(name, guidance=1.0)
+    wanted = prompts(name)
+    asked = embed(model, wanted, negatives=True)(wanted)
+    guided = tiny(name).encode(wanted)
     assert asked.guidance == 1
     for one, other in ((asked, guided), (asked.negative, guided.negative)):
         for key, values in one.tensors.items():
             assert torch.allclose(values.float(), other[key].float(), atol=1e-5), key
-    latents, sigma = torch.randn(len(wanted), *model.latent_shape), torch.full((len(wanted),), 0.5)
-    plain, with_negatives = (predict(model, latents, sigma, each) for each in (asked.unguided(), asked))
+    latents = torch.randn(len(wanted), *model.latent_shape)
+    sigma = torch.full((len(wanted),), 0.5)
+    plain, with_negatives = (
+        predict(model, latents, sigma, each) for each in (asked.unguided(), asked)
+    )
     assert torch.equal(plain, with_negatives)
     full = predict(model, latents, sigma, replace(asked, guidance=guided.guidance))
     assert torch.allclose(full, predict(model, latents, sigma, guided), atol=1e-4)
@@ -108,7 +135,11 @@ def test_negative_prompts_can_be_asked_for_without_guidance(tiny, name):
 
 def test_a_family_without_guidance_has_no_negative_prompts(tiny):
     with pytest.raises(
-        ModelError, match=r"reference.guidance needs classifier-free guidance, which FluxModel has not; set it to 1"
+        ModelError,
+        match=(
+            r"reference.guidance needs classifier-free guidance, which FluxModel has not; set it"
+            r" to 1"
+        ),
     ):
         embed(tiny("flux", guidance=1.0), prompts("flux"), negatives=True)
 
@@ -121,7 +152,8 @@ def test_without_guidance_no_negative_prompt_is_encoded(tiny, name):
 
 
 def test_every_different_prompt_is_encoded_once(tiny):
-    model, calls = tiny("qwen_image_edit"), []
+    model = tiny("qwen_image_edit")
+    calls = []
 
     class Counting:
         transformer = model.transformer
@@ -131,9 +163,12 @@ def test_every_different_prompt_is_encoded_once(tiny):
             return model.encode(wanted)
 
     first, second = prompts("qwen_image_edit", SHORT[:2])
-    other_image, other_negative = replace(first, image=picture(48, 48, seed=9)), replace(first, negative_prompt="grey")
+    other_image = replace(first, image=picture(48, 48, seed=9))
+    other_negative = replace(first, negative_prompt="grey")
     renumbered = replace(first, prompt_id=7, target="A")
-    look_up = encode_once(Counting(), iter([first, second, first, renumbered, other_image, other_negative]))
+    look_up = encode_once(
+        Counting(), iter([first, second, first, renumbered, other_image, other_negative])
+    )
     assert len(calls) == 1
     assert len(calls[0]) == 4
     found = look_up([second, renumbered, other_image, other_negative, second])
@@ -151,7 +186,8 @@ def test_every_different_prompt_is_encoded_once(tiny):
 class Lengths:
     """A model whose prompts are as long as their text, and tell who encoded them when."""
 
-    guided, transformer = True, torch.nn.Linear(1, 1)
+    guided = True
+    transformer = torch.nn.Linear(1, 1)
 
     def __init__(self):
         self.calls = []
@@ -159,23 +195,27 @@ class Lengths:
     def encode(self, wanted):
         self.calls.append([prompt.prompt for prompt in wanted])
         length = max(len(prompt.prompt) for prompt in wanted)
-        embeds, mask = (
-            torch.zeros(len(wanted), length, 2, dtype=torch.bfloat16),
-            torch.zeros(len(wanted), length, dtype=torch.bool),
-        )
+        embeds = torch.zeros(len(wanted), length, 2, dtype=torch.bfloat16)
+        mask = torch.zeros(len(wanted), length, dtype=torch.bool)
         for row, prompt in enumerate(wanted):
             mask[row, : len(prompt.prompt)] = True
             embeds[row, : len(prompt.prompt)] = prompt.prompt_id + 1
         pooled = torch.tensor([[float(prompt.prompt_id)] for prompt in wanted]).expand(-1, 3)
-        return Conditioning({"embeds": embeds, "mask": mask, "pooled": pooled, "time": pooled[:, 0]}, guidance=4.5)
+        return Conditioning(
+            {"embeds": embeds, "mask": mask, "pooled": pooled, "time": pooled[:, 0]}, guidance=4.5
+        )
 
 
 LENGTHS = (3, 1, 2, 7, 4)
-TEXTS = [Prompt(number, "x" * length, "n", None, "", "train", "{}") for number, length in enumerate(LENGTHS)]
+TEXTS = [
+    Prompt(number, "x" * length, "n", None, "", "train", "{}")
+    for number, length in enumerate(LENGTHS)
+]
 
 
 def test_prompts_in_several_files_are_padded_as_if_they_were_in_one(monkeypatch):
-    model, wanted = Lengths(), [TEXTS[row] for row in (4, 0, 3, 3, 1)]
+    model = Lengths()
+    wanted = [TEXTS[row] for row in (4, 0, 3, 3, 1)]
     together = embed(model, TEXTS, negatives=True)(wanted)
     monkeypatch.setattr(encoding, "PROMPTS_PER_FILE", 2)
     found = embed(model, TEXTS, negatives=True)(wanted)
@@ -200,17 +240,25 @@ def test_embeddings_are_on_the_disk_and_their_files_have_no_name(monkeypatch, tm
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     embeddings = embed(Lengths(), TEXTS)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
+    ]
     assert any(line.endswith("0.safetensors (deleted)") for line in mapped)
     assert embeddings(TEXTS)["time"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_an_image_to_edit_is_needed_and_all_need_one_size(tiny, monkeypatch):
     model = tiny("qwen_image_edit")
-    (square,), (wide,) = (prompts("qwen_image_edit", SHORT[:1], size=size) for size in ((48, 48), (96, 48)))
-    with pytest.raises(ModelError, match=r"prompt 3 \('a sign .*'\) has no image to edit; add a column 'image'"):
+    (square,), (wide,) = (
+        prompts("qwen_image_edit", SHORT[:1], size=size) for size in ((48, 48), (96, 48))
+    )
+    with pytest.raises(
+        ModelError, match=r"prompt 3 \('a sign .*'\) has no image to edit; add a column 'image'"
+    ):
         model.encode([square, replace(square, prompt_id=3, image=None)])
     monkeypatch.setattr("ebbflow.models.pipeline.ENCODED_AT_ONCE", 1)
-    with pytest.raises(ModelError, match=r"different sizes \(64 x 64 of prompt 0, 96 x 32 of prompt 4\); crop them"):
+    with pytest.raises(
+        ModelError, match=r"different sizes \(64 x 64 of prompt 0, 96 x 32 of prompt 4\); crop them"
+    ):
         model.encode([square, replace(wide, prompt_id=4)])
     assert len(model.encode([wide, wide])) == 2

@@ -1,4 +1,6 @@
-"""A downloaded base model is a committed folder of the pipeline's own files, whatever else the repository holds."""
+"""A downloaded base model is a committed folder of the pipeline's own files, whatever else the
+repository holds.
+"""
 
 from __future__ import annotations
 
@@ -39,26 +41,48 @@ def hub(monkeypatch, tmp_path, base_folder):
 def test_the_folder_holds_the_pipeline_and_no_links(hub, tmp_path):
     """Only its parts are asked for and kept, whatever else the repository and the cache hold."""
     snapshot, asked = hub
-    wanted = {path.relative_to(snapshot) for path in snapshot.rglob("*") if path.is_file()} - {Path("glyph.json"), Path(MANIFEST)}
-    for other in ("single_file.safetensors", "text_encoders/t5xxl.safetensors", "transformer/pytorch_model.bin"):
+    wanted = {path.relative_to(snapshot) for path in snapshot.rglob("*") if path.is_file()} - {
+        Path("glyph.json"),
+        Path(MANIFEST),
+    }
+    for other in (
+        "single_file.safetensors",
+        "text_encoders/t5xxl.safetensors",
+        "transformer/pytorch_model.bin",
+    ):
         (snapshot / other).parent.mkdir(exist_ok=True)
         (snapshot / other).write_bytes(b"large")
     prepare.download_base("owner/name", COMMIT, tmp_path / "base")
     assert verify(tmp_path / "base")
-    found = [path for path in (tmp_path / "base").rglob("*") if path.is_file() and path.name not in (MANIFEST, MARK)]
+    found = [
+        path
+        for path in (tmp_path / "base").rglob("*")
+        if path.is_file() and path.name not in (MANIFEST, MARK)
+    ]
     assert {path.relative_to(tmp_path / "base") for path in found} == wanted
     assert not any(path.is_symlink() for path in found)
     (first, index), (second, patterns) = asked
     assert index == ["model_index.json"]
     assert first == second == PretrainedSourceConfig(path="owner/name", revision=COMMIT)
-    kept = ["model_index.json", "transformer/config.json", "transformer/x-00001-of-2.safetensors", "tokenizer/merges.txt"]
+    kept = [
+        "model_index.json",
+        "transformer/config.json",
+        "transformer/x-00001-of-2.safetensors",
+        "tokenizer/merges.txt",
+    ]
     assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in kept)
-    for other in ("single_file.safetensors", "text_encoders/t5xxl.safetensors", "transformer/pytorch_model.bin"):
+    for other in (
+        "single_file.safetensors",
+        "text_encoders/t5xxl.safetensors",
+        "transformer/pytorch_model.bin",
+    ):
         assert not any(fnmatch(other, pattern) for pattern in patterns)
 
 
 def test_what_the_cache_holds_does_not_change_with_the_folder(hub, tmp_path):
-    """The files may share their place on the disk: replacing the folder must leave the cache as it was."""
+    """The files may share their place on the disk: replacing the folder must leave the cache as it
+    was.
+    """
     snapshot, _ = hub
     before = (snapshot / "model_index.json").read_text()
     prepare.download_base("owner/name", COMMIT, tmp_path / "base")
@@ -93,15 +117,21 @@ def test_a_damaged_cached_base_is_found_and_never_committed_again(hub, cache):
     weights.unlink()  # the file is also that of the hub's cache, and of other tests
     weights.write_bytes(content[:-1] + b"x")
     digest = (folder / MARK).read_text()
-    with pytest.raises(ArtifactError, match=rf"{weights.name}.*; remove {folder} and .*models--owner--name"):
+    with pytest.raises(
+        ArtifactError, match=rf"{weights.name}.*; remove {folder} and .*models--owner--name"
+    ):
         prepare.cached_base(PUBLISHED)
     assert (folder / MARK).read_text() == digest
 
 
 def test_two_at_once_make_a_cached_base_once(hub, cache, monkeypatch):
-    """The second comes while the first downloads: it waits, and neither writes into what the other one made."""
+    """The second comes while the first downloads: it waits, and neither writes into what the other
+    one made.
+    """
     _, asked = hub
-    fetched, locked, both = prepare.pretrained_folder, prepare.wait_for_lock, threading.Barrier(2, timeout=60)
+    fetched = prepare.pretrained_folder
+    locked = prepare.wait_for_lock
+    both = threading.Barrier(2, timeout=60)
     others: list[Future[Path]] = []
 
     def pretrained_folder(pretrained, patterns):
@@ -127,7 +157,10 @@ def test_two_at_once_make_a_cached_base_once(hub, cache, monkeypatch):
 def test_a_repository_without_a_pipeline_is_refused(hub, tmp_path):
     snapshot, _ = hub
     (snapshot / "model_index.json").unlink()
-    with pytest.raises(ModelError, match="owner/name at 1{40} has no model_index.json; name a repository for diffusers"):
+    with pytest.raises(
+        ModelError,
+        match="owner/name at 1{40} has no model_index.json; name a repository for diffusers",
+    ):
         prepare.download_base("owner/name", COMMIT, tmp_path / "base")
     assert not (tmp_path / "base").exists()
 

@@ -20,7 +20,8 @@ ENGINE = Path(__file__).parents[2] / "containers" / "vllm_omni"
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_record_names_an_adapter_that_agrees_with_it(family):
-    record, adapter = FAMILIES[family], adapter_of(family)
+    record = FAMILIES[family]
+    adapter = adapter_of(family)
     assert adapter.guided == record.guided
     assert ("vae" in adapter.text_parts) == record.edits_images
     assert issubclass(adapter, PipelineModel) == (family != "glyph")
@@ -32,16 +33,23 @@ def test_tiny_models_have_a_name_each_and_a_builder():
     assert {family for family, record in FAMILIES.items() if not record.tiny} == {"glyph"}
 
 
-@pytest.mark.parametrize("path", [record.vllm_omni for record in FAMILIES.values() if record.vllm_omni])
+@pytest.mark.parametrize(
+    "path", [record.vllm_omni for record in FAMILIES.values() if record.vllm_omni]
+)
 def test_the_engine_has_the_networks_that_the_records_name(path):
     """Read, for it can only be imported in the engine's own environment."""
     module, _, name = path.partition(":")
     source = ast.parse((ENGINE / f"{module.replace('.', '/')}.py").read_text())
-    assert name in {target.id for node in source.body if isinstance(node, ast.Assign) for target in node.targets}
+    assert name in {
+        target.id for node in source.body if isinstance(node, ast.Assign) for target in node.targets
+    }
 
 
 def test_a_class_that_is_no_adapter_is_refused():
-    with pytest.raises(ModelError, match=r"model.family = 'pathlib:Path' has no 'load'; .*ebbflow.models.base.Model"):
+    with pytest.raises(
+        ModelError,
+        match=r"model.family = 'pathlib:Path' has no 'load'; .*ebbflow.models.base.Model",
+    ):
         adapter_of("pathlib:Path")
     with pytest.raises(RecipeError, match="cannot be imported"):
         adapter_of("nowhere:Model")

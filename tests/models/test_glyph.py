@@ -1,4 +1,6 @@
-"""The glyph family: the folder that diffusers reads, the tokenizer, the pixels, and training that repeats itself."""
+"""The glyph family: the folder that diffusers reads, the tokenizer, the pixels, and training that
+repeats itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from hypothesis import strategies as st
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.families.glyph import ALPHABET, GlyphModel, letter_tokenizer, new_glyph, to_latents
+from ebbflow.models.families.glyph import (
+    ALPHABET,
+    GlyphModel,
+    letter_tokenizer,
+    new_glyph,
+    to_latents,
+)
 from ebbflow.models.glyph_training.train import _batch, train_glyph_base
 from ebbflow.models.prepare import copy_base, train_base
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
@@ -53,7 +61,11 @@ def test_save_and_load_are_exact(model, tmp_path):
 
 
 def test_a_loaded_model_is_frozen(model):
-    assert not any(p.requires_grad for part in (model.transformer, model.text_encoder) for p in part.parameters())
+    assert not any(
+        p.requires_grad
+        for part in (model.transformer, model.text_encoder)
+        for p in part.parameters()
+    )
     assert not model.transformer.training
     assert not model.text_encoder.training
 
@@ -66,14 +78,21 @@ def test_velocity_depends_on_everything_it_is_given(model):
             return model.velocity(x, torch.tensor([sigma]), model.encode_texts([text]))
 
     here = at(latents, 0.5, "ABCD")
-    for other in (at(latents + 1, 0.5, "ABCD"), at(latents, 0.5004, "ABCD"), at(latents, 0.5, "ABCE"), at(latents, 0.5, "BACD")):
+    for other in (
+        at(latents + 1, 0.5, "ABCD"),
+        at(latents, 0.5004, "ABCD"),
+        at(latents, 0.5, "ABCE"),
+        at(latents, 0.5, "BACD"),
+    ):
         assert (other - here).abs().max() > 1e-5
 
 
 def test_the_schedule(model):
     for steps in (2, 6, 10):
         sigmas = model.sigmas(steps)
-        assert sigmas.tolist() == pytest.approx([1 - i / steps for i in range(steps)] + [0], abs=1e-6)
+        assert sigmas.tolist() == pytest.approx(
+            [1 - i / steps for i in range(steps)] + [0], abs=1e-6
+        )
         assert sigmas.dtype == torch.float32
     kept = model.sigmas(4)
     model.sigmas(7)
@@ -103,16 +122,26 @@ def test_the_tokenizer_knows_letters_and_nothing_else(text):
 @given(st.text(alphabet=st.characters(max_codepoint=0x2FFF), max_size=12))
 def test_the_tokenizer_knows_the_alphabets_that_it_was_given(text):
     """Without small letters of their own, they are capitals."""
-    for alphabet, known in (("capitals and small", ALPHABET + ALPHABET.lower()), ("with digits", ALPHABET + "0123456789")):
+    for alphabet, known in (
+        ("capitals and small", ALPHABET + ALPHABET.lower()),
+        ("with digits", ALPHABET + "0123456789"),
+    ):
         tokenizer = letter_tokenizer(16, known)
-        read = text if alphabet == "capitals and small" else "".join(x.upper() if x.isascii() else x for x in text)
+        read = (
+            text
+            if alphabet == "capitals and small"
+            else "".join(x.upper() if x.isascii() else x for x in text)
+        )
         tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
         assert tokens == ["<start>", *(letter for letter in read if letter in known), "<end>"]
 
 
 def test_the_tokenizer_of_capitals_is_what_it_was():
     """It is in the digest of every base model."""
-    assert hashlib.sha256(letter_tokenizer(4).backend_tokenizer.to_str().encode()).hexdigest()[:16] == TOKENIZER
+    assert (
+        hashlib.sha256(letter_tokenizer(4).backend_tokenizer.to_str().encode()).hexdigest()[:16]
+        == TOKENIZER
+    )
 
 
 def test_quotes_and_case_do_not_matter_and_letters_do(model):
@@ -160,9 +189,21 @@ def test_decode_stays_inside_the_pixels(model):
 def test_a_bad_folder_is_named_with_what_it_lacks(base_folder, tmp_path):
     with pytest.raises(ModelError, match="missing': there is no base-model folder"):
         load_model(tmp_path / "missing")
-    with pytest.raises(ModelError, match="transformer, scheduler, text_encoder, tokenizer, glyph.json, model_index.json missing"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            "transformer, scheduler, text_encoder, tokenizer, glyph.json, model_index.json missing"
+        ),
+    ):
         load_model(tmp_path)
-    for part in ("transformer", "scheduler", "text_encoder", "tokenizer", "glyph.json", "model_index.json"):
+    for part in (
+        "transformer",
+        "scheduler",
+        "text_encoder",
+        "tokenizer",
+        "glyph.json",
+        "model_index.json",
+    ):
         folder = tmp_path / f"without-{part}"
         shutil.copytree(base_folder, folder, ignore=shutil.ignore_patterns(part, MANIFEST, COMMIT))
         with pytest.raises(ModelError, match=f"{part} missing"):
@@ -178,7 +219,9 @@ def test_a_bad_folder_is_named_with_what_it_lacks(base_folder, tmp_path):
     ],
 )
 def test_a_folder_with_a_broken_file_is_a_bad_folder(base_folder, tmp_path, file, content):
-    shutil.copytree(base_folder, tmp_path / "broken", ignore=shutil.ignore_patterns(MANIFEST, COMMIT))
+    shutil.copytree(
+        base_folder, tmp_path / "broken", ignore=shutil.ignore_patterns(MANIFEST, COMMIT)
+    )
     (tmp_path / "broken" / file).write_text(content)
     with pytest.raises(ModelError, match="broken"):
         load_model(tmp_path / "broken")
@@ -196,22 +239,31 @@ def test_training_twice_gives_the_same_bytes(tmp_path):
 
 
 def test_capitals_alone_are_drawn_as_always():
-    """The draws of other alphabets take none of theirs: the base model of the default recipe keeps its bytes."""
+    """The draws of other alphabets take none of theirs: the base model of the default recipe keeps
+    its bytes.
+    """
     plain = np.random.default_rng(3)
     letters = plain.integers(26, size=(SHORT.batch, SHORT.letters))
     drawn = np.random.default_rng(3)
     _, captions = _batch(SHORT, drawn, False)
     assert captions == ["".join(ALPHABET[index] for index in row) for row in letters]
-    plain.uniform(0.95, 1.05, SHORT.batch), plain.uniform(-1, 1, (SHORT.batch, 2))  # what the renderer draws
+    (
+        plain.uniform(0.95, 1.05, SHORT.batch),
+        plain.uniform(-1, 1, (SHORT.batch, 2)),
+    )  # what the renderer draws
     assert drawn.random() == plain.random()
 
 
 def test_each_string_is_of_one_alphabet_and_so_is_its_noise():
-    config = GlyphTrainingConfig(alphabets=["capitals", "digits", "lower_case"], batch=60, caption_noise=1.0)
+    config = GlyphTrainingConfig(
+        alphabets=["capitals", "digits", "lower_case"], batch=60, caption_noise=1.0
+    )
     seen = set()
     for noisy in (False, True):
         _, captions = _batch(config, np.random.default_rng(0), noisy)
-        kinds = [[known for known in config.characters if set(text) <= set(known)] for text in captions]
+        kinds = [
+            [known for known in config.characters if set(text) <= set(known)] for text in captions
+        ]
         assert {len(kind) for kind in kinds} == {1}
         seen |= {kind for (kind,) in kinds}
     assert seen == set(config.characters)
@@ -226,13 +278,19 @@ def test_a_model_of_several_alphabets_says_what_it_draws(tmp_path):
         return model.outside_training(Prompt(0, text, "", None, "", "", "{}"))
 
     assert [said(text) for text in ('"ABCD"', '"0123"', "abcd")] == [None] * 3
-    assert said("AB12") == "it was trained on 4 capital letters A-Z or digits 0-9 or small letters a-z and reads 'AB12' in 'AB12'"
+    assert (
+        said("AB12")
+        == "it was trained on 4 capital letters A-Z or digits 0-9 or small letters a-z and reads"
+        " 'AB12' in 'AB12'"
+    )
     different = [model.encode_texts([text])["pooled"] for text in ("OPEN", "open")]
     assert not torch.allclose(*different, atol=1e-4)
 
 
 def test_training_learns(tmp_path):
-    """Twenty steps: the loss of the trained model is below that of the start, on strings of its own."""
+    """Twenty steps: the loss of the trained model is below that of the start, on strings of its
+    own.
+    """
     from ebbflow.models.glyph_training.train import _loss
 
     def loss(folder):
@@ -249,13 +307,18 @@ def test_training_learns(tmp_path):
 
 
 def test_the_average_of_the_weights_is_saved(tmp_path):
-    # The average starts at the weights after the first step, so after two it is ema * first + (1 - ema) * second.
+    # The average starts at the weights after the first step, so after two it is ema * first + (1 -
+    # ema) * second.
     def trained(steps, ema):
         folder = tmp_path / f"{steps}-{ema}"
-        train_glyph_base(GlyphTrainingConfig(steps=steps, batch=2, ema=ema, caption_noise=0.0), folder)
+        train_glyph_base(
+            GlyphTrainingConfig(steps=steps, batch=2, ema=ema, caption_noise=0.0), folder
+        )
         return load_model(folder).transformer.state_dict()
 
-    first, second, average = trained(1, 0.0), trained(2, 0.0), trained(2, 0.25)
+    first = trained(1, 0.0)
+    second = trained(2, 0.0)
+    average = trained(2, 0.25)
     assert any(not torch.allclose(first[name], second[name]) for name in first)
     for name, value in average.items():
         assert torch.allclose(value, 0.25 * first[name] + 0.75 * second[name], atol=1e-6)
@@ -274,7 +337,9 @@ def test_a_copied_base_is_the_same_artifact(base_folder, tmp_path):
 
 
 def test_sizes_follow_the_recipe(tmp_path):
-    train_glyph_base(GlyphTrainingConfig(steps=1, batch=2, height=24, width=48, letters=6), tmp_path / "wide")
+    train_glyph_base(
+        GlyphTrainingConfig(steps=1, batch=2, height=24, width=48, letters=6), tmp_path / "wide"
+    )
     model = load_model(tmp_path / "wide")
     assert model.latent_shape == (1, 24, 48)
     assert json.loads((tmp_path / "wide" / "glyph.json").read_text()) == {"height": 24, "width": 48}

@@ -1,4 +1,6 @@
-"""Weights from a folder or from a Hugging Face repository; a small server on 127.0.0.1 stands in for the hub."""
+"""Weights from a folder or from a Hugging Face repository; a small server on 127.0.0.1 stands in
+for the hub.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,40 @@ import pytest
 from ebbflow.models.hub import HubError, pretrained_folder
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
-COMMIT, OTHER = "1" * 40, "2" * 40
+COMMIT = "1" * 40
+OTHER = "2" * 40
 TOKEN = "hf_of_this_test"
-FILES = {"config.json": b'{"a": 1}', "weights/model.safetensors": b"12345678", "notes.md": b"not asked for"}
+FILES = {
+    "config.json": b'{"a": 1}',
+    "weights/model.safetensors": b"12345678",
+    "notes.md": b"not asked for",
+}
 FETCH = """
 import json, sys, types
-package = sys.modules["ebbflow.models"] = types.ModuleType("ebbflow.models")  # the real one brings torch along
+# The real package imports torch.
+package = sys.modules["ebbflow.models"] = types.ModuleType("ebbflow.models")
 package.__path__ = ["ebbflow/models"]
 from ebbflow.models.hub import HubError, pretrained_folder
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 for path, commit in json.loads(sys.argv[1]):
     try:
-        print("folder", pretrained_folder(PretrainedSourceConfig(path=path, revision=commit), ["*.json", "*.safetensors"]))
+        source = PretrainedSourceConfig(path=path, revision=commit)
+        print("folder", pretrained_folder(source, ["*.json", "*.safetensors"]))
     except HubError as error:
         print("HubError", error)
 """
 
 
 class Hub(BaseHTTPRequestHandler):
-    """``team/model`` to whoever has the token, at one commit; ``team/gated`` to nobody; nothing else is there."""
+    """``team/model`` to whoever has the token, at one commit; ``team/gated`` to nobody; nothing
+    else is there.
+    """
 
     def do_GET(self) -> None:
         self.server.asked.append((self.command, self.path, self.headers.get("Authorization")))
         path = self.path.partition("?")[0]
-        tree, files = f"/api/models/team/model/tree/{COMMIT}", f"/team/model/resolve/{COMMIT}/"
+        tree = f"/api/models/team/model/tree/{COMMIT}"
+        files = f"/team/model/resolve/{COMMIT}/"
         if path.startswith(("/api/models/team/gated", "/team/gated")):
             self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
         elif not path.startswith(("/api/models/team/model", "/team/model")):
@@ -47,10 +59,15 @@ class Hub(BaseHTTPRequestHandler):
         elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self._answer(401, b"{}", {})
         elif path == tree:
-            entries = [{"type": "file", "path": name, "size": len(body), "oid": _etag(body)} for name, body in FILES.items()]
+            entries = [
+                {"type": "file", "path": name, "size": len(body), "oid": _etag(body)}
+                for name, body in FILES.items()
+            ]
             self._answer(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
         elif path.startswith(files) and (name := path.removeprefix(files)) in FILES:
-            self._answer(200, FILES[name], {"ETag": f'"{_etag(FILES[name])}"', "X-Repo-Commit": COMMIT})
+            self._answer(
+                200, FILES[name], {"ETag": f'"{_etag(FILES[name])}"', "X-Repo-Commit": COMMIT}
+            )
         else:
             self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
 
@@ -84,7 +101,8 @@ def hub():
 
 
 def fetch(hub, cache: Path, *wanted: tuple[str, str], **environment: str) -> list[tuple[str, str]]:
-    """``("folder", its path)`` or ``("HubError", its message)`` of each wanted path and commit, from a process of its own.
+    """``("folder", its path)`` or ``("HubError", its message)`` of each wanted path and commit,
+    from a process of its own.
 
     (huggingface_hub reads its environment once, when it is imported.)
     """
@@ -98,7 +116,9 @@ def fetch(hub, cache: Path, *wanted: tuple[str, str], **environment: str) -> lis
         "NO_PROXY": "127.0.0.1",
         **environment,
     }
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
+    }
     done = subprocess.run(
         [sys.executable, "-c", FETCH, json.dumps(wanted)],
         env={**inherited, **ours},
@@ -108,16 +128,27 @@ def fetch(hub, cache: Path, *wanted: tuple[str, str], **environment: str) -> lis
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return [(kind, rest) for kind, _, rest in (line.partition(" ") for line in done.stdout.splitlines())]
+    return [
+        (kind, rest) for kind, _, rest in (line.partition(" ") for line in done.stdout.splitlines())
+    ]
 
 
 def test_the_pinned_commit_is_fetched_with_the_token_and_then_kept(hub, tmp_path):
     hub.asked.clear()
-    wanted = ("team/model", COMMIT), ("team/model", OTHER), ("team/absent", COMMIT), ("team/gated", COMMIT)
+    wanted = (
+        ("team/model", COMMIT),
+        ("team/model", OTHER),
+        ("team/absent", COMMIT),
+        ("team/gated", COMMIT),
+    )
     (kind, folder), *refused = fetch(hub, tmp_path, *wanted, HF_TOKEN=TOKEN)
 
     assert kind == "folder", folder
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
     assert found == {name: body for name, body in FILES.items() if name != "notes.md"}
     served = [path for _, path, _ in hub.asked if "team/model" in path and OTHER not in path]
     assert served
@@ -133,7 +164,9 @@ def test_the_pinned_commit_is_fetched_with_the_token_and_then_kept(hub, tmp_path
         assert TOKEN not in message
 
     asked = len(hub.asked)
-    again, absent = fetch(hub, tmp_path, ("team/model", COMMIT), ("team/absent", COMMIT), HF_HUB_OFFLINE="1")
+    again, absent = fetch(
+        hub, tmp_path, ("team/model", COMMIT), ("team/absent", COMMIT), HF_HUB_OFFLINE="1"
+    )
     assert again == ("folder", folder)
     assert absent[0] == "HubError"
     assert f"team/absent at commit {COMMIT}" in absent[1]
@@ -158,5 +191,7 @@ def test_a_folder_or_a_file_is_taken_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("path", [None, "/no/such/folder", "s3://bucket/clip", "team/model"])
 def test_a_path_that_leads_nowhere_is_named(path):
-    with pytest.raises(HubError, match=f"path = {path!r} is not on this machine; .* give its commit as 'revision'"):
+    with pytest.raises(
+        HubError, match=f"path = {path!r} is not on this machine; .* give its commit as 'revision'"
+    ):
         pretrained_folder(PretrainedSourceConfig(path=path))

@@ -5,12 +5,14 @@ from ebbflow.models.glyph_training.lettering import render_batch, render_text
 
 
 def ink_box(image: np.ndarray) -> tuple[int, int, int, int]:
-    rows, columns = np.nonzero((image < 128).any(1))[0], np.nonzero((image < 128).any(0))[0]
+    rows = np.nonzero((image < 128).any(1))[0]
+    columns = np.nonzero((image < 128).any(0))[0]
     return rows[0], rows[-1], columns[0], columns[-1]
 
 
 @pytest.mark.parametrize(
-    ("text", "height", "width"), [("WXYZ", 16, 32), ("HELLO WORLD", 64, 128), ("Q", 24, 24), ("gÅjq", 64, 64)]
+    ("text", "height", "width"),
+    [("WXYZ", 16, 32), ("HELLO WORLD", 64, 128), ("Q", 24, 24), ("gÅjq", 64, 64)],
 )
 def test_letters_are_dark_centred_and_as_large_as_fit(text, height, width):
     image = render_text(text, height, width)
@@ -45,7 +47,9 @@ def test_training_renderings_are_jittered_whole_and_repeatable():
     assert np.array_equal(images, render_batch(["AH"] * 64, 16, 32, np.random.default_rng(0)))
     assert len({image.tobytes() for image in images}) >= 9
     clean = ink_box(render_text("AH", 16, 32))
-    assert max(abs(a - b) for image in images for a, b in zip(ink_box(image), clean, strict=True)) <= 3
+    assert (
+        max(abs(a - b) for image in images for a, b in zip(ink_box(image), clean, strict=True)) <= 3
+    )
     ink = (255.0 - images).sum((1, 2))
     assert ink.min() > 0.75 * ink.max(), "letters must not leave the image"
 

@@ -1,4 +1,6 @@
-"""What a policy saves, diffusers loads: adapters into the family's pipeline, whole weights as its transformer."""
+"""What a policy saves, diffusers loads: adapters into the family's pipeline, whole weights as its
+transformer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
-from pipeline_cases import ALIKE_LATER, NEWER_LATER, SHORT, family, needs_torchvision, our_latents, prompts, theirs
+from pipeline_cases import (
+    ALIKE_LATER,
+    NEWER_LATER,
+    SHORT,
+    family,
+    needs_torchvision,
+    our_latents,
+    prompts,
+    theirs,
+)
 
 from ebbflow.models import pipeline as pipelines
 from ebbflow.recipe.model import ModelConfig
@@ -25,17 +36,27 @@ FULL = PolicyConfig(train="full")
 
 def trained(model, config, folder, drawn_by=ModelConfig(), base="base"):
     """A policy with random changes, saved."""
-    policy, generator = Policy(model, config, seed=0), torch.Generator().manual_seed(0)
+    policy = Policy(model, config, seed=0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    policy.save(folder, PolicyMetadata(base_digest=base, recipe_digest="recipe", config=config, version=1, model=drawn_by))
+    policy.save(
+        folder,
+        PolicyMetadata(
+            base_digest=base, recipe_digest="recipe", config=config, version=1, model=drawn_by
+        ),
+    )
     return policy
 
 
 @pytest.mark.parametrize("name", ALIKE_LATER)
-def test_the_pipeline_loads_our_adapter_and_draws_our_image(open_tiny, tiny, open_peer, tmp_path, name):
-    model, pipeline, wanted = open_tiny(name), open_peer(name), prompts(name, SHORT[:2])
+def test_the_pipeline_loads_our_adapter_and_draws_our_image(
+    open_tiny, tiny, open_peer, tmp_path, name
+):
+    model = open_tiny(name)
+    pipeline = open_peer(name)
+    wanted = prompts(name, SHORT[:2])
     base = our_latents(tiny(name), wanted)
     policy = trained(model, LORA, tmp_path / "policy")
     ours = our_latents(model, wanted)
@@ -50,14 +71,22 @@ def test_the_pipeline_loads_our_adapter_and_draws_our_image(open_tiny, tiny, ope
     # And we load it ourselves.
     again = Policy(open_tiny(name), LORA, seed=1)
     again.load(tmp_path / "policy")
-    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+    assert all(
+        torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
+    )
 
 
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_every_target_of_every_block_is_adapted(open_tiny, name):
     model = open_tiny(name)
-    layers = [key for key, module in model.transformer.named_modules() if isinstance(module, torch.nn.Linear)]
-    wanted = {key for key in layers if any(key.endswith(f".{target}") for target in model.lora_targets)}
+    layers = [
+        key
+        for key, module in model.transformer.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    wanted = {
+        key for key in layers if any(key.endswith(f".{target}") for target in model.lora_targets)
+    }
     for target in model.lora_targets:
         assert any(key.endswith(f".{target}") for key in wanted), f"{target} names no layer"
     adapted = {key.split(".lora_")[0] for key in Policy(model, LORA, seed=0).parameters}
@@ -65,16 +94,22 @@ def test_every_target_of_every_block_is_adapted(open_tiny, name):
 
 
 @pytest.mark.parametrize("name", NEWER_LATER)
-def test_whole_weights_load_as_the_familys_transformer_from_several_files(open_tiny, monkeypatch, tmp_path, name):
+def test_whole_weights_load_as_the_familys_transformer_from_several_files(
+    open_tiny, monkeypatch, tmp_path, name
+):
     monkeypatch.setattr(
-        parameter_files, "save_torch_state_dict", partial(parameter_files.save_torch_state_dict, max_shard_size="100KB")
+        parameter_files,
+        "save_torch_state_dict",
+        partial(parameter_files.save_torch_state_dict, max_shard_size="100KB"),
     )
-    model, wanted = open_tiny(name), prompts(name, SHORT[:1])
+    model = open_tiny(name)
+    wanted = prompts(name, SHORT[:1])
     policy = trained(model, FULL, tmp_path / "policy")
     folder = tmp_path / "policy" / "transformer"
     assert len(list(folder.glob("*.safetensors"))) > 1
     loaded = type(model.transformer).from_pretrained(folder, local_files_only=True)
-    ours, theirs = model.transformer.state_dict(), loaded.state_dict()
+    ours = model.transformer.state_dict()
+    theirs = loaded.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     image = our_latents(model, wanted)
@@ -82,12 +117,18 @@ def test_whole_weights_load_as_the_familys_transformer_from_several_files(open_t
     assert (our_latents(model, wanted) - image).abs().max() < 1e-4
     again = Policy(open_tiny(name), FULL, seed=0)
     again.load(tmp_path / "policy")
-    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+    assert all(
+        torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
+    )
 
 
 @pytest.mark.parametrize("name", NEWER_LATER)
-def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(open_tiny, open_peer, tmp_path, name):
-    model, pipeline, wanted = open_tiny(name), open_peer(name), prompts(name, SHORT[:2])
+def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(
+    open_tiny, open_peer, tmp_path, name
+):
+    model = open_tiny(name)
+    pipeline = open_peer(name)
+    wanted = prompts(name, SHORT[:2])
     transformer = pipeline.transformer
     transformer.add_adapter(LoraConfig(r=2, lora_alpha=6, target_modules=model.lora_targets[:2]))
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +154,8 @@ def test_an_exported_policy_is_a_pipeline_folder_in_shards(
     open_tiny, open_peer, tiny_folder, monkeypatch, tmp_path, name, config
 ):
     monkeypatch.setattr(pipelines, "SHARD", "100KB")
-    model, wanted = open_tiny(name), prompts(name, SHORT[:1])
+    model = open_tiny(name)
+    wanted = prompts(name, SHORT[:1])
     trained(model, config, tmp_path / "policy", model.config, digest_of(tiny_folder(name)))
     ours = our_latents(model, wanted)
     export_pipeline(tiny_folder(name), tmp_path / "policy", tmp_path / "exported")

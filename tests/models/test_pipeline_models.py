@@ -1,4 +1,6 @@
-"""The adapters of diffusers' pipelines against these pipelines: the same image from the same noise, and what is refused."""
+"""The adapters of diffusers' pipelines against these pipelines: the same image from the same noise,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,25 @@ from ebbflow.models.pipeline import PipelineModel, pack, unpack
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 
-IMAGES = ("sd3", "flux", "flux_kontext", "flux2", "flux2_edit", "flux2_klein", "z_image", "sana", "lumina2")
+IMAGES = (
+    "sd3",
+    "flux",
+    "flux_kontext",
+    "flux2",
+    "flux2_edit",
+    "flux2_klein",
+    "z_image",
+    "sana",
+    "lumina2",
+)
 """Whose VAE is none of videos."""
 
 
 def assert_same(model, pipeline, wanted, steps=3):
-    ours, (latents, images) = our_latents(model, wanted, steps), theirs(pipeline, model, wanted, steps)
+    ours, (latents, images) = (
+        our_latents(model, wanted, steps),
+        theirs(pipeline, model, wanted, steps),
+    )
     assert ours.std() > 0.5
     assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
     decoded = model.decode(ours)
@@ -79,10 +94,15 @@ def test_the_ode_is_the_pipeline(tiny, peer, name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_blocks_are_listed_in_the_order_of_their_calls(tiny, name):
-    """Prefetch relies on it: a block that was asked for after its call would keep weights for the next pass."""
-    model, called = tiny(name), []
+    """Prefetch relies on it: a block that was asked for after its call would keep weights for the
+    next pass.
+    """
+    model = tiny(name)
+    called = []
     blocks = model.blocks()
-    hooks = [block.register_forward_pre_hook(lambda module, _: called.append(module)) for block in blocks]
+    hooks = [
+        block.register_forward_pre_hook(lambda module, _: called.append(module)) for block in blocks
+    ]
     our_latents(model, prompts(name, SHORT[:1]), steps=2)
     for hook in hooks:
         hook.remove()
@@ -101,7 +121,8 @@ def test_the_ode_is_the_pipeline_at_other_sizes(tiny, peer, name, texts, config)
 
 
 @pytest.mark.parametrize(
-    ("name", "frames"), [("wan", 5), ("wan21", 5), ("wan_i2v", 5), ("hunyuan_video", 5), ("ltx_video", 9), ("ltx2", 9)]
+    ("name", "frames"),
+    [("wan", 5), ("wan21", 5), ("wan_i2v", 5), ("hunyuan_video", 5), ("ltx_video", 9), ("ltx2", 9)],
 )
 def test_videos_are_the_pipelines(tiny, peer, name, frames):
     model = tiny(name, frames=frames)
@@ -112,16 +133,30 @@ def test_videos_are_the_pipelines(tiny, peer, name, frames):
 
 @torch.no_grad()
 def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
-    model, wanted = open_tiny("ltx2", frames=9), prompts("ltx2", SHORT[:1])
+    model = open_tiny("ltx2", frames=9)
+    wanted = prompts("ltx2", SHORT[:1])
     latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     conditioning = model.encode(wanted).unguided()
 
     def with_sound(isolated):
         """Five tokens of noise, and the prompt for the sound."""
-        sound = torch.randn(1, 5, model.transformer.config.audio_in_channels, generator=torch.Generator().manual_seed(1))
-        given = {"audio_hidden_states": sound, "audio_encoder_hidden_states": conditioning["embeds"], "audio_num_frames": 5}
+        sound = torch.randn(
+            1,
+            5,
+            model.transformer.config.audio_in_channels,
+            generator=torch.Generator().manual_seed(1),
+        )
+        given = {
+            "audio_hidden_states": sound,
+            "audio_encoder_hidden_states": conditioning["embeds"],
+            "audio_num_frames": 5,
+        }
         change = model.transformer.register_forward_pre_hook(
-            lambda _, positional, named: (positional, named | given | {"isolate_modalities": isolated}), with_kwargs=True
+            lambda _, positional, named: (
+                positional,
+                named | given | {"isolate_modalities": isolated},
+            ),
+            with_kwargs=True,
         )
         velocity = predict(model, latents, torch.tensor([0.7]), conditioning)
         change.remove()
@@ -133,15 +168,22 @@ def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
 
 
 def test_an_image_to_edit_keeps_its_proportions(tiny, peer):
-    model, wanted = tiny("qwen_image_edit"), prompts("qwen_image_edit", SHORT[:2], size=(80, 40))
+    model = tiny("qwen_image_edit")
+    wanted = prompts("qwen_image_edit", SHORT[:2], size=(80, 40))
     assert_same(model, peer("qwen_image_edit"), wanted)
     assert model.encode(wanted)["image"].shape == (2, 16, 4, 12)
 
 
 def test_the_rounding_of_times_is_all_that_differs_from_steps_of_first_order(open_tiny, open_peer):
-    """UniPC gives the network integers; the sigmas that it steps along are not rounded, and ours never are."""
-    model, pipeline, wanted = open_tiny("wan"), open_peer("wan"), prompts("wan", SHORT[:1])
-    rounded = type("Rounded", (FirstOrderUniPC,), {"set_timesteps": FirstOrderUniPC.__base__.set_timesteps})
+    """UniPC gives the network integers; the sigmas that it steps along are not rounded, and ours
+    never are.
+    """
+    model = open_tiny("wan")
+    pipeline = open_peer("wan")
+    wanted = prompts("wan", SHORT[:1])
+    rounded = type(
+        "Rounded", (FirstOrderUniPC,), {"set_timesteps": FirstOrderUniPC.__base__.set_timesteps}
+    )
     pipeline.scheduler = rounded.from_config(pipeline.scheduler.config)
     latents, _ = theirs(pipeline, model, wanted)
     assert (our_latents(model, wanted) - latents).abs().max() > 1e-4
@@ -155,10 +197,16 @@ def test_the_rounding_of_times_is_all_that_differs_from_steps_of_first_order(ope
 
 def test_unipc_is_the_published_solver_of_wan(tiny, open_peer):
     """But for the rounding of times."""
-    model, pipeline, wanted = tiny("wan21"), open_peer("wan21"), prompts("wan21", SHORT[:1])
-    pipeline.scheduler = UnroundedUniPC.from_config(pipeline.scheduler.config, solver_order=2, disable_corrector=[])
+    model = tiny("wan21")
+    pipeline = open_peer("wan21")
+    wanted = prompts("wan21", SHORT[:1])
+    pipeline.scheduler = UnroundedUniPC.from_config(
+        pipeline.scheduler.config, solver_order=2, disable_corrector=[]
+    )
     latents, _ = theirs(pipeline, model, wanted, steps=5)
-    ours = generate(model, model.encode(wanted), keys(wanted), SamplerConfig(name="unipc", steps=5)).latents
+    ours = generate(
+        model, model.encode(wanted), keys(wanted), SamplerConfig(name="unipc", steps=5)
+    ).latents
     assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
     assert (ours - our_latents(model, wanted, steps=5)).abs().max() > 1e-2
 
@@ -169,26 +217,36 @@ def test_flux_without_guidance_is_the_pipeline(tiny_folder, open_tiny, open_peer
     config = FluxTransformer2DModel.load_config(tiny_folder("flux") / "transformer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        FluxTransformer2DModel.from_config(config, guidance_embeds=False).save_pretrained(folder / "transformer")
+        FluxTransformer2DModel.from_config(config, guidance_embeds=False).save_pretrained(
+            folder / "transformer"
+        )
     FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
     model = open_tiny("flux", folder, guidance=1.0)
     assert_same(model, open_peer("flux", folder), prompts("flux"))
     assert model.sigmas(4).tolist() == [1, 0.75, 0.5, 0.25, 0]
-    with pytest.raises(ModelError, match=r"model.guidance = 3.5: .*schnell takes no guidance.*leave it out"):
+    with pytest.raises(
+        ModelError, match=r"model.guidance = 3.5: .*schnell takes no guidance.*leave it out"
+    ):
         open_tiny("flux", folder, guidance=3.5)
 
 
-def test_sd3_without_its_large_text_encoder_is_the_pipeline(tiny_folder, open_tiny, open_peer, tmp_path):
+def test_sd3_without_its_large_text_encoder_is_the_pipeline(
+    tiny_folder, open_tiny, open_peer, tmp_path
+):
     folder = copied(tiny_folder("sd3"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
     rewrite(folder, text_encoder_3=[None, None], tokenizer_3=[None, None])
     absent = ("text_encoder_3", "tokenizer_3")
-    assert_same(open_tiny("sd3", folder), open_peer("sd3", folder, absent), prompts("sd3", SHORT[:1]))
+    assert_same(
+        open_tiny("sd3", folder), open_peer("sd3", folder, absent), prompts("sd3", SHORT[:1])
+    )
 
 
 @pytest.mark.parametrize("name", NEWEST_LATER)
 def test_the_image_depends_on_everything_that_the_pipeline_is_told(tiny, name):
-    """Without this, an adapter that forgot any of it would still equal a pipeline that ignores it."""
-    model, wanted = tiny(name), prompts(name, SHORT[:1])
+    """Without this, an adapter that forgot any of it would still equal a pipeline that ignores
+    it."""
+    model = tiny(name)
+    wanted = prompts(name, SHORT[:1])
     image = our_latents(model, wanted)
     others = [our_latents(model, prompts(name, SHORT[1:2])), our_latents(model, wanted, steps=4)]
     others.append(our_latents(tiny(name, guidance=2.0), wanted))
@@ -217,13 +275,21 @@ def test_hunyuan_video_reads_the_words_of_a_prompt(tiny):
 
 
 def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
-    with pytest.raises(ModelError, match="model.max_tokens = 1025: the pipeline reads 1024 at most"):
+    with pytest.raises(
+        ModelError, match="model.max_tokens = 1025: the pipeline reads 1024 at most"
+    ):
         open_tiny("qwen_image", max_tokens=1025)
-    with pytest.raises(ModelError, match="model.max_tokens = 8: .*reads prompts whole; leave it out"):
+    with pytest.raises(
+        ModelError, match="model.max_tokens = 8: .*reads prompts whole; leave it out"
+    ):
         open_tiny("qwen_image_edit", max_tokens=8)
-    with pytest.raises(ModelError, match="model.max_tokens = 300: the network has positions for 299 at most"):
+    with pytest.raises(
+        ModelError, match="model.max_tokens = 300: the network has positions for 299 at most"
+    ):
         open_tiny("lumina2", max_tokens=300)
-    with pytest.raises(ModelError, match="model.max_tokens = 20: .*8 learned tokens.*; take (16|24)"):
+    with pytest.raises(
+        ModelError, match="model.max_tokens = 20: .*8 learned tokens.*; take (16|24)"
+    ):
         open_tiny("ltx2", max_tokens=20)
 
 
@@ -231,12 +297,19 @@ def test_limits_that_the_pipeline_would_not_keep_are_refused(open_tiny):
     ("part", "config", "message"),
     [
         ("vae", {"timestep_conditioning": True}, "has a VAE that draws noise to decode"),
-        ("transformer", {"use_prompt_embeddings": False}, "is LTX-2.3 or later, and ltx2 is LTX-2; take Lightricks/LTX-2"),
+        (
+            "transformer",
+            {"use_prompt_embeddings": False},
+            "is LTX-2.3 or later, and ltx2 is LTX-2; take Lightricks/LTX-2",
+        ),
     ],
 )
 def test_later_versions_of_ltx_2_are_refused(tiny, part, config, message):
     model = tiny("ltx2")
-    parts = {name: SimpleNamespace(config=getattr(model.pipeline, name).config) for name in ("vae", "transformer", "connectors")}
+    parts = {
+        name: SimpleNamespace(config=getattr(model.pipeline, name).config)
+        for name in ("vae", "transformer", "connectors")
+    }
     parts[part] = SimpleNamespace(config=SimpleNamespace(**{**parts[part].config, **config}))
     with pytest.raises(ModelError, match=message):
         type(model)._check(SimpleNamespace(**parts), model.config)
@@ -261,10 +334,14 @@ def test_schedules_begin_at_pure_noise_and_end_at_the_image(tiny, name):
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_stochastic_samples_have_the_size_of_deterministic_ones(tiny, name, sampler):
-    """A sigma of a hair below 1 would make the first noise of Flow-SDE a thousand times as large."""
-    model, wanted = tiny(name, guidance=1.0), prompts(name)
+    """A sigma of a hair below 1 would make the first noise of Flow-SDE a thousand times as
+    large."""
+    model = tiny(name, guidance=1.0)
+    wanted = prompts(name)
     exact = our_latents(model, wanted, steps=6)
-    noisy = generate(model, model.encode(wanted), keys(wanted), SamplerConfig(name=sampler, steps=6)).latents
+    noisy = generate(
+        model, model.encode(wanted), keys(wanted), SamplerConfig(name=sampler, steps=6)
+    ).latents
     assert (noisy - exact).abs().max() > 0.1
     assert noisy.std() < 2 * exact.std()
 
@@ -275,14 +352,18 @@ def test_the_blocks_are_all_that_repeats(tiny, name):
     kinds = [type(module).__name__ for module in model.transformer.modules()]
     named = model.transformer._no_split_modules or model.transformer._repeated_blocks
     several = {kind for kind in named if kinds.count(kind) > 1}  # some networks name their ends too
-    repeated = [module for module in model.transformer.modules() if type(module).__name__ in several]
+    repeated = [
+        module for module in model.transformer.modules() if type(module).__name__ in several
+    ]
     assert len(repeated) >= 2
     assert sorted(id(block) for block in model.blocks()) == sorted(id(block) for block in repeated)
 
 
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_a_loaded_model_is_frozen(tiny, name):
-    modules = [part for part in tiny(name).pipeline.components.values() if isinstance(part, nn.Module)]
+    modules = [
+        part for part in tiny(name).pipeline.components.values() if isinstance(part, nn.Module)
+    ]
     assert len(modules) >= 3
     for module in modules:
         assert not module.training
@@ -292,12 +373,16 @@ def test_a_loaded_model_is_frozen(tiny, name):
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     """The closed form of guidance, from the network's own predictions of both."""
-    model, wanted = tiny(name), prompts(name, SHORT[:2])
+    model = tiny(name)
+    wanted = prompts(name, SHORT[:2])
     conditioning = model.encode(wanted)
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.8, 0.3])
     with torch.no_grad():
-        pushed, alone = (predict(model, latents, sigma, given) for given in (conditioning, conditioning.unguided()))
+        pushed, alone = (
+            predict(model, latents, sigma, given)
+            for given in (conditioning, conditioning.unguided())
+        )
     if not guided(name):
         assert conditioning.negative is None
         assert torch.equal(pushed, alone)
@@ -306,7 +391,8 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
         negative = predict(model, latents, sigma, conditioning.negative)
     expected = negative + 4 * (alone - negative)
     if name.startswith("qwen"):
-        tokens, length = pack(expected), pack(alone).norm(dim=-1, keepdim=True)
+        tokens = pack(expected)
+        length = pack(alone).norm(dim=-1, keepdim=True)
         expected = unpack(tokens / tokens.norm(dim=-1, keepdim=True) * length, model.latent_shape)
     if name == "lumina2":  # of every row of the latents
         expected = expected / expected.norm(dim=-1, keepdim=True) * alone.norm(dim=-1, keepdim=True)
@@ -329,7 +415,10 @@ def test_packing_is_undone_by_unpacking():
 def shift_and_scale(name, vae):
     """What the pipelines subtract from the VAE's latents, and multiply them with."""
     if name.startswith("flux2"):  # of each of the four elements of a patch, here of 8 x 8 latents
-        mean, variance = (values.view(-1, 2, 2).repeat(1, 4, 4) for values in (vae.bn.running_mean, vae.bn.running_var))
+        mean, variance = (
+            values.view(-1, 2, 2).repeat(1, 4, 4)
+            for values in (vae.bn.running_mean, vae.bn.running_var)
+        )
         return mean, (variance + vae.config.batch_norm_eps) ** -0.5
     if name in PACKED_PIXELS:
         return vae.latents_mean.view(-1, 1, 1, 1), 1 / vae.latents_std.view(-1, 1, 1, 1)
@@ -337,7 +426,10 @@ def shift_and_scale(name, vae):
         return 0, vae.config.scaling_factor
     if name in IMAGES:
         return vae.config.shift_factor, vae.config.scaling_factor
-    mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(values).view(-1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
     return mean, 1 / std
 
 
@@ -345,7 +437,9 @@ def shift_and_scale(name, vae):
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
     if frames > 1 and not draws_videos(name):
-        with pytest.raises(ModelError, match=f"model.frames = 9: {name} draws images; leave it out"):
+        with pytest.raises(
+            ModelError, match=f"model.frames = 9: {name} draws images; leave it out"
+        ):
             tiny(name, frames=frames)
         return
     model = tiny(name, frames=frames)
@@ -356,17 +450,22 @@ def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
     pixels = pixels[:, :, None] if frames == 1 and name not in IMAGES else pixels
     with torch.no_grad():
         shift, scale = shift_and_scale(name, vae)
-        latents = vae.encode(pixels).latent if name == "sana" else vae.encode(pixels).latent_dist.mode()
+        latents = (
+            vae.encode(pixels).latent if name == "sana" else vae.encode(pixels).latent_dist.mode()
+        )
         expected = ((latents - shift) * scale).view(3, *model.latent_shape)
     encoded = model.encode_images(images)
     assert encoded.dtype == torch.float32
     assert (encoded - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5), ("flux2_klein", 1)])
+@pytest.mark.parametrize(
+    ("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5), ("flux2_klein", 1)]
+)
 def test_encoding_undoes_decoding_but_for_the_vae(tiny, monkeypatch, name, frames):
     """A VAE that decodes into what it encodes: what is left are shift, scale and shape."""
-    model, seen = tiny(name, frames=frames, height=32), []
+    model = tiny(name, frames=frames, height=32)
+    seen = []
     decode = model.pipeline.vae.decode
 
     def remember(latents, return_dict):
@@ -375,7 +474,9 @@ def test_encoding_undoes_decoding_but_for_the_vae(tiny, monkeypatch, name, frame
 
     monkeypatch.setattr(model.pipeline.vae, "decode", remember)
     monkeypatch.setattr(
-        model.pipeline.vae, "encode", lambda pixels: SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: seen[0]))
+        model.pipeline.vae,
+        "encode",
+        lambda pixels: SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: seen[0])),
     )
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     assert (model.encode_images(model.decode(latents)) - latents).abs().max() < 1e-5
@@ -384,7 +485,8 @@ def test_encoding_undoes_decoding_but_for_the_vae(tiny, monkeypatch, name, frame
 def test_many_images_pass_the_vae_in_parts(tiny, monkeypatch):
     model = tiny("sd3")
     latents = torch.randn(5, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    whole, encoded = model.decode(latents), model.encode_images(model.decode(latents))
+    whole = model.decode(latents)
+    encoded = model.encode_images(model.decode(latents))
     monkeypatch.setattr("ebbflow.models.pipeline.PIXELS_AT_ONCE", 2 * 64 * 64)
     assert np.abs(model.decode(latents).astype(int) - whole).max() <= 1
     assert (model.encode_images(whole) - encoded).abs().max() < 1e-5
@@ -398,8 +500,12 @@ def test_parts_are_on_the_device_only_while_they_are_called():
         def to(self, target):
             self.places.append(target)
 
-    text, vae, other = Part(), Part(), Part()
-    model = SimpleNamespace(device="gpu", pipeline=SimpleNamespace(text=text, vae=vae, absent=None, other=other))
+    text = Part()
+    vae = Part()
+    other = Part()
+    model = SimpleNamespace(
+        device="gpu", pipeline=SimpleNamespace(text=text, vae=vae, absent=None, other=other)
+    )
     with PipelineModel._on_device(model, "text", "absent", "vae"):
         assert text.places == vae.places == ["gpu"]
     assert text.places == vae.places == ["gpu", "cpu"]
@@ -415,31 +521,68 @@ def test_parts_are_on_the_device_only_while_they_are_called():
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("sd3", {"height": 72}, r"model.height = 72: sd3 draws multiples of 16 pixels; take (64|80)"),
+        (
+            "sd3",
+            {"height": 72},
+            r"model.height = 72: sd3 draws multiples of 16 pixels; take (64|80)",
+        ),
         ("sd3", {"width": 8}, r"model.width = 8: sd3 draws multiples of 16 pixels; take 16"),
         ("flux", {"width": 100}, r"model.width = 100: flux draws multiples of 16 pixels; take 96"),
-        ("qwen_image", {"height": 56}, r"model.height = 56: qwen_image draws multiples of 16 pixels; take (48|64)"),
-        ("qwen_image_edit", {"height": 56}, r"model.height = 56: qwen_image_edit draws multiples of 16 pixels"),
-        ("wan", {"height": 80}, r"model.height = 80: wan draws multiples of 32 pixels; take (64|96)"),
-        ("wan21", {"height": 72}, r"model.height = 72: wan draws multiples of 16 pixels; take (64|80)"),
+        (
+            "qwen_image",
+            {"height": 56},
+            r"model.height = 56: qwen_image draws multiples of 16 pixels; take (48|64)",
+        ),
+        (
+            "qwen_image_edit",
+            {"height": 56},
+            r"model.height = 56: qwen_image_edit draws multiples of 16 pixels",
+        ),
+        (
+            "wan",
+            {"height": 80},
+            r"model.height = 80: wan draws multiples of 32 pixels; take (64|96)",
+        ),
+        (
+            "wan21",
+            {"height": 72},
+            r"model.height = 72: wan draws multiples of 16 pixels; take (64|80)",
+        ),
         ("wan", {"frames": 4}, r"model.frames = 4: wan draws 1 \+ a multiple of 4 frames; take 5"),
-        ("ltx_video", {"frames": 5}, r"model.frames = 5: ltx_video draws 1 \+ a multiple of 8 frames; take (1|9)"),
-        ("sana", {"height": 80}, r"model.height = 80: sana draws multiples of 32 pixels; take (64|96)"),
+        (
+            "ltx_video",
+            {"frames": 5},
+            r"model.frames = 5: ltx_video draws 1 \+ a multiple of 8 frames; take (1|9)",
+        ),
+        (
+            "sana",
+            {"height": 80},
+            r"model.height = 80: sana draws multiples of 32 pixels; take (64|96)",
+        ),
     ],
 )
-def test_sizes_that_a_family_cannot_draw_are_refused_with_one_that_it_can(tiny, name, config, message):
+def test_sizes_that_a_family_cannot_draw_are_refused_with_one_that_it_can(
+    tiny, name, config, message
+):
     with pytest.raises(ModelError, match=message):
         tiny(name, **config)
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 48, 3), (1, 5, 64, 64, 3), (1, 64, 64, 4)])
 def test_images_of_another_size_are_refused_with_both_sizes_by_pipelines(tiny, shape):
-    with pytest.raises(ModelError, match=rf"{', '.join(map(str, shape[1:]))}.*\(64, 64, 3\); resize"):
+    with pytest.raises(
+        ModelError, match=rf"{', '.join(map(str, shape[1:]))}.*\(64, 64, 3\); resize"
+    ):
         tiny("sd3").encode_images(np.zeros(shape, np.uint8))
 
 
 def test_a_folder_of_another_pipeline_is_refused_with_its_family(tiny_folder, open_tiny, tmp_path):
-    with pytest.raises(ModelError, match="flux is a FluxPipeline, and model.family = 'sd3' is a StableDiffusion3Pipeline.*flux"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            "flux is a FluxPipeline, and model.family = 'sd3' is a StableDiffusion3Pipeline.*flux"
+        ),
+    ):
         open_tiny("sd3", tiny_folder("flux"))
     with pytest.raises(ModelError, match="is not a sd3 base model: model_index.json missing"):
         open_tiny("sd3", tmp_path)
@@ -449,33 +592,57 @@ def test_a_folder_of_another_pipeline_is_refused_with_its_family(tiny_folder, op
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("sd3", "vae"), ("sd3", "text_encoder_3"), ("sd3", "scheduler"), ("qwen_image_edit", "processor")]
+    ("name", "part"),
+    [
+        ("sd3", "vae"),
+        ("sd3", "text_encoder_3"),
+        ("sd3", "scheduler"),
+        ("qwen_image_edit", "processor"),
+    ],
 )
 def test_a_folder_that_lacks_a_part_is_refused(tiny_folder, open_tiny, tmp_path, name, part):
     folder = copied(tiny_folder(name), tmp_path / "poor", part)
-    with pytest.raises(ModelError, match=f"poor cannot be read as a {name} base model .*fetch it again"):
+    with pytest.raises(
+        ModelError, match=f"poor cannot be read as a {name} base model .*fetch it again"
+    ):
         open_tiny(name, folder)
 
 
 def test_only_safetensors_are_read(tiny_folder, open_tiny, tmp_path):
     folder = copied(tiny_folder("sd3"), tmp_path / "pickled", "diffusion_pytorch_model.safetensors")
     torch.save({}, folder / "transformer" / "diffusion_pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"transformer holds no .safetensors weights; fetch them in that format"):
+    with pytest.raises(
+        ModelError, match=r"transformer holds no .safetensors weights; fetch them in that format"
+    ):
         open_tiny("sd3", folder)
     for part, weights in (("vae", "diffusion_pytorch_model"), ("text_encoder", "model")):
         folder = copied(tiny_folder("sd3"), tmp_path / part)
         (folder / part / f"{weights}.safetensors").unlink()
-        torch.save({}, folder / part / {"vae": "diffusion_pytorch_model.bin"}.get(part, "pytorch_model.bin"))
-        with pytest.raises(ModelError, match=f"{part} cannot be read as a sd3 base model .*safetensors"):
+        torch.save(
+            {},
+            folder / part / {"vae": "diffusion_pytorch_model.bin"}.get(part, "pytorch_model.bin"),
+        )
+        with pytest.raises(
+            ModelError, match=f"{part} cannot be read as a sd3 base model .*safetensors"
+        ):
             open_tiny("sd3", folder)
 
 
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("transformer/diffusion_pytorch_model.safetensors", "broken cannot be read as a sd3 base model .*fetch it again"),
-        ("text_encoder/model.safetensors", "broken cannot be read as a sd3 base model .*fetch it again"),
-        ("vae/config.json", "broken/vae/config.json is not the JSON object .*fetch the folder again"),
+        (
+            "transformer/diffusion_pytorch_model.safetensors",
+            "broken cannot be read as a sd3 base model .*fetch it again",
+        ),
+        (
+            "text_encoder/model.safetensors",
+            "broken cannot be read as a sd3 base model .*fetch it again",
+        ),
+        (
+            "vae/config.json",
+            "broken/vae/config.json is not the JSON object .*fetch the folder again",
+        ),
         ("tokenizer/tokenizer.json", "broken cannot be read as a sd3 base model .*fetch it again"),
     ],
 )
@@ -490,7 +657,9 @@ def test_a_folder_with_two_transformers_is_refused(tiny_folder, open_tiny, tmp_p
     folder = copied(tiny_folder("wan21"), tmp_path / "two")
     shutil.copytree(folder / "transformer", folder / "transformer_2")
     rewrite(folder, transformer_2=["diffusers", "WanTransformer3DModel"], boundary_ratio=0.875)
-    with pytest.raises(ModelError, match="two holds two transformers.*set model.family to wan_a14b"):
+    with pytest.raises(
+        ModelError, match="two holds two transformers.*set model.family to wan_a14b"
+    ):
         open_tiny("wan21", folder)
 
 
@@ -499,7 +668,8 @@ def test_a_folder_with_two_transformers_is_refused(tiny_folder, open_tiny, tmp_p
 
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
-    model, calls = open_tiny(name, gradient_checkpointing=True), []
+    model = open_tiny(name, gradient_checkpointing=True)
+    calls = []
     model.transformer.requires_grad_(True)
     model.blocks()[-1].register_forward_pre_hook(lambda *_: calls.append(1))
     latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
@@ -510,7 +680,9 @@ def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
         model.transformer.zero_grad()
         velocity = predict(model, latents, torch.tensor([0.7]), conditioning)
         velocity.square().mean().backward()
-        gradients = {key: p.grad for key, p in model.transformer.named_parameters() if p.grad is not None}
+        gradients = {
+            key: p.grad for key, p in model.transformer.named_parameters() if p.grad is not None
+        }
         return velocity.detach(), gradients, len(calls)
 
     velocity, gradients, count = differentiate()
@@ -525,7 +697,8 @@ def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_every_second_block_recomputes_its_activations(open_tiny, name):
-    model, calls = open_tiny(name, gradient_checkpointing=True, gradient_checkpointing_every=2), []
+    model = open_tiny(name, gradient_checkpointing=True, gradient_checkpointing_every=2)
+    calls = []
     model.transformer.requires_grad_(True)
     for number, block in enumerate(model.blocks()):
         block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
@@ -542,9 +715,14 @@ def test_attention_backends_are_those_of_diffusers(open_tiny, tiny, name):
     wanted = prompts(name, SHORT[:1])
     native = our_latents(open_tiny(name, attention="native"), wanted)
     assert (native - our_latents(tiny(name), wanted)).abs().max() < 1e-5
-    with pytest.raises(ModelError, match="model.attention = 'fast': diffusers has .*flash, .*native, .*; take one of them"):
+    with pytest.raises(
+        ModelError,
+        match="model.attention = 'fast': diffusers has .*flash, .*native, .*; take one of them",
+    ):
         open_tiny(name, attention="fast")
-    problem = "diffusers has only 'native' for sd3" if name == "sd3" else "not usable.*Or leave it out"
+    problem = (
+        "diffusers has only 'native' for sd3" if name == "sd3" else "not usable.*Or leave it out"
+    )
     with pytest.raises(ModelError, match=f"model.attention = '_flash_3': .*{problem}"):
         open_tiny(name, attention="_flash_3")
 

@@ -1,4 +1,6 @@
-"""A step of an online stage and an update of an offline one, for every family, with a reward that costs nothing."""
+"""A step of an online stage and an update of an offline one, for every family, with a reward that
+costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,19 @@ class Brightness:
 
 @pytest.fixture
 def start(open_tiny):
-    """``start("sd3", stage)``: the stage in a recipe of that model, the model, and an updater with its policy."""
+    """``start("sd3", stage)``: the stage in a recipe of that model, the model, and an updater with
+    its policy.
+    """
 
     def begin(name, stage, **config):
         model = open_tiny(name, **few_tokens(name), **config)
         small = {"group_size": 2, "micro_batch": 4, "drift_alarm": 1e9}
         recipe = Recipe.model_validate(
-            {"model": model.config.model_dump(), "policy": LORA, "stages": [small_stage(small | stage)]}
+            {
+                "model": model.config.model_dump(),
+                "policy": LORA,
+                "stages": [small_stage(small | stage)],
+            }
         )
         ctx = StageContext(recipe, 0, 0)
         policy = Policy(model, recipe.policy, seed=0)
@@ -78,7 +86,8 @@ def test_an_online_step(start, name, lr, frames):
     }
     ctx, model, updater = start(name, online, frames=frames)
     assert model.config.guidance > 1
-    before, recorder = values(updater.policy), MetricsRecorder()
+    before = values(updater.policy)
+    recorder = MetricsRecorder()
     scorer = Scorer(((Brightness(), 1.0),))
     run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts(name, SHORT[:2]), recorder)
     (metrics,) = recorder.metrics
@@ -104,17 +113,23 @@ def test_an_online_step_trains_both_experts(start):
         "optimizer": {"lr": 1e-3},
     }
     ctx, model, updater = start("wan_a14b", online, expert="both", guidance=1.0)
-    before, recorder = values(updater.policy), MetricsRecorder()
+    before = values(updater.policy)
+    recorder = MetricsRecorder()
     workers = local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
     run_online_stage(ctx, workers, prompts("wan_a14b", SHORT[:2]), recorder)
     (metrics,) = recorder.metrics
     assert metrics["ratio/deviation"] < 1e-6
-    assert {name.split(".")[0] for name in changed(updater.policy, before)} == {"transformer", "transformer_2"}
+    assert {name.split(".")[0] for name in changed(updater.policy, before)} == {
+        "transformer",
+        "transformer_2",
+    }
 
 
 @pytest.mark.parametrize("algorithm", ["mix_grpo", "grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("in_loss", [True, False])
-def test_guided_rollouts_can_train_the_prediction_without_guidance(start, monkeypatch, algorithm, in_loss):
+def test_guided_rollouts_can_train_the_prediction_without_guidance(
+    start, monkeypatch, algorithm, in_loss
+):
     online = {
         "kind": "online",
         "algorithm": {"name": algorithm},
@@ -128,14 +143,20 @@ def test_guided_rollouts_can_train_the_prediction_without_guidance(start, monkey
         "optimizer": {"lr": 1e-3},
     }
     (ctx, model, updater), recorder, guided = start("sd3", online), MetricsRecorder(), []
-    velocity, before = model.velocity, values(updater.policy)
+    velocity = model.velocity
+    before = values(updater.policy)
 
     def watched(latents, sigma, conditioning):
         guided.append(conditioning.negative is not None)
         return velocity(latents, sigma, conditioning)
 
     monkeypatch.setattr(model, "velocity", watched)
-    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("sd3", SHORT[:2]), recorder)
+    run_online_stage(
+        ctx,
+        local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))),
+        prompts("sd3", SHORT[:2]),
+        recorder,
+    )
     (metrics,) = recorder.metrics
     assert guided[:3] == [True] * 3
     assert set(guided[3:]) == {in_loss}
@@ -145,16 +166,29 @@ def test_guided_rollouts_can_train_the_prediction_without_guidance(start, monkey
     if in_loss:
         assert "rollout/delta_mean" not in metrics
     else:
-        assert metrics["rollout/delta_mean"] > 1e-5, "what guidance does to the log-probs is reported"
+        assert metrics["rollout/delta_mean"] > 1e-5, (
+            "what guidance does to the log-probs is reported"
+        )
 
 
 def test_longer_validation_prompts_are_not_felt(start):
-    """Prompts are padded to the longest of those encoded together, which must not be one that is only watched."""
-    online = {"kind": "online", "steps": 1, "prompts_per_step": 2, "updates_per_step": 1, "sampler": {"steps": 4}}
+    """Prompts are padded to the longest of those encoded together, which must not be one that is
+    only watched.
+    """
+    online = {
+        "kind": "online",
+        "steps": 1,
+        "prompts_per_step": 2,
+        "updates_per_step": 1,
+        "sampler": {"steps": 4},
+    }
     learnt = []
     for watched in ([], prompts("qwen_image", SHORT[2:])):
-        ctx, _, updater = start("qwen_image", online | {"validation": {"prompts": 1}, "optimizer": {"lr": 1e-3}})
-        placement, training = local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("qwen_image", SHORT[:2])
+        ctx, _, updater = start(
+            "qwen_image", online | {"validation": {"prompts": 1}, "optimizer": {"lr": 1e-3}}
+        )
+        placement = local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
+        training = prompts("qwen_image", SHORT[:2])
         run_online_stage(ctx, placement, training, MetricsRecorder(), validation=watched)
         learnt.append(values(updater.policy))
     assert all(torch.equal(value, learnt[1][name]) for name, value in learnt[0].items())
@@ -172,24 +206,43 @@ class Files(MetricsRecorder):
 
 
 def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, open_tiny):
-    """Behind the gate is the reference engine, with weights of its own; of step 0 the gate comes first."""
+    """Behind the gate is the reference engine, with weights of its own; of step 0 the gate comes
+    first.
+    """
     small = {"steps": 1, "prompts_per_step": 2, "sampler": {"steps": 4}, "window": {"size": 2}}
-    online = {"kind": "online", "engine": "vllm_omni", "profile": {"steps": [0], "roles": ["rollout"]}, **small}
+    online = {
+        "kind": "online",
+        "engine": "vllm_omni",
+        "profile": {"steps": [0], "roles": ["rollout"]},
+        **small,
+    }
     (ctx, _, updater), recorder = start("sd3", online), Files()
-    engine = Diffusers(ctx, Policy(open_tiny("sd3", **few_tokens("sd3")), ctx.recipe.policy, seed=0))
+    engine = Diffusers(
+        ctx, Policy(open_tiny("sd3", **few_tokens("sd3")), ctx.recipe.policy, seed=0)
+    )
     scorer = Scorer(((Brightness(), 1.0),))
     placement = LocalWorkers(TrainingWorker(ctx, updater), scorer, RolloutWorker(engine))
     record = run_online_stage(ctx, placement, prompts("sd3", SHORT[:2]), recorder)
     assert recorder.metrics[0]["parity/log_prob_max"] < 1e-5
-    done = [(span["task"], span["step"]) for span in json.loads(recorder.files["timeline.json"])["spans"]]
+    done = [
+        (span["task"], span["step"])
+        for span in json.loads(recorder.files["timeline.json"])["spans"]
+    ]
     assert done.index(("parity", 0)) < done.index(("rollout", 0)) < done.index(("profile", 0))
     assert record.seconds["parity"] > 0
     assert "profile/step-00000/rollout-0.json.gz" in recorder.files
 
 
 def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start):
-    """By CRD's published defaults. The policy is unguided, and so is the base model that the drift is measured from."""
-    online = {"kind": "online", "algorithm": {"name": "crd"}, "sampler": {"steps": 3}, "reference": {"guidance": 4.5}}
+    """By CRD's published defaults. The policy is unguided, and so is the base model that the drift
+    is measured from.
+    """
+    online = {
+        "kind": "online",
+        "algorithm": {"name": "crd"},
+        "sampler": {"steps": 3},
+        "reference": {"guidance": 4.5},
+    }
     ctx, model, updater = start("sd3", online | {"optimizer": {"lr": 0}}, guidance=1.0)
     wanted = [prompt for prompt in prompts("sd3", SHORT[:2]) for _ in range(2)]
     keys = SampleKeys(ctx.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
@@ -198,10 +251,16 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
     clean = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     advantage = torch.tensor([5.0, -5.0, 1.0, -1.0])
     groups = np.array([0, 0, 1, 1])
-    batch = forward_batch(clean, conditioning, advantage, keys, groups, ctx.config.hyper, updater.schedule, visit=0)
-    latents, sigma, rows = batch.inputs.latents, batch.inputs.sigma, conditioning.rows(batch.inputs.sample_index)
+    batch = forward_batch(
+        clean, conditioning, advantage, keys, groups, ctx.config.hyper, updater.schedule, visit=0
+    )
+    latents = batch.inputs.latents
+    sigma = batch.inputs.sigma
+    rows = conditioning.rows(batch.inputs.sample_index)
     with torch.no_grad():
-        plain, negative = (predict(model, latents, sigma, each) for each in (rows.unguided(), rows.negative))
+        plain, negative = (
+            predict(model, latents, sigma, each) for each in (rows.unguided(), rows.negative)
+        )
     apart = ((plain - (negative + 4.5 * (plain - negative))) ** 2).flatten(1).mean(1)
     metrics = updater.update(batch, 2)
     assert metrics["kl/reference"] == pytest.approx(apart.mean().item(), rel=1e-4) != 0
@@ -209,21 +268,46 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
     assert metrics["crd/implied"] == pytest.approx(0, abs=1e-6)
     share = 1e-4 + (0.1 - 1e-4) * (batch.advantage / 10 + 0.5)
     centred = batch.advantage / 10  # the groups' means are 0
-    assert metrics["loss"] == pytest.approx((5 * centred**2 + share * apart).mean().item(), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(
+        (5 * centred**2 + share * apart).mean().item(), rel=1e-4
+    )
 
 
 def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
-    online = {"kind": "online", "algorithm": {"name": "crd"}, "steps": 2, "prompts_per_step": 2, "updates_per_step": 1}
-    online |= {"sampler": {"steps": 3}, "optimizer": {"lr": 1e-3}, "statistics_alarm": 1e9, "reference": {"guidance": 4.5}}
+    online = {
+        "kind": "online",
+        "algorithm": {"name": "crd"},
+        "steps": 2,
+        "prompts_per_step": 2,
+        "updates_per_step": 1,
+    }
+    online |= {
+        "sampler": {"steps": 3},
+        "optimizer": {"lr": 1e-3},
+        "statistics_alarm": 1e9,
+        "reference": {"guidance": 4.5},
+    }
     ctx, _, updater = start("sd3", online, guidance=1.0)
-    before, recorder = values(updater.policy), MetricsRecorder()
-    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))), prompts("sd3", SHORT[:2]), recorder)
+    before = values(updater.policy)
+    recorder = MetricsRecorder()
+    run_online_stage(
+        ctx,
+        local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))),
+        prompts("sd3", SHORT[:2]),
+        recorder,
+    )
     assert all(np.isfinite(value) for metrics in recorder.metrics for value in metrics.values())
     assert all(metrics["kl/reference"] > 0 for metrics in recorder.metrics)
     assert len(changed(updater.policy, before)) > len(before) / 3
     # On policy for the first 75 steps, while the reference lags behind.
-    assert all(torch.equal(value, updater.policy.parameters[name]) for name, value in updater.policy.copies["sampling"].items())
-    assert any(not torch.equal(value, updater.policy.parameters[name]) for name, value in updater.policy.copies["old"].items())
+    assert all(
+        torch.equal(value, updater.policy.parameters[name])
+        for name, value in updater.policy.copies["sampling"].items()
+    )
+    assert any(
+        not torch.equal(value, updater.policy.parameters[name])
+        for name, value in updater.policy.copies["old"].items()
+    )
 
 
 @pytest.mark.parametrize("name", NEWEST_LATER)
@@ -244,7 +328,16 @@ def test_an_offline_update(start, name):
     conditioning = encode_once(model, wanted)(wanted)
     clean = generate(model, conditioning, keys, ctx.config.sampler).latents
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5])
-    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(4), ctx.config.hyper, updater.schedule, visit=0)
+    batch = forward_batch(
+        clean,
+        conditioning,
+        advantage,
+        keys,
+        np.arange(4),
+        ctx.config.hyper,
+        updater.schedule,
+        visit=0,
+    )
     assert batch.inputs.conditioning.negative is None
     before = values(updater.policy)
     metrics = updater.update(batch, micro_batches(batch.group_index, ctx.config.micro_batch))

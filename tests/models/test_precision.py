@@ -1,10 +1,23 @@
-"""What is kept and computed in which precision, and what that does to the first ratio of a policy gradient."""
+"""What is kept and computed in which precision, and what that does to the first ratio of a policy
+gradient.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from pipeline_cases import NEWER, NEWER_LATER, NEWEST, SHORT, TINY, few_tokens, guided, keys, our_latents, prompts
+from pipeline_cases import (
+    NEWER,
+    NEWER_LATER,
+    NEWEST,
+    SHORT,
+    TINY,
+    few_tokens,
+    guided,
+    keys,
+    our_latents,
+    prompts,
+)
 
 from ebbflow.flow.transition import log_prob, transition
 from ebbflow.flow.windows import Plan
@@ -17,8 +30,10 @@ from ebbflow.training.policy import Policy
 SDE = SamplerConfig(name="flow_sde", steps=4)
 WINDOW = (0, 1, 2)
 DEVIATION = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1e-3}
-"""Bounds of |log-prob - the rollout's| where micro-batches differ. Seen were 4e-7 in float32 and nothing in half precision, where
-only a row alone in its pass (SD3 without guidance) differed, by 3e-3 and 4e-4."""
+"""Bounds of |log-prob - the rollout's| where micro-batches differ. Seen were 4e-7 in float32 and
+nothing in half precision, where only a row alone in its pass (SD3 without guidance) differed, by
+3e-3 and 4e-4.
+"""
 CASES = [("float32", "lora"), ("bfloat16", "lora"), ("float16", "lora"), ("bfloat16", "full")]
 OFTEN = [
     *((name, *case) for name in TINY for case in CASES),
@@ -34,29 +49,49 @@ def open_policy(open_tiny, name, precision, train):
 
 
 def largest_change(model, conditioning, trajectory, micro_batch):
-    """Of the log-prob of any step, from the rollout to a forward pass of training in micro-batches of some size."""
+    """Of the log-prob of any step, from the rollout to a forward pass of training in micro-batches
+    of some size.
+    """
     changes = []
     for column, step in enumerate(WINDOW):
         for start in range(0, len(conditioning), micro_batch):
             part = slice(start, start + micro_batch)
             latents = trajectory.latents[part, column]
-            velocity = predict(model, latents, trajectory.sigmas[step].expand(len(latents)), conditioning.rows(part)).detach()
+            velocity = predict(
+                model,
+                latents,
+                trajectory.sigmas[step].expand(len(latents)),
+                conditioning.rows(part),
+            ).detach()
             move = transition(SDE.name, latents, velocity, trajectory.sigmas, step)
-            changes.append(log_prob(move, trajectory.next_latents[part, column]) - trajectory.log_probs[part, column])
+            changes.append(
+                log_prob(move, trajectory.next_latents[part, column])
+                - trajectory.log_probs[part, column]
+            )
     return torch.cat(changes).abs().max().item()
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "train"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in LATER)]
+    ("name", "precision", "train"),
+    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in LATER)],
 )
 def test_the_first_ratio_is_one(open_tiny, name, precision, train):
-    """Exactly, where training takes the micro-batches of the rollout; nearly, where it takes others."""
+    """Exactly, where training takes the micro-batches of the rollout; nearly, where it takes
+    others.
+    """
     model, _ = open_policy(open_tiny, name, precision, train)
     wanted = prompts(name, SHORT)
     conditioning = model.encode(wanted)
     rollouts = generate(model, conditioning, keys(wanted), SDE, Plan(WINDOW, WINDOW), micro_batch=2)
     record = rollouts.trajectory
-    tensors = (rollouts.latents, record.sigmas, record.latents, record.next_latents, record.means, record.log_probs)
+    tensors = (
+        rollouts.latents,
+        record.sigmas,
+        record.latents,
+        record.next_latents,
+        record.means,
+        record.log_probs,
+    )
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
     assert all(tensor.isfinite().all() for tensor in tensors)
     assert largest_change(model, conditioning, record, 2) == 0
@@ -72,14 +107,18 @@ def test_what_is_trained_is_fp32_and_the_rest_is_as_asked(open_tiny, name, preci
     delicate = set(model.transformer._keep_in_fp32_modules or ())
     for key, parameter in model.transformer.named_parameters():
         if key not in policy.parameters:
-            assert parameter.dtype == (torch.float32 if delicate.intersection(key.split(".")) else DTYPES[precision]), key
+            assert parameter.dtype == (
+                torch.float32 if delicate.intersection(key.split(".")) else DTYPES[precision]
+            ), key
     for part in model.text_parts:
         expected = torch.float32 if part == "vae" else DTYPES[precision]
         assert getattr(model.pipeline, part).dtype == expected
     conditioning = model.encode(prompts(name, SHORT[:2]))
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     predict(model, latents, torch.tensor([0.9, 0.2]), conditioning).square().mean().backward()
-    gradients = [parameter.grad for parameter in policy.parameters.values() if parameter.grad is not None]
+    gradients = [
+        parameter.grad for parameter in policy.parameters.values() if parameter.grad is not None
+    ]
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert any(gradient.norm() > 0 for gradient in gradients)

@@ -1,4 +1,6 @@
-"""Tiny models: the folders that diffusers reads, pictures that depend on what they are asked for, and bytes that repeat."""
+"""Tiny models: the folders that diffusers reads, pictures that depend on what they are asked for,
+and bytes that repeat.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from ebbflow.models import ModelError
 from ebbflow.models.tiny import TINY, build_tiny
 from ebbflow.storage.artifacts import ArtifactError
 
-CLIP, T5 = "CLIPTokenizer", "T5TokenizerFast"
+CLIP = "CLIPTokenizer"
+T5 = "T5TokenizerFast"
 QWEN = {
     "scheduler": "FlowMatchEulerDiscreteScheduler",
     "text_encoder": "Qwen2_5_VLForConditionalGeneration",
@@ -94,7 +97,12 @@ PUBLISHED = {
     "wan_a14b": (WanPipeline, WAN | {"transformer_2": "WanTransformer3DModel"}),
     "wan_i2v": (
         WanImageToVideoPipeline,
-        WAN | {"transformer_2": "WanTransformer3DModel", "image_encoder": None, "image_processor": None},
+        WAN
+        | {
+            "transformer_2": "WanTransformer3DModel",
+            "image_encoder": None,
+            "image_processor": None,
+        },
     ),
     "z_image": (
         ZImagePipeline,
@@ -177,26 +185,37 @@ PUBLISHED = {
     "qwen_image_edit_plus": (QwenImageEditPlusPipeline, QWEN | {"processor": "Qwen2VLProcessor"}),
 }
 KLEIN = PUBLISHED["flux2_klein"][1]
-FLUX2_DEV = KLEIN | {"text_encoder": "Mistral3ForConditionalGeneration", "tokenizer": "PixtralProcessor"}
+FLUX2_DEV = KLEIN | {
+    "text_encoder": "Mistral3ForConditionalGeneration",
+    "tokenizer": "PixtralProcessor",
+}
 PUBLISHED |= dict.fromkeys(("flux2", "flux2_edit"), (Flux2Pipeline, FLUX2_DEV))
 PUBLISHED["flux_kontext"] = (FluxKontextPipeline, PUBLISHED["flux"][1])
-CAT, SIGN = "a cat on a sofa", 'a sign that says "HELLO"'
+CAT = "a cat on a sofa"
+SIGN = 'a sign that says "HELLO"'
 
 
 class WithoutVideos(Qwen2VLProcessor):
     """The processor where torchvision is missing, which its own constructor asks for."""
 
     def __init__(self, image_processor, tokenizer):
-        self.image_processor, self.tokenizer, self.video_processor = image_processor, tokenizer, None
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self.video_processor = None
+        self.image_token = "<|image_pad|>"
+        self.video_token = "<|video_pad|>"
+        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(
+            [self.image_token, self.video_token]
+        )
 
 
 def open_folder(folder):
     parts = {}
     if (folder / "processor").exists() and not is_torchvision_available():
         classes = (Qwen2VLImageProcessor, AutoTokenizer)
-        parts["processor"] = WithoutVideos(*(kind.from_pretrained(folder / "processor") for kind in classes))
+        parts["processor"] = WithoutVideos(
+            *(kind.from_pretrained(folder / "processor") for kind in classes)
+        )
     pipeline = DiffusionPipeline.from_pretrained(folder, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -218,14 +237,21 @@ def folder(family, tmp_path_factory):
 @pytest.fixture(scope="module")
 def pipeline(folder):
     with pytest.MonkeyPatch.context() as patch:
-        # It scales the picture it edits to a megapixel, whatever the size asked for; seconds a step.
+        # It scales the picture it edits to a megapixel, whatever the size asked for; seconds a
+        # step.
         scaled = pipeline_qwenimage_edit.calculate_dimensions
-        patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: scaled(64 * 64, ratio))
+        patch.setattr(
+            pipeline_qwenimage_edit,
+            "calculate_dimensions",
+            lambda area, ratio: scaled(64 * 64, ratio),
+        )
         yield open_folder(folder)
 
 
 def generate(pipeline, prompts, height=64, width=64, guidance=4.0, negative="blurry", picture=0):
-    """Pictures [N, height, width, 3] in [0, 1], or films [N, frames, height, width, 3], each from the same noise."""
+    """Pictures [N, height, width, 3] in [0, 1], or films [N, frames, height, width, 3], each from
+    the same noise.
+    """
     arguments = {"negative_prompt": [negative] * len(prompts), "guidance_scale": guidance}
     if isinstance(pipeline, (QwenImagePipeline, QwenImageEditPipeline)):
         arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
@@ -238,7 +264,13 @@ def generate(pipeline, prompts, height=64, width=64, guidance=4.0, negative="blu
         arguments["num_frames"] = 5
     noise = [torch.Generator().manual_seed(7) for _ in prompts]
     output = pipeline(
-        prompt=prompts, height=height, width=width, num_inference_steps=2, generator=noise, output_type="np", **arguments
+        prompt=prompts,
+        height=height,
+        width=width,
+        num_inference_steps=2,
+        generator=noise,
+        output_type="np",
+        **arguments,
     )
     return np.asarray(output.frames if isinstance(pipeline, WanPipeline) else output.images)
 
@@ -302,13 +334,20 @@ def test_pictures_depend_on_everything_that_is_asked_for(pipeline):
 
 def test_the_velocity_depends_on_the_time(family, pipeline):
     calls = []
-    hook = pipeline.transformer.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+    hook = pipeline.transformer.register_forward_pre_hook(
+        lambda *call: calls.append(call), with_kwargs=True
+    )
     generate(pipeline, [CAT])
     hook.remove()
     (_, _, first), last = calls[0], calls[-1][2]
-    assert first["timestep"].ndim == (2 if family == "wan" else 1)  # Wan 2.2 has a time for every token
+    assert first["timestep"].ndim == (
+        2 if family == "wan" else 1
+    )  # Wan 2.2 has a time for every token
     with torch.no_grad():
-        early, late = (pipeline.transformer(**first | {"timestep": call["timestep"]})[0] for call in (first, last))
+        early, late = (
+            pipeline.transformer(**first | {"timestep": call["timestep"]})[0]
+            for call in (first, last)
+        )
     assert (early - late).std() > 0.05 * early.std()
 
 
@@ -316,20 +355,27 @@ def test_no_weight_is_left_at_a_constant(pipeline):
     """A zero gate or a norm of ones would hide a part that is not wired in."""
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
-            assert [name for name, weight in part.named_parameters() if weight.min() == weight.max()] == []
+            assert [
+                name for name, weight in part.named_parameters() if weight.min() == weight.max()
+            ] == []
 
 
 def test_tokenizers_end_and_pad_as_the_published_ones(pipeline):
-    tokenizers = {name: part for name, part in pipeline.components.items() if name.startswith("tokenizer")}
+    tokenizers = {
+        name: part for name, part in pipeline.components.items() if name.startswith("tokenizer")
+    }
     for name, tokenizer in tokenizers.items():
         assert tokenizer("HELLO").input_ids != tokenizer("HELLP").input_ids
         if type(tokenizer).__name__ == "CLIPTokenizer":
             config = getattr(pipeline, name.replace("tokenizer", "text_encoder")).config
             assert tokenizer.eos_token == "<|endoftext|>"
-            # transformers pools at the largest id where the configuration says 2, and both rules must agree.
+            # transformers pools at the largest id where the configuration says 2, and both rules
+            # must agree.
             assert config.eos_token_id == tokenizer.eos_token_id == len(tokenizer) - 1 != 2
             padding = tokenizer("a", padding="max_length").input_ids[3:]
-            assert set(padding) == {tokenizer.convert_tokens_to_ids("!" if name == "tokenizer_2" else "<|endoftext|>")}
+            assert set(padding) == {
+                tokenizer.convert_tokens_to_ids("!" if name == "tokenizer_2" else "<|endoftext|>")
+            }
             assert len(padding) == 74
         elif type(tokenizer).__name__ == "T5Tokenizer":
             assert tokenizer("cat").input_ids[-1] == 1
@@ -344,19 +390,27 @@ def test_tokenizers_end_and_pad_as_the_published_ones(pipeline):
 def test_the_head_of_qwens_template_is_as_long_as_the_published_one(pipeline):
     tokens = pipeline.tokenizer(pipeline.prompt_template_encode.format(SIGN)).input_ids
     kept = pipeline.tokenizer.decode(tokens[pipeline.prompt_template_encode_start_idx :])
-    picture = "<|vision_start|><|image_pad|><|vision_end|>" if isinstance(pipeline, QwenImageEditPipeline) else ""
+    picture = (
+        "<|vision_start|><|image_pad|><|vision_end|>"
+        if isinstance(pipeline, QwenImageEditPipeline)
+        else ""
+    )
     assert kept == f"{picture}{SIGN}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
 def rebuilt(tmp_path_factory):
-    """All families with the same seed, built in another process: hash tables have another order there."""
+    """All families with the same seed, built in another process: hash tables have another order
+    there.
+    """
     root = tmp_path_factory.mktemp("rebuilt")
     code = (
         "import sys, pathlib; from ebbflow.models.tiny import TINY, build_tiny; "
         "[build_tiny(family, pathlib.Path(sys.argv[1], family)) for family in TINY]"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return root
 
@@ -371,7 +425,8 @@ def test_another_seed_gives_other_weights_and_nothing_else(family, folder, tmp_p
     state = torch.get_rng_state()
     build_tiny(family, tmp_path / "other", seed=1)
     assert torch.equal(torch.get_rng_state(), state)
-    first, other = digests(folder), digests(tmp_path / "other")
+    first = digests(folder)
+    other = digests(tmp_path / "other")
     assert first.keys() == other.keys()
     changed = {name for name in first if first[name] != other[name]}
     assert changed == {name for name in first if name.endswith(".safetensors")}

@@ -1,4 +1,6 @@
-"""Parameters of a network that the velocity does not depend on, such as those for LTX-2's sound: loaded, kept and not trained."""
+"""Parameters of a network that the velocity does not depend on, such as those for LTX-2's sound:
+loaded, kept and not trained.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def model(open_tiny):
 def without_gradient(model):
     """Names of the parameters that a loss on the velocity gives none."""
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    velocity = predict(model, latents, torch.tensor([0.8, 0.3]), model.encode(prompts("ltx2", SHORT[:2])))
+    velocity = predict(
+        model, latents, torch.tensor([0.8, 0.3]), model.encode(prompts("ltx2", SHORT[:2]))
+    )
     velocity.square().mean().backward()
-    return {name for name, parameter in model.transformer.named_parameters() if parameter.grad is None}
+    return {
+        name for name, parameter in model.transformer.named_parameters() if parameter.grad is None
+    }
 
 
 def test_the_parameters_that_change_the_velocity_are_trained_and_no_others(model):
@@ -44,26 +50,43 @@ def test_the_parameters_that_change_the_velocity_are_trained_and_no_others(model
 def test_targets_of_every_attention_adapt_that_of_the_pictures(model):
     policy = Policy(model, PolicyConfig(**QUERIES), 0)
     adapted = {name.split(".lora_")[0].partition("blocks.")[2] for name in policy.parameters}
-    assert adapted == {f"{block}.{attention}.to_q" for block in (0, 1) for attention in ("attn1", "attn2")}
+    assert adapted == {
+        f"{block}.{attention}.to_q" for block in (0, 1) for attention in ("attn1", "attn2")
+    }
     assert not without_gradient(model) & policy.parameters.keys()
 
 
-@pytest.mark.parametrize("config", [QUERIES | {"targets": ["audio_attn1.to_q"]}, FULL | {"layers": ["*.audio_attn1.*"]}])
+@pytest.mark.parametrize(
+    "config", [QUERIES | {"targets": ["audio_attn1.to_q"]}, FULL | {"layers": ["*.audio_attn1.*"]}]
+)
 def test_targets_and_layers_that_would_change_nothing_are_refused(model, config):
     with pytest.raises(
-        PolicyError, match="audio_attn1.*no layer that is trained has such a name. Layers are called proj_in or proj_out"
+        PolicyError,
+        match=(
+            "audio_attn1.*no layer that is trained has such a name. Layers are called proj_in or"
+            " proj_out"
+        ),
     ):
         Policy(model, PolicyConfig(**config), 0)
 
 
 def test_a_lora_of_unused_layers_is_no_start(model, open_peer, tmp_path):
     pipeline = open_peer("ltx2")
-    pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["attn1.to_q", "audio_attn1.to_q"]))
-    pipeline.save_lora_weights(tmp_path / "published", transformer_lora_layers=get_peft_model_state_dict(pipeline.transformer))
+    pipeline.transformer.add_adapter(
+        LoraConfig(r=2, target_modules=["attn1.to_q", "audio_attn1.to_q"])
+    )
+    pipeline.save_lora_weights(
+        tmp_path / "published",
+        transformer_lora_layers=get_peft_model_state_dict(pipeline.transformer),
+    )
     config = PolicyConfig(**QUERIES)
     policy = Policy(model, config, 0)
     with pytest.raises(
-        PolicyError, match="adapts transformer_blocks.0.audio_attn1.to_q, which is never trained; take a LoRA without"
+        PolicyError,
+        match=(
+            "adapts transformer_blocks.0.audio_attn1.to_q, which is never trained; take a LoRA"
+            " without"
+        ),
     ):
         lora_parameters(model, config, policy.parameters, tmp_path / "published")
 
@@ -72,17 +95,32 @@ def test_a_lora_of_unused_layers_is_no_start(model, open_peer, tmp_path):
 def test_an_estimate_counts_what_is_trained(model, policy):
     recipe = Recipe.model_validate({"model": model.config.model_dump(), "policy": policy})
     trained = Policy(model, recipe.policy, 0).parameters
-    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(value.numel() for value in trained.values())
+    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(
+        value.numel() for value in trained.values()
+    )
 
 
 def test_a_policy_of_full_training_holds_the_whole_network(model, tmp_path):
-    recipe = Recipe.model_validate({"model": model.config.model_dump(), "policy": FULL, "stages": [{"kind": "offline"}]})
+    recipe = Recipe.model_validate(
+        {"model": model.config.model_dump(), "policy": FULL, "stages": [{"kind": "offline"}]}
+    )
     policy = Policy(model, recipe.policy, 0)
     folder = tmp_path / "policy"
     policy.save(
-        folder, PolicyMetadata(base_digest="base", recipe_digest="recipe", config=recipe.policy, version=1, model=model.config)
+        folder,
+        PolicyMetadata(
+            base_digest="base",
+            recipe_digest="recipe",
+            config=recipe.policy,
+            version=1,
+            model=model.config,
+        ),
     )
-    loaded = type(model.transformer).from_pretrained(folder / "transformer", local_files_only=True).state_dict()
+    loaded = (
+        type(model.transformer)
+        .from_pretrained(folder / "transformer", local_files_only=True)
+        .state_dict()
+    )
     whole = model.transformer.state_dict()
     assert loaded.keys() == whole.keys()
     assert all(torch.equal(value, whole[name]) for name, value in loaded.items())

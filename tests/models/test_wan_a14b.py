@@ -24,7 +24,8 @@ SIGMAS = torch.tensor([0.9, 0.5])
 
 def changed(model):
     """A policy of the model with random adapters."""
-    policy, generator = Policy(model, LORA, seed=0), torch.Generator().manual_seed(0)
+    policy = Policy(model, LORA, seed=0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -34,28 +35,39 @@ def changed(model):
 @pytest.mark.parametrize(("expert", "row"), [("high_noise", 0), ("low_noise", 1)])
 def test_gradients_are_of_the_rows_of_the_trained_band(open_tiny, expert, row):
     model = open_tiny("wan_a14b", expert=expert, guidance=1.0)
-    policy, conditioning = changed(model), model.encode(prompts("wan_a14b", SHORT[:2]))
+    policy = changed(model)
+    conditioning = model.encode(prompts("wan_a14b", SHORT[:2]))
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     velocity = predict(model, latents, SIGMAS, conditioning)
     with torch.no_grad():
         for index, part in enumerate(EXPERTS.values()):
             rows = slice(index, index + 1)
-            alone = model._denoise(getattr(model.pipeline, part), latents[rows], SIGMAS[rows], conditioning.rows(rows))
+            alone = model._denoise(
+                getattr(model.pipeline, part), latents[rows], SIGMAS[rows], conditioning.rows(rows)
+            )
             assert torch.allclose(velocity[rows], alone, atol=1e-5)
     parameters = list(policy.parameters.values())
     for index in (0, 1):
-        gradients = torch.autograd.grad(velocity[index].square().sum(), parameters, retain_graph=True)
+        gradients = torch.autograd.grad(
+            velocity[index].square().sum(), parameters, retain_graph=True
+        )
         assert any(gradient.any() for gradient in gradients) == (index == row)
     # A pass without any row of the band has a gradient, which is zero.
     outside = slice(1 - row, 2 - row)
     velocity = predict(model, latents[outside], SIGMAS[outside], conditioning.rows(outside))
-    assert not any(gradient.any() for gradient in torch.autograd.grad(velocity.square().sum(), parameters))
+    assert not any(
+        gradient.any() for gradient in torch.autograd.grad(velocity.square().sum(), parameters)
+    )
 
 
 def test_the_pipeline_loads_an_adapter_of_the_other_transformer(open_tiny, open_peer, tmp_path):
-    model, pipeline, wanted = open_tiny("wan_a14b", expert="low_noise"), open_peer("wan_a14b"), prompts("wan_a14b", SHORT[:1])
+    model = open_tiny("wan_a14b", expert="low_noise")
+    pipeline = open_peer("wan_a14b")
+    wanted = prompts("wan_a14b", SHORT[:1])
     base = our_latents(model, wanted)
-    metadata = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config)
+    metadata = PolicyMetadata(
+        base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config
+    )
     changed(model).save(tmp_path / "policy", metadata)
     pipeline.load_lora_weights(tmp_path / "policy", load_into_transformer_2=True)
     ours = our_latents(model, wanted)
@@ -66,26 +78,37 @@ def test_the_pipeline_loads_an_adapter_of_the_other_transformer(open_tiny, open_
 def test_both_are_trained_in_one_run(open_tiny):
     """Each by the rows of its band."""
     model = open_tiny("wan_a14b", expert="both", guidance=1.0)
-    policy, conditioning = changed(model), model.encode(prompts("wan_a14b", SHORT[:2]))
+    policy = changed(model)
+    conditioning = model.encode(prompts("wan_a14b", SHORT[:2]))
     assert len(model.blocks()) == 4
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     velocity = predict(model, latents, SIGMAS, conditioning)
     with torch.no_grad():
         parts = [slice(row, row + 1) for row in (0, 1)]
-        rows = [predict(model, latents[part], SIGMAS[part], conditioning.rows(part)) for part in parts]
+        rows = [
+            predict(model, latents[part], SIGMAS[part], conditioning.rows(part)) for part in parts
+        ]
     assert torch.allclose(velocity, torch.cat(rows), atol=1e-5)
     names, parameters = zip(*policy.parameters.items(), strict=True)
     assert {name.split(".")[0] for name in names} == set(EXPERTS.values())
     for row, part in enumerate(EXPERTS.values()):
         gradients = torch.autograd.grad(velocity[row].square().sum(), parameters, retain_graph=True)
-        moved = {name.split(".")[0] for name, gradient in zip(names, gradients, strict=True) if gradient.any()}
+        moved = {
+            name.split(".")[0]
+            for name, gradient in zip(names, gradients, strict=True)
+            if gradient.any()
+        }
         assert moved == {part}
 
 
 def test_the_pipeline_loads_adapters_of_both(open_tiny, open_peer, tmp_path):
-    model, pipeline, wanted = open_tiny("wan_a14b", expert="both"), open_peer("wan_a14b"), prompts("wan_a14b", SHORT[:1])
+    model = open_tiny("wan_a14b", expert="both")
+    pipeline = open_peer("wan_a14b")
+    wanted = prompts("wan_a14b", SHORT[:1])
     base = our_latents(model, wanted)
-    metadata = PolicyMetadata(base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config)
+    metadata = PolicyMetadata(
+        base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config
+    )
     policy = changed(model)
     policy.save(tmp_path / "policy", metadata)
     pipeline.load_lora_weights(tmp_path / "policy")
@@ -96,43 +119,70 @@ def test_the_pipeline_loads_adapters_of_both(open_tiny, open_peer, tmp_path):
     assert min((ours - base).abs().max(), (ours - one).abs().max()) > 1e-2
     again = Policy(open_tiny("wan_a14b", expert="both"), LORA, seed=1)
     again.load(tmp_path / "policy")
-    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+    assert all(
+        torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
+    )
 
 
 @pytest.mark.exhaustive
-def test_whole_weights_of_both_are_two_networks_of_diffusers(open_tiny, tiny_folder, open_peer, tmp_path):
-    full, model, wanted = PolicyConfig(train="full"), open_tiny("wan_a14b", expert="both"), prompts("wan_a14b", SHORT[:1])
-    policy, generator = Policy(model, full, seed=0), torch.Generator().manual_seed(0)
+def test_whole_weights_of_both_are_two_networks_of_diffusers(
+    open_tiny, tiny_folder, open_peer, tmp_path
+):
+    full = PolicyConfig(train="full")
+    model = open_tiny("wan_a14b", expert="both")
+    wanted = prompts("wan_a14b", SHORT[:1])
+    policy = Policy(model, full, seed=0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     digest = digest_of(tiny_folder("wan_a14b"))
-    metadata = PolicyMetadata(base_digest=digest, recipe_digest="recipe", config=full, version=1, model=model.config)
+    metadata = PolicyMetadata(
+        base_digest=digest, recipe_digest="recipe", config=full, version=1, model=model.config
+    )
     policy.save(tmp_path / "policy", metadata)
     again = Policy(open_tiny("wan_a14b", expert="both"), full, seed=1)
     again.load(tmp_path / "policy")
-    assert all(torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items())
+    assert all(
+        torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
+    )
     export_pipeline(tiny_folder("wan_a14b"), tmp_path / "policy", tmp_path / "exported")
     drawn = theirs(open_peer("wan_a14b", folder=tmp_path / "exported"), model, wanted)[0]
     assert (drawn - our_latents(model, wanted)).abs().max() < 1e-4
 
 
 def test_layers_of_both_experts_have_the_names_of_their_parameters(open_tiny):
-    policy = Policy(open_tiny("wan_a14b", expert="both"), LORA.model_copy(update={"layers": ["transformer*.blocks.0.*"]}), seed=0)
+    policy = Policy(
+        open_tiny("wan_a14b", expert="both"),
+        LORA.model_copy(update={"layers": ["transformer*.blocks.0.*"]}),
+        seed=0,
+    )
     assert {name.split(".")[0] for name in policy.parameters} == {"transformer", "transformer_2"}
     assert {".".join(name.split(".")[1:3]) for name in policy.parameters} == {"blocks.0"}
     with pytest.raises(PolicyError, match=r"Layers are called transformer\."):
-        Policy(open_tiny("wan_a14b", expert="both"), LORA.model_copy(update={"layers": ["blocks.0.*"]}), seed=0)
+        Policy(
+            open_tiny("wan_a14b", expert="both"),
+            LORA.model_copy(update={"layers": ["blocks.0.*"]}),
+            seed=0,
+        )
 
 
 def test_a_published_lora_is_of_one_network(open_tiny, tmp_path):
     model = open_tiny("wan_a14b", expert="both")
-    with pytest.raises(PolicyError, match="a LoRA of one network, and model.expert is both; start from a policy folder"):
+    with pytest.raises(
+        PolicyError,
+        match="a LoRA of one network, and model.expert is both; start from a policy folder",
+    ):
         lora_parameters(model, LORA, {}, tmp_path)
 
 
 def test_an_expert_is_of_a_model_with_two(tiny_folder, open_tiny):
-    with pytest.raises(ValidationError, match="expert = 'low_noise': wan has one transformer; leave it out, or take wan_a14b"):
+    with pytest.raises(
+        ValidationError,
+        match="expert = 'low_noise': wan has one transformer; leave it out, or take wan_a14b",
+    ):
         ModelConfig(family="wan", path="somewhere", expert="low_noise")
-    with pytest.raises(ModelError, match="wan21 holds one transformer, and wan_a14b has two; family wan takes"):
+    with pytest.raises(
+        ModelError, match="wan21 holds one transformer, and wan_a14b has two; family wan takes"
+    ):
         open_tiny("wan_a14b", tiny_folder("wan21"))

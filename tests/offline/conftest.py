@@ -23,19 +23,24 @@ def ctx(make_recipe):
 
 @pytest.fixture
 def stored(tmp_path):
-    """``stored(sizes)``: shards of that many rows, two samples a prompt, and advantages for all rows but every fifth."""
+    """``stored(sizes)``: shards of that many rows, two samples a prompt, and advantages for all
+    rows but every fifth.
+    """
 
     def store(*sizes, precision="float32"):
         keys = [(row // 2, row % 2) for row in range(sum(sizes))]
         parts = np.split(np.array(keys), np.cumsum(sizes)[:-1])
         rollouts = [
-            write_rollouts(tmp_path / f"r{i}.parquet", part.tolist(), precision=precision) for i, part in enumerate(parts)
+            write_rollouts(tmp_path / f"r{i}.parquet", part.tolist(), precision=precision)
+            for i, part in enumerate(parts)
         ]
         kept = [key for row, key in enumerate(keys) if row % 5]
         columns = [pa.array([p for p, _ in kept]), pa.array([s for _, s in kept])]
         columns.append(pa.array([100.0 * p + s for p, s in kept], pa.float32()))
         about = {"seconds": {"scoring": 1.0}}
-        write_table(tmp_path / "a.parquet", ADVANTAGES, [pa.record_batch(columns, schema=ADVANTAGES)], about)
+        write_table(
+            tmp_path / "a.parquet", ADVANTAGES, [pa.record_batch(columns, schema=ADVANTAGES)], about
+        )
         return rollouts, tmp_path / "a.parquet", kept
 
     return store
@@ -48,7 +53,13 @@ def run(make_prompts, model):
     def train(ctx, rollouts, advantages, recorder=None):
         updater = Watched()
         return train_epochs(
-            ctx, model, updater, make_prompts(40), rollouts, advantages, recorder or MetricsRecorder()
+            ctx,
+            model,
+            updater,
+            make_prompts(40),
+            rollouts,
+            advantages,
+            recorder or MetricsRecorder(),
         ), updater.calls
 
     return train
@@ -60,6 +71,10 @@ def pretend(monkeypatch):
 
     def one_of(rank, world):
         monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(rank, world)))
-        monkeypatch.setattr(offline, "_encode_together", lambda ctx, model, prompts, ranks: encode_once(model, prompts))
+        monkeypatch.setattr(
+            offline,
+            "_encode_together",
+            lambda ctx, model, prompts, ranks: encode_once(model, prompts),
+        )
 
     return one_of

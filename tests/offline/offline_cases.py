@@ -31,11 +31,16 @@ def write_rollouts(path, keys, shape=(1, 2, 2), precision="float32"):
     latents[:, 0, 0, :2] = torch.tensor(keys)
     prompt_ids, samples = zip(*keys, strict=True)
     batches = [
-        rollout_batch(prompt_ids[rows], samples[rows], 0, latents[rows], [b""] * len(latents[rows]), precision)
+        rollout_batch(
+            prompt_ids[rows], samples[rows], 0, latents[rows], [b""] * len(latents[rows]), precision
+        )
         for rows in (slice(start, start + 5) for start in range(0, len(keys), 5))
     ]
     write_table(
-        path, rollout_schema(shape, precision), batches, {"seconds": {"rollout": 3.0}} | layout_metadata(shape, precision)
+        path,
+        rollout_schema(shape, precision),
+        batches,
+        {"seconds": {"rollout": 3.0}} | layout_metadata(shape, precision),
     )
     return path
 

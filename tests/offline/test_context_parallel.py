@@ -1,4 +1,5 @@
-"""Two processes that share the tokens of every sample train an offline stage as one process does."""
+"""Two processes that share the tokens of every sample train an offline stage as one process
+does."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from tests.glyph_stages import small_stage
 from tests.offline_stage import write_offline_stage
 from tests.two_processes import as_two_ranks
 
-LATER = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("wan", "qwen_image", "flux2_klein")]
+LATER = [
+    pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in ("wan", "qwen_image", "flux2_klein")
+]
 """Of the families, those whose network is not FLUX's."""
 STAGE = {
     "kind": "offline",
@@ -37,7 +41,10 @@ STAGE = {
     "epochs": 1,
     "batch_size": 4,
     "sampler": {"steps": 2},
-    "optimizer": {"lr": 0.1, "eps": 1.0},  # AdamW's first steps are signs, which turn rounding into full steps
+    "optimizer": {
+        "lr": 0.1,
+        "eps": 1.0,
+    },  # AdamW's first steps are signs, which turn rounding into full steps
     "drift_alarm": 1e9,
 }
 
@@ -52,7 +59,9 @@ def begin(tmp_path, make_prompts, scorer):
             build_tiny(family, unfinished)
         model = {"family": family, "path": str(base), "height": 64, "width": 64, "max_tokens": 32}
         stages = [small_stage({"kind": "online"}), small_stage(STAGE)]
-        recipe = Recipe.model_validate({"model": model, "policy": {"train": "lora", "rank": 2}, "stages": stages})
+        recipe = Recipe.model_validate(
+            {"model": model, "policy": {"train": "lora", "rank": 2}, "stages": stages}
+        )
         write_offline_stage(tmp_path, recipe, base, make_prompts(4), scorer)
         return tmp_path, recipe.model_dump(mode="json"), base
 
@@ -61,7 +70,8 @@ def begin(tmp_path, make_prompts, scorer):
 
 def train(stage: tuple[Path, Any, Path], name: str, context_parallel: int) -> MetricsRecorder:
     folder, recipe, base = stage
-    ctx, recorder = StageContext(Recipe.model_validate(recipe), 0, 1), MetricsRecorder()
+    ctx = StageContext(Recipe.model_validate(recipe), 0, 1)
+    recorder = MetricsRecorder()
     with process_group() as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train_offline_folder(
@@ -80,7 +90,10 @@ def train(stage: tuple[Path, Any, Path], name: str, context_parallel: int) -> Me
 
 
 def rows(recorder: MetricsRecorder) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if not key.startswith(("seconds", "ms_per"))} for row in recorder.metrics]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("seconds", "ms_per"))}
+        for row in recorder.metrics
+    ]
 
 
 @pytest.mark.parametrize("family", ["flux", *LATER])
@@ -89,8 +102,11 @@ def test_two_processes_that_share_tokens_learn_what_one_learns(begin, family):
     alone = rows(train(stage, "alone", 1))
     as_two_ranks(train_and_compare, stage, alone)
     for path in (stage[0] / "alone").rglob("*.safetensors"):
-        found, expected = load_file(stage[0] / "together" / path.relative_to(stage[0] / "alone")), load_file(path)
-        assert max(float((found[key] - value).abs().max()) for key, value in expected.items()) < 1e-5
+        found = load_file(stage[0] / "together" / path.relative_to(stage[0] / "alone"))
+        expected = load_file(path)
+        assert (
+            max(float((found[key] - value).abs().max()) for key, value in expected.items()) < 1e-5
+        )
     learnt = load_file(next((stage[0] / "alone").glob("*.safetensors")))
     assert max(float(value.abs().max()) for key, value in learnt.items() if "lora_B" in key) > 1e-4
 
@@ -103,21 +119,43 @@ def train_and_compare(stage: tuple[Path, Any, Path], alone: list[dict[str, float
 
 
 def test_ranks_that_share_tokens_have_one_number_among_those_with_rows():
-    assert [Ranks(rank, 8).of_rows(4) for rank in (0, 3, 4, 7)] == [Ranks(0, 2), Ranks(0, 2), Ranks(1, 2), Ranks(1, 2)]
+    assert [Ranks(rank, 8).of_rows(4) for rank in (0, 3, 4, 7)] == [
+        Ranks(0, 2),
+        Ranks(0, 2),
+        Ranks(1, 2),
+        Ranks(1, 2),
+    ]
     assert Ranks(5, 8).of_rows(1) == Ranks(5, 8)
 
 
 @pytest.mark.parametrize(
     ("family", "keys", "ranks", "said"),
     [
-        ("sd3", {}, 2, "train_context_parallel = 2: the tokens of SD3Model cannot be shared; leave it out"),
-        ("flux", {}, 3, "train_context_parallel = 3 does not divide the 2 attention heads; take a divisor"),
-        ("flux", {"max_tokens": 33}, 2, "does not divide the 33 tokens of a prompt; take a divisor, or another size or"),
+        (
+            "sd3",
+            {},
+            2,
+            "train_context_parallel = 2: the tokens of SD3Model cannot be shared; leave it out",
+        ),
+        (
+            "flux",
+            {},
+            3,
+            "train_context_parallel = 3 does not divide the 2 attention heads; take a divisor",
+        ),
+        (
+            "flux",
+            {"max_tokens": 33},
+            2,
+            "does not divide the 33 tokens of a prompt; take a divisor, or another size or",
+        ),
         ("wan", {"height": 32, "width": 96}, 2, "does not divide the 3 tokens of the latents"),
     ],
     ids=["family", "heads", "text", "latents"],
 )
-def test_what_cannot_be_shared_is_refused_before_anything_is_sent(tiny_recipe, family, keys, ranks, said):
+def test_what_cannot_be_shared_is_refused_before_anything_is_sent(
+    tiny_recipe, family, keys, ranks, said
+):
     config = tiny_recipe(family, keys).model
     model = load_model(Path(config.path), config)
     with pytest.raises(ModelError) as error:
@@ -128,15 +166,23 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_sent(tiny_recipe, f
 def test_attention_that_cannot_be_shared_is_refused(tiny_recipe):
     config = tiny_recipe("flux").model
     model = load_model(Path(config.path), config)
-    for processor in model.transformer.attn_processors.values():  # of this network alone: diffusers' own setter is for all
+    for processor in (
+        model.transformer.attn_processors.values()
+    ):  # of this network alone: diffusers' own setter is for all
         processor._attention_backend = AttentionBackendName._NATIVE_EFFICIENT
-    with pytest.raises(ModelError, match="attention '_native_efficient' cannot share tokens; set model.attention to native"):
+    with pytest.raises(
+        ModelError,
+        match="attention '_native_efficient' cannot share tokens; set model.attention to native",
+    ):
         require_shareable(model, 2)
 
 
 def test_a_compiled_network_is_refused(tiny_recipe):
     config = tiny_recipe("flux", {"compile": "blocks"}).model
-    with pytest.raises(ModelError, match="train_context_parallel = 2 is for a network that is not compiled; set model.comp"):
+    with pytest.raises(
+        ModelError,
+        match="train_context_parallel = 2 is for a network that is not compiled; set model.comp",
+    ):
         require_shareable(load_model(Path(config.path), config), 2)
 
 
@@ -146,17 +192,52 @@ OFFLINE = [{"kind": "online"}, {"kind": "offline"}]
 @pytest.mark.parametrize(
     ("family", "model", "stages", "ranks", "said"),
     [
-        ("sd3", {}, OFFLINE, 2, "the tokens of SD3Model cannot be shared; leave it out of the deployment, or take a family of"),
-        ("flux", {"compile": "blocks"}, OFFLINE, 2, "is for a network that is not compiled; set model.compile: off"),
-        ("flux", {"attention": "_native_efficient"}, OFFLINE, 2, "attention '_native_efficient' cannot share tokens"),
-        ("flux", {"attention": "nothing"}, OFFLINE, 2, "attention 'nothing' cannot share tokens; set model.attention to native"),
+        (
+            "sd3",
+            {},
+            OFFLINE,
+            2,
+            (
+                "the tokens of SD3Model cannot be shared; leave it out of the deployment, or take a"
+                " family of"
+            ),
+        ),
+        (
+            "flux",
+            {"compile": "blocks"},
+            OFFLINE,
+            2,
+            "is for a network that is not compiled; set model.compile: off",
+        ),
+        (
+            "flux",
+            {"attention": "_native_efficient"},
+            OFFLINE,
+            2,
+            "attention '_native_efficient' cannot share tokens",
+        ),
+        (
+            "flux",
+            {"attention": "nothing"},
+            OFFLINE,
+            2,
+            "attention 'nothing' cannot share tokens; set model.attention to native",
+        ),
         ("flux", {}, OFFLINE, 3, "does not divide the 2 attention heads; take a divisor"),
         ("flux", {"max_tokens": 33}, OFFLINE, 2, "does not divide the 33 tokens of a prompt"),
-        ("flux", {}, [{"kind": "offline", "sizes": [{"height": 32, "width": 64}]}], 2, "is for stages of one size"),
+        (
+            "flux",
+            {},
+            [{"kind": "offline", "sizes": [{"height": 32, "width": 64}]}],
+            2,
+            "is for stages of one size",
+        ),
     ],
     ids=["family", "compiled", "attention", "no attention", "heads", "text", "sizes"],
 )
-def test_a_recipe_that_cannot_share_tokens_is_refused_before_it_costs_anything(tiny_recipe, family, model, stages, ranks, said):
+def test_a_recipe_that_cannot_share_tokens_is_refused_before_it_costs_anything(
+    tiny_recipe, family, model, stages, ranks, said
+):
     with pytest.raises(ModelError) as error:
         check_shared_tokens(tiny_recipe(family, model, stages=stages), ranks)
     assert str(error.value).startswith(f"train_context_parallel = {ranks}")
@@ -171,6 +252,10 @@ def test_a_recipe_without_offline_stages_shares_no_tokens_and_others_may(tiny_re
 
 def test_of_a_model_that_is_not_known_the_family_is_checked():
     there = {"path": "s3://bucket/models/base"}
-    check_shared_tokens(Recipe.model_validate({"model": {"family": "flux"} | there, "stages": OFFLINE}), 3)
+    check_shared_tokens(
+        Recipe.model_validate({"model": {"family": "flux"} | there, "stages": OFFLINE}), 3
+    )
     with pytest.raises(ModelError, match="the tokens of SD3Model cannot be shared"):
-        check_shared_tokens(Recipe.model_validate({"model": {"family": "sd3"} | there, "stages": OFFLINE}), 2)
+        check_shared_tokens(
+            Recipe.model_validate({"model": {"family": "sd3"} | there, "stages": OFFLINE}), 2
+        )

@@ -21,8 +21,11 @@ KEPT = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)}
 def test_advantages_are_over_all_shards_and_leave_out_what_says_nothing(ctx, tmp_path, order):
     scores = [write_scores(tmp_path / f"{i}.parquet", KEYS[i], REWARDS[i]) for i in order]
     metrics = write_advantages(ctx, scores, tmp_path / "advantages.parquet")
-    rewards, prompt_ids = np.array(REWARDS[0] + REWARDS[1]), np.array([p for keys in KEYS for p, _ in keys])
-    expected = compute_advantages({"darkness": rewards}, {"darkness": 1.0}, prompt_ids, ctx.config.advantages)
+    rewards = np.array(REWARDS[0] + REWARDS[1])
+    prompt_ids = np.array([p for keys in KEYS for p, _ in keys])
+    expected = compute_advantages(
+        {"darkness": rewards}, {"darkness": 1.0}, prompt_ids, ctx.config.advantages
+    )
     by_key = dict(zip(KEYS[0] + KEYS[1], expected.values, strict=True))
     table = read_table(tmp_path / "advantages.parquet", ADVANTAGES).to_pylist()
     assert {(row["prompt_id"], row["sample"]) for row in table} == KEPT

@@ -1,4 +1,5 @@
-"""What the epochs of an offline stage cover: every kept row once, in batches that processes share."""
+"""What the epochs of an offline stage cover: every kept row once, in batches that processes
+share."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
     rollouts, advantages, kept = stored(24, 12)
     recorder = MetricsRecorder()
     record, seen = run(ctx, rollouts, advantages, recorder)
-    per_epoch, draws = len(seen) // 3, ctx.config.hyper.noise_levels
+    per_epoch = len(seen) // 3
+    draws = ctx.config.hyper.noise_levels
     for epoch in range(3):
         calls = seen[epoch * per_epoch : (epoch + 1) * per_epoch]
         samples = [call.keys[::draws] for call in calls]  # the draws of a sample are adjacent
@@ -35,7 +37,9 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
         for call in calls:
             assert call.passes == -(-len(call.keys) // 3)
             assert call.batch.advantage.tolist() == [100 * p + s for p, s in call.keys]
-    assert [(row["step"], row["epoch"]) for row in recorder.metrics] == [(i, i // per_epoch) for i in range(3 * per_epoch)]
+    assert [(row["step"], row["epoch"]) for row in recorder.metrics] == [
+        (i, i // per_epoch) for i in range(3 * per_epoch)
+    ]
     assert record.optimizer_steps == len(seen)
     assert record.samples == 36
     assert record.seconds.keys() == {"rollout", "scoring", "training"}
@@ -44,7 +48,9 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
 
 def test_batches_of_a_shard_differ_by_one_sample_at_most(make_recipe, stored, run):
     ctx = StageContext(make_recipe(offline={"epochs": 1, "batch_size": 8, "shards": 1}), 0, 1)
-    sizes = sorted(len(call.keys) // 2 for call in run(ctx, *stored(26)[:2])[1])  # two draws a sample
+    sizes = sorted(
+        len(call.keys) // 2 for call in run(ctx, *stored(26)[:2])[1]
+    )  # two draws a sample
     assert sizes == [6, 7, 7]
 
 
@@ -58,7 +64,10 @@ def test_the_order_is_seeded_and_new_in_every_epoch(make_recipe, stored, run):
     first = keys_seen(run(ctx, *shards))
     assert keys_seen(run(ctx, *shards)) == first
     assert first[: len(first) // 2] != first[len(first) // 2 :]
-    assert keys_seen(run(StageContext(make_recipe(seed=1, offline={"epochs": 2}), 0, 1), *shards)) != first
+    assert (
+        keys_seen(run(StageContext(make_recipe(seed=1, offline={"epochs": 2}), 0, 1), *shards))
+        != first
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
@@ -68,13 +77,19 @@ def test_the_order_of_the_advantages_does_not_matter(make_recipe, stored, run, t
     first = keys_seen(run(ctx, rollouts, advantages))
     table = read_table(advantages)
     shuffled = table.take(np.random.default_rng(0).permutation(len(table))).combine_chunks()
-    write_table(tmp_path / "shuffled", ADVANTAGES, shuffled.to_batches(), read_table_metadata(advantages))
+    write_table(
+        tmp_path / "shuffled", ADVANTAGES, shuffled.to_batches(), read_table_metadata(advantages)
+    )
     assert keys_seen(run(ctx, rollouts, tmp_path / "shuffled")) == first
 
 
 def test_every_epoch_draws_noise_of_its_own(make_recipe, stored, run):
     ctx = StageContext(make_recipe(offline={"epochs": 2}), 0, 1)
-    noise = [tuple(row.flatten().tolist()) for call in run(ctx, *stored(12)[:2])[1] for row in call.batch.noise]
+    noise = [
+        tuple(row.flatten().tolist())
+        for call in run(ctx, *stored(12)[:2])[1]
+        for row in call.batch.noise
+    ]
     assert len(set(noise)) == len(noise)
 
 
@@ -87,17 +102,24 @@ def test_noise_levels_of_a_schedule_are_the_samplers(ctx, stored, run):
 def units_seen(call):
     """The samples of each unit, better first, with the sigma that they share."""
     found = {}
-    for key, group_index, sigma in zip(call.keys, call.batch.group_index.tolist(), call.batch.inputs.sigma.tolist(), strict=True):
+    for key, group_index, sigma in zip(
+        call.keys, call.batch.group_index.tolist(), call.batch.inputs.sigma.tolist(), strict=True
+    ):
         found.setdefault((group_index, sigma), []).append(key)
     return Counter((sigma, tuple(members)) for (_, sigma), members in found.items())
 
 
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_each_batch_and_tear_no_unit(make_recipe, stored, run, pretend, world, algorithm):
-    ctx = StageContext(make_recipe(offline={"epochs": 1, "micro_batch": 2, "algorithm": {"name": algorithm}}), 0, 1)
+def test_processes_share_each_batch_and_tear_no_unit(
+    make_recipe, stored, run, pretend, world, algorithm
+):
+    ctx = StageContext(
+        make_recipe(offline={"epochs": 1, "micro_batch": 2, "algorithm": {"name": algorithm}}), 0, 1
+    )
     shards = stored(24, 12)[:2]
-    alone, shares = run(ctx, *shards)[1], []
+    alone = run(ctx, *shards)[1]
+    shares = []
     for rank in range(world):
         pretend(rank, world)
         shares.append(run(ctx, *shards)[1])
@@ -112,10 +134,14 @@ def test_processes_share_each_batch_and_tear_no_unit(make_recipe, stored, run, p
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dgpo", "diffusion_dpo"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("batch_size", "micro_batch"), [(3, 1), (8, 1), (1, 1)])
-def test_every_process_has_work_in_every_pass(make_recipe, stored, run, pretend, rank, batch_size, micro_batch, algorithm):
+def test_every_process_has_work_in_every_pass(
+    make_recipe, stored, run, pretend, rank, batch_size, micro_batch, algorithm
+):
     # A process that runs out of rows before the others would fail alone and leave them waiting.
     settings = {"epochs": 1, "batch_size": batch_size, "micro_batch": micro_batch}
-    ctx = StageContext(make_recipe(offline=settings | {"algorithm": {"name": algorithm, "noise_levels": 1}}), 0, 1)
+    ctx = StageContext(
+        make_recipe(offline=settings | {"algorithm": {"name": algorithm, "noise_levels": 1}}), 0, 1
+    )
     pretend(rank, 2)
     calls = run(ctx, *stored(14)[:2])[1]
     assert calls
@@ -124,10 +150,17 @@ def test_every_process_has_work_in_every_pass(make_recipe, stored, run, pretend,
 
 
 def test_the_passes_are_those_of_the_largest_share(make_recipe, stored, run, pretend):
-    """Seven groups of two on two processes, a group a pass: four on one, three on the other, and three passes on both."""
+    """Seven groups of two on two processes, a group a pass: four on one, three on the other, and
+    three passes on both.
+    """
     keys = {"name": "dgpo", "noise_levels": 1}
-    ctx = StageContext(make_recipe(offline={"epochs": 1, "batch_size": 100, "micro_batch": 2, "algorithm": keys}), 0, 1)
-    shards, found = stored(14)[:2], []
+    ctx = StageContext(
+        make_recipe(offline={"epochs": 1, "batch_size": 100, "micro_batch": 2, "algorithm": keys}),
+        0,
+        1,
+    )
+    shards = stored(14)[:2]
+    found = []
     for rank in range(2):
         pretend(rank, 2)
         (call,) = run(ctx, *shards)[1]
@@ -148,8 +181,16 @@ def test_the_noise_of_a_sample_is_its_own(ctx, stored, run):
     first = slice(0, 1)
     keys = SampleKeys(ctx.seed, [call.keys[0][0]], [call.keys[0][1]])
     conditioning = call.batch.inputs.conditioning.rows(first)
-    clean, advantage = call.batch.clean[first], call.batch.advantage[first]
+    clean = call.batch.clean[first]
+    advantage = call.batch.advantage[first]
     alone = forward_batch(
-        clean, conditioning, advantage, keys, np.array([0]), ctx.config.hyper, torch.tensor([1, 2 / 3, 1 / 3, 0]), visit=0
+        clean,
+        conditioning,
+        advantage,
+        keys,
+        np.array([0]),
+        ctx.config.hyper,
+        torch.tensor([1, 2 / 3, 1 / 3, 0]),
+        visit=0,
     )
     assert torch.equal(alone.noise[0], call.batch.noise[0])

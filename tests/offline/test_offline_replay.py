@@ -1,4 +1,6 @@
-"""An optimiser step of an offline stage that is replayed shows the samples, scores and advantages that it trained on."""
+"""An optimiser step of an offline stage that is replayed shows the samples, scores and advantages
+that it trained on.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ NUM_STEPS = 4
 
 @pytest.fixture
 def trained(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch):
-    """(context, base, policy before, prompts, shards, scores, advantages, keys and advantages that each step trained on)."""
+    """(context, base, policy before, prompts, shards, scores, advantages, keys and advantages that
+    each step trained on).
+    """
     monkeypatch.setattr(replay, "load_scorer", lambda rewards, guardrails: scorer)
-    ctx, seen = StageContext(make_recipe(), 0, 1), []
-    prompts, start = tmp_path / "prompts.parquet", tmp_path / "start"
-    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), prompts)
+    ctx = StageContext(make_recipe(), 0, 1)
+    seen = []
+    prompts = tmp_path / "prompts.parquet"
+    start = tmp_path / "start"
+    write_prompts(
+        pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), prompts
+    )
     write_base_policy(start, verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
     shards = [tmp_path / f"stage-{index}.parquet" for index in range(ctx.offline.shards)]
     scores = [tmp_path / f"stage-scores-{index}.parquet" for index in range(ctx.offline.shards)]
@@ -47,7 +55,16 @@ def trained(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
 
     monkeypatch.setattr(offline, "_update", watched)
     advantages = tmp_path / "stage-advantages.parquet"
-    train_offline_folder(ctx, base_folder, start, prompts, shards, advantages, tmp_path / "trained", MetricsRecorder())
+    train_offline_folder(
+        ctx,
+        base_folder,
+        start,
+        prompts,
+        shards,
+        advantages,
+        tmp_path / "trained",
+        MetricsRecorder(),
+    )
     return ctx, (base_folder, start, prompts), shards, scores, metrics, seen
 
 
@@ -58,36 +75,54 @@ def by_key(paths):
 
 def test_every_step_is_replayed_with_the_same_bytes(trained, tmp_path):
     ctx, folders, shards, scores, metrics, seen = trained
-    stored, scored = by_key(shards), by_key(scores)
+    stored = by_key(shards)
+    scored = by_key(scores)
     assert len(seen) == NUM_STEPS
     for step in range(NUM_STEPS):
         (tmp_path / f"scratch-{step}").mkdir()
         replayed = replay_offline_step(ctx, *folders, step, 1, tmp_path / f"scratch-{step}")
         keys = [(row["prompt_id"], row["sample"]) for row in replayed.rows]
-        assert dict(zip(keys, [row["advantage"] for row in replayed.rows], strict=True)) == seen[step]
+        assert (
+            dict(zip(keys, [row["advantage"] for row in replayed.rows], strict=True)) == seen[step]
+        )
         assert replayed.pngs == [stored[key]["image"] for key in keys]
         assert [row["reward"] for row in replayed.rows] == [scored[key]["reward"] for key in keys]
-        assert [row["scores"]["darkness"] for row in replayed.rows] == [scored[key]["darkness"] for key in keys]
+        assert [row["scores"]["darkness"] for row in replayed.rows] == [
+            scored[key]["darkness"] for key in keys
+        ]
         assert replayed.metrics == metrics
 
 
 @pytest.mark.parametrize("step", [-1, NUM_STEPS])
 def test_a_step_that_the_stage_does_not_have(trained, tmp_path, step):
     ctx, folders, *_ = trained
-    with pytest.raises(ReplayError, match=f"1.2 offline has no optimiser step {step}, with 1 training processes"):
+    with pytest.raises(
+        ReplayError, match=f"1.2 offline has no optimiser step {step}, with 1 training processes"
+    ):
         replay_offline_step(ctx, *folders, step, 1, tmp_path)
 
 
 def test_processes_divide_the_samples_as_in_training(trained, tmp_path):
-    """Two processes of a stage share each batch: together they train on what one would, if there is enough for both."""
+    """Two processes of a stage share each batch: together they train on what one would, if there is
+    enough for both.
+    """
     ctx, _, shards, *_ = trained
     advantages = tmp_path / "stage-advantages.parquet"
-    alone, shared = ([samples_of_step(ctx, shards, advantages, step, count) for step in range(NUM_STEPS)] for count in (1, 2))
-    assert [sorted(rows.tolist()) for _, rows, _ in alone] == [sorted(rows.tolist()) for _, rows, _ in shared]
+    alone, shared = (
+        [samples_of_step(ctx, shards, advantages, step, count) for step in range(NUM_STEPS)]
+        for count in (1, 2)
+    )
+    assert [sorted(rows.tolist()) for _, rows, _ in alone] == [
+        sorted(rows.tolist()) for _, rows, _ in shared
+    ]
     assert samples_of_step(ctx, shards, advantages, 0, 1000) is None
 
 
 def test_pairs_of_a_file_have_no_samples(make_recipe, tmp_path):
-    ctx = StageContext(make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}, "pairs": "pairs.jsonl"}), 0, 1)
-    with pytest.raises(ReplayError, match="trains on the pairs of pairs.jsonl; there are no samples"):
+    ctx = StageContext(
+        make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}, "pairs": "pairs.jsonl"}), 0, 1
+    )
+    with pytest.raises(
+        ReplayError, match="trains on the pairs of pairs.jsonl; there are no samples"
+    ):
         replay_offline_step(ctx, tmp_path, tmp_path, tmp_path, 0, 1, tmp_path)

@@ -1,4 +1,6 @@
-"""Offline training that goes on from a checkpoint ends with the same bytes as training that never stopped."""
+"""Offline training that goes on from a checkpoint ends with the same bytes as training that never
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,15 @@ class Killed(Exception):
 
 @pytest.fixture
 def world(make_prompts, make_recipe, base_folder, scorer, tmp_path):
-    """``world(**recipe)``: the folder of a stage with its rollouts, advantages, prompts and starting policy; its recipe."""
+    """``world(**recipe)``: the folder of a stage with its rollouts, advantages, prompts and
+    starting policy; its recipe.
+    """
 
     def prepared(offline=None, policy=None, model=None, name="stage"):
         stage = {"prompts": 8, "epochs": 2, "batch_size": 8, "checkpoints": {"every": 2}}
-        recipe = make_recipe(offline=stage | (offline or {}), policy=policy or {}, model=model or {})
+        recipe = make_recipe(
+            offline=stage | (offline or {}), policy=policy or {}, model=model or {}
+        )
         (tmp_path / name).mkdir()
         write_offline_stage(tmp_path / name, recipe, base_folder, make_prompts(8), scorer)
         return tmp_path / name, recipe.model_dump(mode="json"), base_folder
@@ -48,10 +54,16 @@ def world(make_prompts, make_recipe, base_folder, scorer, tmp_path):
     return prepared
 
 
-def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happens: str = "") -> MetricsRecorder:
-    """One attempt at the stage called ``name``; as optimiser step ``at`` begins, it is killed, or preempted."""
+def train(
+    world: tuple[Path, Any, Path], name: str, at: int | None = None, happens: str = ""
+) -> MetricsRecorder:
+    """One attempt at the stage called ``name``; as optimiser step ``at`` begins, it is killed, or
+    preempted.
+    """
     folder, recipe, base = world
-    ctx, recorder, update = StageContext(Recipe.model_validate(recipe), 0, 1), MetricsRecorder(), PolicyUpdater.update
+    ctx = StageContext(Recipe.model_validate(recipe), 0, 1)
+    recorder = MetricsRecorder()
+    update = PolicyUpdater.update
 
     def doomed(updater: PolicyUpdater, *arguments: Any) -> dict[str, float]:
         if updater.updates == at and happens == "killed":
@@ -60,7 +72,11 @@ def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happe
             os.kill(os.getpid(), signal.SIGTERM)
         return update(updater, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch, process_group(recipe["model"]["cpu_offload"]), warnings.catch_warnings():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        process_group(recipe["model"]["cpu_offload"]),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         patch.setattr(PolicyUpdater, "update", doomed)
         rollouts, (prompts, advantages) = (
@@ -68,12 +84,25 @@ def train(world: tuple[Path, Any, Path], name: str, at: int | None = None, happe
             [folder / f"{table}.parquet" for table in ("prompts", "advantages")],
         )
         checkpoints = Checkpoints(ctx, folder / f"kept-{name}")
-        train_offline_folder(ctx, base, folder / "start", prompts, rollouts, advantages, folder / name, recorder, checkpoints)
+        train_offline_folder(
+            ctx,
+            base,
+            folder / "start",
+            prompts,
+            rollouts,
+            advantages,
+            folder / name,
+            recorder,
+            checkpoints,
+        )
     return recorder
 
 
 def rows(recorder):
-    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in recorder.metrics]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(TIMED)}
+        for row in recorder.metrics
+    ]
 
 
 def kept(folder, name):
@@ -161,7 +190,8 @@ def weights(folder):
 
 @pytest.mark.exhaustive
 def test_two_processes_that_offload_learn_and_resume_with_the_same_bytes(world):
-    held, offloaded = world(), world(model={"cpu_offload": True}, name="offloaded")
+    held = world()
+    offloaded = world(model={"cpu_offload": True}, name="offloaded")
     as_two_ranks(as_a_rank, held, "whole", None, "")
     as_two_ranks(as_a_rank, offloaded, "again", 3, "preempted")
     assert kept(offloaded[0], "again")[-1] == "step-00004"
@@ -171,7 +201,11 @@ def test_two_processes_that_offload_learn_and_resume_with_the_same_bytes(world):
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param({}, id="full", marks=pytest.mark.exhaustive), pytest.param({"train": "lora", "rank": 2}, id="lora")]
+    "policy",
+    [
+        pytest.param({}, id="full", marks=pytest.mark.exhaustive),
+        pytest.param({"train": "lora", "rank": 2}, id="lora"),
+    ],
 )
 def test_two_processes_save_their_parts_and_any_number_goes_on(world, policy):
     stage = world(policy={**policy, "ema": {"slope": 0.5, "max_decay": 0.5}})
@@ -179,16 +213,27 @@ def test_two_processes_save_their_parts_and_any_number_goes_on(world, policy):
     as_two_ranks(as_a_rank, stage, "whole", None, "")
     as_two_ranks(as_a_rank, stage, "again", 3, "preempted")
     for rank in range(2):
-        assert (folder / f"said-{rank}").read_text().startswith("Preempted 1.2 offline was preempted (SIGTERM)")
+        assert (
+            (folder / f"said-{rank}")
+            .read_text()
+            .startswith("Preempted 1.2 offline was preempted (SIGTERM)")
+        )
     parts = {path.name for path in (folder / "kept-again" / "step-00004").glob("*.safetensors")}
-    assert parts >= {f"{kind}-0000{rank}-of-00002.safetensors" for kind in ("parameters", "ema", "optimizer") for rank in (0, 1)}
+    assert parts >= {
+        f"{kind}-0000{rank}-of-00002.safetensors"
+        for kind in ("parameters", "ema", "optimizer")
+        for rank in (0, 1)
+    }
     shutil.copytree(folder / "kept-again", folder / "kept-alone")
     as_two_ranks(as_a_rank, stage, "again", None, "")
     assert verify(folder / "again") == verify(folder / "whole")
     train(stage, "alone")
     for path in (folder / "whole").rglob("*.safetensors"):
-        found, expected = load_file(folder / "alone" / path.relative_to(folder / "whole")), load_file(path)
-        assert max(float((found[key] - value).abs().max()) for key, value in expected.items()) < 1e-5
+        found = load_file(folder / "alone" / path.relative_to(folder / "whole"))
+        expected = load_file(path)
+        assert (
+            max(float((found[key] - value).abs().max()) for key, value in expected.items()) < 1e-5
+        )
 
 
 def test_another_number_of_steps_is_refused(world):
@@ -196,5 +241,7 @@ def test_another_number_of_steps_is_refused(world):
     with pytest.raises(Killed):
         train(stage, "again", 3, "killed")
     (stage[0] / "rollouts-1.parquet").unlink()
-    with pytest.raises(CheckpointError, match=r"is of training in 8 steps, this one has 4: .*or remove it"):
+    with pytest.raises(
+        CheckpointError, match=r"is of training in 8 steps, this one has 4: .*or remove it"
+    ):
         train(stage, "again")

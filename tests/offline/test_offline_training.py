@@ -32,25 +32,41 @@ FORWARD = [name for name, config in ALGORITHMS.items() if config.kind == "forwar
 def test_shards_too_small_for_every_process_are_named_and_left_out(ctx, stored, run, pretend):
     pretend(0, 4)
     rollouts, advantages, _ = stored(20, 3)
-    with pytest.warns(UserWarning, match=r"fewer samples, pairs or groups to train on than the 4 processes: r1\.parquet \("):
+    with pytest.warns(
+        UserWarning,
+        match=r"fewer samples, pairs or groups to train on than the 4 processes: r1\.parquet \(",
+    ):
         record, calls = run(ctx, rollouts, advantages)
     assert "r1.parquet" in record.alarms[0]
-    assert {key for call in calls for key in call.keys} <= {(p, s) for p in range(10) for s in range(2)}
+    assert {key for call in calls for key in call.keys} <= {
+        (p, s) for p in range(10) for s in range(2)
+    }
 
 
 def test_shards_that_are_all_too_small_are_refused(ctx, stored, run, pretend):
     pretend(0, 4)
     rollouts, advantages, _ = stored(3, 3)
-    with pytest.raises(TrainingError, match=r"than the 4 processes: r0.parquet \(\d\), r1.parquet.*lower the stage's 'shards'"):
+    with pytest.raises(
+        TrainingError,
+        match=r"than the 4 processes: r0.parquet \(\d\), r1.parquet.*lower the stage's 'shards'",
+    ):
         run(ctx, rollouts, advantages)
 
 
 def test_nothing_kept_trains_nothing(ctx, stored, run, tmp_path):
     rollouts, _, _ = stored(8, 8)
-    scores = [write_scores(tmp_path / "s.parquet", [(p, s) for p in range(8) for s in range(2)], [0.5] * 14 + [np.nan] * 2)]
+    scores = [
+        write_scores(
+            tmp_path / "s.parquet",
+            [(p, s) for p in range(8) for s in range(2)],
+            [0.5] * 14 + [np.nan] * 2,
+        )
+    ]
     metrics = write_advantages(ctx, scores, tmp_path / "none.parquet")
     assert metrics["group/dropped_samples"] == 16
-    with pytest.warns(UserWarning, match="nothing was learnt: no group has samples that score differently"):
+    with pytest.warns(
+        UserWarning, match="nothing was learnt: no group has samples that score differently"
+    ):
         record, calls = run(ctx, rollouts, tmp_path / "none.parquet")
     assert record.optimizer_steps == 0
     assert record.samples == 16
@@ -62,11 +78,14 @@ def test_a_warmup_as_long_as_the_stage_is_refused(make_recipe, stored, run):
     """Two epochs of 24 rows, of which 19 have an advantage: three batches of at most 8."""
 
     def warming_up(updates):
-        return StageContext(make_recipe(offline={"optimizer": {"schedule": {"warmup": updates}}}), 0, 1)
+        return StageContext(
+            make_recipe(offline={"optimizer": {"schedule": {"warmup": updates}}}), 0, 1
+        )
 
     rollouts, advantages, _ = stored(24)
     with pytest.raises(
-        TrainingError, match=r"optimizer.schedule.warmup = 6 takes the whole stage of 6 optimiser steps; lower it"
+        TrainingError,
+        match=r"optimizer.schedule.warmup = 6 takes the whole stage of 6 optimiser steps; lower it",
     ):
         run(warming_up(6), rollouts, advantages)
     assert len(run(warming_up(5), rollouts, advantages)[1]) == 6
@@ -75,10 +94,13 @@ def test_a_warmup_as_long_as_the_stage_is_refused(make_recipe, stored, run):
 @pytest.fixture(scope="module")
 def generated(make_recipe, base_folder, scorer, make_prompts, tmp_path_factory):
     """Rollouts, scores and advantages of a whole tiny stage, made with the base."""
-    ctx, model, tmp_path = StageContext(make_recipe(), 0, 1), load_model(base_folder), tmp_path_factory.mktemp("generated")
+    ctx = StageContext(make_recipe(), 0, 1)
+    model = load_model(base_folder)
+    tmp_path = tmp_path_factory.mktemp("generated")
     policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
-    rollouts, scores = [tmp_path / f"r{i}" for i in range(2)], [tmp_path / f"s{i}" for i in range(2)]
+    rollouts = [tmp_path / f"r{i}" for i in range(2)]
+    scores = [tmp_path / f"s{i}" for i in range(2)]
     for shard in range(2):
         generate_shard(ctx, model, policy, 0, make_prompts(6), shard, rollouts[shard])
         score_shard(ctx, scorer, make_prompts(6), rollouts[shard], scores[shard])
@@ -86,14 +108,20 @@ def generated(make_recipe, base_folder, scorer, make_prompts, tmp_path_factory):
     return rollouts, tmp_path / "advantages"
 
 
-@pytest.mark.parametrize("config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "config", [PolicyConfig(), PolicyConfig(train="lora", rank=4, alpha=8)], ids=["full", "lora"]
+)
 @pytest.mark.parametrize("name", FORWARD)
-def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_folder, generated, make_prompts, name, config):
-    ctx, model = StageContext(make_recipe(offline={"algorithm": {"name": name}}), 0, 1), load_model(base_folder)
+def test_every_forward_algorithm_trains_on_stored_samples(
+    make_recipe, base_folder, generated, make_prompts, name, config
+):
+    ctx = StageContext(make_recipe(offline={"algorithm": {"name": name}}), 0, 1)
+    model = load_model(base_folder)
     policy = Policy(model, config, 0)
     policy.ensure("old")
     start = {key: value.detach().clone() for key, value in policy.parameters.items()}
-    recorder, updater = MetricsRecorder(), PolicyUpdater(policy, ctx.offline)
+    recorder = MetricsRecorder()
+    updater = PolicyUpdater(policy, ctx.offline)
     record = train_epochs(ctx, model, updater, make_prompts(6), *generated, recorder)
     logged = recorder.metrics
     assert record.label == "1.2 offline"
@@ -104,7 +132,9 @@ def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_fold
     assert record.seconds.keys() == {"rollout", "scoring", "training"}
     assert any(not torch.equal(value, start[key]) for key, value in policy.parameters.items())
     assert all(torch.equal(value, start[key]) for key, value in policy.copies["reference"].items())
-    old_moved = any(not torch.equal(value, start[key]) for key, value in policy.copies["old"].items())
+    old_moved = any(
+        not torch.equal(value, start[key]) for key, value in policy.copies["old"].items()
+    )
     assert old_moved == (name == "awm")
     names = {"loss", "grad_norm", "lr", "velocity_drift", "alarm/velocity_drift"}
     assert names | {"epoch", "seconds/training", "ms_per_image/training"} <= logged[0].keys()
@@ -112,7 +142,8 @@ def test_every_forward_algorithm_trains_on_stored_samples(make_recipe, base_fold
 
 
 def test_the_old_policy_is_where_training_began(ctx, base_folder, generated, make_prompts):
-    model, recorder = load_model(base_folder), MetricsRecorder()
+    model = load_model(base_folder)
+    recorder = MetricsRecorder()
     policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
     updater = PolicyUpdater(policy, ctx.offline)
@@ -122,7 +153,8 @@ def test_the_old_policy_is_where_training_began(ctx, base_folder, generated, mak
 
 
 def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generated, make_prompts):
-    ctx, model = StageContext(make_recipe(offline={"drift_alarm": 1e-9}), 0, 1), load_model(base_folder)
+    ctx = StageContext(make_recipe(offline={"drift_alarm": 1e-9}), 0, 1)
+    model = load_model(base_folder)
     policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
     updater = PolicyUpdater(policy, ctx.offline)
@@ -135,14 +167,21 @@ def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generate
 def folders(ctx, base_folder, make_prompts, tmp_path):
     """The base policy folder and the prompt table."""
     write_base_policy(tmp_path / "start", verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
-    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), tmp_path / "prompts.parquet")
+    write_prompts(
+        pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS),
+        tmp_path / "prompts.parquet",
+    )
     return tmp_path / "start", tmp_path / "prompts.parquet"
 
 
-def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(ctx, base_folder, generated, folders, tmp_path):
+def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(
+    ctx, base_folder, generated, folders, tmp_path
+):
     start, prompts = folders
     for name in ("one", "two"):
-        train_offline_folder(ctx, base_folder, start, prompts, *generated, tmp_path / name, MetricsRecorder())
+        train_offline_folder(
+            ctx, base_folder, start, prompts, *generated, tmp_path / name, MetricsRecorder()
+        )
     assert verify(tmp_path / "one") == verify(tmp_path / "two")
     metadata = read_policy_metadata(tmp_path / "one")
     assert (metadata.version, metadata.copies, metadata.stages) == (4, ("old",), ("1.2 offline",))
@@ -151,23 +190,42 @@ def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(ctx,
     assert metadata.recipe_digest == ctx.recipe.digest
 
 
-def test_the_next_stage_generates_with_what_this_one_trained(ctx, base_folder, generated, folders, tmp_path):
+def test_the_next_stage_generates_with_what_this_one_trained(
+    ctx, base_folder, generated, folders, tmp_path
+):
     start, prompts = folders
-    train_offline_folder(ctx, base_folder, start, prompts, *generated, tmp_path / "trained", MetricsRecorder())
+    train_offline_folder(
+        ctx, base_folder, start, prompts, *generated, tmp_path / "trained", MetricsRecorder()
+    )
     following = StageContext(ctx.recipe, ctx.round + 1, ctx.stage)
     policy, _ = open_policy(following, load_model(base_folder), tmp_path / "trained")
     with policy.using(following.algorithm.generates):
         generating = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    assert any(not torch.equal(value, policy.copies["reference"][name]) for name, value in generating.items())
+    assert any(
+        not torch.equal(value, policy.copies["reference"][name])
+        for name, value in generating.items()
+    )
 
 
-def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(ctx, base_folder, generated, folders, tmp_path):
+def test_a_stage_with_nothing_to_train_hands_on_the_policy_it_got(
+    ctx, base_folder, generated, folders, tmp_path
+):
     start, prompts = folders
     write_table(tmp_path / "none", ADVANTAGES, [], {"seconds": {"scoring": 1.0}})
     with pytest.warns(UserWarning, match="nothing was learnt"):
         train_offline_folder(
-            ctx, base_folder, start, prompts, generated[0], tmp_path / "none", tmp_path / "trained", MetricsRecorder()
+            ctx,
+            base_folder,
+            start,
+            prompts,
+            generated[0],
+            tmp_path / "none",
+            tmp_path / "trained",
+            MetricsRecorder(),
         )
     assert read_policy_metadata(tmp_path / "trained").version == 0
     policy, _ = open_policy(ctx, load_model(base_folder), tmp_path / "trained")
-    assert all(torch.equal(value, policy.copies["reference"][name]) for name, value in policy.parameters.items())
+    assert all(
+        torch.equal(value, policy.copies["reference"][name])
+        for name, value in policy.parameters.items()
+    )

@@ -19,12 +19,18 @@ from ebbflow.training.distributed import Ranks
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Every shard that is read: its name, the rows asked for, and weak references to their latents."""
-    found, read = [], offline.read_latent_parts
+    """Every shard that is read: its name, the rows asked for, and weak references to their
+    latents."""
+    found = []
+    read = offline.read_latent_parts
 
     def remembered(path, parts, stopped):
         latents = read(path, parts, stopped)
-        found.append(SimpleNamespace(name=path.name, rows=parts, latents=[weakref.ref(values) for values in latents]))
+        found.append(
+            SimpleNamespace(
+                name=path.name, rows=parts, latents=[weakref.ref(values) for values in latents]
+            )
+        )
         return latents
 
     monkeypatch.setattr(offline, "read_latent_parts", remembered)
@@ -32,12 +38,18 @@ def reads(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_shard_is_freed_batch_by_batch_and_the_next_one_read_meanwhile(make_recipe, stored, run, reads, monkeypatch, precision):
+def test_a_shard_is_freed_batch_by_batch_and_the_next_one_read_meanwhile(
+    make_recipe, stored, run, reads, monkeypatch, precision
+):
     ctx = StageContext(make_recipe(offline={"epochs": 2, "batch_size": 4}), 0, 1)
-    update, seen = Watched.update, []
+    update = Watched.update
+    seen = []
 
     def watch(updater, batch, passes):
-        alive = [sum(values() is not None for values in read.latents) / len(read.latents) for read in reads]
+        alive = [
+            sum(values() is not None for values in read.latents) / len(read.latents)
+            for read in reads
+        ]
         seen.append((len(reads), sum(alive)))
         return update(updater, batch, passes)
 
@@ -47,7 +59,8 @@ def test_a_shard_is_freed_batch_by_batch_and_the_next_one_read_meanwhile(make_re
     for step, (started, alive) in enumerate(seen):
         visit, batch = divmod(step, 4)
         assert started <= visit + 1 + (batch >= 2)
-        # The rest of this shard, the batch before this one where it is not yet overwritten, and perhaps the next shard.
+        # The rest of this shard, the batch before this one where it is not yet overwritten, and
+        # perhaps the next shard.
         assert alive <= (4 - batch + (step > 0)) / 4 + (batch >= 2)
 
 
@@ -59,7 +72,13 @@ def test_every_process_reads_its_own_rows_alone(make_recipe, stored, run, preten
         pretend(rank, world)
         run(ctx, *shards)
     for name, kept in (("r0.parquet", 19), ("r1.parquet", 9)):
-        rows = [row for read in reads if read.name == name for part in read.rows for row in part.tolist()]
+        rows = [
+            row
+            for read in reads
+            if read.name == name
+            for part in read.rows
+            for row in part.tolist()
+        ]
         assert len(rows) == len(set(rows)) == kept
 
 
@@ -73,7 +92,10 @@ def test_a_stage_that_ends_early_reads_no_further(ctx, stored, reads):
 
 
 def test_a_damaged_shard_ends_the_stage_from_the_thread_that_reads(make_recipe, stored, run):
-    ctx, (rollouts, advantages, _) = StageContext(make_recipe(offline={"epochs": 1}), 0, 1), stored(24, 12)
+    ctx, (rollouts, advantages, _) = (
+        StageContext(make_recipe(offline={"epochs": 1}), 0, 1),
+        stored(24, 12),
+    )
     content = bytearray(rollouts[1].read_bytes())
     with pq.ParquetFile(rollouts[1]) as file:
         column = file.metadata.row_group(1).column(file.schema_arrow.get_field_index("latent"))
@@ -84,13 +106,19 @@ def test_a_damaged_shard_ends_the_stage_from_the_thread_that_reads(make_recipe, 
 
 
 def test_all_shards_are_joined_with_the_advantages_at_once(ctx, stored, monkeypatch):
-    opened, read = [], offline.read_table
-    monkeypatch.setattr(offline, "read_table", lambda *arguments: opened.append(arguments) or read(*arguments))
+    opened = []
+    read = offline.read_table
+    monkeypatch.setattr(
+        offline, "read_table", lambda *arguments: opened.append(arguments) or read(*arguments)
+    )
     rollouts, advantages, kept = stored(7, 5, 3, 6)
     shards = offline._trainable_shards(ctx, rollouts, advantages)
     assert len(opened) == 1
     assert [list(zip(s.prompt_ids.tolist(), s.samples.tolist(), strict=True)) for s in shards] == [
-        [key for key in kept if start <= 2 * key[0] + key[1] < end] for start, end in pairwise([0, 7, 12, 15, 21])
+        [key for key in kept if start <= 2 * key[0] + key[1] < end]
+        for start, end in pairwise([0, 7, 12, 15, 21])
     ]
     for shard, start in zip(shards, (0, 7, 12, 15), strict=True):
-        assert (shard.rows + start).tolist() == [2 * p + s for p, s in zip(shard.prompt_ids, shard.samples, strict=True)]
+        assert (shard.rows + start).tolist() == [
+            2 * p + s for p, s in zip(shard.prompt_ids, shard.samples, strict=True)
+        ]

@@ -1,4 +1,6 @@
-"""The scores of a rollout shard whose reward compares the images of a prompt: whole groups, however small a micro-batch is."""
+"""The scores of a rollout shard whose reward compares the images of a prompt: whole groups, however
+small a micro-batch is.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,12 @@ class Rank:
 
 @pytest.mark.parametrize("micro_batch", [1, 6, 64])
 def test_groups_are_scored_whole(make_recipe, make_prompts, tmp_path, micro_batch):
-    """Micro-batches of 6 would cut groups of 4 in two; the file has a row group for each two groups, the last for one."""
+    """Micro-batches of 6 would cut groups of 4 in two; the file has a row group for each two
+    groups, the last for one.
+    """
     ctx = StageContext(make_recipe(offline={"micro_batch": micro_batch, "group_size": 4}), 0, 1)
-    levels, broken = np.random.default_rng(1).permutation(20).astype(np.uint8).reshape(5, 4), 2
+    levels = np.random.default_rng(1).permutation(20).astype(np.uint8).reshape(5, 4)
+    broken = 2
     batches = []
     for ids in ([0, 1], [2, 3], [4]):
         images = levels[ids].reshape(-1, 1, 1, 1).repeat(8, 1).repeat(8, 2).repeat(3, 3)
@@ -51,9 +56,17 @@ def test_groups_are_scored_whole(make_recipe, make_prompts, tmp_path, micro_batc
         if broken in ids:
             latents[ids.index(broken) * 4] = torch.nan
         samples = [sample for _ in ids for sample in range(4)]
-        batches.append(rollout_batch(np.repeat(ids, 4).tolist(), samples, 0, latents, encode_png(images), "float32"))
-    shard, scores, reward = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet", Rank()
-    about = shard_identity(ctx) | layout_metadata(LATENT) | {"shard": 0, "seconds": {"rollout": 1.0}}
+        batches.append(
+            rollout_batch(
+                np.repeat(ids, 4).tolist(), samples, 0, latents, encode_png(images), "float32"
+            )
+        )
+    shard = tmp_path / "rollouts.parquet"
+    scores = tmp_path / "scores.parquet"
+    reward = Rank()
+    about = (
+        shard_identity(ctx) | layout_metadata(LATENT) | {"shard": 0, "seconds": {"rollout": 1.0}}
+    )
     write_table(shard, rollout_schema(LATENT, "float32"), batches, about)
 
     score_shard(ctx, Scorer(((reward, 1.0),)), make_prompts(5), shard, scores)
@@ -61,7 +74,9 @@ def test_groups_are_scored_whole(make_recipe, make_prompts, tmp_path, micro_batc
     assert reward.groups == [(prompt, levels[prompt].tolist()) for prompt in range(5)]
     found = read_table(scores)
     expected = levels.argsort(1).argsort(1).astype(float).ravel()
-    assert found["rank"].to_numpy()[[8]].tolist() != found["rank"].to_numpy()[[8]].tolist()  # of a latent that is not finite
+    assert (
+        found["rank"].to_numpy()[[8]].tolist() != found["rank"].to_numpy()[[8]].tolist()
+    )  # of a latent that is not finite
     finite = np.arange(20) != 8
     assert found["rank"].to_numpy()[finite].tolist() == expected[finite].tolist()
 
@@ -79,16 +94,30 @@ class Level:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_reward_of_latents_reads_those_of_the_shard(make_recipe, make_prompts, tmp_path, precision):
+def test_a_reward_of_latents_reads_those_of_the_shard(
+    make_recipe, make_prompts, tmp_path, precision
+):
     ctx = StageContext(
-        make_recipe(offline={"micro_batch": 4, "group_size": 4, "latent_precision": precision}, max_failed_share=0.2), 0, 1
+        make_recipe(
+            offline={"micro_batch": 4, "group_size": 4, "latent_precision": precision},
+            max_failed_share=0.2,
+        ),
+        0,
+        1,
     )
     latents = torch.arange(8.0)[:, None, None, None] * torch.ones(8, *LATENT)
     latents[5, 0, 0, 0] = torch.nan
     images = encode_png(np.zeros((8, 8, 8, 3), np.uint8))
-    rows = rollout_batch(np.repeat([0, 1], 4).tolist(), [0, 1, 2, 3] * 2, 0, latents, images, precision)
-    shard, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
-    about = shard_identity(ctx) | layout_metadata(LATENT, precision) | {"shard": 0, "seconds": {"rollout": 1.0}}
+    rows = rollout_batch(
+        np.repeat([0, 1], 4).tolist(), [0, 1, 2, 3] * 2, 0, latents, images, precision
+    )
+    shard = tmp_path / "rollouts.parquet"
+    scores = tmp_path / "scores.parquet"
+    about = (
+        shard_identity(ctx)
+        | layout_metadata(LATENT, precision)
+        | {"shard": 0, "seconds": {"rollout": 1.0}}
+    )
     write_table(shard, rollout_schema(LATENT, precision), [rows], about)
     score_shard(ctx, Scorer(((Level(), 1.0),)), make_prompts(2), shard, scores)
     assert read_table(scores)["level"].to_pylist() == [0, 1, 2, 3, 4, None, 6, 7]
@@ -108,20 +137,40 @@ class Halved:
         return RewardResult(values, {f"{self.name}_half": values / 2})
 
 
-def test_a_reward_of_a_prompt_set_has_nulls_elsewhere_and_its_samples_advantages(make_recipe, make_prompts, tmp_path):
-    """In one micro-batch for each prompt, so that some have no metric of the one reward and some none of the other."""
+def test_a_reward_of_a_prompt_set_has_nulls_elsewhere_and_its_samples_advantages(
+    make_recipe, make_prompts, tmp_path
+):
+    """In one micro-batch for each prompt, so that some have no metric of the one reward and some
+    none of the other.
+    """
     ctx = StageContext(make_recipe(offline={"micro_batch": 4, "group_size": 4}), 0, 1)
     prompts = [replace(prompt, source="ab"[prompt.prompt_id]) for prompt in make_prompts(2)]
-    images = np.arange(1, 9, dtype=np.uint8).reshape(8, 1, 1, 1).repeat(8, 1).repeat(8, 2).repeat(3, 3)
-    rows = rollout_batch(
-        np.repeat([0, 1], 4).tolist(), [0, 1, 2, 3] * 2, 0, torch.zeros(8, *LATENT), encode_png(images), "float32"
+    images = (
+        np.arange(1, 9, dtype=np.uint8).reshape(8, 1, 1, 1).repeat(8, 1).repeat(8, 2).repeat(3, 3)
     )
-    shard, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
-    about = shard_identity(ctx) | layout_metadata(LATENT) | {"shard": 0, "seconds": {"rollout": 1.0}}
+    rows = rollout_batch(
+        np.repeat([0, 1], 4).tolist(),
+        [0, 1, 2, 3] * 2,
+        0,
+        torch.zeros(8, *LATENT),
+        encode_png(images),
+        "float32",
+    )
+    shard = tmp_path / "rollouts.parquet"
+    scores = tmp_path / "scores.parquet"
+    about = (
+        shard_identity(ctx) | layout_metadata(LATENT) | {"shard": 0, "seconds": {"rollout": 1.0}}
+    )
     write_table(shard, rollout_schema(LATENT, "float32"), [rows], about)
 
     of_sets = {name: reward("ocr", prompts=[name]) for name in "ab"}
-    score_shard(ctx, Scorer(((Halved("a"), 1.0), (Halved("b"), 2.0)), of_sets=of_sets), prompts, shard, scores)
+    score_shard(
+        ctx,
+        Scorer(((Halved("a"), 1.0), (Halved("b"), 2.0)), of_sets=of_sets),
+        prompts,
+        shard,
+        scores,
+    )
 
     found = read_table(scores).to_pydict()
     assert found["a"] == [1.0, 2.0, 3.0, 4.0, *[None] * 4]

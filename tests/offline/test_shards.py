@@ -27,7 +27,13 @@ from ebbflow.offline.shards import (
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rollouts.generate import Rollouts, generate
 from ebbflow.stage import StageContext
-from ebbflow.storage.tables import TableError, nan_to_null, read_table, read_table_metadata, write_table
+from ebbflow.storage.tables import (
+    TableError,
+    nan_to_null,
+    read_table,
+    read_table_metadata,
+    write_table,
+)
 from ebbflow.training.policy import Policy
 
 
@@ -52,14 +58,21 @@ def shards(ctx, model, policy, make_prompts, tmp_path):
     return paths
 
 
-@given(arrays.arrays(np.uint8, st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.just(3))))
+@given(
+    arrays.arrays(
+        np.uint8, st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.just(3))
+    )
+)
 def test_png_is_lossless(images):
     assert np.array_equal(decode_png(encode_png(images)), images)
 
 
 def test_shards_hold_every_group_of_the_stage_once(ctx, model, shards):
     tables = [read_table(path, rollout_schema(model.latent_shape)) for path in shards]
-    keys = [list(zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True)) for table in tables]
+    keys = [
+        list(zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True))
+        for table in tables
+    ]
     assert [len(part) for part in keys] == [8, 8]
     together = sorted(keys[0] + keys[1])
     prompt_ids = sorted({prompt_id for prompt_id, _ in together})
@@ -80,7 +93,9 @@ def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_pro
         table = read_table(path)
         keys = SampleKeys(ctx.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
         texts = [make_prompts(6)[prompt_id].prompt for prompt_id in keys.prompt_ids]
-        expected = generate(model, model.encode_texts(texts), keys, ctx.config.sampler, micro_batch=8).latents
+        expected = generate(
+            model, model.encode_texts(texts), keys, ctx.config.sampler, micro_batch=8
+        ).latents
         latents = read_latents(path)
         assert latents.dtype == torch.float32
         assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
@@ -95,28 +110,48 @@ def test_the_old_copy_generates(ctx, model, policy, shards, make_prompts, tmp_pa
     assert torch.equal(read_latents(tmp_path / "again.parquet"), read_latents(shards[0]))
     policy.snapshot("old")
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "later.parquet")
-    assert not torch.allclose(read_latents(tmp_path / "later.parquet"), read_latents(shards[0]), atol=1e-2)
+    assert not torch.allclose(
+        read_latents(tmp_path / "later.parquet"), read_latents(shards[0]), atol=1e-2
+    )
 
 
 def test_stages_and_rounds_share_no_noise(ctx, model, policy, shards, make_prompts, tmp_path):
-    generate_shard(StageContext(ctx.recipe, 2, 1), model, policy, 7, make_prompts(6), 0, tmp_path / "other.parquet")
-    ours, others = (read_latents(path).flatten(1) for path in (shards[0], tmp_path / "other.parquet"))
+    generate_shard(
+        StageContext(ctx.recipe, 2, 1),
+        model,
+        policy,
+        7,
+        make_prompts(6),
+        0,
+        tmp_path / "other.parquet",
+    )
+    ours, others = (
+        read_latents(path).flatten(1) for path in (shards[0], tmp_path / "other.parquet")
+    )
     assert torch.cdist(ours, others).min() > 0.1
 
 
 def test_a_shard_says_what_made_it(ctx, shards):
     said = read_table_metadata(shards[1])
     assert said["recipe_digest"] == ctx.recipe.digest
-    assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == ("2.2 offline", 1, ctx.seed, 8)
+    assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == (
+        "2.2 offline",
+        1,
+        ctx.seed,
+        8,
+    )
     assert (said["sampler"]["name"], said["dtype"]) == ("ode", "float32")
     assert said["seconds"]["rollout"] > 0
 
 
-def test_rougher_rollouts_are_rougher_and_say_so(make_recipe, model, policy, shards, make_prompts, tmp_path):
+def test_rougher_rollouts_are_rougher_and_say_so(
+    make_recipe, model, policy, shards, make_prompts, tmp_path
+):
     rough = StageContext(make_recipe(offline={"rollout_precision": "bfloat16"}), 1, 1)
     generate_shard(rough, model, policy, 7, make_prompts(6), 0, tmp_path / "rough.parquet")
     assert read_table_metadata(tmp_path / "rough.parquet")["dtype"] == "bfloat16"
-    exact, found = read_latents(shards[0]), read_latents(tmp_path / "rough.parquet")
+    exact = read_latents(shards[0])
+    found = read_latents(tmp_path / "rough.parquet")
     assert 1e-4 < (found - exact).abs().max() < 0.5
 
 
@@ -127,7 +162,9 @@ def test_a_cut_shard_is_refused(shards):
         read_latents(shards[0])
 
 
-def test_an_exception_while_generating_leaves_nothing(ctx, model, policy, make_prompts, tmp_path, monkeypatch):
+def test_an_exception_while_generating_leaves_nothing(
+    ctx, model, policy, make_prompts, tmp_path, monkeypatch
+):
     calls = []
 
     def decode(latents):
@@ -137,7 +174,11 @@ def test_an_exception_while_generating_leaves_nothing(ctx, model, policy, make_p
         return type(model).decode(model, latents)
 
     monkeypatch.setattr(model, "decode", decode)
-    wide = StageContext(ctx.recipe.model_copy(update={"stages": [ctx.config.model_copy(update={"shards": 1})] * 2}), 0, 1)
+    wide = StageContext(
+        ctx.recipe.model_copy(update={"stages": [ctx.config.model_copy(update={"shards": 1})] * 2}),
+        0,
+        1,
+    )
     with pytest.raises(RuntimeError, match="the second batch"):
         generate_shard(wide, model, policy, 0, make_prompts(6), 0, tmp_path / "broken.parquet")
     assert not list(tmp_path.iterdir())
@@ -154,7 +195,11 @@ def test_scores_are_those_of_the_stored_images(ctx, scorer, shards, make_prompts
     assert scores["brightness"].to_pylist() == pytest.approx(1 - expected, abs=1e-12)
     assert scores["failure"].null_count == 8
     said = read_table_metadata(tmp_path / "scores.parquet")
-    assert (said["stage"], said["shard"], said["recipe_digest"]) == ("2.2 offline", 0, ctx.recipe.digest)
+    assert (said["stage"], said["shard"], said["recipe_digest"]) == (
+        "2.2 offline",
+        0,
+        ctx.recipe.digest,
+    )
     assert said["seconds"].keys() == {"scoring"}
 
 
@@ -162,11 +207,16 @@ def with_failures(prompts, ids):
     return [type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id in ids else p for p in prompts]
 
 
-def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, model, policy, scorer, make_prompts, tmp_path):
-    ctx, shard = StageContext(make_recipe(max_failed_share=0.5), 1, 1), tmp_path / "rollouts.parquet"
+def test_failed_scores_are_null_and_counted_never_a_number(
+    make_recipe, model, policy, scorer, make_prompts, tmp_path
+):
+    ctx = StageContext(make_recipe(max_failed_share=0.5), 1, 1)
+    shard = tmp_path / "rollouts.parquet"
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, shard)
     lost = read_table(shard)["prompt_id"][0].as_py()
-    score_shard(ctx, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
+    score_shard(
+        ctx, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet"
+    )
     scores = read_table(tmp_path / "scores.parquet").to_pylist()
     assert sum(row["reward"] is None for row in scores) == 4
     for row in scores:
@@ -175,16 +225,29 @@ def test_failed_scores_are_null_and_counted_never_a_number(make_recipe, model, p
         assert row["failure"] == ("darkness: made to fail" if failed else None)
 
 
-def test_too_many_failures_stop_the_stage(make_recipe, model, policy, scorer, make_prompts, tmp_path):
-    ctx, shard = StageContext(make_recipe(max_failed_share=0.49), 1, 1), tmp_path / "rollouts.parquet"
+def test_too_many_failures_stop_the_stage(
+    make_recipe, model, policy, scorer, make_prompts, tmp_path
+):
+    ctx = StageContext(make_recipe(max_failed_share=0.49), 1, 1)
+    shard = tmp_path / "rollouts.parquet"
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, shard)
     lost = read_table(shard)["prompt_id"][0].as_py()
-    with pytest.raises(RewardError, match=r"4 of 8 images \(50\.0%\).*max_failed_share = 49\.0%.*darkness: made to fail"):
-        score_shard(ctx, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet")
+    with pytest.raises(
+        RewardError,
+        match=r"4 of 8 images \(50\.0%\).*max_failed_share = 49\.0%.*darkness: made to fail",
+    ):
+        score_shard(
+            ctx, scorer, with_failures(make_prompts(6), {lost}), shard, tmp_path / "scores.parquet"
+        )
     assert not (tmp_path / "scores.parquet").exists()
 
 
-@given(st.lists(st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.just(float("nan"))), max_size=10))
+@given(
+    st.lists(
+        st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.just(float("nan"))),
+        max_size=10,
+    )
+)
 def test_not_scored_is_null(values):
     column = nan_to_null(np.array(values, np.float64))
     assert column.type == pa.float64()
@@ -193,11 +256,15 @@ def test_not_scored_is_null(values):
 
 @pytest.fixture
 def film(model, monkeypatch):
-    """The model as one of videos: latents [C, frames, H, W], three frames that know nothing of each other."""
+    """The model as one of videos: latents [C, frames, H, W], three frames that know nothing of each
+    other.
+    """
     velocity, decode, (channels, height, width) = model.velocity, model.decode, model.latent_shape
 
     def of_frames(latents, sigma, conditioning):
-        return torch.stack([velocity(latents[:, :, frame], sigma, conditioning) for frame in range(3)], 2)
+        return torch.stack(
+            [velocity(latents[:, :, frame], sigma, conditioning) for frame in range(3)], 2
+        )
 
     def to_videos(latents):
         return np.stack([decode(latents[:, :, frame]) for frame in range(3)], 1)
@@ -208,7 +275,9 @@ def film(model, monkeypatch):
     return model
 
 
-def test_a_shard_of_videos_holds_their_latents_and_every_frame(ctx, film, policy, scorer, make_prompts, tmp_path):
+def test_a_shard_of_videos_holds_their_latents_and_every_frame(
+    ctx, film, policy, scorer, make_prompts, tmp_path
+):
     rollouts = tmp_path / "rollouts.parquet"
     generate_shard(ctx, film, policy, 7, make_prompts(6), 0, rollouts)
     table = read_table(rollouts, rollout_schema(film.latent_shape))
@@ -224,10 +293,14 @@ def test_a_shard_of_videos_holds_their_latents_and_every_frame(ctx, film, policy
 
     score_shard(ctx, scorer, make_prompts(6), rollouts, tmp_path / "scores.parquet")
     darkness = 1 - videos.mean((1, 2, 3, 4)) / 255
-    assert read_table(tmp_path / "scores.parquet")["reward"].to_pylist() == pytest.approx(darkness, abs=1e-12)
+    assert read_table(tmp_path / "scores.parquet")["reward"].to_pylist() == pytest.approx(
+        darkness, abs=1e-12
+    )
 
 
-def test_how_latents_lie_in_memory_makes_no_difference(ctx, model, policy, shards, make_prompts, tmp_path, monkeypatch):
+def test_how_latents_lie_in_memory_makes_no_difference(
+    ctx, model, policy, shards, make_prompts, tmp_path, monkeypatch
+):
     def turned(*arguments, **options):
         return Rollouts(generate(*arguments, **options).latents.mT.contiguous().mT, None)
 
@@ -249,10 +322,15 @@ def test_latents_of_any_rank_survive_the_round_trip(shape, precision, tmp_path):
 
 def stored(folder, latents, precision="float32", at_once=3):
     """A shard with these latents in row groups of ``at_once``."""
-    path, batches = folder / "rollouts.parquet", []
+    path = folder / "rollouts.parquet"
+    batches = []
     for start in range(0, len(latents), at_once):
         rows = range(start, min(start + at_once, len(latents)))
-        batches.append(rollout_batch(rows, rows, 0, latents[start : start + at_once], [b""] * len(rows), precision))
+        batches.append(
+            rollout_batch(
+                rows, rows, 0, latents[start : start + at_once], [b""] * len(rows), precision
+            )
+        )
     shape = latents.shape[1:]
     write_table(path, rollout_schema(shape, precision), batches, layout_metadata(shape, precision))
     return path
@@ -271,15 +349,23 @@ def test_the_latents_of_any_rows_are_read_in_the_order_asked_for(tmp_path_factor
 
 
 def test_only_row_groups_with_rows_that_are_wanted_are_read(tmp_path, monkeypatch):
-    path, groups, read = stored(tmp_path, torch.zeros(9, 2)), [], pq.ParquetFile.read_row_group
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *a, **kw: groups.append(a[1]) or read(*a, **kw))
+    path = stored(tmp_path, torch.zeros(9, 2))
+    groups = []
+    read = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda *a, **kw: groups.append(a[1]) or read(*a, **kw)
+    )
     read_latent_parts(path, [np.array([8]), np.array([0, 7])])
     assert groups == [0, 2]
 
 
 def test_reading_stops_when_it_is_told_to(tmp_path, monkeypatch):
-    path, groups, read = stored(tmp_path, torch.zeros(9, 2)), [], pq.ParquetFile.read_row_group
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *a, **kw: groups.append(a[1]) or read(*a, **kw))
+    path = stored(tmp_path, torch.zeros(9, 2))
+    groups = []
+    read = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda *a, **kw: groups.append(a[1]) or read(*a, **kw)
+    )
     read_latent_parts(path, [np.arange(9)], stopped=lambda: len(groups) == 2)
     assert groups == [0, 1]
 
@@ -291,7 +377,10 @@ def test_a_row_that_the_shard_has_not_is_an_error(tmp_path):
 
 def test_latents_have_no_dictionary_and_no_statistics(tmp_path):
     with pq.ParquetFile(stored(tmp_path, torch.zeros(9, 64))) as file:
-        columns = {name: file.metadata.row_group(0).column(index) for index, name in enumerate(file.schema_arrow.names)}
+        columns = {
+            name: file.metadata.row_group(0).column(index)
+            for index, name in enumerate(file.schema_arrow.names)
+        }
     for name in ("latent", "image"):
         assert not columns[name].has_dictionary_page
         assert not columns[name].is_stats_set
@@ -300,27 +389,45 @@ def test_latents_have_no_dictionary_and_no_statistics(tmp_path):
 
 
 def test_scoring_decodes_no_latents(ctx, scorer, shards, make_prompts, tmp_path, monkeypatch):
-    columns, read = [], pq.ParquetFile.iter_batches
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **kw: columns.append(kw["columns"]) or read(*a, **kw))
+    columns = []
+    read = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "iter_batches",
+        lambda *a, **kw: columns.append(kw["columns"]) or read(*a, **kw),
+    )
     score_shard(ctx, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
     assert columns == [["prompt_id", "sample", "finite", "image"]]
 
 
-def test_a_shard_of_an_older_layout_is_named_with_the_way_to_renew_it(ctx, scorer, shards, make_prompts, tmp_path):
-    table, said = read_table(shards[0]), read_table_metadata(shards[0])
+def test_a_shard_of_an_older_layout_is_named_with_the_way_to_renew_it(
+    ctx, scorer, shards, make_prompts, tmp_path
+):
+    table = read_table(shards[0])
+    said = read_table_metadata(shards[0])
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(read_latents(shards[0]).numpy())
     index = table.schema.get_field_index("latent")
-    old = table.set_column(index, pa.field("latent", tensors.type, nullable=False), tensors).drop_columns(["finite"])
+    old = table.set_column(
+        index, pa.field("latent", tensors.type, nullable=False), tensors
+    ).drop_columns(["finite"])
     del said["layout"]
     write_table(shards[0], old.schema, old.combine_chunks().to_batches(), said)
-    with pytest.raises(TableError, match=r"has rollouts of layout 1, and this version of Ebbflow reads layout 2; generate them"):
+    with pytest.raises(
+        TableError,
+        match=(
+            r"has rollouts of layout 1, and this version of Ebbflow reads layout 2; generate them"
+        ),
+    ):
         score_shard(ctx, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
 
 
-def test_rounded_latents_are_a_key_of_the_recipe(make_recipe, model, policy, shards, make_prompts, tmp_path):
+def test_rounded_latents_are_a_key_of_the_recipe(
+    make_recipe, model, policy, shards, make_prompts, tmp_path
+):
     rounded = StageContext(make_recipe(offline={"latent_precision": "bfloat16"}), 1, 1)
     generate_shard(rounded, model, policy, 7, make_prompts(6), 0, tmp_path / "rounded.parquet")
-    found, exact = read_latents(tmp_path / "rounded.parquet"), read_latents(shards[0])
+    found = read_latents(tmp_path / "rounded.parquet")
+    exact = read_latents(shards[0])
     assert torch.equal(found, exact.bfloat16().float())
     assert not torch.equal(found, exact)
     assert read_table(tmp_path / "rounded.parquet")["image"].equals(read_table(shards[0])["image"])

@@ -25,7 +25,15 @@ from ebbflow.training.policy_metadata import write_base_policy
 from tests.glyph_stages import small_stage
 
 SIZES = [{"height": 32, "width": 64}, {"height": 64, "width": 32, "weight": 2}]
-OFFLINE = {"kind": "offline", "prompts": 6, "shards": 3, "epochs": 2, "group_size": 2, "batch_size": 4, "micro_batch": 4}
+OFFLINE = {
+    "kind": "offline",
+    "prompts": 6,
+    "shards": 3,
+    "epochs": 2,
+    "group_size": 2,
+    "batch_size": 4,
+    "micro_batch": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +46,35 @@ def base(tmp_path_factory):
 
 def context(base, **stage):
     model = {"family": "flux", "path": str(base), "height": 64, "width": 64, "max_tokens": 8}
-    stages = [small_stage(OFFLINE | {"sampler": {"steps": 3}, "sizes": SIZES, "checkpoints": {"every": 2}} | stage)]
+    stages = [
+        small_stage(
+            OFFLINE | {"sampler": {"steps": 3}, "sizes": SIZES, "checkpoints": {"every": 2}} | stage
+        )
+    ]
     policy = {"train": "lora", "rank": 2, "alpha": 2}
-    return StageContext(Recipe.model_validate({"model": model, "policy": policy, "stages": stages}), 0, 0)
+    return StageContext(
+        Recipe.model_validate({"model": model, "policy": policy, "stages": stages}), 0, 0
+    )
 
 
 @pytest.fixture(scope="module")
 def stored(base, make_prompts, scorer, tmp_path_factory):
     """(stage, folder with its prompts, starting policy, shards and advantages)."""
-    ctx, folder = context(base), tmp_path_factory.mktemp("stage")
+    ctx = context(base)
+    folder = tmp_path_factory.mktemp("stage")
     prompts = make_prompts(6)
-    write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), folder / "prompts.parquet")
-    write_base_policy(folder / "start", verify(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model)
+    write_prompts(
+        pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), folder / "prompts.parquet"
+    )
+    write_base_policy(
+        folder / "start", verify(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model
+    )
     for shard in range(3):
-        rollouts, scores = folder / f"rollouts-{shard}.parquet", folder / f"scores-{shard}.parquet"
-        generate_shard_from_folders(ctx, base, folder / "start", folder / "prompts.parquet", shard, rollouts)
+        rollouts = folder / f"rollouts-{shard}.parquet"
+        scores = folder / f"scores-{shard}.parquet"
+        generate_shard_from_folders(
+            ctx, base, folder / "start", folder / "prompts.parquet", shard, rollouts
+        )
         score_shard(ctx, scorer, prompts, rollouts, scores)
     write_advantages(ctx, sorted(folder.glob("scores-*")), folder / "advantages.parquet")
     return ctx, folder
@@ -60,8 +82,20 @@ def stored(base, make_prompts, scorer, tmp_path_factory):
 
 def train(ctx, base, folder, trained, checkpoints=None, rollouts=None, **rest):
     tables = [folder / f"{name}.parquet" for name in ("prompts", "advantages")]
-    rollouts, recorder = rollouts or sorted(folder.glob("rollouts-*")), MetricsRecorder()
-    train_offline_folder(ctx, base, folder / "start", tables[0], rollouts, tables[1], trained, recorder, checkpoints, **rest)
+    rollouts = rollouts or sorted(folder.glob("rollouts-*"))
+    recorder = MetricsRecorder()
+    train_offline_folder(
+        ctx,
+        base,
+        folder / "start",
+        tables[0],
+        rollouts,
+        tables[1],
+        trained,
+        recorder,
+        checkpoints,
+        **rest,
+    )
     return [row["loss"] for row in recorder.metrics]
 
 
@@ -74,9 +108,12 @@ def test_a_shard_has_one_size_by_its_weight(stored):
         assert read_layout(path).shape[1] * size[1] == read_layout(path).shape[2] * size[0]
 
 
-def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(stored, base, tmp_path, monkeypatch):
+def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(
+    stored, base, tmp_path, monkeypatch
+):
     ctx, folder = stored
-    predict, seen = update.predict, []
+    predict = update.predict
+    seen = []
 
     def watched(model, latents, *rest):
         seen.append((tuple(latents.shape[2:]), (model.height, model.width)))
@@ -101,7 +138,10 @@ def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(stored, ba
         patch.setattr(update.PolicyUpdater, "update", doomed)
         with pytest.raises(Killed):
             train(ctx, base, folder, tmp_path / "killed", Checkpoints(ctx, tmp_path / "kept"))
-    assert train(ctx, base, folder, tmp_path / "resumed", Checkpoints(ctx, tmp_path / "kept")) == losses
+    assert (
+        train(ctx, base, folder, tmp_path / "resumed", Checkpoints(ctx, tmp_path / "kept"))
+        == losses
+    )
     assert verify(tmp_path / "resumed") == verify(tmp_path / "whole")
 
 
@@ -121,7 +161,10 @@ def test_processes_that_share_tokens_take_one_size(stored, base, tmp_path):
 
 @pytest.mark.parametrize(
     ("stage", "message"),
-    [({"shards": 1}, "shards = 1 leaves none for 32 x 64"), ({"pairs": "pairs.jsonl"}, "pairs has images already")],
+    [
+        ({"shards": 1}, "shards = 1 leaves none for 32 x 64"),
+        ({"pairs": "pairs.jsonl"}, "pairs has images already"),
+    ],
 )
 def test_what_has_no_sizes(base, stage, message):
     with pytest.raises(RecipeError, match=message):

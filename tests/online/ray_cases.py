@@ -1,4 +1,6 @@
-"""What the actors of test_ray_workers.py run: a reward that misbehaves, and folders that do something to who asks for them."""
+"""What the actors of test_ray_workers.py run: a reward that misbehaves, and folders that do
+something to who asks for them.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,15 @@ def die() -> None:
 
 
 class Darkness:
-    """The mean darkness of the image. Its process dies or hangs over it once; prompts with the target ``HANG`` hang it always."""
+    """The mean darkness of the image. Its process dies or hangs over it once; prompts with the
+    target ``HANG`` hang it always.
+    """
 
     name = "darkness"
 
     def __init__(self, dies: str | None = None, hangs: str | None = None) -> None:
-        self.dies, self.hangs = dies, hangs
+        self.dies = dies
+        self.hangs = hangs
 
     def unavailable(self) -> str | None:
         return None
@@ -65,15 +70,20 @@ class Level:
 
 
 def noted(folder: Path, notes: Path) -> Path:
-    """``folder``; the process that asks writes down which it is, and on which cores and GPUs it may run."""
+    """``folder``; the process that asks writes down which it is, and on which cores and GPUs it may
+    run.
+    """
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    (notes / str(os.getpid())).write_text(json.dumps({"cores": sorted(os.sched_getaffinity(0)), "gpus": gpus}))
+    (notes / str(os.getpid())).write_text(
+        json.dumps({"cores": sorted(os.sched_getaffinity(0)), "gpus": gpus})
+    )
     return folder
 
 
 def with_a_dying_generator(folder: Path, flag: Path) -> Path:
-    """``folder``; the first rollout worker that has generated a request of the second step dies before it can say so, and the
-    first process that asks afterwards dies as well, while it loads."""
+    """``folder``; the first rollout worker that has generated a request of the second step dies
+    before it can say so, and the first process that asks afterwards dies as well, while it loads.
+    """
     if flag.exists() and first(f"{flag}-again"):
         die()
     whole = RolloutWorker.generate
@@ -89,7 +99,9 @@ def with_a_dying_generator(folder: Path, flag: Path) -> Path:
 
 
 def with_a_dying_rank(folder: Path, flag: Path, rank: int) -> Path:
-    """``folder``; once ``flag`` is there, the rank dies in the middle of an update, and the others wait for it."""
+    """``folder``; once ``flag`` is there, the rank dies in the middle of an update, and the others
+    wait for it.
+    """
     whole = PolicyUpdater.update
 
     def update(self: PolicyUpdater, *arguments: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Ray's workers, forked from a process that has imported what takes seconds, in place of new interpreters.
+"""Ray's workers, forked from a process that has imported what takes seconds, in place of new
+interpreters.
 
-``forked_workers`` starts this file as the process that forks (``serve``), and Ray starts it as the program of each worker: it
-hands its arguments, environment and streams to that process and ends with its fork. Ray itself is imported by each fork: what
-its extension reads and starts as it is imported does not survive one.
+``forked_workers`` starts this file as the process that forks (``serve``), and Ray starts it as the
+program of each worker: it hands its arguments, environment and streams to that process and ends
+with its fork. Ray itself is imported by each fork: what its extension reads and starts as it is
+imported does not survive one.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from pathlib import Path
 
 ADDRESS = "EBBFLOW_TEST_FORKED_WORKERS"
 MAX_MESSAGE = 2**20
-PRELOADED = [f"ebbflow.online.{role}_worker" for role in ("training", "rollout", "reward")] + ["ebbflow.models.families.glyph"]
+PRELOADED = [f"ebbflow.online.{role}_worker" for role in ("training", "rollout", "reward")] + [
+    "ebbflow.models.families.glyph"
+]
 
 
 @contextmanager
 def forked_workers(address: Path) -> Iterator[None]:
-    """While it is open, a Ray that this process starts has forked workers; ``address``: of a socket."""
+    """While it is open, a Ray that this process starts has forked workers; ``address``: of a
+    socket.
+    """
     import pytest
     from ray._private.parameter import RayParams
 
@@ -43,7 +49,9 @@ def forked_workers(address: Path) -> Iterator[None]:
         listener.bind(str(address))
         listener.listen(100)
         descriptor = listener.fileno()
-        server = subprocess.Popen([sys.executable, __file__, "serve", str(descriptor)], pass_fds=[descriptor])
+        server = subprocess.Popen(
+            [sys.executable, __file__, "serve", str(descriptor)], pass_fds=[descriptor]
+        )
         yield
         server.kill()
         server.wait()
@@ -63,7 +71,8 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _become_worker(connection: socket.socket) -> None:
-    """Do what Ray's own setup_worker.py does, without ``exec``, but for runtime environments, which no test has.
+    """Do what Ray's own setup_worker.py does, without ``exec``, but for runtime environments, which
+    no test has.
 
     The connection stays open as long as the worker lives.
     """

@@ -1,4 +1,6 @@
-"""The alarms on a stage's first update: a ratio that is off 1, and terms that the clip leaves without a gradient."""
+"""The alarms on a stage's first update: a ratio that is off 1, and terms that the clip leaves
+without a gradient.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def stage_of(algorithm, **stage):
 
 
 def said(stage, corrected=True, **metrics):
-    """The alarms of a stage whose first update has these metrics, unless ``corrected``, without the one of the correction.
+    """The alarms of a stage whose first update has these metrics, unless ``corrected``, without the
+    one of the correction.
 
     Each is a warning, too.
     """
@@ -40,7 +43,9 @@ def said(stage, corrected=True, **metrics):
 
 @pytest.mark.parametrize(("name", "clip"), CLIPPED)
 def test_the_tolerance_of_the_first_ratio_is_a_tenth_of_the_clip_range(name, clip):
-    """1e-5 for all of them would let 21 % of the terms at a clip of 1e-5, and 44 % at 2e-6, go without a gradient."""
+    """1e-5 for all of them would let 21 % of the terms at a clip of 1e-5, and 44 % at 2e-6, go
+    without a gradient.
+    """
     stage = stage_of({"name": name, "clip_range": clip})
     assert said(stage, **{"ratio/first_deviation": 0.09 * clip}) == []
     (alarm,) = said(stage, **{"ratio/first_deviation": 0.11 * clip})
@@ -55,7 +60,9 @@ def test_without_a_clip_range_the_tolerance_is_that_of_rounding():
 
 
 def test_the_range_of_a_divergence_limit_is_the_log_prob_change_that_reaches_it():
-    """KL = kappa / (2 D) for kappa = |mu - mu_old|^2 / b^2, and the log-prob moves by sqrt(kappa) / D."""
+    """KL = kappa / (2 D) for kappa = |mu - mu_old|^2 / b^2, and the log-prob moves by sqrt(kappa) /
+    D.
+    """
     limit = 1e-5
     kappa = 2 * DIMS * limit
     hyper = ALGORITHMS["flow_dppo"](divergence_limit=limit)
@@ -63,7 +70,12 @@ def test_the_range_of_a_divergence_limit_is_the_log_prob_change_that_reaches_it(
 
 
 @pytest.mark.parametrize(
-    "known", [{"correction": {"mode": "decoupled"}}, {"rollout_precision": "bfloat16"}, {"engine": "vllm_omni"}]
+    "known",
+    [
+        {"correction": {"mode": "decoupled"}},
+        {"rollout_precision": "bfloat16"},
+        {"engine": "vllm_omni"},
+    ],
 )
 def test_a_deviation_that_has_a_known_cause_is_no_alarm(known):
     assert said(stage_of({"name": "mix_grpo"}, **known), **{"ratio/first_deviation": 0.1}) == []
@@ -78,7 +90,12 @@ def test_dead_terms_are_an_alarm_whatever_their_cause(stage):
     assert "clip_range" in alarm
 
 
-APART = [{"mode": "one_step_off"}, {"mode": "async"}, {"engine": "vllm_omni"}, {"rollout_precision": "bfloat16"}]
+APART = [
+    {"mode": "one_step_off"},
+    {"mode": "async"},
+    {"engine": "vllm_omni"},
+    {"rollout_precision": "bfloat16"},
+]
 
 
 @pytest.mark.parametrize("stage", APART)
@@ -89,7 +106,13 @@ def test_rollouts_of_another_policy_are_corrected_or_an_alarm(stage):
     assert "nothing corrects" in alarm
     for correction in ({"mode": "bypass"}, {"mode": "decoupled", "level": "trajectory"}):
         assert str(correction).replace("'", "") in alarm, "it can be copied into a recipe"
-        assert said(OnlineStageConfig.model_validate({**stage, "correction": correction}), corrected=False) == []
+        assert (
+            said(
+                OnlineStageConfig.model_validate({**stage, "correction": correction}),
+                corrected=False,
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize("stage", [{}, {"rollout_precision": "float32"}])
@@ -103,12 +126,17 @@ def run(make_recipe, make_prompts, base_folder, scorer):
 
     def stage(**online):
         recipe = make_recipe(online=online)
-        ctx, recorder = StageContext(recipe, 0, 0), MetricsRecorder()
+        ctx = StageContext(recipe, 0, 0)
+        recorder = MetricsRecorder()
         updater = PolicyUpdater(Policy(load_model(base_folder), recipe.policy, 0), ctx.online)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            record = run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(6), recorder)
-        return recorder.metrics[0], [alarm for alarm in record.alarms if "gradient" in alarm or "ratio" in alarm]
+            record = run_online_stage(
+                ctx, local_workers(ctx, updater, scorer), make_prompts(6), recorder
+            )
+        return recorder.metrics[0], [
+            alarm for alarm in record.alarms if "gradient" in alarm or "ratio" in alarm
+        ]
 
     return stage
 
@@ -131,11 +159,17 @@ def test_rough_rollouts_ring_where_the_clip_range_is_too_narrow_for_them(run, al
 
 
 def test_a_decoupled_correction_leaves_no_term_dead(run):
-    metrics, alarms = run(algorithm={"name": "mix_grpo", "clip_range": 1e-5}, correction={}, **ROUGH)
+    metrics, alarms = run(
+        algorithm={"name": "mix_grpo", "clip_range": 1e-5}, correction={}, **ROUGH
+    )
     assert metrics["ratio/first_dead_share"] == 0
     assert alarms == []
 
 
 def test_the_alarm_is_of_the_first_step_alone(run):
-    online = ROUGH | {"steps": 2, "algorithm": {"name": "mix_grpo", "clip_range": 1e-5}, "correction": {"mode": "bypass"}}
+    online = ROUGH | {
+        "steps": 2,
+        "algorithm": {"name": "mix_grpo", "clip_range": 1e-5},
+        "correction": {"mode": "bypass"},
+    }
     assert len(run(**online)[1]) == 1

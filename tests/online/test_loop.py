@@ -32,7 +32,12 @@ from tests.parameters import changed, moved, values
 
 NAMES = list(ALGORITHMS)
 TRAJECTORY = [name for name, config in ALGORITHMS.items() if config.kind == "trajectory"]
-ON_SAMPLERS = [(a, s) for a in TRAJECTORY for s in ("flow_sde", "dance_sde", "cps") if (a, s) != ("grpo_guard", "cps")]
+ON_SAMPLERS = [
+    (a, s)
+    for a in TRAJECTORY
+    for s in ("flow_sde", "dance_sde", "cps")
+    if (a, s) != ("grpo_guard", "cps")
+]
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
 
 
@@ -44,7 +49,10 @@ class Imitation(ForwardConfig):
 
 OWN = Algorithm(
     Imitation,
-    lambda rows, config: (config.strength * flow_matching_error(rows, rows.velocity), {"own/advantage": rows.advantage}),
+    lambda rows, config: (
+        config.strength * flow_matching_error(rows, rows.velocity),
+        {"own/advantage": rows.advantage},
+    ),
     select=grouping.groups,
 )
 
@@ -58,8 +66,11 @@ def collect(ctx, updater, scorer, prompts, step):
     """(the batch of a step, its rollouts)."""
 
     async def run():
-        workers, sampler = local_workers(ctx, updater, scorer), PromptSampler(ctx, prompts)
-        queue = RolloutQueue(ctx, workers, sampler, await workers.training.call_first("encode", prompts), step)
+        workers = local_workers(ctx, updater, scorer)
+        sampler = PromptSampler(ctx, prompts)
+        queue = RolloutQueue(
+            ctx, workers, sampler, await workers.training.call_first("encode", prompts), step
+        )
         await queue.start()
         return await queue.next_batch(step)
 
@@ -73,7 +84,9 @@ def run(make_recipe, make_prompts, base_folder, scorer):
 
     def stage(prompts=None, judge=scorer, policy_config=None, sgd=None, **online):
         recipe = make_recipe(online=online, policy=policy_config or {})
-        ctx, model, recorder = StageContext(recipe, 0, 0), load_model(base_folder), MetricsRecorder()
+        ctx = StageContext(recipe, 0, 0)
+        model = load_model(base_folder)
+        recorder = MetricsRecorder()
         policy = Policy(model, recipe.policy, 0)
         before = values(policy)
         policy.copies["teacher"] = moved(policy, 0.02)
@@ -82,7 +95,9 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
 
         updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
-        record = run_online_stage(ctx, local_workers(ctx, updater, judge), prompts or make_prompts(6), recorder)
+        record = run_online_stage(
+            ctx, local_workers(ctx, updater, judge), prompts or make_prompts(6), recorder
+        )
         assert [metrics["step"] for metrics in recorder.metrics] == list(range(ctx.online.steps))
         return policy, before, recorder.metrics, record
 
@@ -90,14 +105,38 @@ def run(make_recipe, make_prompts, base_folder, scorer):
 
 
 EVERY_STEP = {
-    "reward/mean", "reward/std", "reward/min", "reward/max", "reward/scored_share", "score/darkness", "score/brightness",
-    "group/size", "group/zero_std_share", "group/dropped_samples", "advantage/mean", "advantage/std", "advantage/max_magnitude",
-    "loss", "grad_norm", "lr", "updates", "velocity_drift", "alarm/velocity_drift",
-    "seconds/rollout", "seconds/scoring", "seconds/training",
-    "ms_per_image/rollout", "ms_per_image/scoring", "ms_per_image/training", "images_per_second",
-    "utilisation/rollout", "utilisation/reward", "utilisation/training",
-}  # fmt: skip
-PPO, RATIO = {"clip/up", "clip/down"}, {"ratio/mean", "ratio/deviation", "kl/old"}
+    "reward/mean",
+    "reward/std",
+    "reward/min",
+    "reward/max",
+    "reward/scored_share",
+    "score/darkness",
+    "score/brightness",
+    "group/size",
+    "group/zero_std_share",
+    "group/dropped_samples",
+    "advantage/mean",
+    "advantage/std",
+    "advantage/max_magnitude",
+    "loss",
+    "grad_norm",
+    "lr",
+    "updates",
+    "velocity_drift",
+    "alarm/velocity_drift",
+    "seconds/rollout",
+    "seconds/scoring",
+    "seconds/training",
+    "ms_per_image/rollout",
+    "ms_per_image/scoring",
+    "ms_per_image/training",
+    "images_per_second",
+    "utilisation/rollout",
+    "utilisation/reward",
+    "utilisation/training",
+}
+PPO = {"clip/up", "clip/down"}
+RATIO = {"ratio/mean", "ratio/deviation", "kl/old"}
 MATCHING = {"matching/distance", "matching/gradient", "fake/loss", "fake/grad_norm"}
 ITS_OWN = {
     "flow_grpo": PPO | RATIO | {"kl/reference"},
@@ -124,11 +163,17 @@ ITS_OWN = {
 }
 
 
-@pytest.mark.parametrize("policy_config", [{}, {"train": "lora", "rank": 4, "alpha": 8}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "policy_config", [{}, {"train": "lora", "rank": 4, "alpha": 8}], ids=["full", "lora"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_change_the_policy_and_say_everything(run, name, policy_config):
     policy, before, logged, record = run(
-        policy_config=policy_config, algorithm=keys_of(name), steps=2, updates_per_step=2, micro_batch=4
+        policy_config=policy_config,
+        algorithm=keys_of(name),
+        steps=2,
+        updates_per_step=2,
+        micro_batch=4,
     )
     assert changed(policy, before)
     assert all(torch.equal(value, before[key]) for key, value in policy.copies["reference"].items())
@@ -141,21 +186,35 @@ def test_steps_change_the_policy_and_say_everything(run, name, policy_config):
         assert metrics["score/darkness"] == pytest.approx(metrics["reward/mean"])
         assert metrics["score/brightness"] == pytest.approx(1 - metrics["reward/mean"])
     assert [metrics["updates"] for metrics in logged] == [2, 4]
-    assert (record.label, record.samples, record.optimizer_steps, record.algorithm) == ("1.1 online", 16, 4, name)
+    assert (record.label, record.samples, record.optimizer_steps, record.algorithm) == (
+        "1.1 online",
+        16,
+        4,
+        name,
+    )
     assert record.alarms == []
     assert record.seconds.pop("encoding") > 0
     assert record.seconds == pytest.approx(
-        {phase: sum(metrics[f"seconds/{phase}"] for metrics in logged) for phase in ("rollout", "scoring", "training")}
+        {
+            phase: sum(metrics[f"seconds/{phase}"] for metrics in logged)
+            for phase in ("rollout", "scoring", "training")
+        }
     )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_do_not_change_a_step(run, name):
-    """Smaller than a group, not a divisor of anything, and everything at once; pairs and groups stay whole."""
+    """Smaller than a group, not a divisor of anything, and everything at once; pairs and groups
+    stay whole.
+    """
     steps = {}
     for size in (64, 3, 1):
-        policy, before, logged, _ = run(algorithm=keys_of(name), sgd=0.05, steps=1, micro_batch=size)
-        steps[size] = torch.cat([(policy.parameters[key] - before[key]).flatten() for key in before])
+        policy, before, logged, _ = run(
+            algorithm=keys_of(name), sgd=0.05, steps=1, micro_batch=size
+        )
+        steps[size] = torch.cat(
+            [(policy.parameters[key] - before[key]).flatten() for key in before]
+        )
         assert ("grad_variance" in logged[0]) == (size < 64)
     assert steps[64].norm() > 0
     for size in (3, 1):
@@ -163,7 +222,11 @@ def test_micro_batches_do_not_change_a_step(run, name):
 
 
 def test_a_users_own_algorithm_trains(run):
-    own = {"name": "custom", "path": f"{__name__}:OWN", "options": {"strength": 0.5, "noise_levels": 1}}
+    own = {
+        "name": "custom",
+        "path": f"{__name__}:OWN",
+        "options": {"strength": 0.5, "noise_levels": 1},
+    }
     policy, before, logged, record = run(algorithm=own, window=None, steps=1)
     assert changed(policy, before)
     assert logged[0]["own/advantage"] == pytest.approx(logged[0]["advantage/mean"], abs=1e-6)
@@ -173,9 +236,14 @@ def test_a_users_own_algorithm_trains(run):
 @pytest.mark.parametrize(("name", "sampler"), ON_SAMPLERS)
 def test_without_a_learning_rate_nothing_changes_and_the_ratio_stays_one(run, name, sampler):
     policy, before, logged, _ = run(
-        algorithm=keys_of(name), steps=2, updates_per_step=2, prompts_per_step=1, reference={"weight": 0.1},
-        sampler={"name": sampler, "steps": 4}, optimizer={"lr": 0, "weight_decay": 0.1},
-    )  # fmt: skip
+        algorithm=keys_of(name),
+        steps=2,
+        updates_per_step=2,
+        prompts_per_step=1,
+        reference={"weight": 0.1},
+        sampler={"name": sampler, "steps": 4},
+        optimizer={"lr": 0, "weight_decay": 0.1},
+    )
     assert not changed(policy, before)
     for metrics in logged:
         assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
@@ -186,7 +254,9 @@ def test_without_a_learning_rate_nothing_changes_and_the_ratio_stays_one(run, na
 
 @pytest.mark.parametrize("name", TRAJECTORY)
 def test_the_first_update_of_every_step_has_ratio_one(run, name):
-    for metrics in run(algorithm=keys_of(name), steps=3, updates_per_step=1, optimizer={"lr": 1e-3})[2]:
+    for metrics in run(
+        algorithm=keys_of(name), steps=3, updates_per_step=1, optimizer={"lr": 1e-3}
+    )[2]:
         assert metrics["ratio/deviation"] < 1e-6
 
 
@@ -209,8 +279,11 @@ def test_the_reward_rises(run):
     """Darkness is easy: eight steps on the same prompts make the images darker."""
     logged = run(
         **{**NFT, "algorithm": {"name": "diffusion_nft", "old": {"max_decay": 0}}},
-        steps=8, prompts_per_step=6, updates_per_step=1, optimizer={"lr": 1e-3},
-    )[2]  # fmt: skip
+        steps=8,
+        prompts_per_step=6,
+        updates_per_step=1,
+        optimizer={"lr": 1e-3},
+    )[2]
     rewards = [metrics["reward/mean"] for metrics in logged]
     spread = logged[0]["reward/std"] / 24**0.5
     assert np.mean(rewards[-2:]) > rewards[0] + 4 * spread
@@ -221,7 +294,9 @@ def test_the_old_policy_follows_with_its_decay(run):
     copying = {**NFT, "algorithm": {"name": "diffusion_nft", "old": {"max_decay": 0}}}
     policy, before, logged, _ = run(**copying, steps=2)
     assert changed(policy, before)
-    assert all(torch.equal(value, policy.parameters[name]) for name, value in policy.copies["old"].items())
+    assert all(
+        torch.equal(value, policy.parameters[name]) for name, value in policy.copies["old"].items()
+    )
     assert all(metrics["nft/old_deviation"] == pytest.approx(0, abs=1e-10) for metrics in logged)
     # Decay .9 lags behind.
     lagging = {**NFT, "algorithm": {"name": "diffusion_nft", "old": {"slope": 0.9}}}
@@ -236,7 +311,8 @@ class Turned:
     name = "darkness"
 
     def __init__(self, reward, factor):
-        self.reward, self.factor = reward, factor
+        self.reward = reward
+        self.factor = factor
 
     def unavailable(self):
         return None
@@ -254,10 +330,19 @@ def turned(scorer):
     return lambda factor: Scorer(((Turned(scorer.rewards[0][0], factor), 1.0),))
 
 
-@pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm", "refl", "draft", "srpo"])
+@pytest.mark.parametrize(
+    "name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm", "refl", "draft", "srpo"]
+)
 def test_the_reward_steers(run, turned, name):
-    """The same stage with the reward turned round moves the parameters the other way, on the whole."""
-    config = {"steps": 1, "updates_per_step": 1, "algorithm": {"name": name}, "reference": {"weight": 0}, "sgd": 0.01}
+    """The same stage with the reward turned round moves the parameters the other way, on the
+    whole."""
+    config = {
+        "steps": 1,
+        "updates_per_step": 1,
+        "algorithm": {"name": name},
+        "reference": {"weight": 0},
+        "sgd": 0.01,
+    }
     moves = []
     for judge in (turned(1), turned(-1)):
         policy, before, _, _ = run(judge=judge, **config)
@@ -279,7 +364,9 @@ class Darkest:
 
 
 def test_a_reward_that_compares_trains_on_whole_groups(run, scorer):
-    """On the glyph model as on any: of groups of four, in requests of two groups, with and without a reward of single images."""
+    """On the glyph model as on any: of groups of four, in requests of two groups, with and without
+    a reward of single images.
+    """
     policy, before, logged, record = run(judge=Scorer(((Darkest(), 1.0),)), steps=2)
     assert changed(policy, before)
     assert record.alarms == []
@@ -292,7 +379,9 @@ def test_a_reward_that_compares_trains_on_whole_groups(run, scorer):
 
 
 def test_failed_samples_are_masked_and_too_many_stop_the_stage(run, make_prompts):
-    broken = [type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id == 0 else p for p in make_prompts(2)]
+    broken = [
+        type(p)(**{**vars(p), "target": "FAIL"}) if p.prompt_id == 0 else p for p in make_prompts(2)
+    ]
     with pytest.raises(RewardError, match=r"4 of 8 images.*max_failed_share"):
         run(prompts=broken)
 
@@ -329,7 +418,9 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     for (step, rollouts), batch in zip(both, batches, strict=True):
         assert len(batch.keys) == 8
         assert len(set(batch.keys.prompt_ids)) == 2
-        assert all(list(batch.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in batch.keys.prompt_ids)
+        assert all(
+            list(batch.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in batch.keys.prompt_ids
+        )
         images = model.decode(rollouts.latents)
         assert images.shape == (8, 16, 32, 3)
         assert step.scores.reward == pytest.approx(1 - images.mean((1, 2, 3)) / 255)
@@ -339,7 +430,14 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     assert rollouts.trajectory.steps.tolist() == [0, 1]
     assert later.trajectory.steps.tolist() == [1, 2]
     conditioning = batches[0].conditioning.rows(torch.from_numpy(batches[0].sample_index))
-    again = generate(model, conditioning, batches[0].keys, ctx.config.sampler, Plan((0, 1), (0, 1)), ctx.config.micro_batch)
+    again = generate(
+        model,
+        conditioning,
+        batches[0].keys,
+        ctx.config.sampler,
+        Plan((0, 1), (0, 1)),
+        ctx.config.micro_batch,
+    )
     assert torch.equal(again.latents, rollouts.latents)
 
 
@@ -348,11 +446,15 @@ def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, 
         ctx = StageContext(make_recipe(online=algorithm), 0, 0)
         policy = Policy(model, ctx.recipe.policy, 0)
         policy.ensure("old")
-        before = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[1].latents
+        before = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[
+            1
+        ].latents
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += 0.02
-        after = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[1].latents
+        after = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[
+            1
+        ].latents
         assert torch.equal(before, after) == same
 
 
@@ -373,7 +475,10 @@ def test_the_updates_of_a_step_share_out_its_samples_mixed(run, monkeypatch):
     batches = watch_updates(monkeypatch)
     run(**NFT, steps=1, updates_per_step=1)
     run(**NFT, steps=1, updates_per_step=2)
-    parts = [(set(zip(b.keys.prompt_ids, b.keys.samples, strict=True)), set(b.keys.prompt_ids)) for b, _ in batches]
+    parts = [
+        (set(zip(b.keys.prompt_ids, b.keys.samples, strict=True)), set(b.keys.prompt_ids))
+        for b, _ in batches
+    ]
     (whole, prompts), *halves = parts
     assert [len(samples) for samples, _ in halves] == [4, 4]
     assert halves[0][0] | halves[1][0] == whole
@@ -382,7 +487,12 @@ def test_the_updates_of_a_step_share_out_its_samples_mixed(run, monkeypatch):
 
 
 def test_the_ratio_of_awm_is_one_in_the_first_update_of_every_step_alone(run):
-    awm = {"algorithm": {"name": "awm"}, "sampler": {"name": "ode", "steps": 3}, "steps": 2, "sgd": 0.05}
+    awm = {
+        "algorithm": {"name": "awm"},
+        "sampler": {"name": "ode", "steps": 3},
+        "steps": 2,
+        "sgd": 0.05,
+    }
     alone, several = (run(**awm, updates_per_step=updates)[2] for updates in (1, 2))
     assert [metrics["awm/ratio"] for metrics in alone] == [1, 1]
     assert all(abs(metrics["awm/ratio"] - 1) > 1e-7 for metrics in several)
@@ -390,7 +500,13 @@ def test_the_ratio_of_awm_is_one_in_the_first_update_of_every_step_alone(run):
 
 def test_whole_groups_are_dealt_out_to_the_updates(run, monkeypatch):
     batches = watch_updates(monkeypatch)
-    run(algorithm={"name": "dgpo", "noise_levels": 1}, steps=1, prompts_per_step=3, updates_per_step=2, micro_batch=4)
+    run(
+        algorithm={"name": "dgpo", "noise_levels": 1},
+        steps=1,
+        prompts_per_step=3,
+        updates_per_step=2,
+        micro_batch=4,
+    )
     members = [list(batch.keys.prompt_ids) for batch, _ in batches]
     assert sorted(map(len, members)) == [4, 8]
     assert {len(ids) // 4 for ids in members} == {len(set(ids)) for ids in members}
@@ -399,15 +515,19 @@ def test_whole_groups_are_dealt_out_to_the_updates(run, monkeypatch):
 
 
 def test_direct_align_knows_the_noise_that_each_sample_came_from(run, monkeypatch):
-    batches, sampler = watch_updates(monkeypatch), {"name": "ode", "steps": 3}
+    batches = watch_updates(monkeypatch)
+    sampler = {"name": "ode", "steps": 3}
     policy, *_ = run(algorithm={"name": "srpo"}, sampler=sampler, steps=1, updates_per_step=2)
     assert len(batches) == 2
     for batch, _ in batches:
-        latents, sigmas = batch.noise, policy.model.sigmas(3)
+        latents = batch.noise
+        sigmas = policy.model.sigmas(3)
         with torch.no_grad():
             for step in range(3):
                 conditioning = batch.inputs.conditioning.rows(batch.inputs.sample_index)
-                velocity = policy.model.velocity(latents, sigmas[step].expand(len(latents)), conditioning)
+                velocity = policy.model.velocity(
+                    latents, sigmas[step].expand(len(latents)), conditioning
+                )
                 latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
         torch.testing.assert_close(latents, batch.clean, rtol=1e-4, atol=1e-5)
 
@@ -419,13 +539,28 @@ def test_noise_levels_of_a_schedule_are_the_samplers(run, monkeypatch):
     assert sorted(sigmas.unique().tolist()) == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-6)
 
 
-def test_samples_of_a_prompt_can_share_an_initial_noise_that_is_new_in_every_step(make_recipe, make_prompts, base_folder, scorer):
+def test_samples_of_a_prompt_can_share_an_initial_noise_that_is_new_in_every_step(
+    make_recipe, make_prompts, base_folder, scorer
+):
     starts = []
     for shared in (True, False):
-        ctx = StageContext(make_recipe(online={"shared_initial_noise": shared, "window": {"kind": "fixed", "size": 1}}), 0, 0)
+        ctx = StageContext(
+            make_recipe(
+                online={"shared_initial_noise": shared, "window": {"kind": "fixed", "size": 1}}
+            ),
+            0,
+            0,
+        )
         updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
-        steps = [collect(ctx, updater, scorer, make_prompts(6), step)[1].trajectory.latents[:, 0].flatten(1) for step in (0, 1)]
-        starts.append(torch.cat(steps).view(4, 4, -1))  # groups of two prompts and two steps, samples of each
+        steps = [
+            collect(ctx, updater, scorer, make_prompts(6), step)[1]
+            .trajectory.latents[:, 0]
+            .flatten(1)
+            for step in (0, 1)
+        ]
+        starts.append(
+            torch.cat(steps).view(4, 4, -1)
+        )  # groups of two prompts and two steps, samples of each
     shared, apart = starts
     assert torch.equal(shared, apart[:, :1].expand_as(apart))
     assert len({tuple(group[0].tolist()) for group in shared}) == 4
@@ -436,10 +571,20 @@ def test_every_node_of_a_tree_is_trained_once_with_its_own_advantage(run, monkey
     batches = watch_updates(monkeypatch)
     run(algorithm=keys_of("branch_grpo"), steps=1, updates_per_step=1)
     ((batch, _),) = batches
-    assert torch.bincount(batch.steps).tolist() == [4, 8, 8]  # of two prompts, with splits at the steps 0 and 1
+    assert torch.bincount(batch.steps).tolist() == [
+        4,
+        8,
+        8,
+    ]  # of two prompts, with splits at the steps 0 and 1
     assert len({tuple(row.flatten().tolist()) for row in batch.next_latents}) == 20
     assert torch.equal(batch.weight, torch.ones(20))
-    rows = zip(batch.keys.prompt_ids, batch.steps.tolist(), batch.keys.samples, batch.advantage.tolist(), strict=True)
+    rows = zip(
+        batch.keys.prompt_ids,
+        batch.steps.tolist(),
+        batch.keys.samples,
+        batch.advantage.tolist(),
+        strict=True,
+    )
     found = {row[:3]: row[3] for row in rows}
     for prompt in set(batch.keys.prompt_ids):
         first = {sample: found[prompt, 0, sample] for sample in (0, 2)}
@@ -453,7 +598,9 @@ def test_every_node_of_a_tree_is_trained_once_with_its_own_advantage(run, monkey
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_tree_trains_on_rollouts_of_its_own_or_an_older_policy(run, mode):
     correction = None if mode == "sync" else {"mode": "decoupled"}
-    policy, before, logged, _ = run(algorithm=keys_of("branch_grpo"), mode=mode, correction=correction)
+    policy, before, logged, _ = run(
+        algorithm=keys_of("branch_grpo"), mode=mode, correction=correction
+    )
     assert changed(policy, before)
     assert all(np.isfinite(value) for metrics in logged for value in metrics.values())
     assert logged[0]["ratio/first_deviation"] < 1e-6
@@ -461,7 +608,11 @@ def test_a_tree_trains_on_rollouts_of_its_own_or_an_older_policy(run, mode):
 
 def test_pairs_are_of_one_prompt_the_better_first(run, monkeypatch):
     batches = watch_updates(monkeypatch)
-    run(algorithm={"name": "diffusion_dpo", "noise_levels": 1, "pairs_share": 0.5}, steps=1, updates_per_step=2)
+    run(
+        algorithm={"name": "diffusion_dpo", "noise_levels": 1, "pairs_share": 0.5},
+        steps=1,
+        updates_per_step=2,
+    )
     assert [len(batch.inputs) for batch, _ in batches] == [4, 4]
     for batch, _ in batches:
         advantage = batch.advantage.view(-1, 2)
@@ -481,9 +632,18 @@ BYPASS = {"mode": "bypass", "weights": "none"}
 
 @pytest.mark.parametrize("name", ["mix_grpo", "grpo_guard", "flow_dppo"])
 def test_a_correction_brings_the_first_ratio_back_to_one(run, name):
-    rough = {"algorithm": {"name": name}, "rollout_precision": "bfloat16", "steps": 1, "updates_per_step": 1}
-    plain, bypassed, decoupled = (run(**rough, correction=correction)[2][0] for correction in (None, BYPASS, {}))
-    assert plain["rollout/delta_mean"] == bypassed["rollout/delta_mean"], "rollouts in another precision are always watched"
+    rough = {
+        "algorithm": {"name": name},
+        "rollout_precision": "bfloat16",
+        "steps": 1,
+        "updates_per_step": 1,
+    }
+    plain, bypassed, decoupled = (
+        run(**rough, correction=correction)[2][0] for correction in (None, BYPASS, {})
+    )
+    assert plain["rollout/delta_mean"] == bypassed["rollout/delta_mean"], (
+        "rollouts in another precision are always watched"
+    )
     assert decoupled["ratio/deviation"] < 1e-6 < bypassed["ratio/deviation"]
     assert bypassed["ratio/deviation"] == pytest.approx(plain["ratio/deviation"], rel=1e-3)
     for metrics in (bypassed, decoupled):
@@ -502,7 +662,9 @@ def test_exact_rollouts_need_no_correction(run):
 
 def test_updates_with_nothing_left_are_not_taken(run):
     policy, before, logged, record = run(
-        rollout_precision="bfloat16", steps=1, correction={"weights": "none", "reject": "k1", "reject_above": 1e-12}
+        rollout_precision="bfloat16",
+        steps=1,
+        correction={"weights": "none", "reject": "k1", "reject_above": 1e-12},
     )
     assert logged[0]["rollout/rejected"] == 1
     assert record.optimizer_steps == 0
@@ -514,7 +676,9 @@ def test_updates_with_nothing_left_are_not_taken(run):
 
 def test_the_drift_alarm_stands_in_the_record(run):
     with pytest.warns(UserWarning, match="velocity drift") as warned:
-        logged, record = run(steps=3, updates_per_step=1, optimizer={"lr": 1e-3}, drift_alarm=1e-9)[2:]
+        logged, record = run(steps=3, updates_per_step=1, optimizer={"lr": 1e-3}, drift_alarm=1e-9)[
+            2:
+        ]
     assert len(warned) == 1
     assert len(record.alarms) == 1
     assert record.alarms[0].startswith("velocity drift ")
@@ -544,7 +708,9 @@ class LatentDarkness:
         return None
 
     def score_latents(self, latents, prompts):
-        return RewardResult(self.latents_with_gradient(torch.from_numpy(latents), prompts).numpy().astype(float))
+        return RewardResult(
+            self.latents_with_gradient(torch.from_numpy(latents), prompts).numpy().astype(float)
+        )
 
     def latents_with_gradient(self, latents, prompts):
         return 1 - PIXELS(None, latents).mean((1, 2, 3))
@@ -555,8 +721,15 @@ PIXELS = GlyphModel.pixels
 
 @pytest.mark.parametrize("name", ["mix_grpo", "draft"])
 def test_a_stage_trains_on_a_reward_of_latents(run, scorer, name, monkeypatch):
-    """It moves the policy as the reward of the images does, and nothing is decoded with gradient."""
-    config = {"steps": 1, "updates_per_step": 1, "algorithm": {"name": name}, "reference": {"weight": 0}, "sgd": 0.01}
+    """It moves the policy as the reward of the images does, and nothing is decoded with
+    gradient."""
+    config = {
+        "steps": 1,
+        "updates_per_step": 1,
+        "algorithm": {"name": name},
+        "reference": {"weight": 0},
+        "sgd": 0.01,
+    }
     policy, before, _, _ = run(judge=scorer, **config)
     wanted = torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before])
 

@@ -1,4 +1,6 @@
-"""Sync, one-step-off and async: which weights make which rollouts, and what becomes of those that are too old."""
+"""Sync, one-step-off and async: which weights make which rollouts, and what becomes of those that
+are too old.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
 
 @pytest.fixture
 def run(make_recipe, make_prompts, base_folder, scorer):
-    """Run an online stage; returns (policy, metrics of each step, what its generator was asked: (step, version, key rows))."""
+    """Run an online stage; returns (policy, metrics of each step, what its generator was asked:
+    (step, version, key rows)).
+    """
 
     def stage(judge=scorer, policy=None, keys=None, around=lambda placement: placement, **online):
         online = {"prompts_per_step": 3, "micro_batch": 4, **online}
@@ -35,12 +39,20 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
         for name in ctx.following:
             trained.ensure(name)
-        placement, asked, recorder = local_workers(ctx, PolicyUpdater(trained, ctx.online), judge), [], MetricsRecorder(None)
+        placement = local_workers(ctx, PolicyUpdater(trained, ctx.online), judge)
+        asked = []
+        recorder = MetricsRecorder(None)
         generate = placement.rollout_worker.generate
 
         def watched(request, weights):
             keys = request.keys
-            asked.append((request.step, weights.version, tuple(zip(keys.prompt_ids, keys.samples, strict=True))))
+            asked.append(
+                (
+                    request.step,
+                    weights.version,
+                    tuple(zip(keys.prompt_ids, keys.samples, strict=True)),
+                )
+            )
             return generate(request, weights)
 
         placement.rollout_worker.generate = watched
@@ -51,7 +63,10 @@ def run(make_recipe, make_prompts, base_folder, scorer):
 
 
 def learnt(metrics):
-    return [{name: value for name, value in step.items() if not name.startswith(TIMED)} for step in metrics]
+    return [
+        {name: value for name, value in step.items() if not name.startswith(TIMED)}
+        for step in metrics
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["mode"])
@@ -64,7 +79,9 @@ def learnt(metrics):
     ],
 )
 def test_without_a_learning_rate_the_ratio_is_one_for_as_long_as_it_runs(run, mode, algorithm):
-    _, metrics, _ = run(**mode, algorithm={"name": algorithm}, steps=20, prompts_per_step=2, optimizer={"lr": 0})
+    _, metrics, _ = run(
+        **mode, algorithm={"name": algorithm}, steps=20, prompts_per_step=2, optimizer={"lr": 0}
+    )
     assert len(metrics) == 20
     for step in metrics:
         assert step["ratio/mean"] == pytest.approx(1, abs=1e-6)
@@ -73,14 +90,28 @@ def test_without_a_learning_rate_the_ratio_is_one_for_as_long_as_it_runs(run, mo
 
 @pytest.mark.parametrize("online", [{}, NFT, CRD], ids=["mix_grpo", "nft", "crd"])
 @pytest.mark.parametrize(
-    "policy", [pytest.param({}, id="full"), pytest.param({"train": "lora", "rank": 4}, id="lora", marks=pytest.mark.exhaustive)]
+    "policy",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"train": "lora", "rank": 4}, id="lora", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
-    modes = [run(**mode, **online, policy=policy, steps=4, optimizer={"lr": 0})[1] for mode in MODES]
+    modes = [
+        run(**mode, **online, policy=policy, steps=4, optimizer={"lr": 0})[1] for mode in MODES
+    ]
     about_age = ("staleness", "rollout/")
-    same = [[{k: v for k, v in step.items() if not k.startswith(about_age)} for step in learnt(mode)] for mode in modes]
+    same = [
+        [{k: v for k, v in step.items() if not k.startswith(about_age)} for step in learnt(mode)]
+        for mode in modes
+    ]
     assert same[0] == same[1] == same[2]
-    watched = [step["rollout/delta_max"] for mode in modes[1:] for step in mode if "rollout/delta_max" in step]
+    watched = [
+        step["rollout/delta_max"]
+        for mode in modes[1:]
+        for step in mode
+        if "rollout/delta_max" in step
+    ]
     assert max(watched, default=0.0) < 1e-6
     assert bool(watched) == (online == {})
 
@@ -91,7 +122,8 @@ class SlowAtFirst:
     name = "darkness"
 
     def __init__(self, seconds):
-        self.seconds, self.asked = seconds, 0
+        self.seconds = seconds
+        self.asked = 0
 
     def unavailable(self):
         return None
@@ -106,7 +138,9 @@ class SlowAtFirst:
 def test_in_one_process_no_slow_reward_changes_the_order(run):
     """Several at once would let a later step be ready first."""
     online = {"mode": "async", "staleness": 2, "steps": 4, "resources": {"reward": {"count": 3}}}
-    slow, usual = (run(judge=Scorer(((SlowAtFirst(seconds), 1.0),)), **online) for seconds in (0.5, 0))
+    slow, usual = (
+        run(judge=Scorer(((SlowAtFirst(seconds), 1.0),)), **online) for seconds in (0.5, 0)
+    )
     assert [step for step, *_ in slow[2]] == [step for step, *_ in usual[2]]
     assert learnt(slow[1]) == learnt(usual[1])
 
@@ -122,7 +156,9 @@ def test_one_step_off_generates_with_the_weights_that_the_step_before_started_fr
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_async_runs_as_far_ahead_as_it_may(run, staleness):
     _, metrics, asked = run(mode="async", staleness=staleness, steps=6)
-    assert [version for step, version, _ in asked[::3]] == [max(0, step - staleness) for step in range(6)]
+    assert [version for step, version, _ in asked[::3]] == [
+        max(0, step - staleness) for step in range(6)
+    ]
     assert max(step["staleness/max"] for step in metrics) == staleness
     assert all(step["staleness/dropped_samples"] == 0 for step in metrics)
 
@@ -135,7 +171,9 @@ def test_everything_is_generated_once_and_every_push_leaves_it_be(run, mode):
 
 
 def test_the_mode_changes_no_noise_and_no_prompt(run):
-    first, second, third = ([(step, rows) for step, _, rows in run(**mode, steps=3)[2]] for mode in MODES)
+    first, second, third = (
+        [(step, rows) for step, _, rows in run(**mode, steps=3)[2]] for mode in MODES
+    )
     assert first == second == third
 
 
@@ -144,7 +182,8 @@ class Straggler(LocalWorker):
 
     def __init__(self, target, workers):
         super().__init__(target)
-        self.workers, self.late = workers, False
+        self.workers = workers
+        self.late = False
 
     async def call(self, method, request, weights):
         made = await super().call(method, request, weights)
@@ -157,7 +196,8 @@ class Straggler(LocalWorker):
 
 def with_a_straggler(workers):
     """The workers of this process, but two rollout workers, one of which straggles."""
-    publish, workers.version = workers.publish, 0
+    publish = workers.publish
+    workers.version = 0
 
     async def noted(version, copy=None):
         workers.version = version
@@ -170,7 +210,9 @@ def with_a_straggler(workers):
 
 
 def test_async_overtakes_a_straggler_and_counts_what_came_too_late(run):
-    """Steps 2, 3 and 4 train before step 1, whose samples are too old when its late part arrives: all are generated again."""
+    """Steps 2, 3 and 4 train before step 1, whose samples are too old when its late part arrives:
+    all are generated again.
+    """
     two = {"placement": "ray", "resources": {"rollout": {"count": 2}}}
     _, metrics, asked = run(mode="async", staleness=2, steps=5, **two, around=with_a_straggler)
     assert [step["staleness/dropped_samples"] for step in metrics] == [0, 0, 0, 0, 12]
@@ -181,8 +223,11 @@ def test_async_overtakes_a_straggler_and_counts_what_came_too_late(run):
 
 
 def with_a_slow_first_step(workers):
-    """Two rollout workers: one has generated its request of step 1 when all of step 2 are scored, and not before."""
-    whole, scored = workers.reward.call, []
+    """Two rollout workers: one has generated its request of step 1 when all of step 2 are scored,
+    and not before.
+    """
+    whole = workers.reward.call
+    scored = []
 
     async def call(method, arguments):
         report = await whole(method, arguments)
@@ -203,20 +248,28 @@ def with_a_slow_first_step(workers):
             return made
 
     workers.reward.call = call
-    workers.rollout = rollout_pool([Slow(workers.rollout_worker), LocalWorker(workers.rollout_worker, 1)], None)
+    workers.rollout = rollout_pool(
+        [Slow(workers.rollout_worker), LocalWorker(workers.rollout_worker, 1)], None
+    )
     return workers
 
 
 def test_one_step_off_keeps_the_order_of_its_steps_on_ray(run):
-    """Or it would not repeat byte for byte: step 1 trains before step 2, whose rollouts are there first."""
+    """Or it would not repeat byte for byte: step 1 trains before step 2, whose rollouts are there
+    first.
+    """
     keys = {"mode": "one_step_off", "steps": 3}
     two = {"placement": "ray", "resources": {"rollout": {"count": 2}}}
     assert learnt(run(**keys, **two, around=with_a_slow_first_step)[1]) == learnt(run(**keys)[1])
 
 
 def with_losses(workers):
-    """Images are gone when they are to be scored for the first time, and rollouts when they are to be trained on."""
-    score, train, lost = workers.reward.call, workers.training.call, []
+    """Images are gone when they are to be scored for the first time, and rollouts when they are to
+    be trained on.
+    """
+    score = workers.reward.call
+    train = workers.training.call
+    lost = []
 
     async def call_reward(method, arguments):
         if "images" not in lost:
@@ -225,12 +278,15 @@ def with_losses(workers):
         return await score(method, arguments)
 
     async def call_training(method, *arguments):
-        if method == "receive" and lost.count("rollouts") < 2:  # all rollouts of the step, and then those of its first request
+        if (
+            method == "receive" and lost.count("rollouts") < 2
+        ):  # all rollouts of the step, and then those of its first request
             lost.append("rollouts")
             raise ResultLost("their machine is gone")
         return await train(method, *arguments)
 
-    workers.reward.call, workers.training.call = call_reward, call_training
+    workers.reward.call = call_reward
+    workers.training.call = call_training
     return workers
 
 
@@ -247,7 +303,8 @@ def test_samples_that_are_gone_are_generated_again_with_the_weights_that_they_ha
     """One step ahead: those of step 1 are gone when the weights of version 1 are there."""
 
     def lose(workers):
-        train, lost = workers.training.call, []
+        train = workers.training.call
+        lost = []
 
         async def call(method, *arguments):
             if method == "receive":
@@ -259,7 +316,9 @@ def test_samples_that_are_gone_are_generated_again_with_the_weights_that_they_ha
         workers.training.call = call
         return workers
 
-    versions = [(step, version) for step, version, _ in run(mode="one_step_off", steps=3, around=lose)[2]]
+    versions = [
+        (step, version) for step, version, _ in run(mode="one_step_off", steps=3, around=lose)[2]
+    ]
     assert versions.count((1, 0)) == 4
     assert len(versions) == 3 * 3 + 1
 
@@ -270,7 +329,9 @@ class Counting:
     name = "darkness"
 
     def __init__(self, misbehave=lambda call: None):
-        self.calls, self.threads, self.misbehave = 0, [], misbehave
+        self.calls = 0
+        self.threads = []
+        self.misbehave = misbehave
 
     def unavailable(self):
         return None
@@ -283,8 +344,11 @@ class Counting:
 
 
 def test_rewards_are_scored_beside_the_rollouts(run):
-    """A part is being scored while the next one is generated: the second rollout begins before the first score is there."""
-    begun, order = threading.Event(), []
+    """A part is being scored while the next one is generated: the second rollout begins before the
+    first score is there.
+    """
+    begun = threading.Event()
+    order = []
 
     def wait_for_the_next_rollout(call):
         if call == 1:
@@ -328,16 +392,23 @@ def test_a_reward_that_fails_is_asked_again(run):
 
 
 def test_a_reward_that_hangs_costs_its_images_and_is_counted(run):
-    """Two attempts; the four images of that part have no score, which the recipe allows or does not."""
+    """Two attempts; the four images of that part have no score, which the recipe allows or does
+    not.
+    """
 
     def hang(call):
         if call in (2, 3):  # both attempts at the second part
             time.sleep(2)
 
     stage = {"steps": 1, "scoring": {"timeout": 0.5, "retries": 1}}
-    with pytest.raises(RewardError, match=r"4 of 12 images.*max_failed_share.*no answer after 0.5 s \(attempt 2 of 2\)"):
+    with pytest.raises(
+        RewardError,
+        match=r"4 of 12 images.*max_failed_share.*no answer after 0.5 s \(attempt 2 of 2\)",
+    ):
         run(judge=Scorer(((Counting(hang), 1.0),)), **stage)
-    _, (metrics,), _ = run(judge=Scorer(((Counting(hang), 1.0),)), keys={"max_failed_share": 0.5}, **stage)
+    _, (metrics,), _ = run(
+        judge=Scorer(((Counting(hang), 1.0),)), keys={"max_failed_share": 0.5}, **stage
+    )
     assert metrics["reward/scored_share"] == pytest.approx(8 / 12)
     assert metrics["workers/replaced"] == 2
     assert metrics["updates"] > 0
@@ -345,7 +416,10 @@ def test_a_reward_that_hangs_costs_its_images_and_is_counted(run):
 
 def test_invalid_combinations_are_rejected_with_a_fix(make_recipe):
     for keys, message in (
-        ({"resources": {"rollout": {"count": 2}}}, "rollout.count above 1 needs processes.*placement: ray"),
+        (
+            {"resources": {"rollout": {"count": 2}}},
+            "rollout.count above 1 needs processes.*placement: ray",
+        ),
         ({"staleness": 2}, "staleness.*mode: async"),
         ({"resources": {"training": {"cores": [0]}}}, "training.cores.*placement: ray"),
         ({"resources": {"rollout": {"gpus": 0.5}}}, "rollout.gpus.*placement: ray"),

@@ -1,4 +1,6 @@
-"""What is watched and kept of an online stage: validation, dumps, profiles and the timeline; and that none of it is felt."""
+"""What is watched and kept of an online stage: validation, dumps, profiles and the timeline; and
+that none of it is felt.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,17 @@ from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 
-NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}, "optimizer": {"lr": 1e-3}}
+NFT = {
+    "algorithm": {"name": "diffusion_nft"},
+    "sampler": {"name": "ode", "steps": 3},
+    "optimizer": {"lr": 1e-3},
+}
 EMA = {"ema": {"slope": 0.5, "max_decay": 0.5}}
-WATCHED = {"validation": {"every": 2, "prompts": 3}, "dumps": {"every": 2, "samples": 5}, "profile": {"steps": [1]}}
+WATCHED = {
+    "validation": {"every": 2, "prompts": 3},
+    "dumps": {"every": 2, "samples": 5},
+    "profile": {"steps": [1]},
+}
 
 
 class Redness:
@@ -59,7 +69,10 @@ class Shown:
     """A metrics_logger that remembers what it is shown."""
 
     def __init__(self):
-        self.metrics, self.tables, self.images, self.files = [], {}, {}, {}
+        self.metrics = []
+        self.tables = {}
+        self.images = {}
+        self.files = {}
 
     def log_metrics(self, values, step):
         self.metrics.append((step, dict(values)))
@@ -75,18 +88,27 @@ class Shown:
         self.files[path] = content
 
     def validated(self):
-        found = {step: values for step, values in self.metrics if any(name.startswith("validation/") for name in values)}
+        found = {
+            step: values
+            for step, values in self.metrics
+            if any(name.startswith("validation/") for name in values)
+        }
         return {
-            step: {name.removeprefix("validation/"): value for name, value in values.items()} for step, values in found.items()
+            step: {name.removeprefix("validation/"): value for name, value in values.items()}
+            for step, values in found.items()
         }
 
     def lines(self, folder):
-        return [json.loads(line) for line in self.files[f"{folder}/samples.jsonl"].decode().splitlines()]
+        return [
+            json.loads(line) for line in self.files[f"{folder}/samples.jsonl"].decode().splitlines()
+        ]
 
 
 @pytest.fixture
 def validation(make_prompts):
-    """Four prompts, of which the stages of this module take three; the second is one that the stub reward fails on."""
+    """Four prompts, of which the stages of this module take three; the second is one that the stub
+    reward fails on.
+    """
     prompts = make_prompts(4, "validation")
     prompts[1] = Prompt(**{**vars(prompts[1]), "target": "FAIL"})
     return [Prompt(**{**vars(prompt), "prompt_id": 100 + prompt.prompt_id}) for prompt in prompts]
@@ -96,10 +118,19 @@ def validation(make_prompts):
 def run(make_recipe, make_prompts, base_folder, scorer, validation):
     """Run an online stage; returns (context, policy, metrics logger, recorded metrics, record)."""
 
-    def stage(policy=None, prompts=None, judge=None, own_weights=False, metrics_logger=None, keys=None, **online):
+    def stage(
+        policy=None,
+        prompts=None,
+        judge=None,
+        own_weights=False,
+        metrics_logger=None,
+        keys=None,
+        **online,
+    ):
         ctx = StageContext(make_recipe(online=online, policy=policy or {}, **(keys or {})), 0, 0)
         trained = opened(ctx, base_folder)
-        metrics_logger, updater = metrics_logger or Shown(), PolicyUpdater(trained, ctx.online)
+        metrics_logger = metrics_logger or Shown()
+        updater = PolicyUpdater(trained, ctx.online)
         judge = judge or Scorer(scorer.rewards, (Redness(),))
         placement = local_workers(ctx, updater, judge)
         if own_weights:
@@ -125,20 +156,31 @@ def opened(ctx, base_folder):
 def evaluated(ctx, policy, scorer, prompts, tmp_path):
     """(means, rows) of an evaluation of the policy as it is."""
     held_out = [Prompt(**{**vars(prompt), "split": "held_out"}) for prompt in prompts]
-    judge, path = Scorer(scorer.rewards, (Redness(),)), tmp_path / "samples.parquet"
+    judge = Scorer(scorer.rewards, (Redness(),))
+    path = tmp_path / "samples.parquet"
     found = evaluate(ctx.recipe, policy.model, policy, 0, judge, held_out, "peer", path)
     return found.held_out, read_table(path).to_pylist()
 
 
-@pytest.mark.parametrize("stage", [{}, NFT, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}], ids=str)
 @pytest.mark.parametrize(
-    "own_weights", [pytest.param(False, id="shared", marks=pytest.mark.exhaustive), pytest.param(True, id="sent")]
+    "stage", [{}, NFT, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}], ids=str
+)
+@pytest.mark.parametrize(
+    "own_weights",
+    [pytest.param(False, id="shared", marks=pytest.mark.exhaustive), pytest.param(True, id="sent")],
 )
 def test_being_watched_changes_nothing(run, stage, own_weights):
-    """Same policy to the last bit and same metrics, also where the old copy generates and the average is validated."""
+    """Same policy to the last bit and same metrics, also where the old copy generates and the
+    average is validated.
+    """
     stage = {"steps": 3, "policy": EMA, "own_weights": own_weights, **stage}
-    (_, plain, _, before, _), (_, watched, _, after, _) = (run(**stage, **keys) for keys in ({}, WATCHED))
-    for values, others in ((plain.parameters, watched.parameters), *((plain.copies[n], watched.copies[n]) for n in plain.copies)):
+    (_, plain, _, before, _), (_, watched, _, after, _) = (
+        run(**stage, **keys) for keys in ({}, WATCHED)
+    )
+    for values, others in (
+        (plain.parameters, watched.parameters),
+        *((plain.copies[n], watched.copies[n]) for n in plain.copies),
+    ):
         assert all(torch.equal(value, others[name]) for name, value in values.items())
     timed = ("seconds", "ms_per", "images_per", "push", "utilisation", "validation")
     for one, other in zip(before, after, strict=False):
@@ -148,14 +190,24 @@ def test_being_watched_changes_nothing(run, stage, own_weights):
 
 
 @pytest.mark.parametrize("own_weights", [False, True], ids=["shared", "sent"])
-@pytest.mark.parametrize(("policy", "stage"), [({}, {}), ({}, NFT), (EMA, NFT)], ids=["current", "old", "average"])
+@pytest.mark.parametrize(
+    ("policy", "stage"), [({}, {}), ({}, NFT), (EMA, NFT)], ids=["current", "old", "average"]
+)
 def test_a_validation_is_an_evaluation_of_what_would_be_served(
     run, policy, stage, own_weights, scorer, validation, base_folder, tmp_path
 ):
-    """Before the first step, every second one and after the last; with guardrails, and with what failed left out of the means."""
-    ctx, trained, metrics_logger, kept, _ = run(policy, steps=3, own_weights=own_weights, **stage, **WATCHED)
+    """Before the first step, every second one and after the last; with guardrails, and with what
+    failed left out of the means.
+    """
+    ctx, trained, metrics_logger, kept, _ = run(
+        policy, steps=3, own_weights=own_weights, **stage, **WATCHED
+    )
     assert list(metrics_logger.validated()) == [0, 2, 3]
-    assert set(metrics_logger.tables) == {"validation/step-00000", "validation/step-00002", "validation/step-00003"}
+    assert set(metrics_logger.tables) == {
+        "validation/step-00000",
+        "validation/step-00002",
+        "validation/step-00003",
+    }
     assert set(metrics_logger.images) == {("validation", 0), ("validation", 2), ("validation", 3)}
     assert len(kept) == 4
     for step, peer in ((0, opened(ctx, base_folder)), (3, trained)):
@@ -168,7 +220,11 @@ def test_a_validation_is_an_evaluation_of_what_would_be_served(
         table = metrics_logger.tables[f"validation/step-0000{step}"]
         assert [row["reward"] is None for row in table] == [False, True, False]
         for row, sample in zip(table, samples, strict=True):
-            assert (row["prompt"], row["target"], row["redness"]) == (sample["prompt"], sample["target"], sample["redness"])
+            assert (row["prompt"], row["target"], row["redness"]) == (
+                sample["prompt"],
+                sample["target"],
+                sample["redness"],
+            )
     first, last = (metrics_logger.tables[f"validation/step-0000{step}"] for step in (0, 3))
     assert first != last
 
@@ -180,9 +236,14 @@ def test_without_validation_the_guards_rest(run):
     assert set(metrics_logger.files) == {"timeline.json", "timeline.png"}
 
 
-def test_validation_prompts_are_the_first_of_their_split(make_recipe, make_prompts, validation, tmp_path):
+def test_validation_prompts_are_the_first_of_their_split(
+    make_recipe, make_prompts, validation, tmp_path
+):
     def table(prompts):
-        write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS), tmp_path / "prompts.parquet")
+        write_prompts(
+            pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS),
+            tmp_path / "prompts.parquet",
+        )
         return tmp_path / "prompts.parquet"
 
     def ctx(count):
@@ -191,37 +252,61 @@ def test_validation_prompts_are_the_first_of_their_split(make_recipe, make_promp
     everything = table([*make_prompts(6), *validation])
     assert validation_prompts(StageContext(make_recipe(), 0, 0), everything) == []
     assert validation_prompts(ctx(3), everything) == validation[:3]
-    with pytest.warns(UserWarning, match=r"validation.prompts = 16 and the split 'validation' has 4"):
+    with pytest.warns(
+        UserWarning, match=r"validation.prompts = 16 and the split 'validation' has 4"
+    ):
         assert validation_prompts(ctx(16), everything) == validation
     with pytest.raises(SamplingError, match="set prompts.validation"):
         validation_prompts(ctx(3), table(make_prompts(6)))
 
 
 def test_dumps_hold_the_first_samples_and_all_about_them(run, make_prompts):
-    broken = [Prompt(**{**vars(p), "target": "FAIL"}) if p.prompt_id == 2 else p for p in make_prompts(4)]
-    online = {**WATCHED, "dumps": {"every": 2, "samples": 6}, "prompts_per_step": 4, "mode": "one_step_off"}
-    ctx, _, metrics_logger, kept, _ = run(prompts=broken, steps=4, keys={"max_failed_share": 0.5}, **online)
+    broken = [
+        Prompt(**{**vars(p), "target": "FAIL"}) if p.prompt_id == 2 else p for p in make_prompts(4)
+    ]
+    online = {
+        **WATCHED,
+        "dumps": {"every": 2, "samples": 6},
+        "prompts_per_step": 4,
+        "mode": "one_step_off",
+    }
+    ctx, _, metrics_logger, kept, _ = run(
+        prompts=broken, steps=4, keys={"max_failed_share": 0.5}, **online
+    )
     folders = {path.rsplit("/", 1)[0] for path in metrics_logger.files if path.startswith("dumps/")}
     assert folders == {
-        "dumps/step-00000/rollouts", "dumps/step-00002/rollouts",
-        "dumps/step-00000/validation", "dumps/step-00002/validation", "dumps/step-00004/validation",
-    }  # fmt: skip
+        "dumps/step-00000/rollouts",
+        "dumps/step-00002/rollouts",
+        "dumps/step-00000/validation",
+        "dumps/step-00002/validation",
+        "dumps/step-00004/validation",
+    }
     for step, version in ((0, 0), (2, 1)):
         lines = metrics_logger.lines(f"dumps/step-0000{step}/rollouts")
         assert len(lines) == 6
         for index, line in enumerate(lines):
-            (image,) = decode_png([metrics_logger.files[f"dumps/step-0000{step}/rollouts/{line['image']}"]])
+            (image,) = decode_png(
+                [metrics_logger.files[f"dumps/step-0000{step}/rollouts/{line['image']}"]]
+            )
             failed = line["prompt_id"] == 2
             darkness = None if failed else pytest.approx(1 - image.mean() / 255)
             assert line["reward"] == line["scores"]["darkness"] == darkness
             assert (line["failure"] is None) == (not failed)
-            assert (line["policy_version"], line["seed"], line["sample"]) == (version, ctx.seed, step * 4 + index % 4)
+            assert (line["policy_version"], line["seed"], line["sample"]) == (
+                version,
+                ctx.seed,
+                step * 4 + index % 4,
+            )
             assert line["prompt"] == broken[line["prompt_id"]].prompt
             assert math.isfinite(line["advantage"])
     lines = metrics_logger.lines("dumps/step-00004/validation")
-    assert [(line["prompt_id"], line["policy_version"], line["reward"] is None) for line in lines] == [
-        (100, 4, False), (101, 4, True), (102, 4, False),
-    ]  # fmt: skip
+    assert [
+        (line["prompt_id"], line["policy_version"], line["reward"] is None) for line in lines
+    ] == [
+        (100, 4, False),
+        (101, 4, True),
+        (102, 4, False),
+    ]
     assert "advantage" not in lines[0]
     assert all("redness" in line["scores"] for line in lines)
 
@@ -230,26 +315,39 @@ def test_advantages_of_a_dump_are_those_that_were_trained_on(run):
     """One group is four samples: their advantages follow their rewards and are centred."""
     _, _, metrics_logger, _, _ = run(steps=1, prompts_per_step=1, dumps={"samples": 4})
     lines = metrics_logger.lines("dumps/step-00000/rollouts")
-    rewards, advantages = (np.array([line[name] for line in lines]) for name in ("reward", "advantage"))
+    rewards, advantages = (
+        np.array([line[name] for line in lines]) for name in ("reward", "advantage")
+    )
     assert advantages.sum() == pytest.approx(0, abs=1e-5)
     assert (np.argsort(rewards) == np.argsort(advantages)).all()
 
 
 def test_profiles_are_of_the_named_steps_and_roles(run):
     _, _, metrics_logger, _, _ = run(
-        steps=3, prompts_per_step=4, profile={"steps": [0, 2], "roles": ["rollout", "training"]}, validation={}
+        steps=3,
+        prompts_per_step=4,
+        profile={"steps": [0, 2], "roles": ["rollout", "training"]},
+        validation={},
     )
     profiles = {path for path in metrics_logger.files if path.startswith("profile/")}
-    assert profiles == {f"profile/step-0000{step}/{role}-0.json.gz" for step in (0, 2) for role in ("rollout", "training")}
+    assert profiles == {
+        f"profile/step-0000{step}/{role}-0.json.gz"
+        for step in (0, 2)
+        for role in ("rollout", "training")
+    }
     ops = {}
     for path in profiles:
         events = json.loads(gzip.decompress(metrics_logger.files[path]))["traceEvents"]
         ops[path] = {event["name"] for event in events}
         assert "aten::linear" in ops[path] or "aten::addmm" in ops[path]
     assert any("backward" in name.lower() for name in ops["profile/step-00002/training-0.json.gz"])
-    assert not any("backward" in name.lower() for name in ops["profile/step-00002/rollout-0.json.gz"])
+    assert not any(
+        "backward" in name.lower() for name in ops["profile/step-00002/rollout-0.json.gz"]
+    )
     only = run(steps=2, profile={"steps": [1], "roles": ["training"]})[2]
-    assert [path for path in only.files if path.startswith("profile/")] == ["profile/step-00001/training-0.json.gz"]
+    assert [path for path in only.files if path.startswith("profile/")] == [
+        "profile/step-00001/training-0.json.gz"
+    ]
 
 
 def test_of_a_step_a_worker_profiles_the_first_task_and_says_what_that_took():
@@ -265,11 +363,18 @@ def test_of_a_step_a_worker_profiles_the_first_task_and_says_what_that_took():
 
 
 def test_profiles_that_cannot_be_are_refused(make_recipe):
-    with pytest.raises(RecipeError, match=r"(?s)profile.roles has 'reward'.*one profiler per process.*placement: ray"):
+    with pytest.raises(
+        RecipeError,
+        match=r"(?s)profile.roles has 'reward'.*one profiler per process.*placement: ray",
+    ):
         make_recipe(online={"profile": {"steps": [0], "roles": ["reward"]}})
-    with pytest.raises(RecipeError, match=r"(?s)profile.steps has 2, and the stage's steps are 0 to 1"):
+    with pytest.raises(
+        RecipeError, match=r"(?s)profile.steps has 2, and the stage's steps are 0 to 1"
+    ):
         make_recipe(online={"profile": {"steps": [1, 2]}})
-    assert make_recipe(online={"placement": "ray", "profile": {"roles": ["reward"]}}).stages[0].profile.roles == ["reward"]
+    assert make_recipe(online={"placement": "ray", "profile": {"roles": ["reward"]}}).stages[
+        0
+    ].profile.roles == ["reward"]
 
 
 def test_the_timeline_holds_all_work_and_its_sums_are_the_records(run):
@@ -281,9 +386,12 @@ def test_the_timeline_holds_all_work_and_its_sums_are_the_records(run):
         spent[busy["task"]] = spent.get(busy["task"], 0) + busy["end"] - busy["start"]
     assert {"encoding": record.seconds["encoding"], **spent} == pytest.approx(record.seconds)
     assert set(spent) == {"rollout", "scoring", "training", "validation"}
-    assert {(busy["role"], busy["task"]) for busy in table["spans"] if busy["task"] == "validation"} == {
-        ("rollout", "validation"), ("reward", "validation"),
-    }  # fmt: skip
+    assert {
+        (busy["role"], busy["task"]) for busy in table["spans"] if busy["task"] == "validation"
+    } == {
+        ("rollout", "validation"),
+        ("reward", "validation"),
+    }
     assert [step["step"] for step in table["steps"]] == [0, 1, 2]
     walls = [step["end"] - step["start"] for step in table["steps"]]
     assert [metrics["seconds/step"] for metrics in kept[:3]] == pytest.approx(walls)
@@ -295,10 +403,13 @@ def test_the_timeline_holds_all_work_and_its_sums_are_the_records(run):
 
 
 def test_a_stage_that_fails_leaves_its_timeline(run, make_prompts):
-    metrics_logger, broken = Shown(), [Prompt(**{**vars(prompt), "target": "FAIL"}) for prompt in make_prompts(6)]
+    metrics_logger = Shown()
+    broken = [Prompt(**{**vars(prompt), "target": "FAIL"}) for prompt in make_prompts(6)]
     with pytest.raises(RewardError, match="max_failed_share"):
         run(prompts=broken, metrics_logger=metrics_logger)
-    assert {busy["task"] for busy in json.loads(metrics_logger.files["timeline.json"])["spans"]} == {"rollout", "scoring"}
+    assert {
+        busy["task"] for busy in json.loads(metrics_logger.files["timeline.json"])["spans"]
+    } == {"rollout", "scoring"}
 
 
 def test_utilisation_is_the_busy_share_of_a_steps_own_time():
@@ -324,18 +435,30 @@ def test_utilisation_is_the_busy_share_of_a_steps_own_time():
 
 
 def test_work_ahead_is_told_when_it_is_known(run):
-    """With rollouts a step ahead, the first utilisation is that of step 0, once step 1 has been taken; both ran in its time."""
+    """With rollouts a step ahead, the first utilisation is that of step 0, once step 1 has been
+    taken; both ran in its time.
+    """
     _, _, metrics_logger, kept, _ = run(steps=3, mode="one_step_off")
     assert ["utilisation/rollout" in metrics for metrics in kept] == [False, True, True]
     spent = kept[0]["seconds/rollout"] + kept[1]["seconds/rollout"]
-    assert kept[1]["utilisation/rollout"] == pytest.approx(spent / kept[0]["seconds/step"], rel=1e-3)
+    assert kept[1]["utilisation/rollout"] == pytest.approx(
+        spent / kept[0]["seconds/step"], rel=1e-3
+    )
 
 
 def test_a_timeline_shows_the_last_steps_and_a_row_for_each_worker():
-    spans = [Span("rollout", worker, "rollout", 10.0 * step, 10.0 * step + 5) for step in range(30) for worker in (0, 1)]
+    spans = [
+        Span("rollout", worker, "rollout", 10.0 * step, 10.0 * step + 5)
+        for step in range(30)
+        for worker in (0, 1)
+    ]
     steps = {step: (10.0 * step, 10.0 * step + 10) for step in range(30)}
     one, both = (Image.open(io.BytesIO(timeline(some, steps))) for some in (spans[::2], spans))
     assert one.width == both.width == 1200
     assert both.height > one.height
-    orange = (np.abs(np.asarray(both.convert("RGB")).astype(int) - (0xE0, 0x79, 0x1A)).sum(2) < 20).any(0)
-    assert np.diff(orange.astype(int)).clip(0).sum() == 12 + 1, "a bar for each of the last 12 steps, and the legend's"
+    orange = (
+        np.abs(np.asarray(both.convert("RGB")).astype(int) - (0xE0, 0x79, 0x1A)).sum(2) < 20
+    ).any(0)
+    assert np.diff(orange.astype(int)).clip(0).sum() == 12 + 1, (
+        "a bar for each of the last 12 steps, and the legend's"
+    )

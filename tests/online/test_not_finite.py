@@ -35,7 +35,8 @@ def broken(monkeypatch):
 def run(make_recipe, make_prompts, base_folder, scorer):
     def train(**keys):
         ctx = StageContext(make_recipe(online={"dumps": {"every": 1, "samples": 8}}, **keys), 0, 0)
-        updater, recorder = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online), Files()
+        updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+        recorder = Files()
         run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(6), recorder)
         return recorder
 

@@ -1,4 +1,6 @@
-"""A training step that is replayed shows what the policy saw: the bytes of its dump, its scores and its advantages."""
+"""A training step that is replayed shows what the policy saw: the bytes of its dump, its scores and
+its advantages.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +49,26 @@ class Files:
 
 @pytest.fixture
 def train(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch):
-    """``train(policy, **online)``: a stage that dumps every step; (its context, start, prompts, checkpoints, rows, files)."""
+    """``train(policy, **online)``: a stage that dumps every step; (its context, start, prompts,
+    checkpoints, rows, files).
+    """
     monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
 
     def run(policy, **online):
         prompts = [*make_prompts(9), *make_prompts(3, "validation")]
-        write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet")
+        write_prompts(
+            pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet"
+        )
         watched = {"dumps": {"every": 1, "samples": 100}, "validation": {"every": 2, "prompts": 3}}
         fast = {"optimizer": {"lr": 1e-2}, "max_hours": 5, "checkpoints": {"every": 2, "keep": 5}}
-        ctx = StageContext(make_recipe(online={"steps": STEPS, **watched, **fast, **online}, policy=policy), 0, 0)
-        write_base_policy(tmp_path / "start", verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
-        checkpoints, files = Checkpoints(ctx, tmp_path / "checkpoints"), Files()
+        ctx = StageContext(
+            make_recipe(online={"steps": STEPS, **watched, **fast, **online}, policy=policy), 0, 0
+        )
+        write_base_policy(
+            tmp_path / "start", verify(base_folder), ctx.recipe.digest, ctx.recipe.policy
+        )
+        checkpoints = Checkpoints(ctx, tmp_path / "checkpoints")
+        files = Files()
         recorder = MetricsRecorder(files)
         folders = (base_folder, tmp_path / "start", tmp_path / "prompts.parquet")
         train_online_folder(ctx, *folders, tmp_path / "trained", recorder, checkpoints=checkpoints)
@@ -104,25 +115,36 @@ def test_it_starts_at_a_checkpoint_and_leaves_it_as_it_was(train, monkeypatch):
     monkeypatch.setattr(replay._ReplayLoop, "_train_on", watched)
     assert replay_online_step(ctx, *folders, 3, checkpoints=checkpoints).pngs == dumped(files, 3)[1]
     assert trained == [2, 3], "from the checkpoint on"
-    assert {path: path.read_bytes() for path in checkpoints.folder.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in checkpoints.folder.rglob("*") if path.is_file()
+    } == before
 
 
-ELSEWHERE = {"placement": "ray", "resources": {"training": {"count": 2}, "rollout": {"count": 2}, "reward": {"count": 2}}}
+ELSEWHERE = {
+    "placement": "ray",
+    "resources": {"training": {"count": 2}, "rollout": {"count": 2}, "reward": {"count": 2}},
+}
 
 
 @pytest.mark.parametrize("change", [ELSEWHERE, {"max_hours": 1e-9}], ids=["on Ray", "budget spent"])
 def test_where_a_stage_ran_and_for_how_long_it_may_changes_no_sample(train, change):
     ctx, folders, _, _, files = train({})
     stages = ctx.recipe.model_dump(mode="json")["stages"]
-    elsewhere = Recipe.model_validate(ctx.recipe.model_dump(mode="json") | {"stages": [stages[0] | change, *stages[1:]]})
-    assert replay_online_step(replace(ctx, recipe=elsewhere), *folders, 2).pngs == dumped(files, 2)[1]
+    elsewhere = Recipe.model_validate(
+        ctx.recipe.model_dump(mode="json") | {"stages": [stages[0] | change, *stages[1:]]}
+    )
+    assert (
+        replay_online_step(replace(ctx, recipe=elsewhere), *folders, 2).pngs == dumped(files, 2)[1]
+    )
 
 
 def test_samples_without_a_score_are_not_trained_on(train, make_prompts):
     ctx, folders, *_ = train({}, advantages={"keep_extremes": 1})
     replayed = replay_online_step(ctx, *folders, 0)
     assert (
-        sum(row["trained"] for row in replayed.rows) == 2 * len({row["prompt_id"] for row in replayed.rows}) < len(replayed.rows)
+        sum(row["trained"] for row in replayed.rows)
+        == 2 * len({row["prompt_id"] for row in replayed.rows})
+        < len(replayed.rows)
     )
     assert all(row["advantage"] == 0 for row in replayed.rows if not row["trained"])
 
@@ -136,5 +158,7 @@ def test_a_step_that_the_stage_does_not_have(make_recipe, tmp_path, step):
 
 def test_an_async_stage_on_ray_does_not_repeat(make_recipe, tmp_path):
     ctx = StageContext(make_recipe(online={"mode": "async", "placement": "ray"}), 0, 0)
-    with pytest.raises(ReplayError, match="when a worker was free, so it does not repeat; see the dumps"):
+    with pytest.raises(
+        ReplayError, match="when a worker was free, so it does not repeat; see the dumps"
+    ):
         replay_online_step(ctx, tmp_path, tmp_path, tmp_path, 0)

@@ -44,7 +44,9 @@ def ids(prompts):
 @pytest.fixture
 def sampler_of(make_recipe, make_prompts):
     """``sampler_of(12, **online)``: the sampler of a stage on so many prompts."""
-    return lambda count, **online: PromptSampler(StageContext(make_recipe(online=online), 0, 0), make_prompts(count))
+    return lambda count, **online: PromptSampler(
+        StageContext(make_recipe(online=online), 0, 0), make_prompts(count)
+    )
 
 
 def test_without_further_keys_it_is_the_batch_of_the_step(sampler_of, make_prompts):
@@ -63,7 +65,8 @@ def test_as_many_other_prompts_are_drawn_as_say_nothing(sampler_of):
     assert (len(two), len(four), four[:2]) == (2, 4, two)
     assert not set(ids(taken)) & set(ids(four))
     assert (
-        sampler.further(3, [*taken, *two], []) == sampler.further(3, taken, [])[2:] + sampler.further(3, [*taken, *four], [])[:2]
+        sampler.further(3, [*taken, *two], [])
+        == sampler.further(3, taken, [])[2:] + sampler.further(3, [*taken, *four], [])[:2]
     )
     assert sampler.further(4, taken, []) != four
     assert len(sampler.further(3, [*taken, *four], [])) == 4
@@ -73,19 +76,26 @@ def test_as_many_other_prompts_are_drawn_as_say_nothing(sampler_of):
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
 def test_a_prompt_varies_if_it_has_advantages(combine):
     """The rewards of prompt 3 cancel in their sum; prompt 4 has one score alone."""
-    prompt_ids, config = np.repeat([1, 2, 3, 4], 2), AdvantagesConfig(combine=combine)
+    prompt_ids = np.repeat([1, 2, 3, 4], 2)
+    config = AdvantagesConfig(combine=combine)
     scores = {"a": np.array([0, 1, 5, 5, 0, 1, 2, np.nan]), "b": np.array([0, 0, 0, 0, 1, 0, 0, 1])}
     weights = {"a": 1.0, "b": 1.0}
     varied = varied_prompts(scores, weights, prompt_ids, config)
     assert varied == ([1] if combine == "sum" else [1, 3])
-    assert varied == np.unique(prompt_ids[compute_advantages(scores, weights, prompt_ids, config).keep]).tolist()
+    assert (
+        varied
+        == np.unique(
+            prompt_ids[compute_advantages(scores, weights, prompt_ids, config).keep]
+        ).tolist()
+    )
 
 
 class VariedReward(Darkness):
     """The samples of the prompts with these ids score differently."""
 
     def __init__(self, varied):
-        self.varied, self.seen = varied, []
+        self.varied = varied
+        self.seen = []
 
     def __call__(self, images, prompts):
         result = super().__call__(images, prompts)
@@ -99,9 +109,12 @@ def run(make_recipe, make_prompts, base_folder):
     """``run(reward, **online)``: the metrics of each step."""
 
     def stage(reward, **online):
-        ctx, recorder = StageContext(make_recipe(online={"group_size": 2, "micro_batch": 16, **online}), 0, 0), MetricsRecorder()
+        ctx = StageContext(make_recipe(online={"group_size": 2, "micro_batch": 16, **online}), 0, 0)
+        recorder = MetricsRecorder()
         updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
-        run_online_stage(ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), make_prompts(8), recorder)
+        run_online_stage(
+            ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), make_prompts(8), recorder
+        )
         return recorder.metrics
 
     return stage
@@ -109,12 +122,17 @@ def run(make_recipe, make_prompts, base_folder):
 
 @pytest.fixture
 def mixed(make_recipe, make_prompts):
-    """``mixed(**online)``: (a stage on 3 prompts of a.txt to 1 of b.txt, which have 6 and 3, those prompts)."""
+    """``mixed(**online)``: (a stage on 3 prompts of a.txt to 1 of b.txt, which have 6 and 3, those
+    prompts).
+    """
 
     def make(**online):
         sets = [{"source": "a.txt", "weight": 3}, {"source": "b.txt", "weight": 1}]
         recipe = make_recipe(online={"prompts_per_step": 4, **online}, prompts={"mixture": sets})
-        prompts = [dataclasses.replace(p, source="b.txt" if p.prompt_id % 3 == 0 else "a.txt") for p in make_prompts(9)]
+        prompts = [
+            dataclasses.replace(p, source="b.txt" if p.prompt_id % 3 == 0 else "a.txt")
+            for p in make_prompts(9)
+        ]
         return StageContext(recipe, 0, 0), prompts
 
     return make
@@ -135,25 +153,35 @@ def test_every_step_has_the_shares_of_the_mixture(mixed, keys):
         further = sampler.further(step, batch, varied)
         assert (len(further), of_b(further)) == (2, 1)
     if not keys:
-        assert sorted(ids([p for step in range(2) for p in sampler.batch(step) if p.source == "a.txt"])) == [1, 2, 4, 5, 7, 8]
+        assert sorted(
+            ids([p for step in range(2) for p in sampler.batch(step) if p.source == "a.txt"])
+        ) == [1, 2, 4, 5, 7, 8]
 
 
 def test_a_shard_of_an_offline_stage_has_the_shares_too(mixed):
     ctx, prompts = mixed()
     ctx = StageContext(ctx.recipe, 0, 1)
-    chosen = [prompt for shard in range(2) for prompt in prompts_of_shard(ctx, prompts, shard, [p.source for p in prompts])]
+    chosen = [
+        prompt
+        for shard in range(2)
+        for prompt in prompts_of_shard(ctx, prompts, shard, [p.source for p in prompts])
+    ]
     assert (len(set(ids(chosen))), of_b(chosen)) == (4, 1)
-    by_id = [i for shard in range(2) for i in prompts_of_shard(ctx, ids(prompts), shard, [p.source for p in prompts])]
+    by_id = [
+        i
+        for shard in range(2)
+        for i in prompts_of_shard(ctx, ids(prompts), shard, [p.source for p in prompts])
+    ]
     assert by_id == ids(chosen)
 
 
 def test_a_stage_trains_on_a_mixture(mixed, base_folder):
     ctx, prompts = mixed(group_size=2, micro_batch=8, updates_per_step=1)
-    reward, updater = (
-        VariedReward(set(range(9))),
-        PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online),
+    reward = VariedReward(set(range(9)))
+    updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+    run_online_stage(
+        ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), prompts, MetricsRecorder()
     )
-    run_online_stage(ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), prompts, MetricsRecorder())
     assert [sum(prompt % 3 == 0 for prompt in seen) for seen in reward.seen] == [1, 1]
     assert updater.updates == 2
 
@@ -161,11 +189,20 @@ def test_a_stage_trains_on_a_mixture(mixed, base_folder):
 def moments_of(rewards):
     """(prompts, moments) of the rewards of each prompt."""
     prompt_ids = np.repeat(list(rewards), [len(found) for found in rewards.values()])
-    return reward_moments(np.concatenate([np.array(found, float) for found in rewards.values()]), prompt_ids)
+    return reward_moments(
+        np.concatenate([np.array(found, float) for found in rewards.values()]), prompt_ids
+    )
 
 
 def test_a_first_pass_leaves_out_what_is_outside_the_range(sampler_of):
-    found = {0: [0.0, 0.2], 1: [0.4, 0.6], 2: [0.5, 0.5], 3: [1.0, 1.0], 4: [0.3, np.nan], 5: [0.6, 0.8]}
+    found = {
+        0: [0.0, 0.2],
+        1: [0.4, 0.6],
+        2: [0.5, 0.5],
+        3: [1.0, 1.0],
+        4: [0.3, np.nan],
+        5: [0.6, 0.8],
+    }
     keys = {"min_reward": 0.1, "max_reward": 0.7}
     for config, kept in (
         (keys, [0, 1, 2, 5]),
@@ -180,7 +217,10 @@ def test_a_first_pass_leaves_out_what_is_outside_the_range(sampler_of):
         assert set(ids(sampler.further(0, sampler.batch(0), []))) <= set(kept)
         assert sampler.state.prompt_rewards == {}
     with pytest.raises(
-        StageError, match=r"leaves 1 of 6 prompts, .* means from 0.1 to 1 and standard deviations of at most 0.14"
+        StageError,
+        match=(
+            r"leaves 1 of 6 prompts, .* means from 0.1 to 1 and standard deviations of at most 0.14"
+        ),
     ):
         sampler_of(6, prompt_filter={"min_reward": 0.9}).keep(*moments_of(found))
 
@@ -197,54 +237,86 @@ def test_running_rewards_follow_the_groups_and_survive_a_checkpoint(sampler_of):
     sampler.learn(*moments_of({1: [0.0, 1.0], 3: [1.0, 1.0]}))
     sampler.learn(*moments_of({1: [1.0, 1.0]}))
     deviation = 0.5**0.5
-    assert sampler.state.prompt_rewards == {1: (0.625, pytest.approx(0.75 * deviation)), 3: (1.0, 0.0)}
+    assert sampler.state.prompt_rewards == {
+        1: (0.625, pytest.approx(0.75 * deviation)),
+        3: (1.0, 0.0),
+    }
     sampler.state.kept_prompts = [1, 3]
     resumed = StageState()
     resumed.load_state_dict(json.loads(json.dumps(sampler.state.state_dict())))
     assert resumed == dataclasses.replace(sampler.state, history=resumed.history)
 
 
-@pytest.mark.parametrize(("weight", "expected"), [("spread", [1, 0.5, 0.1, 1]), ("low_reward", [0.1, 0.5, 1, 1])])
+@pytest.mark.parametrize(
+    ("weight", "expected"), [("spread", [1, 0.5, 0.1, 1]), ("low_reward", [0.1, 0.5, 1, 1])]
+)
 def test_weights_of_a_curriculum(weight, expected):
     """Prompt 7 is new, and counts as much as the best."""
     state = StageState(prompt_rewards={4: (1.0, 0.4), 5: (0.5, 0.2), 6: (0.0, 0.0)})
-    assert curriculum_weights(CurriculumConfig(weight=weight), [4, 5, 6, 7], state) == pytest.approx(expected)
-    assert curriculum_weights(CurriculumConfig(weight=weight), [4, 5], StageState()) == pytest.approx([1, 1])
+    assert curriculum_weights(
+        CurriculumConfig(weight=weight), [4, 5, 6, 7], state
+    ) == pytest.approx(expected)
+    assert curriculum_weights(
+        CurriculumConfig(weight=weight), [4, 5], StageState()
+    ) == pytest.approx([1, 1])
 
 
 def test_prompts_are_drawn_in_proportion_to_their_weights(sampler_of):
-    """The first of many draws: weights of 1, .5, .1 and 1 of 2.6; and one that nothing is known of."""
+    """The first of many draws: weights of 1, .5, .1 and 1 of 2.6; and one that nothing is known
+    of."""
     sampler = sampler_of(4, prompts_per_step=1, curriculum={})
     sampler.state.prompt_rewards |= {0: (1.0, 0.4), 1: (0.5, 0.2), 2: (0.0, 0.0)}
-    drawn = np.bincount([sampler.batch(step)[0].prompt_id for step in range(4000)], minlength=4) / 4000
+    drawn = (
+        np.bincount([sampler.batch(step)[0].prompt_id for step in range(4000)], minlength=4) / 4000
+    )
     assert drawn == pytest.approx(np.array([1, 0.5, 0.1, 1]) / 2.6, abs=0.03)
     assert sampler.batch(7) == sampler.batch(7)
     two = sampler_of(4, prompts_per_step=2, curriculum={})
     assert all(len(set(ids(two.batch(step)))) == 2 for step in range(20))
 
 
-@pytest.mark.parametrize(("steps", "prompts_per_step"), [(4, 4), pytest.param(14, 2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("steps", "prompts_per_step"), [(4, 4), pytest.param(14, 2, marks=pytest.mark.exhaustive)]
+)
 def test_a_curriculum_comes_back_to_what_varies(run, steps, prompts_per_step):
-    """One prompt of eight varies. Once all were seen it is in every step; in turn it would be in every second or fourth."""
-    rows = run(VariedReward({5}), steps=steps, prompts_per_step=prompts_per_step, curriculum={"floor": 0.001})
+    """One prompt of eight varies. Once all were seen it is in every step; in turn it would be in
+    every second or fourth.
+    """
+    rows = run(
+        VariedReward({5}),
+        steps=steps,
+        prompts_per_step=prompts_per_step,
+        curriculum={"floor": 0.001},
+    )
     taught = [row["group/zero_std_share"] < 1 for row in rows]
     assert sum(taught) > steps / 2
     assert all(taught[-steps // 3 :])
 
 
-def test_rollouts_in_flight_keep_their_prompts(make_recipe, make_prompts, base_folder, scorer, tmp_path):
+def test_rollouts_in_flight_keep_their_prompts(
+    make_recipe, make_prompts, base_folder, scorer, tmp_path
+):
     """A curriculum that has learnt since would draw others for the same step."""
-    ctx, prompts = StageContext(make_recipe(online={"steps": 3, "curriculum": {"floor": 1e-9}}), 0, 0), make_prompts(8)
-    workers = local_workers(ctx, PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online), scorer)
+    ctx = StageContext(make_recipe(online={"steps": 3, "curriculum": {"floor": 1e-9}}), 0, 0)
+    prompts = make_prompts(8)
+    workers = local_workers(
+        ctx,
+        PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online),
+        scorer,
+    )
     sampler = PromptSampler(ctx, prompts)
 
     async def interrupted():
         embeddings = await workers.training.call_first("encode", prompts)
-        queue, resumed = (RolloutQueue(ctx, workers, sampler, embeddings, first_step=1) for _ in range(2))
+        queue, resumed = (
+            RolloutQueue(ctx, workers, sampler, embeddings, first_step=1) for _ in range(2)
+        )
         await queue.start()
         await save_in_flight(tmp_path, queue)
         before = await queue.next_batch(1)
-        sampler.state.prompt_rewards |= dict.fromkeys(ids(before.prompts), (0.5, 0.0)) | {7: (0.5, 0.1)}
+        sampler.state.prompt_rewards |= dict.fromkeys(ids(before.prompts), (0.5, 0.0)) | {
+            7: (0.5, 0.1)
+        }
         load_in_flight(tmp_path, resumed)
         return before, await resumed.next_batch(1)
 
@@ -266,24 +338,34 @@ class Failing(VariedReward):
     """Scores the samples of these prompts alone; they score differently."""
 
     def __call__(self, images, prompts):
-        result, lost = super().__call__(images, prompts), [prompt.prompt_id not in self.varied for prompt in prompts]
+        result = super().__call__(images, prompts)
+        lost = [prompt.prompt_id not in self.varied for prompt in prompts]
         result.values[lost] = np.nan
-        return dataclasses.replace(result, failures=dict.fromkeys(np.flatnonzero(lost).tolist(), "made to fail"))
+        return dataclasses.replace(
+            result, failures=dict.fromkeys(np.flatnonzero(lost).tolist(), "made to fail")
+        )
 
 
-@pytest.mark.parametrize(("scored", "failed"), [({1, 2, 6}, "10 of 16"), (set(), "16 of 16")], ids=["some", "none"])
+@pytest.mark.parametrize(
+    ("scored", "failed"), [({1, 2, 6}, "10 of 16"), (set(), "16 of 16")], ids=["some", "none"]
+)
 def test_a_first_pass_that_is_not_scored_ends_the_stage(run, scored, failed):
-    """Three prompts would be enough for the steps, and nobody would know that the others were never tried."""
-    with pytest.raises(RewardError, match=f"{failed} images .* max_failed_share = 5.0% allows; .* made to fail"):
+    """Three prompts would be enough for the steps, and nobody would know that the others were never
+    tried.
+    """
+    with pytest.raises(
+        RewardError, match=f"{failed} images .* max_failed_share = 5.0% allows; .* made to fail"
+    ):
         run(Failing(scored), prompt_filter={"samples": 2, "max_reward": 1})
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["noise of their own", "one noise"])
 def test_the_samples_of_a_first_pass_start_as_those_of_a_step(make_recipe, make_prompts, shared):
     keys = {"steps": 3, "shared_initial_noise": shared, "prompt_filter": {"max_reward": 1}}
-    ctx, prompts = StageContext(make_recipe(online=keys), 0, 0), make_prompts(4)
-    workers, embeddings = SimpleNamespace(steps_before=0), lambda wanted: None
-    queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), embeddings)
+    ctx = StageContext(make_recipe(online=keys), 0, 0)
+    prompts = make_prompts(4)
+    workers = SimpleNamespace(steps_before=0)
+    queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), lambda wanted: None)
     for requests in (queue.requests(0, prompts=prompts), queue.first_pass(prompts, 3)):
         for request in requests:
             different = {tuple(noise) for noise in initial_noise((4,), request.keys).tolist()}
@@ -297,14 +379,23 @@ class Stale(Diffusers):
         """Nothing arrives."""
 
 
-def test_an_engine_passes_the_gate_before_it_makes_the_first_pass(make_recipe, make_prompts, base_folder):
+def test_an_engine_passes_the_gate_before_it_makes_the_first_pass(
+    make_recipe, make_prompts, base_folder
+):
     keys = {"engine": f"{__name__}:Stale", "prompt_filter": {"samples": 2, "max_reward": 1}}
-    ctx, reward = StageContext(make_recipe(online=keys), 0, 0), VariedReward(set(range(8)))
+    ctx = StageContext(make_recipe(online=keys), 0, 0)
+    reward = VariedReward(set(range(8)))
     policy, other = (Policy(load_model(base_folder), ctx.recipe.policy, 0) for _ in range(2))
     other.assign({name: 1.5 * value.detach() for name, value in other.parameters.items()})
-    trainer, engine = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online)), RolloutWorker(Stale(ctx, other))
+    trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online))
+    engine = RolloutWorker(Stale(ctx, other))
     with pytest.raises(ParityError, match="log-probs"):
-        run_online_stage(ctx, LocalWorkers(trainer, Scorer(((reward, 1.0),)), engine), make_prompts(8), MetricsRecorder())
+        run_online_stage(
+            ctx,
+            LocalWorkers(trainer, Scorer(((reward, 1.0),)), engine),
+            make_prompts(8),
+            MetricsRecorder(),
+        )
     assert reward.seen == []
 
 
@@ -312,8 +403,14 @@ def test_an_engine_passes_the_gate_before_it_makes_the_first_pass(make_recipe, m
     ("keys", "message"),
     [
         ({"prompt_filter": {"samples": 4}}, "it leaves nothing out; give min_reward"),
-        ({"prompt_filter": {"min_reward": 1, "max_reward": 0.5}}, "min_reward = 1 is above max_reward = 0.5"),
-        ({"prompt_filter": {"prompts": 1, "max_reward": 1}}, "prompt_filter.prompts = 1 are fewer than prompts_per_step = 2"),
+        (
+            {"prompt_filter": {"min_reward": 1, "max_reward": 0.5}},
+            "min_reward = 1 is above max_reward = 0.5",
+        ),
+        (
+            {"prompt_filter": {"prompts": 1, "max_reward": 1}},
+            "prompt_filter.prompts = 1 are fewer than prompts_per_step = 2",
+        ),
     ],
 )
 def test_what_cannot_be_is_explained(make_recipe, keys, message):
@@ -322,10 +419,14 @@ def test_what_cannot_be_is_explained(make_recipe, keys, message):
 
 
 def test_a_step_is_refilled_until_enough_groups_vary_or_the_rounds_are_over(run):
-    """Two of eight prompts vary, and a step wants two: with enough rounds every step finds them, and then stops."""
+    """Two of eight prompts vary, and a step wants two: with enough rounds every step finds them,
+    and then stops.
+    """
     two = {3, 4}
     found = run(VariedReward(two), steps=2, refill_rounds=7)
-    assert all(row["group/size"] == 2 and row["loss"] != 0 and row["skipped_updates"] == 0 for row in found)
+    assert all(
+        row["group/size"] == 2 and row["loss"] != 0 and row["skipped_updates"] == 0 for row in found
+    )
     kept = [(2 + row["group/refilled"]) * (1 - row["group/zero_std_share"]) for row in found]
     assert kept == pytest.approx([2, 2])
     nothing = VariedReward(set())
@@ -349,10 +450,15 @@ class OfItsSet(VariedReward):
 
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
 def test_a_stage_trains_on_prompt_sets_with_their_own_rewards(mixed, base_folder, combine):
-    """All samples have advantages, though each has one of the two scores alone; and no row is called a failure."""
+    """All samples have advantages, though each has one of the two scores alone; and no row is
+    called a failure.
+    """
     advantages = {"combine": combine, "std": "group"}
-    ctx, prompts = mixed(group_size=2, micro_batch=8, updates_per_step=1, refill_rounds=1, advantages=advantages)
-    rewards, recorder = [OfItsSet("a"), OfItsSet("b")], MetricsRecorder()
+    ctx, prompts = mixed(
+        group_size=2, micro_batch=8, updates_per_step=1, refill_rounds=1, advantages=advantages
+    )
+    rewards = [OfItsSet("a"), OfItsSet("b")]
+    recorder = MetricsRecorder()
     of_sets = {name: reward("ocr", prompts=[f"{name}.txt"]) for name in "ab"}
     scorer = Scorer(((rewards[0], 1.0), (rewards[1], 2.0)), of_sets=of_sets)
     updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
@@ -363,4 +469,6 @@ def test_a_stage_trains_on_prompt_sets_with_their_own_rewards(mixed, base_folder
         assert step["reward/scored_share"] == 1
         assert step["group/dropped_samples"] == 0
         assert step["group/refilled"] == 0
-        assert step["reward/mean"] == pytest.approx((6 * step["score/a"] + 2 * 2 * step["score/b"]) / 8)
+        assert step["reward/mean"] == pytest.approx(
+            (6 * step["score/a"] + 2 * 2 * step["score/b"]) / 8
+        )

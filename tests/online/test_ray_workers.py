@@ -1,4 +1,6 @@
-"""An online stage on Ray: what one process computes, whoever dies or hangs on the way; and how it ends when it must."""
+"""An online stage on Ray: what one process computes, whoever dies or hangs on the way; and how it
+ends when it must.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.online import ray_workers
 from ebbflow.online.loop import OnlineLoop, train_online_folder
 from ebbflow.online.ray_actor import Folders, stay_on
-from ebbflow.online.ray_workers import NoReplacement, RayWorker, RayWorkers, RecoverableStageError, ResultGone, TrainingDied
+from ebbflow.online.ray_workers import (
+    NoReplacement,
+    RayWorker,
+    RayWorkers,
+    RecoverableStageError,
+    ResultGone,
+    TrainingDied,
+)
 from ebbflow.online.workers import StageError, WorkerDied
 from ebbflow.recipe.registry import reward
 from ebbflow.rollouts.generate import Rollouts
@@ -49,10 +58,18 @@ TIMED = ("seconds/", "ms_per_image/", "images_per_second", "push/", "utilisation
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A small Ray of two cores, which workers share."""
-    with pytest.MonkeyPatch.context() as patch, forked_workers(tmp_path_factory.mktemp("ray") / "socket"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        forked_workers(tmp_path_factory.mktemp("ray") / "socket"),
+    ):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")  # else all other processes of the machine go first
-        ray.init(num_cpus=CPUS, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+        ray.init(
+            num_cpus=CPUS,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+        )
         yield
         ray.shutdown()
 
@@ -60,9 +77,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("mode", "answered"), [("token", True), ("disabled", False)])
 def test_it_answers_only_who_has_its_token(mode: str, answered: bool) -> None:
     address = ray.get_runtime_context().gcs_address
-    ask = f"from ray._raylet import GcsClient; print(GcsClient({address!r}).internal_kv_keys(b'', namespace=None, timeout=60))"
+    ask = (
+        f"from ray._raylet import GcsClient; print(GcsClient({address!r}).internal_kv_keys(b'',"
+        " namespace=None, timeout=60))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", ask], env=os.environ | {"RAY_AUTH_MODE": mode}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ask],
+        env=os.environ | {"RAY_AUTH_MODE": mode},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ("gcs_pid" in done.stdout) is answered, done.stderr
     assert ("InvalidAuthToken" in done.stderr) is not answered
@@ -70,7 +94,9 @@ def test_it_answers_only_who_has_its_token(mode: str, answered: bool) -> None:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a stage left behind: the policy's parameters, the metrics of its steps without those of time, and its record."""
+    """What a stage left behind: the policy's parameters, the metrics of its steps without those of
+    time, and its record.
+    """
 
     parameters: dict[str, torch.Tensor]
     metrics: list[dict[str, float]]
@@ -85,15 +111,30 @@ def prompts(make_prompts) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def context_of(make_recipe):
-    """``context_of(workers, reward, ...)``: a stage whose steps have several parts, on Ray where it has ``workers``."""
+    """``context_of(workers, reward, ...)``: a stage whose steps have several parts, on Ray where it
+    has ``workers``.
+    """
 
-    def make(workers: dict[str, Any] | None = None, reward: dict[str, Any] | None = None, **online: Any) -> StageContext:
+    def make(
+        workers: dict[str, Any] | None = None, reward: dict[str, Any] | None = None, **online: Any
+    ) -> StageContext:
         small = {role: {"cpus": 0.1} for role in ("training", "rollout", "reward")}
         resources = {role: keys | (workers or {}).get(role, {}) for role, keys in small.items()}
         on_ray = {"placement": "ray", "resources": resources} if workers is not None else {}
-        trained = {"name": "custom", "path": "ray_cases:Darkness", "label": "darkness", "options": reward or {}}
+        trained = {
+            "name": "custom",
+            "path": "ray_cases:Darkness",
+            "label": "darkness",
+            "options": reward or {},
+        }
         rewards = {"rewards": [trained], "guardrails": [], "max_failed_share": 0.5}
-        return StageContext(make_recipe(online={"micro_batch": 4, "prompts_per_step": 3, **on_ray, **online}, **rewards), 0, 0)
+        return StageContext(
+            make_recipe(
+                online={"micro_batch": 4, "prompts_per_step": 3, **on_ray, **online}, **rewards
+            ),
+            0,
+            0,
+        )
 
     return make
 
@@ -112,13 +153,22 @@ def start(base_folder, tmp_path_factory):
 
 @pytest.fixture
 def train(base_folder, start, tmp_path):
-    """``train(ctx, prompts)``: the whole stage, from folder to folder; ``base`` is what workers ask for the base model."""
+    """``train(ctx, prompts)``: the whole stage, from folder to folder; ``base`` is what workers ask
+    for the base model.
+    """
 
     def run(ctx: StageContext, prompts: list[Prompt], base: Any = None) -> Ran:
-        folder, recorder, trained = start(ctx), MetricsRecorder(), tmp_path / f"trained-{ctx.online.placement}"
-        write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS), tmp_path / "prompts.parquet")
+        folder = start(ctx)
+        recorder = MetricsRecorder()
+        trained = tmp_path / f"trained-{ctx.online.placement}"
+        write_prompts(
+            pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS),
+            tmp_path / "prompts.parquet",
+        )
         actors = Folders(base or partial(Path, base_folder), partial(Path, folder))
-        record = train_online_folder(ctx, base_folder, folder, tmp_path / "prompts.parquet", trained, recorder, actors=actors)
+        record = train_online_folder(
+            ctx, base_folder, folder, tmp_path / "prompts.parquet", trained, recorder, actors=actors
+        )
         return ran(trained, recorder, record)
 
     return run
@@ -126,7 +176,9 @@ def train(base_folder, start, tmp_path):
 
 def ran(folder: Path, recorder: MetricsRecorder, record: StageRecord) -> Ran:
     verify(folder)
-    kept_metrics = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in recorder.metrics]
+    kept_metrics = [
+        {k: v for k, v in row.items() if not k.startswith(TIMED)} for row in recorder.metrics
+    ]
     parameters = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     return Ran(parameters, kept_metrics, recorder.metrics[-1]["workers/replaced"], record)
 
@@ -135,12 +187,18 @@ def assert_same(one: Ran, other: Ran) -> None:
     assert one.metrics == other.metrics
     assert one.parameters.keys() == other.parameters.keys()
     assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
-    assert (one.record.samples, one.record.optimizer_steps) == (other.record.samples, other.record.optimizer_steps)
+    assert (one.record.samples, one.record.optimizer_steps) == (
+        other.record.samples,
+        other.record.optimizer_steps,
+    )
 
 
 def wait_until_gone(pids: list[int]) -> None:
     """Ends when these processes have ended and Ray has got their cores back."""
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) or ray.available_resources().get("CPU") != CPUS:
+    while (
+        any(Path(f"/proc/{pid}").exists() for pid in pids)
+        or ray.available_resources().get("CPU") != CPUS
+    ):
         time.sleep(0.1)
 
 
@@ -162,18 +220,27 @@ def rollouts(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_three_rollout_workers_generate_what_one_does(context_of, train, prompts, rollouts, base_folder, tmp_path):
+def test_three_rollout_workers_generate_what_one_does(
+    context_of, train, prompts, rollouts, base_folder, tmp_path
+):
     one = train(context_of(), prompts)
     workers = {"rollout": {"count": 3, "cores": [0]}}
     three = train(context_of(workers), prompts, partial(ray_cases.noted, base_folder, tmp_path))
     assert_same(one, three)
     assert three.replaced == 0
-    here, there = rollouts[:6], rollouts[6:]
-    assert torch.equal(here[0].trajectory.latents[:, 0], there[0].trajectory.latents[:, 0]), "the noise"
+    here = rollouts[:6]
+    there = rollouts[6:]
+    assert torch.equal(here[0].trajectory.latents[:, 0], there[0].trajectory.latents[:, 0]), (
+        "the noise"
+    )
     for made, other in zip(here, there, strict=True):
         assert torch.equal(made.latents, other.latents)
         assert torch.equal(made.trajectory.latents, other.trajectory.latents)
-    noted = {int(file.name): json.loads(file.read_text()) for file in tmp_path.iterdir() if file.name.isdigit()}
+    noted = {
+        int(file.name): json.loads(file.read_text())
+        for file in tmp_path.iterdir()
+        if file.name.isdigit()
+    }
     assert len(noted) == 4  # three rollout workers and the rank
     assert sum(note["cores"] == [0] for note in noted.values()) >= 3
     assert all(note["gpus"] == "" for note in noted.values()), "they asked for no GPU"
@@ -184,26 +251,45 @@ def test_three_rollout_workers_generate_what_one_does(context_of, train, prompts
 def test_a_reward_of_latents_gets_them_from_the_rollout_worker(context_of, train, prompts):
     contexts = [context_of(workers) for workers in (None, {})]
     rewards = {"rewards": [reward("ray_cases:Level")]}
-    one, other = (train(replace(ctx, recipe=ctx.recipe.model_copy(update=rewards)), prompts) for ctx in contexts)
+    one, other = (
+        train(replace(ctx, recipe=ctx.recipe.model_copy(update=rewards)), prompts)
+        for ctx in contexts
+    )
     assert_same(one, other)
     assert len({row["score/Level"] for row in one.metrics}) > 1
 
 
-def test_dead_workers_are_replaced_and_their_work_is_repeated(context_of, train, prompts, base_folder, tmp_path, caplog):
+def test_dead_workers_are_replaced_and_their_work_is_repeated(
+    context_of, train, prompts, base_folder, tmp_path, caplog
+):
     alone = train(context_of(mode="one_step_off"), prompts)
-    ctx = context_of({"rollout": {"count": 2}, "reward": {"count": 2}}, {"dies": str(tmp_path / "judge")}, mode="one_step_off")
+    ctx = context_of(
+        {"rollout": {"count": 2}, "reward": {"count": 2}},
+        {"dies": str(tmp_path / "judge")},
+        mode="one_step_off",
+    )
     base = partial(ray_cases.with_a_dying_generator, base_folder, tmp_path / "generator")
     on_ray = train(ctx, prompts, base)
-    started = [message for record in caplog.records if "another is started" in (message := record.getMessage())]
+    started = [
+        message
+        for record in caplog.records
+        if "another is started" in (message := record.getMessage())
+    ]
     assert sorted(message.split()[0] for message in started) == ["reward", "rollout", "rollout"]
-    assert sum("died before it was open" in message for message in started) == 1, "a death that is not counted"
+    assert sum("died before it was open" in message for message in started) == 1, (
+        "a death that is not counted"
+    )
     assert on_ray.replaced == 2
     assert_same(alone, on_ray)
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_train_together_and_end_together(context_of, train, start, prompts, base_folder, tmp_path):
-    alone, ctx, flag = train(context_of(), prompts), context_of({"training": {"count": 2}}), tmp_path / "now"
+def test_two_ranks_train_together_and_end_together(
+    context_of, train, start, prompts, base_folder, tmp_path
+):
+    alone = train(context_of(), prompts)
+    ctx = context_of({"training": {"count": 2}})
+    flag = tmp_path / "now"
     base = partial(ray_cases.noted, base_folder, tmp_path)
     folders = Folders(base, partial(ray_cases.with_a_dying_rank, start(ctx), flag, 1))
     with closing(RayWorkers(ctx, folders)) as workers:
@@ -213,7 +299,9 @@ def test_two_ranks_train_together_and_end_together(context_of, train, start, pro
             record = await OnlineLoop(ctx, workers, prompts, recorder).run()
             await workers.save_policy(tmp_path / "trained", record, PromptStatistics())
             flag.touch()
-            with pytest.raises(TrainingDied, match=r"training rank 1 of 1.1 online died in step 0 .*Start it again"):
+            with pytest.raises(
+                TrainingDied, match=r"training rank 1 of 1.1 online died in step 0 .*Start it again"
+            ):
                 await OnlineLoop(ctx, workers, prompts, MetricsRecorder()).run()
             return record
 
@@ -221,7 +309,10 @@ def test_two_ranks_train_together_and_end_together(context_of, train, start, pro
         together = ran(tmp_path / "trained", recorder, record)
     wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])
     for one, other in zip(alone.metrics, together.metrics, strict=True):
-        apart = {"grad_variance": 0, "velocity_drift": 0}  # measured on the first pass, which is another one
+        apart = {
+            "grad_variance": 0,
+            "velocity_drift": 0,
+        }  # measured on the first pass, which is another one
         assert other | apart == pytest.approx(one | apart, rel=1e-3, abs=1e-5)
     for name, value in alone.parameters.items():
         assert torch.allclose(value, together.parameters[name], atol=1e-5)
@@ -242,18 +333,35 @@ class Flagging(MetricsRecorder):
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error:The given NumPy array is not writable")
-def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(context_of, train, start, prompts, base_folder, tmp_path):
-    """The rank is killed in the last step, after two checkpoints; the next attempt makes that step alone."""
+def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(
+    context_of, train, start, prompts, base_folder, tmp_path
+):
+    """The rank is killed in the last step, after two checkpoints; the next attempt makes that step
+    alone.
+    """
     keys = {"steps": 4, "checkpoints": {"every": 1}, "mode": "one_step_off"}
-    ctx, table, folder = context_of({}, **keys), tmp_path / "prompts.parquet", tmp_path / "trained"
+    ctx = context_of({}, **keys)
+    table = tmp_path / "prompts.parquet"
+    folder = tmp_path / "trained"
     whole = train(context_of(**keys), prompts)
-    dying = Folders(partial(Path, base_folder), partial(ray_cases.with_a_dying_rank, start(ctx), tmp_path / "flag", 0))
-    checkpoints, kept = Checkpoints(ctx, tmp_path / "checkpoints"), Flagging(tmp_path / "flag")
+    dying = Folders(
+        partial(Path, base_folder),
+        partial(ray_cases.with_a_dying_rank, start(ctx), tmp_path / "flag", 0),
+    )
+    checkpoints = Checkpoints(ctx, tmp_path / "checkpoints")
+    kept = Flagging(tmp_path / "flag")
     with pytest.raises(TrainingDied, match="training rank 0 of 1.1 online died in step 3"):
-        train_online_folder(ctx, base_folder, start(ctx), table, folder, kept, actors=dying, checkpoints=checkpoints)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00002", "step-00003"]
+        train_online_folder(
+            ctx, base_folder, start(ctx), table, folder, kept, actors=dying, checkpoints=checkpoints
+        )
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00002",
+        "step-00003",
+    ]
     again = MetricsRecorder()
-    record = train_online_folder(ctx, base_folder, start(ctx), table, folder, again, checkpoints=checkpoints)
+    record = train_online_folder(
+        ctx, base_folder, start(ctx), table, folder, again, checkpoints=checkpoints
+    )
     assert_same(whole, ran(folder, again, record))
 
 
@@ -262,16 +370,25 @@ def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(context_of, train, 
 
 @pytest.mark.exhaustive
 def test_hanging_rewards_are_replaced_and_in_the_end_masked(context_of, train, prompts, tmp_path):
-    hanging = [replace(prompt, target="HANG") if prompt.prompt_id == 0 else prompt for prompt in prompts[:3]]
-    ctx = context_of({}, {"hangs": str(tmp_path / "once")}, steps=1, scoring={"timeout": 4, "retries": 1})
+    hanging = [
+        replace(prompt, target="HANG") if prompt.prompt_id == 0 else prompt
+        for prompt in prompts[:3]
+    ]
+    ctx = context_of(
+        {}, {"hangs": str(tmp_path / "once")}, steps=1, scoring={"timeout": 4, "retries": 1}
+    )
     on_ray = train(ctx, hanging)
-    assert on_ray.replaced == 3  # one over the part that hung once, two over the prompt that always does
+    assert (
+        on_ray.replaced == 3
+    )  # one over the part that hung once, two over the prompt that always does
     assert on_ray.metrics[0]["reward/scored_share"] == pytest.approx(2 / 3)
     assert on_ray.metrics[0]["group/dropped_samples"] == 4
     assert on_ray.record.optimizer_steps == 1
 
 
-def test_damaged_weights_are_not_generated_with(context_of, train, prompts, base_folder, tmp_path, monkeypatch):
+def test_damaged_weights_are_not_generated_with(
+    context_of, train, prompts, base_folder, tmp_path, monkeypatch
+):
     whole = RayWorkers.publish
 
     async def damaged(workers: RayWorkers, version: int, copy: str | None = None) -> WeightsVersion:
@@ -295,11 +412,16 @@ def test_damaged_weights_are_not_generated_with(context_of, train, prompts, base
             {"rollout": {"count": 4, "cpus": 1}},
             r"asks for 4.2 CPU \(.*rollout 4 x 1 CPU 0 GPU.*\) and Ray has 2: lower resources",
         ),
-        ({"training": {"count": 2, "gpus": 0.5}}, r"resources.training.gpus = 0.5: NCCL wants a GPU of its own"),
+        (
+            {"training": {"count": 2, "gpus": 0.5}},
+            r"resources.training.gpus = 0.5: NCCL wants a GPU of its own",
+        ),
         ({"training": {"gpus": 0.5}}, r"asks for 0.5 GPU .* and Ray has 0: lower resources.*gpus"),
     ],
 )
-def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(context_of, start, base_folder, workers, words):
+def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(
+    context_of, start, base_folder, workers, words
+):
     ctx = context_of(workers)
     with pytest.raises(StageError, match=words):
         RayWorkers(ctx, Folders.at(base_folder, start(ctx)))
@@ -317,7 +439,9 @@ def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(context_
     ],
 )
 def test_what_a_lost_machine_means(context_of, role, error, means):
-    """Results that lay there are no death of the worker that was to be given them; only weights belong to a worker, rank 0."""
+    """Results that lay there are no death of the worker that was to be given them; only weights
+    belong to a worker, rank 0.
+    """
     worker = RayWorker.__new__(RayWorker)
     worker.role, worker.index, worker.workers = role, 0, SimpleNamespace(ctx=context_of({}), step=2)
     cause = worker._cause(error)
@@ -333,17 +457,26 @@ def test_a_worker_for_whom_there_is_no_room_any_more(context_of, role, monkeypat
     monkeypatch.setattr(ray_workers, "SAY_EVERY_SECONDS", 0.3)
     nowhere = ray.remote(ray_cases.die).options(resources={"a machine that is gone": 1})
     workers = RayWorkers.__new__(RayWorkers)
-    workers.ctx, stopped = context_of({"rollout": {"cpus": 7}, "reward": {"gpus": 1}}), []
+    workers.ctx = context_of({"rollout": {"cpus": 7}, "reward": {"gpus": 1}})
+    stopped = []
 
     def start(role: str, index: int) -> RayWorker:
         worker = RayWorker.__new__(RayWorker)
-        worker.role, worker.index, worker.placed, worker.opened = role, index, nowhere.remote(), nowhere.remote()
+        worker.role, worker.index, worker.placed, worker.opened = (
+            role,
+            index,
+            nowhere.remote(),
+            nowhere.remote(),
+        )
         worker.stop = lambda: stopped.append(index)
         return worker
 
     workers._start = start
     asked = {"rollout": "7 CPU", "reward": "0.1 CPU and 1 GPU"}[role]
-    says = rf"{role} worker 3 of 1.1 online is gone, .* no machine had room .* asks for {asked}, .*count"
+    says = (
+        rf"{role} worker 3 of 1.1 online is gone, .* no machine had room .* asks for {asked},"
+        r" .*count"
+    )
     with pytest.raises(NoReplacement, match=says):
         asyncio.run(workers._replacement(role, 3))
     assert f"{role} worker 3 waits for {asked}" in caplog.text

@@ -23,8 +23,15 @@ from ebbflow.training.stop_conditions import Preempted
 from tests.conftest import Darkness
 
 NFT = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
-CRD = {"name": "crd", "old": {"min_decay": 0.2, "slope": 0.1}, "sampling": {"slope": 0.3, "max_decay": 0.6}}
-OPTIMIZER = {"schedule": {"kind": "cosine", "warmup": 3}, "lr_factors": [{"parameters": "*.lora_B.*", "factor": 4}]}
+CRD = {
+    "name": "crd",
+    "old": {"min_decay": 0.2, "slope": 0.1},
+    "sampling": {"slope": 0.3, "max_decay": 0.6},
+}
+OPTIMIZER = {
+    "schedule": {"kind": "cosine", "warmup": 3},
+    "lr_factors": [{"parameters": "*.lora_B.*", "factor": 4}],
+}
 TIMED = ("seconds", "ms_per", "images_per", "push", "utilisation")
 
 
@@ -43,19 +50,26 @@ class Killed(Exception):
 
 @pytest.fixture
 def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch):
-    """``attempt("name", kill=3, **online)``: run a stage, killed (or ``preempted``) in the step with that number.
+    """``attempt("name", kill=3, **online)``: run a stage, killed (or ``preempted``) in the step
+    with that number.
 
     (digest of the policy, rows, checkpoints).
     """
     prompts = [*make_prompts(9), *make_prompts(4, "validation")]
-    write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet")
+    write_prompts(
+        pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), tmp_path / "prompts.parquet"
+    )
     monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
 
     def run(name, kill=None, preempted=None, policy=None, **online):
-        recipe = make_recipe(online={"steps": 6, "checkpoints": {"every": 2}, **online}, policy=policy or {})
-        ctx, start = StageContext(recipe, 0, 0), tmp_path / f"start-{name}"
+        recipe = make_recipe(
+            online={"steps": 6, "checkpoints": {"every": 2}, **online}, policy=policy or {}
+        )
+        ctx = StageContext(recipe, 0, 0)
+        start = tmp_path / f"start-{name}"
         write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
-        checkpoints, recorder = Checkpoints(ctx, tmp_path / name), MetricsRecorder()
+        checkpoints = Checkpoints(ctx, tmp_path / name)
+        recorder = MetricsRecorder()
         with monkeypatch.context() as patch:
             next_batch = RolloutQueue.next_batch
 
@@ -68,25 +82,56 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
 
             patch.setattr(RolloutQueue, "next_batch", die)
             trained = tmp_path / f"trained-{name}"
-            train_online_folder(ctx, base_folder, start, tmp_path / "prompts.parquet", trained, recorder, checkpoints=checkpoints)
-        untimed = [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in recorder.metrics]
-        return verify(trained), untimed, sorted(path.name for path in (tmp_path / name).glob("step-*"))
+            train_online_folder(
+                ctx,
+                base_folder,
+                start,
+                tmp_path / "prompts.parquet",
+                trained,
+                recorder,
+                checkpoints=checkpoints,
+            )
+        untimed = [
+            {key: value for key, value in row.items() if not key.startswith(TIMED)}
+            for row in recorder.metrics
+        ]
+        return (
+            verify(trained),
+            untimed,
+            sorted(path.name for path in (tmp_path / name).glob("step-*")),
+        )
 
     return run
 
 
 CASES = {
     "sync": ({}, {}),
-    "one-step-off-lora": ({"mode": "one_step_off", "optimizer": OPTIMIZER}, {"train": "lora", "rank": 2}),
-    "nft-average": ({**NFT, "mode": "one_step_off", "optimizer": {"name": "muon"}}, {"ema": {"slope": 0.5, "max_decay": 0.5}}),
-    "crd-lora": ({"algorithm": CRD, "sampler": {"name": "ode", "steps": 3}}, {"train": "lora", "rank": 2}),
-    "dmd2-lora": ({"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}}, {"train": "lora", "rank": 2}),
+    "one-step-off-lora": (
+        {"mode": "one_step_off", "optimizer": OPTIMIZER},
+        {"train": "lora", "rank": 2},
+    ),
+    "nft-average": (
+        {**NFT, "mode": "one_step_off", "optimizer": {"name": "muon"}},
+        {"ema": {"slope": 0.5, "max_decay": 0.5}},
+    ),
+    "crd-lora": (
+        {"algorithm": CRD, "sampler": {"name": "ode", "steps": 3}},
+        {"train": "lora", "rank": 2},
+    ),
+    "dmd2-lora": (
+        {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}},
+        {"train": "lora", "rank": 2},
+    ),
     "async-running": ({"advantages": {"running": True}, "mode": "async", "staleness": 2}, {}),
 }
 EIGHT_BIT = {
     "8bit": ({"optimizer": {"name": "adamw_8bit"}}, {}),
     "8bit-dmd2": (
-        {"algorithm": {"name": "dmd2", "fake_updates": 2}, "sampler": {"steps": 2}, "optimizer": {"name": "adamw_8bit"}},
+        {
+            "algorithm": {"name": "dmd2", "fake_updates": 2},
+            "sampler": {"steps": 2},
+            "optimizer": {"name": "adamw_8bit"},
+        },
         {"train": "lora", "rank": 128},
     ),
 }
@@ -105,7 +150,10 @@ def test_a_killed_stage_ends_with_the_same_bytes(attempt, online, policy):
 
 @pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: `make test-8bit` installs it into a folder of its own and runs this test",
+    reason=(
+        "bitsandbytes is not installed: `make test-8bit` installs it into a folder of its own and"
+        " runs this test"
+    ),
 )
 @pytest.mark.parametrize(("online", "policy"), EIGHT_BIT.values(), ids=EIGHT_BIT)
 def test_a_killed_stage_with_moments_of_8_bits_ends_with_the_same_bytes(attempt, online, policy):
@@ -125,13 +173,19 @@ def test_a_killed_stage_whose_updates_reuse_forward_passes_ends_with_the_same_by
 
 @pytest.mark.parametrize(
     ("online", "policy"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] * (name == "dmd2-lora")) for name, case in CASES.items()],
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.exhaustive] * (name == "dmd2-lora"))
+        for name, case in CASES.items()
+    ],
 )
 def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy):
     whole = attempt("whole", policy=policy, **online)
     for preempted in (0, 2, 5):
         name = f"preempted-{preempted}"
-        said = rf"1.1 online was preempted \(SIGTERM\) after {preempted + 1} of 6 steps; a checkpoint is saved"
+        said = (
+            rf"1.1 online was preempted \(SIGTERM\) after {preempted + 1} of 6 steps; a checkpoint"
+            r" is saved"
+        )
         with pytest.raises(Preempted, match=said):
             attempt(name, preempted=preempted, policy=policy, **online)
         assert attempt(name, policy=policy, **online)[:2] == whole[:2], name
@@ -158,14 +212,22 @@ def test_a_spent_budget_ends_it_with_what_was_learnt(attempt):
 
 
 def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypatch):
-    """The scores are made up: the best comes early, is then overwritten by worse ones, and survives a restart."""
-    scores, means = {0: 9.0, 2: 0.7, 4: 0.3, 6: 0.5}, monitor.means
+    """The scores are made up: the best comes early, is then overwritten by worse ones, and survives
+    a restart.
+    """
+    scores = {0: 9.0, 2: 0.7, 4: 0.3, 6: 0.5}
+    means = monitor.means
     running = {"advantages": {"running": True}}
-    watched = running | {"checkpoints": {"every": 2, "keep": 1}, "validation": {"every": 2, "prompts": 4, "best": True}}
+    watched = running | {
+        "checkpoints": {"every": 2, "keep": 1},
+        "validation": {"every": 2, "prompts": 4, "best": True},
+    }
     validate = monitor.StageMonitor.validate
 
     async def made_up(self, version, last=False):
-        monkeypatch.setattr(monitor, "means", lambda table: means(table) | {"reward": scores[version]})
+        monkeypatch.setattr(
+            monitor, "means", lambda table: means(table) | {"reward": scores[version]}
+        )
         return await validate(self, version, last)
 
     monkeypatch.setattr(monitor.StageMonitor, "validate", made_up)
@@ -173,11 +235,22 @@ def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypa
     whole = attempt("whole", **watched)
     assert whole[2] == ["step-00002", "step-00004"]
     assert whole[1][-1]["validation/best_step"] == 2
-    assert len({(tmp_path / f"trained-{name}" / "prompt_statistics.json").read_text() for name in ("two", "whole")}) == 1
+    assert (
+        len(
+            {
+                (tmp_path / f"trained-{name}" / "prompt_statistics.json").read_text()
+                for name in ("two", "whole")
+            }
+        )
+        == 1
+    )
     with pytest.raises(Killed):
         attempt("killed", kill=5, **watched)
     assert attempt("killed", **watched) == whole
-    assert best[1] == [{key: value for key, value in row.items() if "validation" not in key} for row in whole[1][:2]]
+    assert best[1] == [
+        {key: value for key, value in row.items() if "validation" not in key}
+        for row in whole[1][:2]
+    ]
     scores[6] = 0.8
     assert attempt("later", **watched)[1][-1]["validation/best_step"] == 6
     assert attempt("later", **watched)[0] != whole[0]
@@ -197,14 +270,20 @@ def test_another_recipe_does_not_go_on_from_it(attempt):
         attempt("killed", optimizer={"lr": 1e-5})
 
 
-@pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}])
+@pytest.mark.parametrize(
+    "mode", [{"mode": "sync"}, {"mode": "one_step_off"}, {"mode": "async", "staleness": 2}]
+)
 def test_how_often_there_is_a_checkpoint_changes_nothing(attempt, mode):
-    often, never = (attempt(name, checkpoints=every, **mode) for name, every in (("often", {"every": 1}), ("never", None)))
+    often, never = (
+        attempt(name, checkpoints=every, **mode)
+        for name, every in (("often", {"every": 1}), ("never", None))
+    )
     assert often[1] == never[1]
 
 
 def test_rollouts_in_flight_are_not_generated_again(attempt, monkeypatch):
-    roll_out, steps = RolloutQueue._roll_out, []
+    roll_out = RolloutQueue._roll_out
+    steps = []
 
     def note(queue, request, weights):
         steps.append((request.step, weights.version))

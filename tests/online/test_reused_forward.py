@@ -1,4 +1,6 @@
-"""A stage whose updates go back through the rollout's own forward passes learns what one that repeats them learns."""
+"""A stage whose updates go back through the rollout's own forward passes learns what one that
+repeats them learns.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,34 @@ from tests.online.test_resume import TIMED, Flat
 from tests.parameters import values
 
 POLICIES = {"full": {"train": "full"}, "lora": {"train": "lora", "rank": 2, "alpha": 4}}
-STAGE = {"micro_batch": 4, "prompts_per_step": 3, "group_size": 2, "updates_per_step": 1, "steps": 2, "sampler": {"steps": 4}}
+STAGE = {
+    "micro_batch": 4,
+    "prompts_per_step": 3,
+    "group_size": 2,
+    "updates_per_step": 1,
+    "steps": 2,
+    "sampler": {"steps": 4},
+}
 REUSED = {"reuse_rollout_forward": True}
 
 
 @pytest.fixture
 def contexts(make_recipe, tiny_recipe, base_folder):
-    """``contexts(family, train, **online)``: a stage on the glyph model or on the tiny SD3 with guidance."""
+    """``contexts(family, train, **online)``: a stage on the glyph model or on the tiny SD3 with
+    guidance.
+    """
 
     def make(family, train, model=None, **online):
         keys = {"algorithm": {"name": "mix_grpo"}} | STAGE | online
         if keys["algorithm"]["name"] == "mix_grpo":
             keys.setdefault("window", {"size": 2, "steps_per_window": 1})
         if family == "glyph":
-            recipe = make_recipe(keys, policy=POLICIES[train], model={"path": str(base_folder), **(model or {})})
+            recipe = make_recipe(
+                keys, policy=POLICIES[train], model={"path": str(base_folder), **(model or {})}
+            )
         else:
-            guided, stages = {"guidance": 3.0, **(model or {})}, [{"kind": "online", **keys}]
+            guided = {"guidance": 3.0, **(model or {})}
+            stages = [{"kind": "online", **keys}]
             recipe = tiny_recipe(family, guided, policy=POLICIES[train], stages=stages)
         return StageContext(recipe, 0, 0)
 
@@ -48,16 +62,23 @@ def contexts(make_recipe, tiny_recipe, base_folder):
 
 @pytest.fixture
 def train(make_prompts, scorer, monkeypatch):
-    """``train(ctx)``: (parameters, gradients of every update, metrics but for times, network passes by whether with gradient)."""
+    """``train(ctx)``: (parameters, gradients of every update, metrics but for times, network passes
+    by whether with gradient).
+    """
 
     def run(ctx, judge=scorer, repeated=False, sgd=None):
-        gradients, passes = [], {True: 0, False: 0}
-        policy = Policy(load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0)
+        gradients = []
+        passes = {True: 0, False: 0}
+        policy = Policy(
+            load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0
+        )
         if ctx.recipe.model.compile == "blocks":
             compile_blocks(policy.model)
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
-        updater, recorder = PolicyUpdater(policy, ctx.online, optimizer=optimizer), MetricsRecorder()
-        step, update = updater.optimizer.step, updater.update
+        updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
+        recorder = MetricsRecorder()
+        step = updater.optimizer.step
+        update = updater.update
 
         def note_gradients():
             gradients.append({name: p.grad.clone() for name, p in policy.parameters.items()})
@@ -80,17 +101,23 @@ def train(make_prompts, scorer, monkeypatch):
             for module in (rollouts_module, update_module):
                 patch.setattr(module, "predict", counted)
             run_online_stage(ctx, local_workers(ctx, updater, judge), make_prompts(6), recorder)
-        untimed = [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in recorder.metrics]
+        untimed = [
+            {key: value for key, value in row.items() if not key.startswith(TIMED)}
+            for row in recorder.metrics
+        ]
         return values(policy), gradients, untimed, passes
 
     return run
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
-IN_16_BITS, CHECKPOINTED = {"precision": "bfloat16"}, {"gradient_checkpointing": True}
+IN_16_BITS = {"precision": "bfloat16"}
+CHECKPOINTED = {"gradient_checkpointing": True}
 CASES = [
     ("glyph", "flow_grpo", "full", {}),
     ("sd3", "mix_grpo", "lora", {}),
@@ -109,8 +136,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "name", "policy", "model"), CASES)
-def test_gradients_and_weights_are_those_of_repeated_passes(contexts, train, family, name, policy, model):
-    """Of 6 samples in micro-batches of 4 and 2, with a KL to the reference; guidance is in the graphs of the tiny SD3."""
+def test_gradients_and_weights_are_those_of_repeated_passes(
+    contexts, train, family, name, policy, model
+):
+    """Of 6 samples in micro-batches of 4 and 2, with a KL to the reference; guidance is in the
+    graphs of the tiny SD3.
+    """
     algorithm = {"name": name, "clip_range": 1e-3}
     ctx = contexts(family, policy, model, algorithm=algorithm, reference={"weight": 0.02}, **REUSED)
     parameters, gradients, metrics, passes = train(ctx)
@@ -128,10 +159,14 @@ def test_gradients_and_weights_are_those_of_repeated_passes(contexts, train, fam
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.exhaustive), "lora"])
 def test_a_stage_without_the_key_agrees_up_to_rounding(contexts, train, policy):
-    """Its passes have other rows; its rollouts are the same to the last bit as long as the weights are."""
+    """Its passes have other rows; its rollouts are the same to the last bit as long as the weights
+    are.
+    """
     reused, plain = (train(contexts("glyph", policy, **keys), sgd=0.01) for keys in (REUSED, {}))
     for name, gradient in plain[1][0].items():
-        assert torch.allclose(reused[1][0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3)
+        assert torch.allclose(
+            reused[1][0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3
+        )
     for name, metric in plain[2][0].items():
         if name.startswith(("reward/", "score/", "advantage/", "group/")):
             assert reused[2][0][name] == metric
@@ -139,9 +174,14 @@ def test_a_stage_without_the_key_agrees_up_to_rounding(contexts, train, policy):
             assert reused[2][0][name] == pytest.approx(metric, rel=1e-3, abs=1e-6), name
 
 
-def test_rows_that_are_not_trained_have_no_gradient_and_keep_no_memory(contexts, train, monkeypatch):
-    """All samples of two prompts in three score alike; when a step's first micro-batch begins, the graphs of others are gone."""
-    graphs, denoise = [], rollouts_module._denoise
+def test_rows_that_are_not_trained_have_no_gradient_and_keep_no_memory(
+    contexts, train, monkeypatch
+):
+    """All samples of two prompts in three score alike; when a step's first micro-batch begins, the
+    graphs of others are gone.
+    """
+    graphs = []
+    denoise = rollouts_module._denoise
 
     def noted(*arguments):
         if len(graphs) % 2 == 0:
@@ -152,9 +192,13 @@ def test_rows_that_are_not_trained_have_no_gradient_and_keep_no_memory(contexts,
 
     with monkeypatch.context() as patch:
         patch.setattr(rollouts_module, "_denoise", noted)
-        reused = train(contexts("glyph", "full", **REUSED), judge=Scorer(((Flat(), 1.0),)), sgd=0.01)
+        reused = train(
+            contexts("glyph", "full", **REUSED), judge=Scorer(((Flat(), 1.0),)), sgd=0.01
+        )
     assert len(graphs) == 4
     plain = train(contexts("glyph", "full"), judge=Scorer(((Flat(), 1.0),)), sgd=0.01)
     assert plain[2][0]["group/dropped_samples"] == 4
     for name, gradient in plain[1][0].items():
-        assert torch.allclose(reused[1][0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3)
+        assert torch.allclose(
+            reused[1][0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3
+        )

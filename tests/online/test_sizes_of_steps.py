@@ -24,11 +24,25 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.glyph_stages import small_stage
 
-SIZES = [{"height": 32, "width": 64}, {"height": 64, "width": 32, "weight": 2}, {"height": 64, "width": 64}]
-ONLINE = {"kind": "online", "steps": 3, "prompts_per_step": 2, "group_size": 2, "micro_batch": 4, "sampler": {"steps": 3}}
+SIZES = [
+    {"height": 32, "width": 64},
+    {"height": 64, "width": 32, "weight": 2},
+    {"height": 64, "width": 64},
+]
+ONLINE = {
+    "kind": "online",
+    "steps": 3,
+    "prompts_per_step": 2,
+    "group_size": 2,
+    "micro_batch": 4,
+    "sampler": {"steps": 3},
+}
 TRAJECTORIES = {"window": {"size": 1}}
 REUSED = TRAJECTORIES | {"reuse_rollout_forward": True, "updates_per_step": 1}
-GRADIENTS = {"algorithm": {"name": "draft", "last_steps": 1}, "sampler": {"name": "ode", "steps": 3}}
+GRADIENTS = {
+    "algorithm": {"name": "draft", "last_steps": 1},
+    "sampler": {"name": "ode", "steps": 3},
+}
 FINAL_LATENTS = {"algorithm": {"name": "awm"}, "sampler": {"name": "ode", "steps": 3}}
 
 
@@ -44,7 +58,9 @@ def context(folder, stage):
     model = {"family": "flux", "path": str(folder), "height": 64, "width": 64, "max_tokens": 8}
     stages = [small_stage(ONLINE | {"sizes": SIZES} | stage)]
     policy = {"train": "lora", "rank": 2, "alpha": 2}
-    return StageContext(Recipe.model_validate({"model": model, "policy": policy, "stages": stages}), 0, 0)
+    return StageContext(
+        Recipe.model_validate({"model": model, "policy": policy, "stages": stages}), 0, 0
+    )
 
 
 def workers_of(ctx, folder, scorer) -> LocalWorkers:
@@ -55,7 +71,10 @@ def workers_of(ctx, folder, scorer) -> LocalWorkers:
 
 
 def parameters(workers):
-    return {name: value.detach().clone() for name, value in workers.trainer.updater.policy.parameters.items()}
+    return {
+        name: value.detach().clone()
+        for name, value in workers.trainer.updater.policy.parameters.items()
+    }
 
 
 def with_seed(folder, seed):
@@ -69,7 +88,9 @@ def test_steps_have_sizes_by_their_weights_and_the_seed(flux):
     assert found.keys() == {(32, 64), (64, 32), (64, 64)}
     assert found[64, 32] == pytest.approx(1000, abs=100)
     assert found[32, 64] == pytest.approx(500, abs=80)
-    again, other = ([with_seed(flux, seed).size_of_step(step) for step in range(50)] for seed in (0, 1))
+    again, other = (
+        [with_seed(flux, seed).size_of_step(step) for step in range(50)] for seed in (0, 1)
+    )
     assert again == [ctx.size_of_step(step) for step in range(50)] != other
 
 
@@ -78,12 +99,18 @@ def test_steps_have_sizes_by_their_weights_and_the_seed(flux):
     [TRAJECTORIES, pytest.param(REUSED, marks=pytest.mark.exhaustive), FINAL_LATENTS, GRADIENTS],
     ids=["trajectories", "reused forward", "final latents", "gradients"],
 )
-def test_a_stage_generates_and_trains_each_step_in_its_size(flux, make_prompts, scorer, monkeypatch, stage):
-    ctx, recorder, trained, drawn = context(flux, stage), MetricsRecorder(), [], []
+def test_a_stage_generates_and_trains_each_step_in_its_size(
+    flux, make_prompts, scorer, monkeypatch, stage
+):
+    ctx = context(flux, stage)
+    recorder = MetricsRecorder()
+    trained = []
+    drawn = []
     sizes = [ctx.size_of_step(step) for step in range(3)]
     assert len(set(sizes)) > 1
     workers = workers_of(ctx, flux, scorer)
-    model, predict = workers.trainer.updater.policy.model, update.predict
+    model = workers.trainer.updater.policy.model
+    predict = update.predict
     decode = type(model).decode
 
     def watched_decode(self, latents):
@@ -97,23 +124,31 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(flux, make_prompts, 
 
     monkeypatch.setattr(type(model), "decode", watched_decode)
     monkeypatch.setattr(update, "predict", watched_predict)
-    before, pixels = parameters(workers), 64 // model.latent_shape[1]
+    before = parameters(workers)
+    pixels = 64 // model.latent_shape[1]
     run_online_stage(ctx, workers, make_prompts(8), recorder)
 
     assert drawn == sizes
     assert [size for _, size in dict.fromkeys(trained)] == list(dict.fromkeys(sizes))
-    assert all(shape == (model.latent_shape[0], height // pixels, width // pixels) for shape, (height, width) in trained)
+    assert all(
+        shape == (model.latent_shape[0], height // pixels, width // pixels)
+        for shape, (height, width) in trained
+    )
     assert [(row["size/height"], row["size/width"]) for row in recorder.metrics] == sizes
     assert (model.height, model.width) == (64, 64)
     assert any(not torch.equal(before[name], value) for name, value in parameters(workers).items())
-    if stage in (TRAJECTORIES, REUSED):  # the same schedule in rollout and training, whose shift depends on the size
+    if stage in (
+        TRAJECTORIES,
+        REUSED,
+    ):  # the same schedule in rollout and training, whose shift depends on the size
         assert all(row["ratio/first_deviation"] < 1e-5 for row in recorder.metrics)
 
 
 def test_the_shift_of_the_schedule_follows_the_size(flux, scorer):
     ctx = context(flux, TRAJECTORIES)
     updater = workers_of(ctx, flux, scorer).trainer.updater
-    model, own = updater.policy.model, updater.schedule
+    model = updater.policy.model
+    own = updater.schedule
     with in_size(model, (128, 128)):
         large = updater.schedule
     direct = load_model(flux, resized(ctx.recipe.model, 128, 128)).sigmas(3)
@@ -138,11 +173,14 @@ class Killed(Exception):
     """What the test ends a stage with."""
 
 
-def test_a_killed_stage_of_several_sizes_ends_with_the_same_bytes(flux, make_prompts, scorer, monkeypatch, tmp_path):
+def test_a_killed_stage_of_several_sizes_ends_with_the_same_bytes(
+    flux, make_prompts, scorer, monkeypatch, tmp_path
+):
     ctx = context(flux, TRAJECTORIES | {"mode": "one_step_off", "checkpoints": {"every": 1}})
 
     def run(name, kill=None):
-        workers, recorder = workers_of(ctx, flux, scorer), MetricsRecorder()
+        workers = workers_of(ctx, flux, scorer)
+        recorder = MetricsRecorder()
         next_batch = RolloutQueue.next_batch
 
         async def die(queue, version):
@@ -153,7 +191,9 @@ def test_a_killed_stage_of_several_sizes_ends_with_the_same_bytes(flux, make_pro
         with monkeypatch.context() as patch:
             patch.setattr(RolloutQueue, "next_batch", die)
             checkpoints = Checkpoints(ctx, tmp_path / name)
-            asyncio.run(OnlineLoop(ctx, workers, make_prompts(8), recorder, checkpoints=checkpoints).run())
+            asyncio.run(
+                OnlineLoop(ctx, workers, make_prompts(8), recorder, checkpoints=checkpoints).run()
+            )
         return parameters(workers), [(row["loss"], row["size/height"]) for row in recorder.metrics]
 
     whole, rows = run("whole")
@@ -168,9 +208,21 @@ def test_a_killed_stage_of_several_sizes_ends_with_the_same_bytes(flux, make_pro
     ("model", "stage", "message"),
     [
         ({}, {}, "stages.0.sizes: the glyph model draws the size that it was trained on"),
-        ({"family": "qwen_image_edit", "path": "x"}, {}, "qwen_image_edit draws the images that it edits in one size"),
-        ({"family": "sd3", "path": "x"}, {"engine": "vllm_omni"}, "engine = 'vllm_omni' generates in one size"),
-        ({"family": "sd3", "path": "x"}, {"sizes": [SIZES[0], SIZES[0]]}, "sizes has 32 x 64 twice"),
+        (
+            {"family": "qwen_image_edit", "path": "x"},
+            {},
+            "qwen_image_edit draws the images that it edits in one size",
+        ),
+        (
+            {"family": "sd3", "path": "x"},
+            {"engine": "vllm_omni"},
+            "engine = 'vllm_omni' generates in one size",
+        ),
+        (
+            {"family": "sd3", "path": "x"},
+            {"sizes": [SIZES[0], SIZES[0]]},
+            "sizes has 32 x 64 twice",
+        ),
     ],
 )
 def test_what_has_one_size(model, stage, message):
@@ -182,4 +234,6 @@ def test_what_has_one_size(model, stage, message):
 def test_no_sizes_leave_the_digest_as_it_was():
     assert "sizes" not in Recipe().model_dump(mode="json")["stages"][0]
     written, left_out = ({"kind": "online", **given} for given in ({"sizes": []}, {}))
-    assert Recipe.model_validate({"stages": [written]}) == Recipe.model_validate({"stages": [left_out]})
+    assert Recipe.model_validate({"stages": [written]}) == Recipe.model_validate(
+        {"stages": [left_out]}
+    )

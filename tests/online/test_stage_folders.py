@@ -1,4 +1,6 @@
-"""An online stage from folder to folder: what it takes over from the policy before it, and what it hands on."""
+"""An online stage from folder to folder: what it takes over from the policy before it, and what it
+hands on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from ebbflow.storage.artifacts import verify
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy
-from ebbflow.training.policy_metadata import PolicyMetadata, Progress, read_policy_metadata, write_base_policy
+from ebbflow.training.policy_metadata import (
+    PolicyMetadata,
+    Progress,
+    read_policy_metadata,
+    write_base_policy,
+)
 from tests.parameters import changed, move
 
 
@@ -30,7 +37,10 @@ def _free_reward(scorer, monkeypatch):
 @pytest.fixture
 def folders(base_folder, make_prompts, tmp_path):
     """The prompt table, and the policy folder of the untouched base for a recipe."""
-    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), tmp_path / "prompts.parquet")
+    write_prompts(
+        pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS),
+        tmp_path / "prompts.parquet",
+    )
 
     def of(recipe):
         write_base_policy(tmp_path / "start", verify(base_folder), recipe.digest, recipe.policy)
@@ -39,16 +49,21 @@ def folders(base_folder, make_prompts, tmp_path):
     return tmp_path / "prompts.parquet", of
 
 
-def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder, folders, tmp_path, monkeypatch):
+def test_windows_and_statistics_go_on_in_the_next_stage(
+    make_recipe, base_folder, folders, tmp_path, monkeypatch
+):
     prompts, start = folders
-    ctx, seen, plan = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0), [], StageContext.plan
+    ctx = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0)
+    seen = []
+    plan = StageContext.plan
 
     def watched(ctx, step):
         seen.append(step)
         return plan(ctx, step)
 
     monkeypatch.setattr(StageContext, "plan", watched)
-    folder, counts = start(ctx.recipe), []
+    folder = start(ctx.recipe)
+    counts = []
     for name in ("first", "second"):
         train_online_folder(ctx, base_folder, folder, prompts, tmp_path / name, MetricsRecorder())
         folder = tmp_path / name
@@ -61,20 +76,32 @@ def test_windows_and_statistics_go_on_in_the_next_stage(make_recipe, base_folder
 
 @pytest.fixture
 def distilled(make_recipe, base_folder, folders, tmp_path):
-    """``distilled(sizes, algorithm, **recipe)``: metrics of a distillation from teachers so far from the base model."""
+    """``distilled(sizes, algorithm, **recipe)``: metrics of a distillation from teachers so far
+    from the base model.
+    """
     prompts, start = folders
 
     def run(sizes, algorithm, **recipe):
         # Distillation trains the same steps all the time here, so that its losses can be compared.
-        stage = {"algorithm": {"name": "distillation", **algorithm}, "window": {"kind": "fixed", "size": 2}}
-        ctx = StageContext(make_recipe(online={**stage, "optimizer": {"lr": 1e-3}, "steps": 8}, **recipe), 0, 0)
-        metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=ctx.recipe.policy, version=5)
+        stage = {
+            "algorithm": {"name": "distillation", **algorithm},
+            "window": {"kind": "fixed", "size": 2},
+        }
+        ctx = StageContext(
+            make_recipe(online={**stage, "optimizer": {"lr": 1e-3}, "steps": 8}, **recipe), 0, 0
+        )
+        metadata = PolicyMetadata(
+            base_digest=verify(base_folder), recipe_digest="r", config=ctx.recipe.policy, version=5
+        )
         for copy, size in sizes.items():
             teacher = Policy(load_model(base_folder), ctx.recipe.policy, 0)
             move(teacher, size)
             teacher.save(tmp_path / copy, metadata)
-        recorder, teachers = MetricsRecorder(), {copy: tmp_path / copy for copy in sizes}
-        train_online_folder(ctx, base_folder, start(ctx.recipe), prompts, tmp_path / "trained", recorder, teachers)
+        recorder = MetricsRecorder()
+        teachers = {copy: tmp_path / copy for copy in sizes}
+        train_online_folder(
+            ctx, base_folder, start(ctx.recipe), prompts, tmp_path / "trained", recorder, teachers
+        )
         return recorder.metrics
 
     return run
@@ -95,25 +122,41 @@ def test_every_prompt_set_has_its_own_teacher(distilled, tmp_path):
     write_prompts(pa.Table.from_pylist(sets, PROMPTS), tmp_path / "prompts.parquet")
     mixture = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
     teachers = {"words": "elsewhere", "signs": "elsewhere"}
-    found = distilled({"teacher:words": 0.01, "teacher:signs": 0}, {"teachers": teachers}, prompts={"mixture": mixture})
+    found = distilled(
+        {"teacher:words": 0.01, "teacher:signs": 0},
+        {"teachers": teachers},
+        prompts={"mixture": mixture},
+    )
     words, signs = ([metrics[f"kl/teacher/{name}"] for metrics in found] for name in teachers)
     assert words[0] > 1e-6
-    assert signs[0] == pytest.approx(0, abs=1e-12)  # of this set the policy is its teacher until the other one pulls at it
+    assert signs[0] == pytest.approx(
+        0, abs=1e-12
+    )  # of this set the policy is its teacher until the other one pulls at it
     assert words[-1] < words[0]
     assert found[0]["kl/teacher"] == pytest.approx(words[0] / 2)
 
 
-def test_a_stage_hands_on_the_average_and_what_to_go_on_from(make_recipe, base_folder, folders, tmp_path):
+def test_a_stage_hands_on_the_average_and_what_to_go_on_from(
+    make_recipe, base_folder, folders, tmp_path
+):
     prompts, start = folders
     online = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode", "steps": 3}}
-    ctx = StageContext(make_recipe(online=online, policy={"ema": {"slope": 0.5, "max_decay": 0.5}}), 0, 0)
+    ctx = StageContext(
+        make_recipe(online=online, policy={"ema": {"slope": 0.5, "max_decay": 0.5}}), 0, 0
+    )
     trained = tmp_path / "trained"
-    record = train_online_folder(ctx, base_folder, start(ctx.recipe), prompts, trained, MetricsRecorder())
+    record = train_online_folder(
+        ctx, base_folder, start(ctx.recipe), prompts, trained, MetricsRecorder()
+    )
     metadata = read_policy_metadata(trained)
     assert (metadata.version, metadata.copies) == (record.optimizer_steps, ("old", "iterate"))
-    assert metadata.progress == Progress(algorithm="diffusion_nft", steps=ctx.online.steps, updates=record.optimizer_steps)
+    assert metadata.progress == Progress(
+        algorithm="diffusion_nft", steps=ctx.online.steps, updates=record.optimizer_steps
+    )
     policy, _ = open_policy(ctx, load_model(base_folder), trained)
     served = Policy(load_model(base_folder), ctx.recipe.policy, 0)
     served.load(trained)
-    assert all(torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items())
+    assert all(
+        torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items()
+    )
     assert changed(policy, policy.copies["ema"])

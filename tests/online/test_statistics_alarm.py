@@ -1,4 +1,5 @@
-"""The alarm on image statistics: it rings once per statistic, beyond its limit and beyond chance."""
+"""The alarm on image statistics: it rings once per statistic, beyond its limit and beyond
+chance."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ CHANCE = 0.2
 def step(statistics, prompts=None, size=None):
     """A step's batch; without ``prompts``, each sample has a prompt of its own."""
     count = len(next(iter(statistics.values())))
-    prompt_ids = np.arange(count) if prompts is None else np.repeat(np.arange(prompts), count // prompts)
+    prompt_ids = (
+        np.arange(count) if prompts is None else np.repeat(np.arange(prompts), count // prompts)
+    )
     return SimpleNamespace(statistics=statistics, prompt_ids=prompt_ids, size=size)
 
 
@@ -39,11 +42,17 @@ def ctx(make_recipe):
 
 
 @pytest.mark.filterwarnings("ignore:brightness of the images")
-@pytest.mark.parametrize(("shift", "rings"), [(0.0, False), (1.1, False), (1.3, True), (-1.1, False), (-1.3, True)])
+@pytest.mark.parametrize(
+    ("shift", "rings"), [(0.0, False), (1.1, False), (1.3, True), (-1.1, False), (-1.3, True)]
+)
 def test_it_rings_beyond_its_limit_and_chance_in_either_direction(ctx, shift, rings):
     state = StageState()
     first = watch_statistics(ctx(), state, step({"brightness": 0.5 + 0.1 * DRAWS}))
-    assert first == {"statistic/brightness": pytest.approx(0.5), "statistic_shift/brightness": 0.0, "alarm/statistics": 0.0}
+    assert first == {
+        "statistic/brightness": pytest.approx(0.5),
+        "statistic_shift/brightness": 0.0,
+        "alarm/statistics": 0.0,
+    }
     metrics = watch_statistics(ctx(), state, step({"brightness": 0.5 + 0.1 * (DRAWS + shift)}))
     assert metrics["statistic_shift/brightness"] == pytest.approx(shift)
     assert metrics["alarm/statistics"] == rings
@@ -51,11 +60,16 @@ def test_it_rings_beyond_its_limit_and_chance_in_either_direction(ctx, shift, ri
 
 
 def test_it_warns_once_of_each_statistic_and_names_numbers_and_the_key(ctx):
-    state, start = StageState(), {"brightness": 0.5 + 0.1 * DRAWS, "entropy": 0.5 + 0.1 * DRAWS}
+    state = StageState()
+    start = {"brightness": 0.5 + 0.1 * DRAWS, "entropy": 0.5 + 0.1 * DRAWS}
     watch_statistics(ctx(), state, step(start))
     state.step = 7
     with pytest.warns(
-        UserWarning, match=r"brightness .* from 0.5 to 0.8, \+3 standard deviations.*statistics_alarm = 1, in step 7"
+        UserWarning,
+        match=(
+            r"brightness .* from 0.5 to 0.8, \+3 standard deviations.*statistics_alarm = 1, in"
+            r" step 7"
+        ),
     ):
         watch_statistics(ctx(), state, step(start | {"brightness": 0.8 + 0.1 * DRAWS}))
     with warnings.catch_warnings():
@@ -91,10 +105,12 @@ def test_it_can_be_switched_off_and_images_that_nobody_saw_do_not_count(ctx):
 @pytest.mark.filterwarnings("ignore:brightness of the images")
 def test_chance_alone_rarely_exceeds_chance_however_few_prompts_there_are(ctx, prompts, alike):
     """Counted as independent, samples of one initial noise rang in most steps."""
-    generator, watched = np.random.default_rng(0), ctx(statistics_alarm=1e-9)
+    generator = np.random.default_rng(0)
+    watched = ctx(statistics_alarm=1e-9)
 
     def images(shift=0.0):
-        of_prompt, of_sample = generator.normal(size=(prompts, 1)), generator.normal(size=(prompts, 4))
+        of_prompt = generator.normal(size=(prompts, 1))
+        of_sample = generator.normal(size=(prompts, 4))
         values = np.sqrt(alike) * of_prompt + np.sqrt(1 - alike) * of_sample
         return step({"brightness": 10 + shift + values.ravel()}, prompts)
 
@@ -111,21 +127,36 @@ def test_chance_alone_rarely_exceeds_chance_however_few_prompts_there_are(ctx, p
 def test_one_prompt_says_nothing_of_chance(ctx):
     state = StageState()
     watch_statistics(ctx(), state, step({"brightness": 0.5 + 0.1 * DRAWS}, prompts=1))
-    assert watch_statistics(ctx(), state, step({"brightness": 0.9 + 0.1 * DRAWS}, prompts=1))["alarm/statistics"] == 0
+    assert (
+        watch_statistics(ctx(), state, step({"brightness": 0.9 + 0.1 * DRAWS}, prompts=1))[
+            "alarm/statistics"
+        ]
+        == 0
+    )
 
 
 def test_a_step_is_compared_with_the_first_of_its_size(ctx):
-    state, large = StageState(), {"brightness": 0.9 + 0.1 * DRAWS}
+    state = StageState()
+    large = {"brightness": 0.9 + 0.1 * DRAWS}
     watch_statistics(ctx(), state, step({"brightness": 0.5 + 0.1 * DRAWS}, size=(32, 64)))
-    assert watch_statistics(ctx(), state, step(large, size=(64, 32)))["statistic_shift/brightness"] == 0
+    assert (
+        watch_statistics(ctx(), state, step(large, size=(64, 32)))["statistic_shift/brightness"]
+        == 0
+    )
     with pytest.warns(UserWarning, match=r"brightness of the images went from 0\.5 to 0\.9"):
         watch_statistics(ctx(), state, step(large, size=(32, 64)))
 
 
 def test_a_stage_logs_the_statistics_of_its_rollouts(ctx, base_folder, make_prompts, model, scorer):
-    context, recorder = ctx(), MetricsRecorder()
+    context = ctx()
+    recorder = MetricsRecorder()
     policy = Policy(model, context.recipe.policy, 0)
-    run_online_stage(context, local_workers(context, PolicyUpdater(policy, context.online), scorer), make_prompts(6), recorder)
+    run_online_stage(
+        context,
+        local_workers(context, PolicyUpdater(policy, context.online), scorer),
+        make_prompts(6),
+        recorder,
+    )
     for row in recorder.metrics:
         assert {f"statistic/{name}" for name in STATISTICS} <= row.keys()
         assert row["statistic/brightness"] == pytest.approx(1 - row["score/darkness"], abs=0.01)

@@ -1,4 +1,6 @@
-"""A policy, its student of few steps, and more training of the student: the stages of the shipped recipe, one after another."""
+"""A policy, its student of few steps, and more training of the student: the stages of the shipped
+recipe, one after another.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
 
 SHIPPED = Path(__file__).parents[2] / "workflows" / "recipes" / "glyph_few_steps.yaml"
-SMALL = {"steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "updates_per_step": 1, "checkpoints": None}
+SMALL = {
+    "steps": 2,
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "micro_batch": 8,
+    "updates_per_step": 1,
+    "checkpoints": None,
+}
 POLICY_GRADIENT = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "window": {"kind": "all"}}
 POLICY_GRADIENT |= {"sampler": {"name": "cps", "eta": 1.0, "steps": 2}}
 
@@ -26,16 +35,22 @@ POLICY_GRADIENT |= {"sampler": {"name": "cps", "eta": 1.0, "steps": 2}}
 def train(base_folder, make_prompts, scorer, tmp_path, monkeypatch):
     """``train(recipe)``: the policy folders of its stages, and their metrics."""
     monkeypatch.setattr(loop, "load_scorer", lambda rewards, guardrails: scorer)
-    write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(9)], PROMPTS), tmp_path / "prompts.parquet")
+    write_prompts(
+        pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(9)], PROMPTS),
+        tmp_path / "prompts.parquet",
+    )
 
     def run(recipe):
-        folders, metrics = [tmp_path / "start"], []
+        folders = [tmp_path / "start"]
+        metrics = []
         write_base_policy(folders[0], verify(base_folder), recipe.digest, recipe.policy)
         for stage in range(len(recipe.stages)):
             recorder = MetricsRecorder()
             folders.append(tmp_path / f"policy-{stage}")
             ctx = StageContext(recipe, 0, stage)
-            train_online_folder(ctx, base_folder, folders[-2], tmp_path / "prompts.parquet", folders[-1], recorder)
+            train_online_folder(
+                ctx, base_folder, folders[-2], tmp_path / "prompts.parquet", folders[-1], recorder
+            )
             metrics.append(recorder.metrics)
         return folders[1:], metrics
 
@@ -50,7 +65,12 @@ def small(stage):
 def test_the_student_of_the_shipped_recipe_learns_on(train):
     shipped = load_recipe(SHIPPED)
     first, student, learning = shipped.stages
-    assert first.sampler.steps > student.sampler.steps == learning.sampler.steps == shipped.evaluation.steps
+    assert (
+        first.sampler.steps
+        > student.sampler.steps
+        == learning.sampler.steps
+        == shipped.evaluation.steps
+    )
     stages = [small(stage) for stage in shipped.stages]
     folders, metrics = train(Recipe.model_validate({"stages": stages}))
     kept = [read_policy_metadata(folder).copies for folder in folders]
@@ -61,7 +81,10 @@ def test_the_student_of_the_shipped_recipe_learns_on(train):
 
 
 def test_a_policy_gradient_trains_a_student_with_the_sampler_of_its_distillation(train):
-    stages = [small({"kind": "online", "algorithm": {"name": "dmd2"}, "sampler": {"steps": 2}}), small(POLICY_GRADIENT)]
+    stages = [
+        small({"kind": "online", "algorithm": {"name": "dmd2"}, "sampler": {"steps": 2}}),
+        small(POLICY_GRADIENT),
+    ]
     recipe = Recipe.model_validate({"stages": stages, "policy": {"train": "lora", "rank": 2}})
     assert recipe.stages[0].sampler == recipe.stages[1].sampler
     folders, metrics = train(recipe)

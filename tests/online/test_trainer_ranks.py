@@ -1,4 +1,6 @@
-"""Two ranks learn from a step of an online stage what one learns, however unevenly its rows are left to them."""
+"""Two ranks learn from a step of an online stage what one learns, however unevenly its rows are
+left to them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from tests.conftest import Darkness
 from tests.glyph_stages import small_stage
 from tests.two_processes import as_two_ranks
 
-# Two processes with FSDP2 on five groups of three samples, of which the last one says nothing: nothing divides by two.
+# Two processes with FSDP2 on five groups of three samples, of which the last one says nothing:
+# nothing divides by two.
 
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST"]
 LORA = {"train": "lora", "rank": 4, "alpha": 8}
@@ -48,30 +51,72 @@ BYPASS = {"mode": "bypass", "reject": "k1", "reject_above": 0.03, "reject_level"
 SHIFTED = {"correction": {**DECOUPLED, "reject_above": 100}}
 CASES = {
     "as it is": {"algorithm": {"name": "mix_grpo"}},
-    "decoupled": {"algorithm": {"name": "grpo_guard"}, **ROUGH, "correction": DECOUPLED, "policy": LORA},
+    "decoupled": {
+        "algorithm": {"name": "grpo_guard"},
+        **ROUGH,
+        "correction": DECOUPLED,
+        "policy": LORA,
+    },
     "bypass": {"algorithm": {"name": "flow_dppo"}, **ROUGH, "correction": BYPASS},
     "samples": {"algorithm": {"name": "diffusion_nft", "noise_levels": 1}, **ODE, "policy": LORA},
     "groups": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE},
-    "two copies": {"algorithm": {"name": "crd", "old": {"slope": 0.5}, "sampling": {"slope": 0.7}}, **ODE, "policy": LORA},
-    "a group an update": {"algorithm": {"name": "dgpo", "noise_levels": 2}, **ODE, "updates_per_step": 4},
-    "reward gradients": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}, "policy": LORA},
-    "whole weights": {"algorithm": {"name": "draft", "last_steps": 2}, "sampler": {"name": "ode", "steps": 3}},
-    "branches": {"algorithm": {"name": "srpo", "discount": [200, 300], "target": None}, **ODE, "policy": LORA},
-    "student": {"algorithm": {"name": "tdm", "fake_updates": 2}, "sampler": {"name": "ode", "steps": 3}, "policy": LORA},
-    "whole student": {"algorithm": {"name": "tdm", "fake_updates": 2}, "sampler": {"name": "ode", "steps": 3}},
+    "two copies": {
+        "algorithm": {"name": "crd", "old": {"slope": 0.5}, "sampling": {"slope": 0.7}},
+        **ODE,
+        "policy": LORA,
+    },
+    "a group an update": {
+        "algorithm": {"name": "dgpo", "noise_levels": 2},
+        **ODE,
+        "updates_per_step": 4,
+    },
+    "reward gradients": {
+        "algorithm": {"name": "draft", "last_steps": 2},
+        "sampler": {"name": "ode", "steps": 3},
+        "policy": LORA,
+    },
+    "whole weights": {
+        "algorithm": {"name": "draft", "last_steps": 2},
+        "sampler": {"name": "ode", "steps": 3},
+    },
+    "branches": {
+        "algorithm": {"name": "srpo", "discount": [200, 300], "target": None},
+        **ODE,
+        "policy": LORA,
+    },
+    "student": {
+        "algorithm": {"name": "tdm", "fake_updates": 2},
+        "sampler": {"name": "ode", "steps": 3},
+        "policy": LORA,
+    },
+    "whole student": {
+        "algorithm": {"name": "tdm", "fake_updates": 2},
+        "sampler": {"name": "ode", "steps": 3},
+    },
     "one term": {"algorithm": {"name": "mix_grpo"}, **SHIFTED, "updates_per_step": 1},
     "nothing": {"algorithm": {"name": "mix_grpo"}, **SHIFTED},
 }
 LEFT = {"one term": [(4, 1)], "nothing": []}
-"""(sample, column) of the rows that are not rejected, where the others are made to be: fewer than ranks, and none."""
+"""(sample, column) of the rows that are not rejected, where the others are made to be: fewer than
+ranks, and none.
+"""
 
 
 def recipe_of(case: str) -> Recipe:
-    stage = {"kind": "online", "group_size": 3, "prompts_per_step": 5, "micro_batch": 4, "updates_per_step": 2}
+    stage = {
+        "kind": "online",
+        "group_size": 3,
+        "prompts_per_step": 5,
+        "micro_batch": 4,
+        "updates_per_step": 2,
+    }
     stage |= {
         "sampler": {"steps": 4},
         "reference": {"weight": 0.1, "guidance": 1},
-        "optimizer": {"max_grad_norm": 0.5, "eps": 1.0},  # of a fake score, whose first step would be a sign, too
+        "optimizer": {
+            "max_grad_norm": 0.5,
+            "eps": 1.0,
+        },  # of a fake score, whose first step would be a sign, too
         **CASES[case],
     }
     policy = stage.pop("policy", {"train": "full"})
@@ -82,11 +127,13 @@ def recipe_of(case: str) -> Recipe:
 
 def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[TrainingBatch, Rollouts]:
     """A step's rollouts by the untouched base model: the same in every process."""
-    model, config = load_model(base), ctx.online
+    model = load_model(base)
+    config = ctx.online
     sample_index = np.arange(5).repeat(3)
     keys = SampleKeys(ctx.seed, sample_index.tolist(), [*range(3)] * 5)
     conditioning = model.encode_texts(TEXTS)
-    rows, chosen = conditioning.rows(torch.from_numpy(sample_index)), Plan((0, 1), (0, 1)) if config.window else None
+    rows = conditioning.rows(torch.from_numpy(sample_index))
+    chosen = Plan((0, 1), (0, 1)) if config.window else None
     rollouts = generate(model, rows, keys, config.sampler, chosen, 4, config.rollout_precision)
     if case in LEFT:
         left = [rollouts.trajectory.log_probs[row].clone() for row in LEFT[case]]
@@ -96,7 +143,12 @@ def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Traini
     advantages = np.array([2, -1, -1, 1, 0.5, -1.5, -1, -0.5, 1.5, 3, -1, -2, 0, 0, 0], np.float32)
     prompts = [Prompt(index, text, "", None, "", "train", "{}") for index, text in enumerate(TEXTS)]
     shown = [prompts[index] for index in sample_index]
-    return TrainingBatch(0, conditioning, sample_index, keys, advantages, sample_index < 4, prompts=shown), rollouts
+    return (
+        TrainingBatch(
+            0, conditioning, sample_index, keys, advantages, sample_index < 4, prompts=shown
+        ),
+        rollouts,
+    )
 
 
 def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
@@ -104,37 +156,49 @@ def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
     for name in ctx.following:
         policy.ensure(name)
     if ctx.starts_as_teacher:
-        policy.copies["teacher"] = {key: p.detach() + 0.1 for key, p in policy.parameters.items()}  # not the policy itself
+        policy.copies["teacher"] = {
+            key: p.detach() + 0.1 for key, p in policy.parameters.items()
+        }  # not the policy itself
     # Adam's first step is a sign, which turns rounding into full steps.
-    updater = PolicyUpdater(policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05))
+    updater = PolicyUpdater(
+        policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05)
+    )
     return TrainingWorker(ctx, updater, rank=ranks.rank, scorer=Scorer(((Darkness(), 1.0),)))
 
 
 def two_steps(base: Path, case: str, file: Path, ranks: Ranks) -> dict[str, Any]:
-    """Two steps on the same rollouts, which are stale at the second; rank 0 writes the parameters."""
+    """Two steps on the same rollouts, which are stale at the second; rank 0 writes the
+    parameters."""
     ctx = StageContext(recipe_of(case), 0, 0)
     trainer, (batch, rollouts) = trainer_of(base, ctx, ranks), batch_and_rollouts(base, ctx, case)
     first = trainer.publish(0)
     reports = [trainer.train(batch, rollouts) for _ in range(2)]
-    last, generates = trainer.publish(2, "current"), trainer.publish(2)
+    last = trainer.publish(2, "current")
+    generates = trainer.publish(2)
     if ranks.rank == 0:
         save_file({name: value for bucket in last.buckets for name, value in bucket.items()}, file)
     return {
         "metrics": [report.metrics for report in reports],
         "updates": reports[-1].updates,
-        "published": [[weights.digest, weights.size, len(weights.buckets)] for weights in (first, generates)],
+        "published": [
+            [weights.digest, weights.size, len(weights.buckets)] for weights in (first, generates)
+        ],
     }
 
 
 def train_as_a_rank(base: Path, output: Path) -> None:
     with process_group() as ranks:
-        said = {case: two_steps(base, case, output / f"{case}.safetensors", ranks) for case in CASES}
+        said = {
+            case: two_steps(base, case, output / f"{case}.safetensors", ranks) for case in CASES
+        }
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
 def together(base_folder, tmp_path_factory):
-    """What two gloo processes say of every case, this one and a spawned one, and the folder of the parameters."""
+    """What two gloo processes say of every case, this one and a spawned one, and the folder of the
+    parameters.
+    """
     output = tmp_path_factory.mktemp("two-ranks")
     as_two_ranks(train_as_a_rank, base_folder, output)
     return [json.loads((output / f"said-{rank}.json").read_text()) for rank in range(2)], output
@@ -150,9 +214,14 @@ def test_two_ranks_learn_what_one_learns(base_folder, together, tmp_path, case):
     same = case in ("a group an update", "one term", "nothing")
     of_the_first_part = {} if same else {"grad_variance": 0, "velocity_drift": 0}
     for one, other in zip(alone["metrics"], first["metrics"], strict=True):
-        assert one | of_the_first_part == pytest.approx(other | of_the_first_part, rel=2e-3, abs=1e-6)
-    expected, found = load_file(tmp_path / "alone.safetensors"), load_file(folder / f"{case}.safetensors")
-    untouched = trainer_of(base_folder, StageContext(recipe_of(case), 0, 0), Ranks(0, 1)).updater.policy.parameters
+        assert one | of_the_first_part == pytest.approx(
+            other | of_the_first_part, rel=2e-3, abs=1e-6
+        )
+    expected = load_file(tmp_path / "alone.safetensors")
+    found = load_file(folder / f"{case}.safetensors")
+    untouched = trainer_of(
+        base_folder, StageContext(recipe_of(case), 0, 0), Ranks(0, 1)
+    ).updater.policy.parameters
     assert farthest(expected, found) < 1e-6
     assert (farthest(expected, untouched) > 1e-4) == (case != "nothing")
 
@@ -173,7 +242,10 @@ class OfLatents:
 def test_a_family_that_does_not_decode_with_gradient_is_refused_before_the_first_step():
     ctx = StageContext(recipe_of("reward gradients"), 0, 0)
     updater = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(decode=None)))
-    with pytest.raises(ModelError, match=r"draft learns .*, and SimpleNamespace has no pixels\(latents\), .* write one"):
+    with pytest.raises(
+        ModelError,
+        match=r"draft learns .*, and SimpleNamespace has no pixels\(latents\), .* write one",
+    ):
         TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
     TrainingWorker(ctx, updater, scorer=Scorer(((OfLatents(), 1.0),)))  # which decodes nothing
     updater.policy.model.pixels = updater.policy.model.decode
@@ -189,7 +261,10 @@ def test_two_ranks_publish_whole_weights(base_folder, together, case):
     assert nothing == ["", 0, 0]
 
 
-@pytest.mark.parametrize(("case", "updates", "skipped"), [("as it is", 4, 0), ("a group an update", 8, 0), ("nothing", 0, 2)])
+@pytest.mark.parametrize(
+    ("case", "updates", "skipped"),
+    [("as it is", 4, 0), ("a group an update", 8, 0), ("nothing", 0, 2)],
+)
 def test_an_update_without_terms_is_counted(together, case, updates, skipped):
     said = together[0][0][case]
     assert said["updates"] == updates
@@ -208,9 +283,14 @@ def test_what_the_cases_are_about_happens(together):
 def test_workers_generate_with_the_weights_that_the_trainer_publishes(base_folder):
     """Every version is received once and verified; damaged weights are not generated with."""
     ctx = StageContext(recipe_of("samples"), 0, 0)
-    trainer, (batch, rollouts) = trainer_of(base_folder, ctx, Ranks(0, 1)), batch_and_rollouts(base_folder, ctx, "samples")
+    trainer, (batch, rollouts) = (
+        trainer_of(base_folder, ctx, Ranks(0, 1)),
+        batch_and_rollouts(base_folder, ctx, "samples"),
+    )
     worker = RolloutWorker(Diffusers(ctx, Policy(load_model(base_folder), ctx.recipe.policy, 0)))
-    request = RolloutRequest(0, [], batch.conditioning, batch.sample_index, batch.keys, ctx.online.sampler, None)
+    request = RolloutRequest(
+        0, [], batch.conditioning, batch.sample_index, batch.keys, ctx.online.sampler, None
+    )
     latents = [rollouts.latents]
     for version in (1, 2):
         trainer.train(batch, rollouts)
@@ -238,7 +318,9 @@ def test_every_rank_has_a_part_of_every_pass(count, world, draws, size):
     assert 1 <= passes <= min(map(len, shares)) * draws
     times = np.unique(np.concatenate([np.concatenate(mine) for mine in shares]), return_counts=True)
     assert times[0].tolist() == list(range(2 * count))
-    assert set(times[1]) == {world if count < world else 1}, "every unit counts as much as any other"
+    assert set(times[1]) == {world if count < world else 1}, (
+        "every unit counts as much as any other"
+    )
 
 
 def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

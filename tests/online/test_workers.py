@@ -1,4 +1,5 @@
-"""Pools and groups of workers, with workers that answer, die, hang and fail when the test says so."""
+"""Pools and groups of workers, with workers that answer, die, hang and fail when the test says
+so."""
 
 from __future__ import annotations
 
@@ -30,11 +31,16 @@ from ebbflow.rewards.combine import RewardError
 
 
 class Crew:
-    """Starts workers and notes what they are asked. ``script``: (argument, attempt) -> what happens instead of an answer."""
+    """Starts workers and notes what they are asked. ``script``: (argument, attempt) -> what happens
+    instead of an answer.
+    """
 
     def __init__(self, script=None, loading=0):
-        self.script, self.loading = script or {}, loading
-        self.started, self.stopped, self.calls = [], [], []
+        self.script = script or {}
+        self.loading = loading
+        self.started = []
+        self.stopped = []
+        self.calls = []
 
     def worker(self, index):
         self.started.append(index)
@@ -52,7 +58,8 @@ class Hand:
     """A worker of a crew."""
 
     def __init__(self, crew, index):
-        self.crew, self.index = crew, index
+        self.crew = crew
+        self.index = index
 
     async def call(self, method, argument):
         self.crew.calls.append((self.index, argument))
@@ -72,10 +79,13 @@ class Hand:
 
 @pytest.fixture
 def work():
-    """``work(pool, arguments)``: (answers in the order in which they came, why calls failed by argument)."""
+    """``work(pool, arguments)``: (answers in the order in which they came, why calls failed by
+    argument).
+    """
 
     def do(pool, arguments):
-        done, failed = [], {}
+        done = []
+        failed = {}
 
         async def one(argument):
             try:
@@ -102,7 +112,9 @@ def rollouts(crew, count):
 
 
 def rewards(crew, count, **scoring):
-    return reward_pool([crew.worker(index) for index in range(count)], crew.start, ScoringConfig(**scoring))
+    return reward_pool(
+        [crew.worker(index) for index in range(count)], crew.start, ScoringConfig(**scoring)
+    )
 
 
 def test_calls_start_in_order_one_per_worker(work):
@@ -150,12 +162,20 @@ def test_a_request_that_kills_every_worker_ends_the_stage(work):
     assert failed == {7: f"WorkerDied: killed (attempt {MAX_DEATHS} of {MAX_DEATHS})"}
 
     class Queue:
-        workers, spans = type("Workers", (), {"rollout": rollouts(Crew(crew.script), 1)}), []
+        workers = type("Workers", (), {"rollout": rollouts(Crew(crew.script), 1)})
+        spans = []
 
-    Hand.call, whole = (lambda self, method, request, weights: whole(self, method, request)), Hand.call
+    Hand.call, whole = (
+        (lambda self, method, request, weights: whole(self, method, request)),
+        Hand.call,
+    )
     try:
         with pytest.raises(
-            StageError, match=rf"{MAX_DEATHS} rollout workers died or hung over the same request.*killed.*micro_batch"
+            StageError,
+            match=(
+                rf"{MAX_DEATHS} rollout workers died or hung over the same"
+                r" request.*killed.*micro_batch"
+            ),
         ):
             asyncio.run(RolloutQueue.generate(Queue(), 7, lambda: None))
     finally:
@@ -173,8 +193,12 @@ def test_images_that_are_gone_cost_no_reward_worker_and_no_attempt(work):
 def test_what_a_checkpoint_does_not_find_is_generated_again():
     """The rollouts of a step in flight, with the weights of its own."""
     request = RolloutRequest(3, [], None, np.zeros(0), SampleKeys(0, [], []), None, None)
-    gone, found, again = (SimpleNamespace(request=request, rollouts=name, images=name) for name in ("gone", "found", "again"))
-    queue, started = RolloutQueue.__new__(RolloutQueue), []
+    gone, found, again = (
+        SimpleNamespace(request=request, rollouts=name, images=name)
+        for name in ("gone", "found", "again")
+    )
+    queue = RolloutQueue.__new__(RolloutQueue)
+    started = []
 
     async def done(part):
         return part
@@ -189,10 +213,13 @@ def test_what_a_checkpoint_does_not_find_is_generated_again():
         return asyncio.ensure_future(done(again))
 
     async def run():
-        step = StepInFlight(3, [asyncio.ensure_future(done(part)) for part in (gone, found)], weights="version 2")
+        step = StepInFlight(
+            3, [asyncio.ensure_future(done(part)) for part in (gone, found)], weights="version 2"
+        )
         return [await queue.fetch(step, index) for index in range(2)]
 
-    queue.workers, queue._roll_out = SimpleNamespace(fetch=fetch), roll_out
+    queue.workers = SimpleNamespace(fetch=fetch)
+    queue._roll_out = roll_out
     assert asyncio.run(run()) == [(again, "again", "again"), (found, "found", "found")]
     assert started == [(request, "version 2")]
 
@@ -251,7 +278,8 @@ def test_errors_are_tried_again_unless_a_contract_is_broken(work):
 
 
 def test_arguments_are_those_of_the_moment_when_a_worker_takes_the_call():
-    crew, newest = Crew({(0, 1): 0.02}), [0]
+    crew = Crew({(0, 1): 0.02})
+    newest = [0]
 
     async def run():
         pool = WorkerPool("rollout", [crew.worker(0)], crew.start)
@@ -297,7 +325,8 @@ def test_threads_work_beside_the_loop_and_their_errors_arrive():
 
 
 def test_a_thread_that_hangs_keeps_nobody_waiting(monkeypatch):
-    meeting, errors = Meeting(), []
+    meeting = Meeting()
+    errors = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
 
     async def run():
@@ -317,7 +346,8 @@ class Rank:
     """A rank that answers, fails or waits for the others."""
 
     def __init__(self, outcome, seconds=0.0):
-        self.outcome, self.seconds = outcome, seconds
+        self.outcome = outcome
+        self.seconds = seconds
 
     async def call(self, method):
         await asyncio.sleep(self.seconds)
@@ -327,13 +357,18 @@ class Rank:
 
 
 def test_a_group_gives_every_ranks_answer_in_order():
-    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).call("train")) == ["first", "second"]
+    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).call("train")) == [
+        "first",
+        "second",
+    ]
 
 
 def test_the_rank_that_died_explains_the_others():
     """A rank that lost its peer fails before it is known that the peer died."""
     died = StageError("training rank 1 died")
-    group = TrainingGroup([Rank(RuntimeError("connection reset")), Rank(died, 0.05), Rank("waits", 60)], grace=0.3)
+    group = TrainingGroup(
+        [Rank(RuntimeError("connection reset")), Rank(died, 0.05), Rank("waits", 60)], grace=0.3
+    )
     with pytest.raises(StageError, match="rank 1 died") as error:
         asyncio.run(group.call("train"))
     assert error.value.__notes__ == ["another rank: connection reset"]
@@ -346,5 +381,9 @@ def test_a_rank_that_died_is_said_at_once():
 
 
 def test_the_modes_differ_in_the_steps_that_run_ahead(make_recipe):
-    for keys, ahead in (({"mode": "sync"}, 0), ({"mode": "one_step_off"}, 1), ({"mode": "async", "staleness": 3}, 3)):
+    for keys, ahead in (
+        ({"mode": "sync"}, 0),
+        ({"mode": "one_step_off"}, 1),
+        ({"mode": "async", "staleness": 3}, 3),
+    ):
         assert rollout_queue.max_steps_ahead(make_recipe(online=keys).stages[0]) == ahead

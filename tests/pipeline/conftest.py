@@ -19,9 +19,14 @@ PYFLYTE = Path(sys.executable).with_name("pyflyte")
 
 
 def run_pipeline(
-    folder: Path, changes: dict[str, Any], recipe: str = "tiny", watch: Callable[[int], None] | None = None
+    folder: Path,
+    changes: dict[str, Any],
+    recipe: str = "tiny",
+    watch: Callable[[int], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``pyflyte run`` on a shipped recipe with some keys changed; everything it writes goes below ``folder``."""
+    """``pyflyte run`` on a shipped recipe with some keys changed; everything it writes goes below
+    ``folder``.
+    """
     settings = yaml.safe_load((ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text())
     written = folder / "recipe.yaml"
     written.write_text(yaml.safe_dump(settings | {"output": str(folder / "runs")} | changes))
@@ -29,7 +34,14 @@ def run_pipeline(
     cache = {"FLYTE_LOCAL_CACHE_ENABLED": "true", "EBBFLOW_LOCAL_CACHE": str(folder / "cache")}
     environment = os.environ | {"TMPDIR": str(folder / "tmp"), "HOME": str(folder)} | cache
     environment.pop("MLFLOW_TRACKING_URI", None)
-    command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
+    command = [
+        str(PYFLYTE),
+        "run",
+        "workflows/post_training.py",
+        "post_train",
+        "--recipe",
+        str(written),
+    ]
     return run_forked(command, cwd=ROOT, env=environment, timeout=900, watch=watch)
 
 
@@ -50,5 +62,7 @@ def package(folder: Path, image: str = "ebbflow:test", deployment: str = "") -> 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose runs share Flyte's cache and one MLflow store; a new one for every file, so that their order is free."""
+    """A folder whose runs share Flyte's cache and one MLflow store; a new one for every file, so
+    that their order is free.
+    """
     return tmp_path_factory.mktemp("pipeline")

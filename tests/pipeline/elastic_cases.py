@@ -1,4 +1,6 @@
-"""A launcher with one rank that says where it is and then waits. Arguments: the file that it writes to."""
+"""A launcher with one rank that says where it is and then waits. Arguments: the file that it writes
+to.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,15 @@ from tasks import elastic
 
 
 def rank(said: str) -> None:
-    about = {"rank": os.getpid(), "server": os.getppid(), "folder": os.getcwd(), "LATE": os.environ.get("LATE")}
-    Path(said).with_suffix(".new").write_text(json.dumps(about | {"imported": "torch" in sys.modules}))
+    about = {
+        "rank": os.getpid(),
+        "server": os.getppid(),
+        "folder": os.getcwd(),
+        "LATE": os.environ.get("LATE"),
+    }
+    Path(said).with_suffix(".new").write_text(
+        json.dumps(about | {"imported": "torch" in sys.modules})
+    )
     Path(said).with_suffix(".new").rename(said)
     time.sleep(600)
 
@@ -26,5 +35,7 @@ if __name__ == "__main__":
     assert elastic.preload(Recipe()), "the second time there is one"
     os.environ["LATE"] = "after the server"
     given = (os.getcwd(), dict(os.environ), sys.argv[1])
-    multiprocessing.get_context("forkserver").Process(target=elastic._as_spawned, args=given).start()
+    multiprocessing.get_context("forkserver").Process(
+        target=elastic._as_spawned, args=given
+    ).start()
     time.sleep(600)

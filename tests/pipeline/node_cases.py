@@ -1,7 +1,9 @@
-"""A node of a training group. Arguments: a folder with an offline stage in it, the name of the result, and how node 1 dies.
+"""A node of a training group. Arguments: a folder with an offline stage in it, the name of the
+result, and how node 1 dies.
 
-The folder has ``stage.json`` and the files of tests/pipeline/test_nodes.py; the store of checkpoints is a folder behind a URI, so
-that every node downloads them into its own temporary folder. ``said-NODE`` gets what the launcher raised.
+The folder has ``stage.json`` and the files of tests/pipeline/test_nodes.py; the store of
+checkpoints is a folder behind a URI, so that every node downloads them into its own temporary
+folder. ``said-NODE`` gets what the launcher raised.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from tasks.files import open_checkpoints
 from tasks.preemption import retry_on
 
 GROUP = GracefulElastic(
-    nnodes=2, nproc_per_node=int(os.environ.get("PER_NODE", "1")), monitor_interval=0.1, max_restarts=0, increase_shared_mem=False
+    nnodes=2,
+    nproc_per_node=int(os.environ.get("PER_NODE", "1")),
+    monitor_interval=0.1,
+    max_restarts=0,
+    increase_shared_mem=False,
 )
 
 
@@ -36,15 +42,30 @@ def train(recipe: Recipe, folder: str, name: str, dies: str) -> str:
     from ebbflow.training.stop_conditions import Preempted
 
     set_up_process(recipe)
-    ctx, here, recorder = StageContext(recipe, 0, 1), Path(folder), MetricsRecorder()
+    ctx = StageContext(recipe, 0, 1)
+    here = Path(folder)
+    recorder = MetricsRecorder()
     with retry_on(Preempted, PeerLost), process_group() as ranks:
         if dies and ranks.node == 1:
             end_at(int(dies.partition(" ")[0]), dies.partition(" ")[2])
         checkpoints = open_checkpoints(tracked(here, name), ctx, ranks.rank, ranks.local_rank)
         ranks.barrier()
-        inputs = (here / "start", here / "prompts.parquet", sorted(here.glob("rollouts-*")), here / "advantages.parquet")
+        inputs = (
+            here / "start",
+            here / "prompts.parquet",
+            sorted(here.glob("rollouts-*")),
+            here / "advantages.parquet",
+        )
         replicas = ranks.nodes if "HYBRID" in os.environ else 1
-        train_offline_folder(ctx, Path((here / "base").read_text()), *inputs, here / name, recorder, checkpoints, replicas)
+        train_offline_folder(
+            ctx,
+            Path((here / "base").read_text()),
+            *inputs,
+            here / name,
+            recorder,
+            checkpoints,
+            replicas,
+        )
     return json.dumps([row["loss"] for row in recorder.metrics])
 
 
@@ -53,7 +74,9 @@ def tracked(folder: Path, name: str) -> TrackedRun:
 
 
 def end_at(step: int, how: str) -> None:
-    """Have this process end as its update of this number begins: with its whole node, or as a preempted one."""
+    """Have this process end as its update of this number begins: with its whole node, or as a
+    preempted one.
+    """
     from ebbflow.training.update import PolicyUpdater
 
     update = PolicyUpdater.update
@@ -62,7 +85,9 @@ def end_at(step: int, how: str) -> None:
         if updater.updates == step:
             if how == "error":
                 raise ValueError("of its own")
-            os.killpg(0, signal.SIGKILL) if how == "killed" else os.kill(os.getpid(), signal.SIGTERM)
+            os.killpg(0, signal.SIGKILL) if how == "killed" else os.kill(
+                os.getpid(), signal.SIGTERM
+            )
         return update(updater, *arguments)  # type: ignore[arg-type]
 
     PolicyUpdater.update = doomed  # type: ignore[method-assign, assignment]

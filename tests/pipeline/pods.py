@@ -1,12 +1,13 @@
 """A miniature of Flyte's engine: it runs a packaged workflow node by node, as a cluster would.
 
-Every task is the command line of its container in a process of its own: the first pod a new interpreter, the others forked from
-one that has imported what takes seconds (tests/forked.py). What it shares with other tasks is an object store, where its inputs
-and outputs lie serialised, and what ``Cluster.environment`` leads to. Home, temporary folder and working directory are new for
-every pod and gone after it. Nodes run one after the other, each once those that it waits for are done.
-``Cluster.run`` puts something else in place of the process: a pod of a real Kubernetes (tests/kubernetes).
-Nothing comes out of a cache. Left out, because the pipeline uses none of it: conditionals, sleeping, launch plans as nodes,
-pods that are not made of a pod template.
+Every task is the command line of its container in a process of its own: the first pod a new
+interpreter, the others forked from one that has imported what takes seconds (tests/forked.py). What
+it shares with other tasks is an object store, where its inputs and outputs lie serialised, and what
+``Cluster.environment`` leads to. Home, temporary folder and working directory are new for every pod
+and gone after it. Nodes run one after the other, each once those that it waits for are done.
+``Cluster.run`` puts something else in place of the process: a pod of a real Kubernetes
+(tests/kubernetes). Nothing comes out of a cache. Left out, because the pipeline uses none of it:
+conditionals, sleeping, launch plans as nodes, pods that are not made of a pod template.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
 from flyteidl.core.identifier_pb2 import Identifier
-from flyteidl.core.literals_pb2 import Binary, Binding, BindingData, Literal, LiteralCollection, LiteralMap, Scalar
+from flyteidl.core.literals_pb2 import (
+    Binary,
+    Binding,
+    BindingData,
+    Literal,
+    LiteralCollection,
+    LiteralMap,
+    Scalar,
+)
 from flyteidl.core.tasks_pb2 import TaskTemplate
 from flyteidl.core.types_pb2 import PromiseAttribute
 from flyteidl.core.workflow_pb2 import ArrayNode, Node, WorkflowTemplate
@@ -80,13 +89,17 @@ class Cluster:
     bucket: str
     """The URI below which the engine and the tasks leave their data."""
     environment: Mapping[str, str]
-    """Of every pod: how it reaches the store and MLflow. It has no other variables than these, Flyte's and its container's."""
+    """Of every pod: how it reaches the store and MLflow. It has no other variables than these,
+    Flyte's and its container's.
+    """
     homes: Path
     """Where the folders of pods are made and removed."""
     approves: Callable[[str], bool] = lambda signal: True
     """A person's answer to the gate with this name."""
     lost: Collection[str] = ()
-    """Modules of tasks whose machine is lost right after the first attempt: Flyte hears nothing of it and starts a second."""
+    """Modules of tasks whose machine is lost right after the first attempt: Flyte hears nothing of
+    it and starts a second.
+    """
     pods: list[str] = field(default_factory=list)
     """The name of every attempt so far."""
     run: Callable[[Attempt], str] | None = None
@@ -99,12 +112,24 @@ def decoded(archive: Path) -> Package:
         files = {member.name: opened.extractfile(member) for member in opened.getmembers()}
         contents = {name: file.read() for name, file in files.items() if file}
     # The name ends in the number of the kind in flyteidl.core.ResourceType.
-    tasks = [TaskSpec.FromString(content).template for name, content in contents.items() if name.endswith("_1.pb")]
-    specs = [WorkflowSpec.FromString(content) for name, content in contents.items() if name.endswith("_2.pb")]
-    return _by_name(tasks, [workflow for spec in specs for workflow in (spec.template, *spec.sub_workflows)])
+    tasks = [
+        TaskSpec.FromString(content).template
+        for name, content in contents.items()
+        if name.endswith("_1.pb")
+    ]
+    specs = [
+        WorkflowSpec.FromString(content)
+        for name, content in contents.items()
+        if name.endswith("_2.pb")
+    ]
+    return _by_name(
+        tasks, [workflow for spec in specs for workflow in (spec.template, *spec.sub_workflows)]
+    )
 
 
-def execute(cluster: Cluster, package: Package, workflow: str, inputs: Values, execution: str) -> Values:
+def execute(
+    cluster: Cluster, package: Package, workflow: str, inputs: Values, execution: str
+) -> Values:
     """The outputs of a workflow.
 
     Args:
@@ -113,7 +138,9 @@ def execute(cluster: Cluster, package: Package, workflow: str, inputs: Values, e
     Raises:
         PodFailed: a task failed, or a person did not approve.
     """
-    return _run_workflow(_Engine(cluster, execution, package), package.workflows[workflow], inputs, "")
+    return _run_workflow(
+        _Engine(cluster, execution, package), package.workflows[workflow], inputs, ""
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +150,7 @@ class _Engine:
     package: Package
 
 
-# ------------------------------------------------------------------------------------------------------------------- nodes
+# -------------------------------------------------------------------------------------------- nodes
 
 
 def _run_workflow(engine: _Engine, workflow: WorkflowTemplate, inputs: Values, path: str) -> Values:
@@ -134,8 +161,12 @@ def _run_nodes(engine: _Engine, nodes: Iterable[Node], outputs: Outputs, path: s
     """``outputs`` with those of all nodes; each starts when the nodes upstream are done."""
     waiting = {node.id: node for node in nodes}
     while waiting:
-        node = next(node for node in waiting.values() if not set(node.upstream_node_ids) & waiting.keys())
-        outputs = outputs | {node.id: _run_node(engine, node, _bind(node.inputs, outputs), f"{path}/{node.id}")}
+        node = next(
+            node for node in waiting.values() if not set(node.upstream_node_ids) & waiting.keys()
+        )
+        outputs = outputs | {
+            node.id: _run_node(engine, node, _bind(node.inputs, outputs), f"{path}/{node.id}")
+        }
         del waiting[node.id]
     return outputs
 
@@ -143,7 +174,9 @@ def _run_nodes(engine: _Engine, nodes: Iterable[Node], outputs: Outputs, path: s
 def _run_node(engine: _Engine, node: Node, inputs: Values, path: str) -> Values:
     kind = node.WhichOneof("target")
     if kind == "task_node":
-        return _run_task(engine, engine.package.tasks[node.task_node.reference_id.name], inputs, path)
+        return _run_task(
+            engine, engine.package.tasks[node.task_node.reference_id.name], inputs, path
+        )
     if kind == "array_node":
         return _run_array(engine, node.array_node, inputs, path)
     if kind == "gate_node" and node.gate_node.HasField("approve"):
@@ -151,7 +184,9 @@ def _run_node(engine: _Engine, node: Node, inputs: Values, path: str) -> Values:
             return inputs
         raise PodFailed(f"{path}: {node.gate_node.approve.signal_id} was not approved")
     if kind == "workflow_node" and node.workflow_node.HasField("sub_workflow_ref"):
-        return _run_workflow(engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, path)
+        return _run_workflow(
+            engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, path
+        )
     raise ValueError(f"{path} is a {kind}, which this engine does not run; add it to _run_node")
 
 
@@ -167,21 +202,37 @@ def _run_task(engine: _Engine, task: TaskTemplate, inputs: Values, path: str) ->
 
 
 def _run_array(engine: _Engine, array: ArrayNode, inputs: Values, path: str) -> Values:
-    """A mapped task: every pod gets all inputs and picks its own by the index in its environment."""
+    """A mapped task: every pod gets all inputs and picks its own by the index in its
+    environment."""
     task = engine.package.tasks[array.node.task_node.reference_id.name]
-    lengths = {len(value.collection.literals) for name, value in inputs.items() if name not in array.bound_inputs}
+    lengths = {
+        len(value.collection.literals)
+        for name, value in inputs.items()
+        if name not in array.bound_inputs
+    }
     if len(lengths) != 1 or array.is_original_sub_node_interface.value:
-        raise ValueError(f"{path} maps over inputs of lengths {lengths}, or over single inputs; add that to _run_array")
-    prefixes = [_attempts(engine, task, inputs, f"{path}/{index}", index) for index in range(*lengths)]
+        raise ValueError(
+            f"{path} maps over inputs of lengths {lengths}, or over single inputs; add that to"
+            " _run_array"
+        )
+    prefixes = [
+        _attempts(engine, task, inputs, f"{path}/{index}", index) for index in range(*lengths)
+    ]
     parts = [_outputs(engine, prefix) for prefix in prefixes]
-    return {name: Literal(collection=LiteralCollection(literals=[part[name] for part in parts])) for name in parts[0]}
+    return {
+        name: Literal(collection=LiteralCollection(literals=[part[name] for part in parts]))
+        for name in parts[0]
+    }
 
 
 def _by_name(tasks: Iterable[TaskTemplate], workflows: Iterable[WorkflowTemplate]) -> Package:
-    return Package({task.id.name: task for task in tasks}, {workflow.id.name: workflow for workflow in workflows})
+    return Package(
+        {task.id.name: task for task in tasks},
+        {workflow.id.name: workflow for workflow in workflows},
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ values
+# ------------------------------------------------------------------------------------------- values
 
 
 def _bind(bindings: Iterable[Binding], outputs: Outputs) -> Values:
@@ -196,12 +247,18 @@ def _bound(data: BindingData, outputs: Outputs) -> Literal:
         literals = [_bound(item, outputs) for item in data.collection.bindings]
         return Literal(collection=LiteralCollection(literals=literals))
     if kind == "map":
-        return Literal(map=LiteralMap(literals={key: _bound(item, outputs) for key, item in data.map.bindings.items()}))
+        return Literal(
+            map=LiteralMap(
+                literals={key: _bound(item, outputs) for key, item in data.map.bindings.items()}
+            )
+        )
     return Literal(scalar=data.scalar)
 
 
 def _attribute(value: Literal, path: Sequence[PromiseAttribute]) -> Literal:
-    """What a path leads to: through lists and mappings of Flyte, then through a pydantic model, which is MessagePack."""
+    """What a path leads to: through lists and mappings of Flyte, then through a pydantic model,
+    which is MessagePack.
+    """
     if not path:
         return value
     keys = [getattr(step, step.WhichOneof("value") or "") for step in path]
@@ -227,12 +284,17 @@ def _read(engine: _Engine, uri: str, kind: type[M]) -> M | None:
     return kind.FromString(store.cat_file(uri)) if store.exists(uri) else None
 
 
-# -------------------------------------------------------------------------------------------------------------------- pods
+# --------------------------------------------------------------------------------------------- pods
 
 
-def _attempts(engine: _Engine, task: TaskTemplate, inputs: Values, path: str, index: int | None = None) -> str:
-    """Where the first attempt left its outputs that neither was lost nor failed in a way that Flyte retries."""
-    cluster, retries = engine.cluster, task.metadata.retries.retries
+def _attempts(
+    engine: _Engine, task: TaskTemplate, inputs: Values, path: str, index: int | None = None
+) -> str:
+    """Where the first attempt left its outputs that neither was lost nor failed in a way that Flyte
+    retries.
+    """
+    cluster = engine.cluster
+    retries = task.metadata.retries.retries
     here = f"{cluster.bucket}/metadata/{engine.execution}{path}"
     cluster.store.pipe_file(f"{here}/inputs.pb", LiteralMap(literals=inputs).SerializeToString())
     lost = _module(task) in cluster.lost
@@ -242,14 +304,19 @@ def _attempts(engine: _Engine, task: TaskTemplate, inputs: Values, path: str, in
         document = _read(engine, f"{here}/{attempt}/error.pb", ErrorDocument)
         if document is None and not (lost and attempt == 0):
             return f"{here}/{attempt}"
-        if document and (document.error.kind == ContainerError.NON_RECOVERABLE or attempt == lost + retries):
+        if document and (
+            document.error.kind == ContainerError.NON_RECOVERABLE or attempt == lost + retries
+        ):
             raise PodFailed(f"{cluster.pods[-1]}:\n{document.error.message}\n{said}")
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run_pod(engine: _Engine, task: TaskTemplate, path: str, attempt: int, index: int | None) -> str:
+def _run_pod(
+    engine: _Engine, task: TaskTemplate, path: str, attempt: int, index: int | None
+) -> str:
     """Run the container of one attempt to its end; what it printed."""
-    cluster, container = engine.cluster, _container(task)
+    cluster = engine.cluster
+    container = _container(task)
     environment = (
         {variable["name"]: variable["value"] for variable in container.get("env", ())}
         | _identity(engine.execution, task.id, attempt)
@@ -267,7 +334,9 @@ def _run_process(engine: _Engine, pod: Attempt) -> str:
     cluster = engine.cluster
     with tempfile.TemporaryDirectory(dir=cluster.homes) as home:
         own = {"PATH": f"{PYFLYTE.parent}{os.pathsep}{os.defpath}", "HOME": home, "TMPDIR": home}
-        run = run_forked if pod.command[0] in EXECUTE and len(cluster.pods) > 1 else _run_interpreter
+        run = (
+            run_forked if pod.command[0] in EXECUTE and len(cluster.pods) > 1 else _run_interpreter
+        )
         done = run(pod.command, cwd=Path(home), env=own | dict(pod.environment), timeout=900)
     said = (done.stdout + done.stderr)[-5000:]
     if done.returncode:
@@ -276,9 +345,13 @@ def _run_process(engine: _Engine, pod: Attempt) -> str:
     return said
 
 
-def _run_interpreter(command: list[str], *, cwd: Path, env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+def _run_interpreter(
+    command: list[str], *, cwd: Path, env: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
     """What a container really does: a new interpreter, or a shell."""
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def _container(task: TaskTemplate) -> dict[str, Any]:
@@ -288,7 +361,9 @@ def _container(task: TaskTemplate) -> dict[str, Any]:
 
 def primary(task: TaskTemplate, pod: Mapping[str, Any]) -> dict[str, Any]:
     """The container of a pod in which the task runs."""
-    (container,) = [one for one in pod["containers"] if one["name"] == task.config["primary_container_name"]]
+    (container,) = [
+        one for one in pod["containers"] if one["name"] == task.config["primary_container_name"]
+    ]
     return container
 
 
@@ -320,14 +395,22 @@ def _identity(execution: str, task: Identifier, attempt: int) -> dict[str, str]:
 
 
 def _array_index(index: int) -> dict[str, str]:
-    return {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "FLYTE_K8S_ARRAY_INDEX", "FLYTE_K8S_ARRAY_INDEX": str(index)}
+    return {
+        "BATCH_JOB_ARRAY_INDEX_VAR_NAME": "FLYTE_K8S_ARRAY_INDEX",
+        "FLYTE_K8S_ARRAY_INDEX": str(index),
+    }
 
 
 def _require_no_trace(engine: _Engine, prefix: str, home: str) -> None:
-    """A path of the pod among its outputs leads nowhere; here it has a name, in the task that reads it only an error."""
+    """A path of the pod among its outputs leads nowhere; here it has a name, in the task that reads
+    it only an error.
+    """
     for uri in engine.cluster.store.glob(f"{prefix}/*.pb"):
         if not uri.endswith("/error.pb") and home.encode() in engine.cluster.store.cat_file(uri):
-            raise PodFailed(f"{engine.cluster.pods[-1]}: {Path(uri).name} names a path below {home}, which is gone with the pod")
+            raise PodFailed(
+                f"{engine.cluster.pods[-1]}: {Path(uri).name} names a path below {home}, which is"
+                " gone with the pod"
+            )
 
 
 def _module(task: TaskTemplate) -> str:

@@ -28,14 +28,20 @@ def object_store(address: str = "127.0.0.1") -> Iterator[dict[str, str]]:
     host, port = server.get_host_and_port()
     try:
         keys = {"FLYTE_AWS_ACCESS_KEY_ID": KEY, "FLYTE_AWS_SECRET_ACCESS_KEY": KEY}
-        yield {"FLYTE_AWS_ENDPOINT": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1", **keys}
+        yield {
+            "FLYTE_AWS_ENDPOINT": f"http://{host}:{port}",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            **keys,
+        }
     finally:
         server.stop()
 
 
 def client_of(store: Mapping[str, str]) -> S3FileSystem:
     """A client of an object store that sees what pods write behind its back."""
-    return S3FileSystem(key=KEY, secret=KEY, endpoint_url=store["FLYTE_AWS_ENDPOINT"], use_listings_cache=False)
+    return S3FileSystem(
+        key=KEY, secret=KEY, endpoint_url=store["FLYTE_AWS_ENDPOINT"], use_listings_cache=False
+    )
 
 
 @contextmanager
@@ -57,12 +63,27 @@ def tracking_server(
         free.bind((address, 0))
         port = str(free.getsockname()[1])
     uri = f"http://{address}:{port}"
-    listening = ["--host", address, "--port", port, "--allowed-hosts", f"{address}:{port}", "--workers", "1"]
+    listening = [
+        "--host",
+        address,
+        "--port",
+        port,
+        "--allowed-hosts",
+        f"{address}:{port}",
+        "--workers",
+        "1",
+    ]
     places = ["--backend-store-uri", database or f"sqlite:///{folder}/mlflow.db"]
     places += ["--artifacts-destination", artifacts or str(folder / "artifacts")]
     command = [str(PYFLYTE.with_name("mlflow")), "server", *listening, *places]
     with (folder / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=folder, env=os.environ | (environment or {}), stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | (environment or {}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     try:
         while not _answers(uri):
             assert server.poll() is None, (folder / "log").read_text()[-3000:]

@@ -1,4 +1,6 @@
-"""What is wrong with a recipe or its surroundings is said before minutes are spent, with how to fix it."""
+"""What is wrong with a recipe or its surroundings is said before minutes are spent, with how to fix
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rounds": 0}, ["rounds = 0", "greater than or equal to 1"]),
     ],
 )
-def test_pyflyte_shows_what_is_wrong_with_a_recipe(tmp_path: Path, change: dict[str, Any], says: list[str]) -> None:
+def test_pyflyte_shows_what_is_wrong_with_a_recipe(
+    tmp_path: Path, change: dict[str, Any], says: list[str]
+) -> None:
     done = run_pipeline(tmp_path, change)
     assert done.returncode != 0
     shown = " ".join((done.stdout + done.stderr).replace("│", " ").split())
@@ -47,17 +51,23 @@ def test_pyflyte_refuses_a_recipe_that_gives_a_key_twice(tmp_path: Path, as_text
     command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", given]
     done = run_forked(command, cwd=ROOT, env=os.environ | {"HOME": str(tmp_path)}, timeout=900)
     assert done.returncode != 0
-    assert "given twice: ['rounds']" in " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    assert "given twice: ['rounds']" in " ".join(
+        (done.stdout + done.stderr).replace("│", " ").split()
+    )
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RecipeError, match=r"output = .*file/runs.* cannot be written .*set another folder"):
+    with pytest.raises(
+        RecipeError, match=r"output = .*file/runs.* cannot be written .*set another folder"
+    ):
         start_run(recipe=Recipe(output=str(tmp_path / "file" / "runs")))
 
 
 def test_a_prompt_file_that_is_not_there(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / "none.txt")}})
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "prompts": {"source": str(tmp_path / "none.txt")}}
+    )
     with pytest.raises(RecipeError, match=r"prompts.source = .*none.txt.* no such file"):
         start_run(recipe=recipe)
 
@@ -72,7 +82,9 @@ def test_a_prompt_file_that_is_not_there(tmp_path: Path) -> None:
 )
 def test_a_prompt_file_that_cannot_be_used(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / name).write_text(text)
-    recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": {"source": str(tmp_path / name)}})
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "prompts": {"source": str(tmp_path / name)}}
+    )
     with pytest.raises(PromptError, match=says):
         start_run(recipe=recipe)
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -80,7 +92,9 @@ def test_a_prompt_file_that_cannot_be_used(tmp_path: Path, name: str, text: str,
 
 def test_a_base_model_folder_that_is_not_one(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    recipe = Recipe.model_validate({"output": str(tmp_path), "model": {"path": str(tmp_path / "base")}})
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "model": {"path": str(tmp_path / "base")}}
+    )
     with pytest.raises(ModelError, match=r"base is not a glyph base model: transformer.* missing"):
         start_run(recipe=recipe)
 

@@ -23,14 +23,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
     return start_run(Recipe(output=str(tmp_path / "runs")), None)
 
 
-def test_what_lies_at_the_path_now_is_copied(base_folder: Path, tmp_path: Path, run: TrackedRun) -> None:
+def test_what_lies_at_the_path_now_is_copied(
+    base_folder: Path, tmp_path: Path, run: TrackedRun
+) -> None:
     source = shutil.copytree(base_folder, tmp_path / "base")
     for mark in ("manifest.json", "COMMIT"):
         (source / mark).unlink(missing_ok=True)
-    first = verify(Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download()))
+    first = verify(
+        Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download())
+    )
     index = json.loads((source / "model_index.json").read_text())
     (source / "model_index.json").write_text(json.dumps(index | {"changed": [None, None]}))
-    assert verify(Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download())) != first
+    assert (
+        verify(
+            Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download())
+        )
+        != first
+    )
 
 
 def test_a_committed_folder_that_was_damaged_is_refused_and_the_run_fails(

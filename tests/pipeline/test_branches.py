@@ -1,4 +1,6 @@
-"""Branches in the graph: they wait for nothing but what is before them, and hand on a policy that passed their gate."""
+"""Branches in the graph: they wait for nothing but what is before them, and hand on a policy that
+passed their gate.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,18 @@ ONLINE: dict[str, Any] = {
 }
 MERGE = ONLINE | {"algorithm": {"name": "distillation", "teachers": TEACHERS}}
 SETTINGS: dict[str, Any] = {
-    "prompts": {"validation": 24, "held_out": 12, "mixture": [{"name": name, "source": f"{name}.txt"} for name in NAMES]},
+    "prompts": {
+        "validation": 24,
+        "held_out": 12,
+        "mixture": [{"name": name, "source": f"{name}.txt"} for name in NAMES],
+    },
     "branches": {name: {"prompts": [name]} for name in NAMES},
-    "stages": [ONLINE | {"branch": "words"}, ONLINE | {"branch": "words"}, ONLINE | {"branch": "signs"}, MERGE],
+    "stages": [
+        ONLINE | {"branch": "words"},
+        ONLINE | {"branch": "words"},
+        ONLINE | {"branch": "signs"},
+        MERGE,
+    ],
 }
 
 
@@ -60,33 +71,68 @@ def recipe() -> Recipe:
 
 
 def policy(folder: Path, steps: int = 0, label: str = "1.1 online") -> TrainedPolicy:
-    record = StageRecord(label=label, algorithm="mix_grpo", samples=1, optimizer_steps=1, seconds={}, alarms=["earlier"])
+    record = StageRecord(
+        label=label,
+        algorithm="mix_grpo",
+        samples=1,
+        optimizer_steps=1,
+        seconds={},
+        alarms=["earlier"],
+    )
     (folder / "metrics.json").write_text("[]")
     metrics = FlyteFile(str(folder / "metrics.json"))
-    return TrainedPolicy(folder=FlyteDirectory(str(folder)), record=record, metrics=metrics, global_step=steps)
+    return TrainedPolicy(
+        folder=FlyteDirectory(str(folder)), record=record, metrics=metrics, global_step=steps
+    )
 
 
 def evaluated(folder: Path, label: str, reward: float) -> EvaluatedPolicy:
     means = {"reward": reward}
     evaluation = Evaluation(
-        label=label, policy_version=1, held_out=means, validation=means, coverage=1, velocity_drift=0, seconds={}
+        label=label,
+        policy_version=1,
+        held_out=means,
+        validation=means,
+        coverage=1,
+        velocity_drift=0,
+        seconds={},
     )
     table = folder / f"{label}.parquet"
     write_table(table, pa.schema([("reward", pa.float64())]), [], {})
-    return EvaluatedPolicy(policy=policy(folder, label=label), evaluation=evaluation, samples=FlyteFile(str(table)))
+    return EvaluatedPolicy(
+        policy=policy(folder, label=label), evaluation=evaluation, samples=FlyteFile(str(table))
+    )
 
 
 def decision(promote: bool, candidate: str = "after") -> GateDecision:
-    target = Comparison(metric="reward", champion=0, candidate=0, difference=0, low=0, high=0, prompts=2)
-    reasons = ["Coverage is full.", "The reward rose." if promote else f"{gate.REFUSED}no proven gain."]
+    target = Comparison(
+        metric="reward", champion=0, candidate=0, difference=0, low=0, high=0, prompts=2
+    )
+    reasons = [
+        "Coverage is full.",
+        "The reward rose." if promote else f"{gate.REFUSED}no proven gain.",
+    ]
     return GateDecision(
-        promote=promote, candidate=candidate, champion="before", target=target, guardrails=[], coverage=1, reasons=reasons
+        promote=promote,
+        candidate=candidate,
+        champion="before",
+        target=target,
+        guardrails=[],
+        coverage=1,
+        reasons=reasons,
     )
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> TrackedRun:
-    return TrackedRun(run_id="r", experiment_id="e", tracking_uri="", folder=str(tmp_path), recipe_digest="d", started_at=0.0)
+    return TrackedRun(
+        run_id="r",
+        experiment_id="e",
+        tracking_uri="",
+        folder=str(tmp_path),
+        recipe_digest="d",
+        started_at=0.0,
+    )
 
 
 def compiled(dynamic: Any, inputs: dict[str, Any]) -> DynamicJobSpec:
@@ -106,14 +152,27 @@ def compiled(dynamic: Any, inputs: dict[str, Any]) -> DynamicJobSpec:
 
 def graph(spec: DynamicJobSpec) -> list[tuple[str, set[str]]]:
     """(task, tasks that it waits for) of every node, by numbered short names."""
-    names = {node.id: f"{node.task_node.reference_id.name.rsplit('.')[-1]} {index}" for index, node in enumerate(spec.nodes)}
-    return [(names[node.id], {names[before] for before in node.upstream_node_ids}) for node in spec.nodes]
+    names = {
+        node.id: f"{node.task_node.reference_id.name.rsplit('.')[-1]} {index}"
+        for index, node in enumerate(spec.nodes)
+    }
+    return [
+        (names[node.id], {names[before] for before in node.upstream_node_ids})
+        for node in spec.nodes
+    ]
 
 
-def test_branches_are_parallel_nodes_and_the_merge_waits_for_all(recipe: Recipe, run: TrackedRun, tmp_path: Path) -> None:
+def test_branches_are_parallel_nodes_and_the_merge_waits_for_all(
+    recipe: Recipe, run: TrackedRun, tmp_path: Path
+) -> None:
     base = BaseModelArtifact(folder=FlyteDirectory(str(tmp_path)), seconds=0, finished_at=0)
     (tmp_path / "prompts.parquet").write_text("")
-    given = {"recipe": recipe, "run": run, "base": base, "prompts": FlyteFile(str(tmp_path / "prompts.parquet"))}
+    given = {
+        "recipe": recipe,
+        "run": run,
+        "base": base,
+        "prompts": FlyteFile(str(tmp_path / "prompts.parquet")),
+    }
     history = [evaluated(tmp_path, "before", 0.1)]
     assert graph(compiled(train_rounds, given | {"history": history, "round": 0})) == [
         ("train_branch 0", set()),
@@ -122,7 +181,9 @@ def test_branches_are_parallel_nodes_and_the_merge_waits_for_all(recipe: Recipe,
         ("evaluate_policy 3", {"distill_branches 2"}),
         ("train_rounds 4", {"evaluate_policy 3"}),
     ]
-    assert graph(compiled(train_branch, given | {"policy": policy(tmp_path), "round": 0, "branch": "words"})) == [
+    assert graph(
+        compiled(train_branch, given | {"policy": policy(tmp_path), "round": 0, "branch": "words"})
+    ) == [
         ("select_prompts 0", set()),
         ("evaluate_branch 1", {"select_prompts 0"}),
         ("train_online 2", {"select_prompts 0"}),
@@ -135,11 +196,18 @@ def test_branches_are_parallel_nodes_and_the_merge_waits_for_all(recipe: Recipe,
 
 @pytest.mark.parametrize(("promote", "chosen"), [(True, "best"), (False, "before")])
 def test_a_branch_hands_on_what_its_gate_passed(
-    recipe: Recipe, run: TrackedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promote: bool, chosen: str
+    recipe: Recipe,
+    run: TrackedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    promote: bool,
+    chosen: str,
 ) -> None:
     compared: list[Any] = []
 
-    def decide(view: Recipe, candidate: Evaluation, champion: Evaluation, *samples: pa.Table) -> GateDecision:
+    def decide(
+        view: Recipe, candidate: Evaluation, champion: Evaluation, *samples: pa.Table
+    ) -> GateDecision:
         compared.extend([view.prompts.labels, candidate.label, champion.label])
         return decision(promote)
 
@@ -148,9 +216,12 @@ def test_a_branch_hands_on_what_its_gate_passed(
     monkeypatch.setattr(child_run, "system_metrics", lambda *_: nullcontext())
     monkeypatch.setattr(child_run, "RunLogger", lambda *_: MagicMock())
     history = [
-        evaluated(folder(tmp_path, name), name, reward) for name, reward in (("before", 0.9), ("best", 0.8), ("last", 0.7))
+        evaluated(folder(tmp_path, name), name, reward)
+        for name, reward in (("before", 0.9), ("best", 0.8), ("last", 0.7))
     ]
-    found = choose_specialist.task_function(recipe=recipe, run=run, round=0, branch="words", history=history)
+    found = choose_specialist.task_function(
+        recipe=recipe, run=run, round=0, branch="words", history=history
+    )
     assert compared == [["words"], "best", "before"]
     assert Path(found.policy.folder.path).name == chosen
     assert [stage.record.label for stage in found.stages] == ["best", "last"]
@@ -165,13 +236,24 @@ def test_a_stage_learns_from_the_policies_of_branches(recipe: Recipe, tmp_path: 
     teachers = {"words": "branch:words", "signs": "s3://bucket/signs"}
     merge = MERGE | {"algorithm": {"name": "distillation", "teachers": teachers}}
     branches = {"words": {"prompts": ["words"]}}
-    recipe = Recipe.model_validate(SETTINGS | {"branches": branches, "stages": [ONLINE | {"branch": "words"}, merge]})
-    specialists = [SpecialistPolicy(branch="words", policy=policy(folder(tmp_path, "words")), decision=decision(True))]
+    recipe = Recipe.model_validate(
+        SETTINGS | {"branches": branches, "stages": [ONLINE | {"branch": "words"}, merge]}
+    )
+    specialists = [
+        SpecialistPolicy(
+            branch="words", policy=policy(folder(tmp_path, "words")), decision=decision(True)
+        )
+    ]
     located = teacher_locations(StageContext(recipe, 0, 1), specialists)
-    assert located == {"teacher:words": str(tmp_path / "words"), "teacher:signs": "s3://bucket/signs"}
+    assert located == {
+        "teacher:words": str(tmp_path / "words"),
+        "teacher:signs": "s3://bucket/signs",
+    }
 
 
-def test_actors_find_the_policies_of_branches(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_find_the_policies_of_branches(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
 
     def train(*given: Any) -> TrainedPolicy:
@@ -179,15 +261,23 @@ def test_actors_find_the_policies_of_branches(recipe: Recipe, tmp_path: Path, mo
         return policy(tmp_path)
 
     monkeypatch.setattr(distill_branches_ray, "train_stage_on_ray", train)
-    found = [SpecialistPolicy(branch=name, policy=policy(folder(tmp_path, name)), decision=decision(True)) for name in NAMES]
+    found = [
+        SpecialistPolicy(
+            branch=name, policy=policy(folder(tmp_path, name)), decision=decision(True)
+        )
+        for name in NAMES
+    ]
     shared = dict.fromkeys(("run", "base", "policy", "prompts"))
-    distill_branches_ray.distill_branches_ray.task_function(recipe=recipe, **shared, round=0, stage=3, specialists=found)
+    distill_branches_ray.distill_branches_ray.task_function(
+        recipe=recipe, **shared, round=0, stage=3, specialists=found
+    )
     assert seen == [{f"teacher:{name}": str(tmp_path / name) for name in NAMES}]
 
 
 def test_a_refused_branch_is_an_alarm_of_what_learns_from_it(tmp_path: Path) -> None:
     refused, passed = (
-        SpecialistPolicy(branch=name, policy=policy(tmp_path), decision=decision(name == "signs")) for name in NAMES
+        SpecialistPolicy(branch=name, policy=policy(tmp_path), decision=decision(name == "signs"))
+        for name in NAMES
     )
     record = with_branches(policy(tmp_path), [refused, passed]).record
     assert record
@@ -200,10 +290,17 @@ def test_a_refused_branch_is_an_alarm_of_what_learns_from_it(tmp_path: Path) -> 
 def test_what_the_stages_of_branches_did_is_kept_for_the_report(tmp_path: Path) -> None:
     stages = {name: policy(tmp_path, label=f"1.1 online {name}").finished_stages for name in NAMES}
     specialists = [
-        SpecialistPolicy(branch=name, policy=policy(tmp_path), decision=decision(True), stages=stages[name]) for name in NAMES
+        SpecialistPolicy(
+            branch=name, policy=policy(tmp_path), decision=decision(True), stages=stages[name]
+        )
+        for name in NAMES
     ]
     found = with_branches(policy(tmp_path, label="1.3 online"), specialists).finished_stages
-    assert [stage.record.label for stage in found] == ["1.1 online words", "1.1 online signs", "1.3 online"]
+    assert [stage.record.label for stage in found] == [
+        "1.1 online words",
+        "1.1 online signs",
+        "1.3 online",
+    ]
 
 
 def test_curves_of_branches_are_not_mixed(recipe: Recipe, tmp_path: Path) -> None:
@@ -211,9 +308,13 @@ def test_curves_of_branches_are_not_mixed(recipe: Recipe, tmp_path: Path) -> Non
     assert steps == [None, None, None, 7]
 
 
-def test_a_branch_leaves_the_checkpoints_of_others_alone(recipe: Recipe, run: TrackedRun, tmp_path: Path) -> None:
+def test_a_branch_leaves_the_checkpoints_of_others_alone(
+    recipe: Recipe, run: TrackedRun, tmp_path: Path
+) -> None:
     for stage in range(4):
-        (tmp_path / "checkpoints" / recipe.stage_label(0, stage).replace(" ", "-")).mkdir(parents=True)
+        (tmp_path / "checkpoints" / recipe.stage_label(0, stage).replace(" ", "-")).mkdir(
+            parents=True
+        )
     open_checkpoints(run, StageContext(recipe, 0, 1))
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"1.2-online-words", "1.3-online-signs", "1.4-online"}
@@ -229,12 +330,25 @@ def test_specialists_become_one_policy(workplace: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (summary,) = (workplace / "runs").glob("*/summary.json")
     made = {path.name for path in (summary.parent / "nodes").iterdir()}
-    assert {"1.1-online-words", "1.2-online-words", "1.3-online-signs", "1.4-online", "1.4-online-evaluation"} <= made
-    assert {"1-words", "1-signs", "1-words-before-evaluation", "1.3-online-signs-evaluation"} <= made
+    assert {
+        "1.1-online-words",
+        "1.2-online-words",
+        "1.3-online-signs",
+        "1.4-online",
+        "1.4-online-evaluation",
+    } <= made
+    assert {
+        "1-words",
+        "1-signs",
+        "1-words-before-evaluation",
+        "1.3-online-signs-evaluation",
+    } <= made
     merged = read_policy_metadata(summary.parent / "nodes" / "1.4-online" / "policy")
     assert (merged.stages, set(merged.teachers)) == (("1.4 online",), set(NAMES))
     of_branch = read_policy_metadata(summary.parent / "nodes" / "1.2-online-words" / "policy")
     assert of_branch.stages == ("1.1 online words", "1.2 online words")
     numbers = json.loads(summary.read_text())
     assert numbers["candidate"] == "1.4 online"
-    assert {"1.1 online words", "1.2 online words", "1.3 online signs", "1.4 online"} <= set(numbers["seconds"])
+    assert {"1.1 online words", "1.2 online words", "1.3 online signs", "1.4 online"} <= set(
+        numbers["seconds"]
+    )

@@ -1,4 +1,6 @@
-"""Flyte's cache of local runs: it lies with the runs of a clone, and other Flyte projects keep theirs."""
+"""Flyte's cache of local runs: it lies with the runs of a clone, and other Flyte projects keep
+theirs.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,21 @@ def test_a_cached_task_leaves_the_cache_of_other_projects_alone(tmp_path: Path) 
 
 
 def test_without_another_folder_it_lies_in_the_runs_of_this_clone() -> None:
-    where = "import tasks.cache; from flytekit.core import local_cache; print(local_cache.CACHE_LOCATION)"
-    environment = {name: value for name, value in os.environ.items() if name != "EBBFLOW_LOCAL_CACHE"}
-    done = subprocess.run([sys.executable, "-c", where], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    where = (
+        "import tasks.cache; from flytekit.core import local_cache;"
+        " print(local_cache.CACHE_LOCATION)"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "EBBFLOW_LOCAL_CACHE"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", where],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.stdout.strip() == str(ROOT / "runs" / "flyte" / "cache"), done.stderr
     assert str(tasks.cache.LOCAL_CACHE) == local_cache.CACHE_LOCATION
 
@@ -51,5 +65,12 @@ def test_without_another_folder_it_lies_in_the_runs_of_this_clone() -> None:
 def test_make_clean_removes_what_lies_in_the_clone_and_nothing_else() -> None:
     outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "VENV")  # of the make that runs these tests
     environment = {name: value for name, value in os.environ.items() if name not in outer}
-    done = subprocess.run(["make", "--dry-run", "clean"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--dry-run", "clean"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines() == ["rm -rf .venv runs"]

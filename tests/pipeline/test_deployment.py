@@ -9,7 +9,13 @@ import pytest
 from pydantic import BaseModel
 
 from tasks import resources
-from tasks.deployment import DeploymentConfig, DeploymentError, TolerationConfig, pod_environment, read_deployment
+from tasks.deployment import (
+    DeploymentConfig,
+    DeploymentError,
+    TolerationConfig,
+    pod_environment,
+    read_deployment,
+)
 from tasks.images import cpu_image
 from tests.pipeline.conftest import ROOT
 from tests.pipeline.test_resources import KINDS
@@ -35,14 +41,21 @@ def test_a_kind_keeps_the_defaults_that_a_file_does_not_name(tmp_path: Path) -> 
 
 
 def test_a_pod_reads_what_differs_from_the_defaults_back(tmp_path: Path) -> None:
-    deployment = _read(tmp_path, "training_group: {shared_memory: null}\naccelerated: {image: 'a:1', grace_period: 30}")
+    deployment = _read(
+        tmp_path,
+        "training_group: {shared_memory: null}\naccelerated: {image: 'a:1', grace_period: 30}",
+    )
     assert read_deployment(pod_environment(deployment)) == deployment != DeploymentConfig()
 
 
 def test_the_example_names_every_key_and_only_images_that_have_a_dockerfile() -> None:
     read = read_deployment({"EBBFLOW_DEPLOYMENT": str(EXAMPLE)})
-    assert _keys(DeploymentConfig) == set(re.findall(r"^ *(?:- )?(\w+):", EXAMPLE.read_text(), re.MULTILINE))
-    images = {getattr(read, kind).image for kind in set(KINDS.values())} | {group.image for group in read.ray_cluster.workers}
+    assert _keys(DeploymentConfig) == set(
+        re.findall(r"^ *(?:- )?(\w+):", EXAMPLE.read_text(), re.MULTILINE)
+    )
+    images = {getattr(read, kind).image for kind in set(KINDS.values())} | {
+        group.image for group in read.ray_cluster.workers
+    }
     assert images - {None} == {f"ebbflow-{file.stem}:0.1.0" for file in DOCKERFILES}
 
 
@@ -62,7 +75,10 @@ def _keys(model: type[BaseModel]) -> set[str]:
         ("light: {mem: null}", ["light.mem = None", "such as 512Mi, 8Gi"]),
         ("scorer: {shared_memory: true}", ["scorer.shared_memory = True", "such as 512Mi, 8Gi"]),
         ("scorer: {cpu: 0}", ["scorer.cpu = 0", "greater than or equal to 1"]),
-        ("accelerated: {grace_period: -1}", ["accelerated.grace_period = -1", "greater than or equal to 0"]),
+        (
+            "accelerated: {grace_period: -1}",
+            ["accelerated.grace_period = -1", "greater than or equal to 0"],
+        ),
         (
             "accelerated: {accelerator: nvidia-h100}",
             ["accelerated", "accelerator = 'nvidia-h100' needs gpus", "remove accelerator"],
@@ -70,14 +86,23 @@ def _keys(model: type[BaseModel]) -> set[str]:
         ("training_group: {gpus: 8}", ["training_group.gpus = 8", "less than or equal to 1"]),
         ("ray_cluster: {gpus: 8}", ["ray_cluster.gpus = 8", "less than or equal to 0"]),
         ("ray_cluster: {accelerator: nvidia-h100}", ["needs workers with gpus"]),
-        ("ray_cluster: {workers: [{name: Two Words}]}", ["ray_cluster.workers.0.name = 'Two Words'"]),
-        ("ray_cluster: {ephemeral_storage: 9Gi}", ["workers: ephemeral_storage is left out", "head's 9Gi; state theirs"]),
+        (
+            "ray_cluster: {workers: [{name: Two Words}]}",
+            ["ray_cluster.workers.0.name = 'Two Words'"],
+        ),
+        (
+            "ray_cluster: {ephemeral_storage: 9Gi}",
+            ["workers: ephemeral_storage is left out", "head's 9Gi; state theirs"],
+        ),
         ("secrets: [{group: a, key: b, variable: lower}]", ["secrets.0.variable", "match pattern"]),
         ("ray_cluster: {workers: []}", ["ray_cluster.workers", "at least 1"]),
         ("scorer: {interruptible: sometimes}", ["scorer.interruptible = 'sometimes'", "boolean"]),
         ("hub_secret: {group: hub}", ["hub_secret.key", "required"]),
         ("light: {retries: 1, retries: 2}", ["given twice: ['retries']"]),
-        ("{train_processes: 6, train_context_parallel: 4}", ["4 does not divide train_processes = 6"]),
+        (
+            "{train_processes: 6, train_context_parallel: 4}",
+            ["4 does not divide train_processes = 6"],
+        ),
         ("- light", ["must be a mapping of keys, got list"]),
         ("light: [", ["not valid YAML"]),
     ],
@@ -91,7 +116,9 @@ def test_a_bad_file_says_what_is_wrong_with_it(tmp_path: Path, text: str, words:
 
 
 def test_a_missing_file_points_to_the_example() -> None:
-    with pytest.raises(DeploymentError, match=r"EBBFLOW_DEPLOYMENT=not/there.yaml: there is no such file.*example"):
+    with pytest.raises(
+        DeploymentError, match=r"EBBFLOW_DEPLOYMENT=not/there.yaml: there is no such file.*example"
+    ):
         read_deployment({"EBBFLOW_DEPLOYMENT": "not/there.yaml"})
 
 
@@ -105,25 +132,32 @@ def test_the_environment_overrides_the_size_of_a_training_group(tmp_path: Path) 
 @pytest.mark.parametrize("number", ["two", "0"])
 def test_a_bad_number_of_processes_names_its_variable(number: str) -> None:
     with pytest.raises(
-        DeploymentError, match=rf"EBBFLOW_TRAIN_PROCESSES={number}:\ntrain_processes = '{number}': Input should be"
+        DeploymentError,
+        match=rf"EBBFLOW_TRAIN_PROCESSES={number}:\ntrain_processes = '{number}': Input should be",
     ):
         read_deployment({"EBBFLOW_TRAIN_PROCESSES": number})
 
 
 @pytest.mark.parametrize(
-    ("given", "operator"), [({}, "Exists"), ({"key": "gpu"}, "Exists"), ({"key": "dedicated", "value": "gpu"}, "Equal")]
+    ("given", "operator"),
+    [({}, "Exists"), ({"key": "gpu"}, "Exists"), ({"key": "dedicated", "value": "gpu"}, "Equal")],
 )
 def test_a_toleration_with_a_value_compares_it(given: dict[str, str], operator: str) -> None:
     assert TolerationConfig.model_validate(given).operator == operator
 
 
-@pytest.mark.parametrize("given", [{"key": "gpu", "value": "a", "operator": "Exists"}, {"value": "a"}, {"operator": "Equal"}])
+@pytest.mark.parametrize(
+    "given",
+    [{"key": "gpu", "value": "a", "operator": "Exists"}, {"value": "a"}, {"operator": "Equal"}],
+)
 def test_a_toleration_that_kubernetes_refuses_is_refused(given: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="takes no value|needs the key"):
         TolerationConfig.model_validate(given)
 
 
-def test_the_image_registry_serves_the_kinds_without_an_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_image_registry_serves_the_kinds_without_an_image(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     deployment = _read(tmp_path, "image_registry: localhost:30000\nscorer: {image: 'reward:1'}")
     monkeypatch.setattr(resources, "DEPLOYMENT", deployment)
     assert resources.scorer()["container_image"] == "reward:1"

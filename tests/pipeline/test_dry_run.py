@@ -1,4 +1,6 @@
-"""The dry run: what a run would take, for every shipped recipe, without a model, a prompt file or a network."""
+"""The dry run: what a run would take, for every shipped recipe, without a model, a prompt file or a
+network.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.choices import OptimizerConfig
 from tasks import plan_run as plan
 from tasks import start_run as start
-from tasks.deployment import AcceleratedConfig, DeploymentConfig, DeploymentError, TrainingGroupConfig
+from tasks.deployment import (
+    AcceleratedConfig,
+    DeploymentConfig,
+    DeploymentError,
+    TrainingGroupConfig,
+)
 from tasks.fit import _changes, compare, machine_of
 from workflows.post_training import dry_run
 
@@ -23,7 +30,9 @@ RECIPES = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.y
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_is_planned(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_is_planned(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = load_recipe(path)
     monkeypatch.chdir(tmp_path)
     text = dry_run(recipe=recipe)
@@ -33,7 +42,11 @@ def test_every_recipe_is_planned(path: Path, tmp_path: Path, monkeypatch: pytest
         label = recipe.stage_label(0, index)
         samples = stage.steps * stage.prompts_per_step if stage.kind == "online" else stage.prompts
         work = text[text.index("every one of rounds") : text.index("GiB that a whole run keeps")]
-        (row,) = [line for line in work.splitlines() if line.split()[:2] == label.split() and "," in line or f"{label}  " in line]
+        (row,) = [
+            line
+            for line in work.splitlines()
+            if line.split()[:2] == label.split() and "," in line or f"{label}  " in line
+        ]
         assert f"{samples * stage.group_size:,}" in row
         assert f"{label} training" in text
     assert "GiB that a whole run keeps" in text
@@ -42,35 +55,58 @@ def test_every_recipe_is_planned(path: Path, tmp_path: Path, monkeypatch: pytest
 
 def test_the_machines_are_those_of_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     group = TrainingGroupConfig(cpu=4, mem="64Gi", gpus=1, accelerator="nvidia-h100")
-    decided = DeploymentConfig(train_processes=8, accelerated=AcceleratedConfig(gpus=1, mem="99Gi"), training_group=group)
+    decided = DeploymentConfig(
+        train_processes=8, accelerated=AcceleratedConfig(gpus=1, mem="99Gi"), training_group=group
+    )
     monkeypatch.setattr(plan, "DEPLOYMENT", decided)
     text = dry_run(recipe=load_recipe(RECIPES[0].with_name("tiny.yaml")))
-    assert "accelerated (text encoding, rollouts, online training, evaluations): processes 1, cores 2, 99Gi, 1 x GPU" in text
+    assert (
+        "accelerated (text encoding, rollouts, online training, evaluations): processes 1, cores 2,"
+        " 99Gi, 1 x GPU" in text
+    )
     assert "training_group (offline training): processes 8, cores 32, 64Gi, 8 x nvidia-h100" in text
     assert "processes in the training of an offline stage: 8" in text
 
 
-def test_tokens_that_cannot_be_shared_are_refused_before_anything_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, sharing = load_recipe(RECIPES[0].with_name("tiny.yaml")), DeploymentConfig(train_context_parallel=2)
+def test_tokens_that_cannot_be_shared_are_refused_before_anything_is_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = load_recipe(RECIPES[0].with_name("tiny.yaml"))
+    sharing = DeploymentConfig(train_context_parallel=2)
     for module, task in ((plan, dry_run), (start, start.start_run)):
         monkeypatch.setattr(module, "DEPLOYMENT", sharing)
-        with pytest.raises(ModelError, match="train_context_parallel = 2: the tokens of GlyphModel cannot be shared; leave it"):
+        with pytest.raises(
+            ModelError,
+            match="train_context_parallel = 2: the tokens of GlyphModel cannot be shared; leave it",
+        ):
             task(recipe=recipe)
 
 
-ONE_H100 = DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, accelerator="nvidia-h100", mem="128Gi"))
+ONE_H100 = DeploymentConfig(
+    accelerated=AcceleratedConfig(gpus=1, accelerator="nvidia-h100", mem="128Gi")
+)
 WAN = RECIPES[0].with_name("wan22_5b.yaml")
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_fit_is_refused_with_what_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plan, "DEPLOYMENT", ONE_H100)
     with pytest.raises(DeploymentError) as error:
         dry_run(recipe=load_recipe(WAN))
     text = str(error.value)
-    needs = r"1\.1 online training needs 1\d\d\.\d GiB, and accelerated gives it 71\.1 GiB of nvidia-h100: "
-    assert re.search(needs + r"set stages\.0\.placement: ray and stages\.0\.resources\.training\.count: \d+ \(", text)
+    needs = (
+        r"1\.1 online training needs 1\d\d\.\d GiB, and accelerated gives it 71\.1 GiB of"
+        r" nvidia-h100: "
+    )
     assert re.search(
-        r"evaluation needs 9\d\.\d GiB, .*set policy\.train: lora .*, or set accelerated\.accelerator to nvidia-h200", text
+        needs + r"set stages\.0\.placement: ray and stages\.0\.resources\.training\.count: \d+ \(",
+        text,
+    )
+    assert re.search(
+        r"evaluation needs 9\d\.\d GiB, .*set policy\.train: lora .*, or set"
+        r" accelerated\.accelerator to nvidia-h200",
+        text,
     )
 
 
@@ -80,21 +116,32 @@ def test_what_is_proposed_fits() -> None:
     (misfit,) = [line for line in compare(made, small)[1] if line.startswith("1.1 online training")]
     (size,) = re.findall(r"set stages\.0\.micro_batch: (\d+) ", misfit)
     (stage,) = made.recipe.stages
-    changed = made.recipe.model_copy(update={"stages": [stage.model_copy(update={"micro_batch": int(size)})]})
-    assert not any(line.startswith("1.1 online training") for line in compare(estimate(changed), small)[1])
+    changed = made.recipe.model_copy(
+        update={"stages": [stage.model_copy(update={"micro_batch": int(size)})]}
+    )
+    assert not any(
+        line.startswith("1.1 online training") for line in compare(estimate(changed), small)[1]
+    )
 
 
 def offline_wan(**model: object) -> Estimate:
-    """All 5 billion parameters in an offline stage, whose rollouts hold the weights and three copies of them."""
+    """All 5 billion parameters in an offline stage, whose rollouts hold the weights and three
+    copies of them.
+    """
     recipe = load_recipe(WAN)
-    data = {"model": recipe.model.model_dump() | model, "stages": [{"kind": "offline", "algorithm": {"name": "diffusion_nft"}}]}
+    data = {
+        "model": recipe.model.model_dump() | model,
+        "stages": [{"kind": "offline", "algorithm": {"name": "diffusion_nft"}}],
+    }
     return estimate(Recipe.model_validate(data), processes=8)
 
 
 def misfit(made: Estimate, role: str, **keys: object) -> list[str]:
     group = TrainingGroupConfig(gpus=1, accelerator="nvidia-h200", **keys)
     small = DeploymentConfig(
-        train_processes=8, accelerated=AcceleratedConfig(gpus=1, gpu_memory="70Gi", **keys), training_group=group
+        train_processes=8,
+        accelerated=AcceleratedConfig(gpus=1, gpu_memory="70Gi", **keys),
+        training_group=group,
     )
     return [line for line in compare(made, small)[1] if line.startswith(f"1.1 offline {role}")]
 
@@ -113,9 +160,14 @@ def test_what_the_optimizer_cannot_do_is_not_proposed() -> None:
     def proposed(name: str) -> set[str]:
         made = offline_wan()
         (stage,) = made.recipe.stages
-        recipe = made.recipe.model_copy(update={"stages": [stage.model_copy(update={"optimizer": OptimizerConfig(name=name)})]})
+        recipe = made.recipe.model_copy(
+            update={"stages": [stage.model_copy(update={"optimizer": OptimizerConfig(name=name)})]}
+        )
         changes = list(_changes(replace(made, recipe=recipe, processes=1), "1.1 offline training"))
-        return {words.partition(":")[0] for _, words in changes} & {"train_processes", "model.cpu_offload"}
+        return {words.partition(":")[0] for _, words in changes} & {
+            "train_processes",
+            "model.cpu_offload",
+        }
 
     assert proposed("adamw") == {"train_processes", "model.cpu_offload"}
     assert proposed("adamw_8bit") == set()
@@ -127,7 +179,8 @@ def test_what_is_offloaded_must_fit_into_the_main_memory_of_the_pod() -> None:
     (line,) = misfit(made, "training", mem="64Gi")
     short = math.ceil(8 * waiting / 2**30 - 64)
     assert line.startswith(
-        f"1.1 offline training keeps {waiting / 2**30:.1f} GiB in main memory, and training_group gives it 8.0 GiB: "
+        f"1.1 offline training keeps {waiting / 2**30:.1f} GiB in main memory, and training_group"
+        " gives it 8.0 GiB: "
     )
     assert f"raise training_group.mem by {short}Gi" in line
     assert not misfit(made, "training", mem=f"{64 + short}Gi")
@@ -142,7 +195,9 @@ def test_actors_share_the_main_memory_of_a_pod_by_their_gpus() -> None:
 
     def shares(gpus: int) -> float:
         workers = [{"gpus": gpus, "mem": "64Gi"}]
-        deployment = DeploymentConfig.model_validate({"ray_cluster": {"accelerator": "nvidia-h100", "workers": workers}})
+        deployment = DeploymentConfig.model_validate(
+            {"ray_cluster": {"accelerator": "nvidia-h100", "workers": workers}}
+        )
         return machine_of(made, "1.1 online training", deployment).main_memory / 2**30
 
     assert (shares(1), shares(2), shares(8)) == (64, 32, 16)
@@ -164,7 +219,10 @@ def test_a_training_group_is_compared_by_process(monkeypatch: pytest.MonkeyPatch
     made = estimate(load_recipe(RECIPES[0].with_name("tiny.yaml")), processes=4)
     group = TrainingGroupConfig(mem="1Gi")
     offline = next(name for name in made.memory if name.endswith("offline training"))
-    assert machine_of(made, offline, DeploymentConfig(train_processes=4, training_group=group)).bytes == 2**30 / 4
+    assert (
+        machine_of(made, offline, DeploymentConfig(train_processes=4, training_group=group)).bytes
+        == 2**30 / 4
+    )
 
 
 def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""The ranks of a training group: they hear of a SIGTERM; forked ones know where they are, and end with their launcher."""
+"""The ranks of a training group: they hear of a SIGTERM; forked ones know where they are, and end
+with their launcher.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError, dynamic_rendezvous
 
-from tasks.elastic import GracefulElastic, GracefulElasticTask, _fast_rendezvous, _keep_sockets_in_a_short_folder, _lost
+from tasks.elastic import (
+    GracefulElastic,
+    GracefulElasticTask,
+    _fast_rendezvous,
+    _keep_sockets_in_a_short_folder,
+    _lost,
+)
 from tasks.train_offline import train_offline
 
 CASES = Path(__file__).with_name("elastic_cases.py")
@@ -42,7 +50,9 @@ def runs(process: int) -> bool:
 
 
 def ignores(process: int, number: int) -> bool:
-    (mask,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    (mask,) = re.findall(
+        r"^SigIgn:\s*(\w+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE
+    )
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
@@ -55,14 +65,20 @@ def test_a_rank_is_where_its_launcher_is_and_ends_with_it(tmp_path: Path) -> Non
     wait_until(lambda: said.exists() or launcher.poll() is not None)
     assert said.exists(), (tmp_path / "printed").read_text()
     about = json.loads(said.read_text())
-    assert (about["folder"], about["LATE"], about["imported"]) == (str(tmp_path), "after the server", True)
+    assert (about["folder"], about["LATE"], about["imported"]) == (
+        str(tmp_path),
+        "after the server",
+        True,
+    )
     assert about["server"] != launcher.pid
     assert ignores(about["server"], signal.SIGTERM), "it ends after the ranks"
     assert not ignores(about["rank"], signal.SIGTERM)
     launcher.kill()
     launcher.wait()
     wait_until(lambda: not runs(about["rank"]) and not runs(about["server"]))
-    assert "resource_tracker" not in (tmp_path / "printed").read_text(), "its process was taken for a fork server's"
+    assert "resource_tracker" not in (tmp_path / "printed").read_text(), (
+        "its process was taken for a fork server's"
+    )
 
 
 def test_its_processes_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +89,14 @@ def test_its_processes_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [rank.terminate.call_count for rank in ranks] == [1, 1]
 
 
-def test_without_processes_nobody_would_save_and_flyte_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_processes_nobody_would_save_and_flyte_starts_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(train_offline, "terminated", False)
     monkeypatch.setattr("tasks.elastic.multiprocessing.active_children", list)
-    with pytest.raises(FlyteRecoverableException, match="train_offline was terminated before it had processes"):
+    with pytest.raises(
+        FlyteRecoverableException, match="train_offline was terminated before it had processes"
+    ):
         train_offline._pass_on(signal.SIGTERM, None)
 
 
@@ -90,7 +110,9 @@ def test_several_nodes_are_a_pytorch_job(nodes: int, kind: str) -> None:
     assert made.task_type == kind
     custom = made.get_custom(SerializationSettings(ImageConfig.auto_default_image()))
     group = {"rdzvBackend": "c10d", "minReplicas": 4, "maxReplicas": 4, "nprocPerNode": 8}
-    assert (custom or {}) == ({} if nodes == 1 else {"workerReplicas": {"replicas": 4}, "elasticConfig": group})
+    assert (custom or {}) == (
+        {} if nodes == 1 else {"workerReplicas": {"replicas": 4}, "elasticConfig": group}
+    )
 
 
 def test_the_rendezvous_finds_the_name_of_a_caller_as_torch_does() -> None:
@@ -118,7 +140,10 @@ def failed(exitcode: int) -> FlyteUserRuntimeException:
     [
         (RendezvousTimeoutError(), "did not come"),
         (DistNetworkError("The client socket has timed out"), "another node is gone"),
-        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error"), "another node is gone"),
+        (
+            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error"),
+            "another node is gone",
+        ),
         (failed(-signal.SIGABRT), "process 3 of this node ended by SIGABRT"),
         (failed(-signal.SIGKILL), "SIGKILL; another node may be gone, or its memory used up"),
         (failed(1), None),
@@ -130,7 +155,9 @@ def test_what_another_attempt_may_not_meet(error: Exception, words: str | None) 
     assert words in lost if words and lost else lost is words
 
 
-def test_sockets_have_short_paths_however_long_the_output_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_have_short_paths_however_long_the_output_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

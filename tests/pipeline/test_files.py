@@ -1,4 +1,6 @@
-"""Folders that tasks find by a path or a URI: the checkpoints of an earlier attempt, and what a recipe names."""
+"""Folders that tasks find by a path or a URI: the checkpoints of an earlier attempt, and what a
+recipe names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.stage import StageContext
 from ebbflow.storage.disk import PathError, atomic_write, write_text
-from tasks.files import delete_checkpoints, fetch_folder, fetch_once_per_machine, fetch_shared, node_output, open_checkpoints
+from tasks.files import (
+    delete_checkpoints,
+    fetch_folder,
+    fetch_once_per_machine,
+    fetch_shared,
+    node_output,
+    open_checkpoints,
+)
 
 
 @pytest.fixture(params=["run", "#@:;&=+{x}' ü 100%", "at a URI"])
@@ -32,7 +41,14 @@ def local(request, tmp_path) -> Path:
 def run(request, local) -> TrackedRun:
     """A run in a folder, or at a URI that only Flyte's own store reaches."""
     folder = f"file://{local}" if local.name == "at a URI" else str(local)
-    return TrackedRun(run_id="r", experiment_id="e", tracking_uri="", folder=folder, recipe_digest="d", started_at=0.0)
+    return TrackedRun(
+        run_id="r",
+        experiment_id="e",
+        tracking_uri="",
+        folder=folder,
+        recipe_digest="d",
+        started_at=0.0,
+    )
 
 
 @pytest.fixture
@@ -58,7 +74,11 @@ def test_the_next_attempt_finds_what_the_last_one_saved(run, ctx, local):
     assert names(kept) == ["step-00004", "step-00006"]
     again = open_checkpoints(run, ctx)
     folder, state = again.newest()
-    assert (folder.name, state, (folder / "part").read_text()) == ("step-00006", {"done": 6}, "weights")
+    assert (folder.name, state, (folder / "part").read_text()) == (
+        "step-00006",
+        {"done": 6},
+        "weights",
+    )
     save(again, 8)
     assert names(kept) == ["step-00006", "step-00008"]
 
@@ -78,7 +98,8 @@ def test_a_half_uploaded_checkpoint_is_passed_over(run, ctx, local, caplog):
 
 def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, ctx):
     save(open_checkpoints(run, ctx), 2)
-    first, second = open_checkpoints(run, ctx), open_checkpoints(run, ctx, 1, 1)
+    first = open_checkpoints(run, ctx)
+    second = open_checkpoints(run, ctx, 1, 1)
     assert first.folder == second.folder
     assert first.newest() == second.newest()
 
@@ -88,7 +109,8 @@ def test_what_another_user_made_first_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "model_index.json").write_text("{}")
     uri = f"file://{tmp_path}/base"
-    temporary, trap = tmp_path / "temporary", tmp_path / "trap"
+    temporary = tmp_path / "temporary"
+    trap = tmp_path / "trap"
     for folder in (temporary, trap):
         folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -125,7 +147,9 @@ def kill_in(write) -> None:
 
 
 def test_attempts_at_a_node_leave_one_folder(run, local):
-    """A finished node keeps its files, which Flyte's cache points to, and nothing stays of what was killed."""
+    """A finished node keeps its files, which Flyte's cache points to, and nothing stays of what was
+    killed.
+    """
 
     def in_the_middle(name: str, create) -> None:
         path = node_output(run, "1.1 online", name)
@@ -150,7 +174,11 @@ def test_attempts_at_a_node_leave_one_folder(run, local):
     for name in ("policy", "metrics.json"):
         write_text(node_output(run, "1.1 online", name), "whole")
     found = {str(path.relative_to(local)) for path in (local).rglob("*") if path.is_file()}
-    assert found == {"nodes/start/policy", "nodes/1.1-online/policy", "nodes/1.1-online/metrics.json"}
+    assert found == {
+        "nodes/start/policy",
+        "nodes/1.1-online/policy",
+        "nodes/1.1-online/metrics.json",
+    }
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -185,7 +213,8 @@ def test_ranks_that_fetch_at_the_same_time_download_once(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "weights").write_bytes(b"weights")
-    downloads, download = tmp_path / "downloads", FileAccessProvider.get_data
+    downloads = tmp_path / "downloads"
+    download = FileAccessProvider.get_data
 
     def counted(self, *arguments, **options):
         with downloads.open("a") as log:
@@ -193,12 +222,18 @@ def test_ranks_that_fetch_at_the_same_time_download_once(tmp_path, monkeypatch):
         return download(self, *arguments, **options)
 
     monkeypatch.setattr(FileAccessProvider, "get_data", counted)
-    together, ranks = multiprocessing.get_context("fork").Barrier(4), []
+    together = multiprocessing.get_context("fork").Barrier(4)
+    ranks = []
     for _ in range(4):
         if not (rank := os.fork()):
             try:
                 together.wait(timeout=60)
-                os._exit(fetch_shared(FlyteDirectory(f"file://{tmp_path}/base")).joinpath("weights").read_bytes() != b"weights")
+                os._exit(
+                    fetch_shared(FlyteDirectory(f"file://{tmp_path}/base"))
+                    .joinpath("weights")
+                    .read_bytes()
+                    != b"weights"
+                )
             finally:
                 os._exit(1)
         ranks.append(rank)

@@ -21,9 +21,12 @@ DOCKERFILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
 
 
 def _instructions(file: Path) -> list[tuple[str, str]]:
-    """(instruction, the rest of it) of a Dockerfile, with its lines joined, its comments dropped and its arguments at their
-    defaults."""
-    text = "\n".join(line for line in file.read_text().splitlines() if line and not line.startswith("#"))
+    """(instruction, the rest of it) of a Dockerfile, with its lines joined, its comments dropped
+    and its arguments at their defaults.
+    """
+    text = "\n".join(
+        line for line in file.read_text().splitlines() if line and not line.startswith("#")
+    )
     for name, value in re.findall(r'^ARG (\w+)="(.*)"$', text, re.MULTILINE):
         text = text.replace(f"${name}", value)
     joined = text.replace("\\\n", " ").splitlines()
@@ -37,7 +40,10 @@ def _copied(file: Path) -> dict[str, Path]:
         if name == "COPY":
             *sources, target = rest.split()
             pairs |= {
-                str(Path(target, Path(source).name) if target.endswith("/") else target): Path(source) for source in sources
+                str(Path(target, Path(source).name) if target.endswith("/") else target): Path(
+                    source
+                )
+                for source in sources
             }
     return pairs
 
@@ -47,7 +53,13 @@ def _pip() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("packages", nargs="*")
     parser.add_argument("--requirement", "--requirements", dest="requirements")
-    for option in ("--constraints", "--build-constraints", "--editable", "--python", "--torch-backend"):
+    for option in (
+        "--constraints",
+        "--build-constraints",
+        "--editable",
+        "--python",
+        "--torch-backend",
+    ):
         parser.add_argument(option)
     for flag in ("--system", "--no-cache", "--no-cache-dir", "--no-deps"):
         parser.add_argument(flag, action="store_true")
@@ -64,7 +76,9 @@ def _installs(run: str) -> list[argparse.Namespace]:
 def _pins(file: Path) -> dict[str, str]:
     """Package and version of every line, each of which must be a pin."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[a-z0-9._-]+==[\w.+]+", line) for line in lines), f"{file.name} has a line that is no pin"
+    assert all(re.fullmatch(r"[a-z0-9._-]+==[\w.+]+", line) for line in lines), (
+        f"{file.name} has a line that is no pin"
+    )
     return dict(line.split("==") for line in lines)
 
 
@@ -85,12 +99,16 @@ def test_there_are_the_four_images() -> None:
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
 def test_what_a_dockerfile_copies_exists(file: Path) -> None:
     sources = _copied(file).values()
-    assert {"datasets", "ebbflow", "tasks", "workflows", "pyproject.toml"} <= {str(source) for source in sources}
+    assert {"datasets", "ebbflow", "tasks", "workflows", "pyproject.toml"} <= {
+        str(source) for source in sources
+    }
     assert [source for source in sources if not (ROOT / source).exists()] == []
 
 
 def test_the_images_stand_on_one_exact_tag() -> None:
-    stands_on = {rest for file in DOCKERFILES for name, rest in _instructions(file) if name == "FROM"}
+    stands_on = {
+        rest for file in DOCKERFILES for name, rest in _instructions(file) if name == "FROM"
+    }
     assert stands_on == {cpu_image("localhost:1").base_image}
     assert re.fullmatch(r"python:3\.11\.\d+-slim-[a-z]+", stands_on.pop())
 
@@ -98,12 +116,19 @@ def test_the_images_stand_on_one_exact_tag() -> None:
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
 def test_everything_that_is_installed_is_pinned(file: Path) -> None:
     copied = _copied(file)
-    installs = [install for name, rest in _instructions(file) if name == "RUN" for install in _installs(rest)]
+    installs = [
+        install
+        for name, rest in _instructions(file)
+        if name == "RUN"
+        for install in _installs(rest)
+    ]
     assert len(installs) >= 3
     for install in installs:
         pins = _pins(ROOT / copied[install.constraints]) if install.constraints else {}
         for requirement in map(Requirement, _wanted(install, copied)):
-            assert str(requirement.specifier).startswith("==") or requirement.name in pins, requirement
+            assert str(requirement.specifier).startswith("==") or requirement.name in pins, (
+                requirement
+            )
         if install.editable:
             assert install.no_deps
             assert "setuptools" in _pins(ROOT / copied[install.build_constraints])
@@ -117,19 +142,27 @@ def test_an_image_runs_as_any_user_and_writes_into_tmp_alone(file: Path) -> None
     assert ("WORKDIR", "/opt/ebbflow") in instructions
     assert "/root" not in file.read_text()
     (variables,) = (rest.split() for name, rest in instructions if name == "ENV" and "HOME" in rest)
-    assert {"HOME=/tmp", "USER=ebbflow", "PYTHONPATH=/opt/ebbflow"} <= set(variables), "MLflow and torch ask for a user's name"
+    assert {"HOME=/tmp", "USER=ebbflow", "PYTHONPATH=/opt/ebbflow"} <= set(variables), (
+        "MLflow and torch ask for a user's name"
+    )
 
 
 @pytest.mark.parametrize("image", ["base", "reward", "rollout"])
 def test_the_images_of_ray_pods_have_what_its_operator_probes_them_with(image: str) -> None:
     (install,) = (
-        rest for name, rest in _instructions(ROOT / "containers" / f"{image}.Dockerfile") if name == "RUN" and "apt-get" in rest
+        rest
+        for name, rest in _instructions(ROOT / "containers" / f"{image}.Dockerfile")
+        if name == "RUN" and "apt-get" in rest
     )
     assert " wget " in install
 
 
 def test_the_builder_gets_what_the_dockerfiles_copy_and_nothing_else() -> None:
-    sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    sent = {
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert sent == {source.parts[0] for file in DOCKERFILES for source in _copied(file).values()}
 
 
@@ -138,21 +171,35 @@ def test_the_engine_is_the_one_that_goes_with_its_vllm() -> None:
     assert pins["vllm"] == pins["vllm-omni"]
 
 
-def test_flyte_builds_the_cpu_image_from_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flyte_builds_the_cpu_image_from_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     create_docker_context(cpu_image("localhost:30000"), tmp_path)
     written = (tmp_path / "Dockerfile").read_text()
-    base = "\n".join(" ".join(instruction) for instruction in _instructions(ROOT / "containers" / "base.Dockerfile"))
+    base = "\n".join(
+        " ".join(instruction)
+        for instruction in _instructions(ROOT / "containers" / "base.Dockerfile")
+    )
     copied = _copied(ROOT / "containers" / "base.Dockerfile")
     assert all((tmp_path / path).exists() for path in copied if not path.startswith("containers/"))
     assert (tmp_path / "ebbflow" / "datasets" / "signs" / "prompts.txt").is_file()
-    assert (ROOT / "containers" / "uv.txt").read_text().strip() in (tmp_path / "requirements_uv.txt").read_text()
-    assert all(" --torch-backend cpu --constraints constraints.txt " in text for text in (written, base))
-    assert all("tesseract-ocr" in text and "wget" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text for text in (written, base))
+    assert (ROOT / "containers" / "uv.txt").read_text().strip() in (
+        tmp_path / "requirements_uv.txt"
+    ).read_text()
+    assert all(
+        " --torch-backend cpu --constraints constraints.txt " in text for text in (written, base)
+    )
+    assert all(
+        "tesseract-ocr" in text and "wget" in text and "MLFLOW_DISABLE_TELEMETRY=true" in text
+        for text in (written, base)
+    )
 
 
 def test_a_pod_knows_the_cpu_image_that_was_built_when_registering() -> None:
     registered = cpu_image("localhost:30000")
-    settings = SerializationSettings(ImageConfig.auto(img_name="ebbflow:test"), source_root="/somewhere/else")
+    settings = SerializationSettings(
+        ImageConfig.auto(img_name="ebbflow:test"), source_root="/somewhere/else"
+    )
     update_image_spec_copy_handling(registered, settings)
     assert registered.id == cpu_image("localhost:30000").id != cpu_image("localhost:30001").id

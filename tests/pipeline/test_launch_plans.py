@@ -1,4 +1,6 @@
-"""Launch plans and approval, as a cluster gets to see them: decoded from the package, and from the dynamic's own compilation."""
+"""Launch plans and approval, as a cluster gets to see them: decoded from the package, and from the
+dynamic's own compilation.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,16 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, launch_plan_pb2
 
 
 def _recipe(literal: Any) -> Recipe:
-    value = TypeEngine.to_python_value(FlyteContextManager.current_context(), Literal.from_flyte_idl(literal), Recipe)
+    value = TypeEngine.to_python_value(
+        FlyteContextManager.current_context(), Literal.from_flyte_idl(literal), Recipe
+    )
     assert isinstance(value, Recipe)
     return value
 
 
-def test_the_nightly_plan_runs_at_two_with_a_fixed_recipe(plans: dict[str, launch_plan_pb2.LaunchPlan]) -> None:
+def test_the_nightly_plan_runs_at_two_with_a_fixed_recipe(
+    plans: dict[str, launch_plan_pb2.LaunchPlan],
+) -> None:
     spec = plans["workflows.launch_plans.nightly"].spec
     assert spec.workflow_id.name == "workflows.post_training.post_train"
     assert spec.entity_metadata.schedule.cron_schedule.schedule == "0 2 * * *"
@@ -64,10 +70,14 @@ def test_the_nightly_plan_runs_at_two_with_a_fixed_recipe(plans: dict[str, launc
     assert list(spec.default_inputs.parameters) == []
     recipe = _recipe(spec.fixed_inputs.literals["recipe"])
     assert recipe.promotion.approval == 72
-    assert recipe.model_dump(exclude={"promotion": {"approval"}}) == GLYPH.model_dump(exclude={"promotion": {"approval"}})
+    assert recipe.model_dump(exclude={"promotion": {"approval"}}) == GLYPH.model_dump(
+        exclude={"promotion": {"approval"}}
+    )
 
 
-def test_the_manual_plan_has_a_default_recipe_and_no_schedule(plans: dict[str, launch_plan_pb2.LaunchPlan]) -> None:
+def test_the_manual_plan_has_a_default_recipe_and_no_schedule(
+    plans: dict[str, launch_plan_pb2.LaunchPlan],
+) -> None:
     spec = plans["workflows.launch_plans.manual"].spec
     assert spec.workflow_id.name == "workflows.post_training.post_train"
     assert not spec.entity_metadata.HasField("schedule")
@@ -77,18 +87,25 @@ def test_the_manual_plan_has_a_default_recipe_and_no_schedule(plans: dict[str, l
     assert _recipe(parameter.default).promotion.approval == 72
 
 
-def test_the_launch_plans_have_a_recipe_and_a_workflow_alone_asks_for_one(plans: dict[str, launch_plan_pb2.LaunchPlan]) -> None:
+def test_the_launch_plans_have_a_recipe_and_a_workflow_alone_asks_for_one(
+    plans: dict[str, launch_plan_pb2.LaunchPlan],
+) -> None:
     # A schedule that lacks an input fails without a word.
     assert len(plans) == 4
     for name, plan in plans.items():
         parameters = plan.spec.default_inputs.parameters
         assert {*parameters, *plan.spec.fixed_inputs.literals} == {"recipe"}
-        assert all(parameter.required == name.startswith("workflows.post_training.") for parameter in parameters.values())
+        assert all(
+            parameter.required == name.startswith("workflows.post_training.")
+            for parameter in parameters.values()
+        )
 
 
 def test_a_plan_notifies_those_whom_the_deployment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"email": ["team@example.com"], "slack": ["channel@example.com"], "phases": ["FAILED"]}
-    monkeypatch.setattr(launch_plans, "DEPLOYMENT", DeploymentConfig.model_validate({"notifications": said}))
+    monkeypatch.setattr(
+        launch_plans, "DEPLOYMENT", DeploymentConfig.model_validate({"notifications": said})
+    )
     email, slack = (notification.to_flyte_idl() for notification in launch_plans._notifications())
     assert list(email.email.recipients_email) == said["email"]
     assert list(slack.slack.recipients_email) == said["slack"]
@@ -99,7 +116,9 @@ class Started(Exception):
     """Carries the recipe that a run began with."""
 
 
-@pytest.mark.parametrize("plan", [launch_plans.nightly, launch_plans.manual], ids=["nightly", "manual"])
+@pytest.mark.parametrize(
+    "plan", [launch_plans.nightly, launch_plans.manual], ids=["nightly", "manual"]
+)
 def test_called_in_python_they_run_their_recipe(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
@@ -113,7 +132,9 @@ def test_called_in_python_they_run_their_recipe(plan: Any, monkeypatch: pytest.M
     assert [recipe.promotion.approval for recipe in begun] == [72]
 
 
-def test_the_recipe_is_named_when_registering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_recipe_is_named_when_registering(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine\npromotion: {approval: 5}\n")
     monkeypatch.setenv("EBBFLOW_RECIPE", str(tmp_path / "mine.yaml"))
     recipe = launch_plans._recipe()
@@ -123,9 +144,17 @@ def test_the_recipe_is_named_when_registering(monkeypatch: pytest.MonkeyPatch, t
 # --- approval
 
 EVALUATION = Evaluation(
-    label="before", policy_version=0, held_out={"reward": 0.5}, validation={}, coverage=1.0, velocity_drift=0.0, seconds={}
+    label="before",
+    policy_version=0,
+    held_out={"reward": 0.5},
+    validation={},
+    coverage=1.0,
+    velocity_drift=0.0,
+    seconds={},
 )
-TARGET = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
+TARGET = Comparison(
+    metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128
+)
 
 
 @pytest.fixture
@@ -135,13 +164,20 @@ def inputs(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "samples.parquet").write_bytes(b"")
     folder = FlyteDirectory(str(tmp_path / "folder"))
     evaluated = EvaluatedPolicy(
-        policy=TrainedPolicy(folder=folder), evaluation=EVALUATION, samples=FlyteFile(str(tmp_path / "samples.parquet"))
+        policy=TrainedPolicy(folder=folder),
+        evaluation=EVALUATION,
+        samples=FlyteFile(str(tmp_path / "samples.parquet")),
     )
     store = f"sqlite:///{tmp_path}/mlflow.db"
     return {
         "recipe": Recipe(promotion={"approval": 48}),  # type: ignore[arg-type]
         "run": TrackedRun(
-            run_id="r", experiment_id="0", tracking_uri=store, folder=str(tmp_path), recipe_digest="d", started_at=0.0
+            run_id="r",
+            experiment_id="0",
+            tracking_uri=store,
+            folder=str(tmp_path),
+            recipe_digest="d",
+            started_at=0.0,
         ),
         "base": BaseModelArtifact(folder=folder, seconds=0.0, finished_at=0.0),
         "prompts": FlyteFile(str(tmp_path / "samples.parquet")),
@@ -149,7 +185,13 @@ def inputs(tmp_path: Path) -> dict[str, Any]:
         "candidate": evaluated,
         "champion": ChampionPolicy(version="1", evaluated=evaluated),
         "decision": GateDecision(
-            promote=True, candidate="before", champion="v1", target=TARGET, guardrails=[], coverage=1.0, reasons=["It won."]
+            promote=True,
+            candidate="before",
+            champion="v1",
+            target=TARGET,
+            guardrails=[],
+            coverage=1.0,
+            reasons=["It won."],
         ),
     }
 
@@ -164,37 +206,60 @@ def _compiled(inputs: dict[str, Any]) -> DynamicJobSpec:
     state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
     with FlyteContextManager.with_context(context.with_execution_state(state)) as context:
         types = conclude.python_interface.inputs
-        spec = conclude.dispatch_execute(context, TypeEngine.dict_to_literal_map(context, inputs, types))
+        spec = conclude.dispatch_execute(
+            context, TypeEngine.dict_to_literal_map(context, inputs, types)
+        )
     assert isinstance(spec, DynamicJobSpec)
     return spec
 
 
 def _order(spec: DynamicJobSpec) -> list[str]:
-    """The nodes by their tasks' short names, the gate node as what its signal is called, each after what it waits for."""
+    """The nodes by their tasks' short names, the gate node as what its signal is called, each after
+    what it waits for.
+    """
     names: dict[str, str] = {}
     waiting = {node.id: node for node in spec.nodes}
     while waiting:
-        ready = [node for node in waiting.values() if not set(node.upstream_node_ids) & set(waiting)]
+        ready = [
+            node for node in waiting.values() if not set(node.upstream_node_ids) & set(waiting)
+        ]
         (node,) = ready  # one at a time: the order is the only one there can be
         del waiting[node.id]
         gate = node.gate_node
-        names[node.id] = gate.approve.signal_id if gate else node.task_node.reference_id.name.rsplit(".")[-1]
+        names[node.id] = (
+            gate.approve.signal_id if gate else node.task_node.reference_id.name.rsplit(".")[-1]
+        )
     return list(names.values())
 
 
 def test_on_a_cluster_a_person_is_asked_between_two_reports(inputs: dict[str, Any]) -> None:
     spec = _compiled(inputs)
-    asked = ["register_policy", "write_report", "request_approval", "promotion", "promote_policy", "write_report"]
+    asked = [
+        "register_policy",
+        "write_report",
+        "request_approval",
+        "promotion",
+        "promote_policy",
+        "write_report",
+    ]
     assert _order(spec) == asked
     (gate,) = [node for node in spec.nodes if node.gate_node]
     assert gate.metadata.timeout == timedelta(hours=48)
-    (promotion,) = [node for node in spec.nodes if node.task_node and node.task_node.reference_id.name.endswith("promote_policy")]
+    (promotion,) = [
+        node
+        for node in spec.nodes
+        if node.task_node and node.task_node.reference_id.name.endswith("promote_policy")
+    ]
     (approved,) = [binding for binding in promotion.inputs if binding.var == "approved"]
     assert approved.binding.promise.node_id == gate.id, "what promotes waits for the answer"
 
 
 def test_nobody_is_asked_when_the_recipe_does_not_say_so(inputs: dict[str, Any]) -> None:
-    assert _order(_compiled(inputs | {"recipe": Recipe()})) == ["register_policy", "promote_policy", "write_report"]
+    assert _order(_compiled(inputs | {"recipe": Recipe()})) == [
+        "register_policy",
+        "promote_policy",
+        "write_report",
+    ]
 
 
 def test_nobody_is_asked_about_what_the_gate_refused(inputs: dict[str, Any]) -> None:
@@ -225,7 +290,9 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(promote_policy, "_task_function", promote)
     monkeypatch.setattr(write_report, "_task_function", report)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("ebbflow.tracking.child_run.node_run", lambda run, node: nullcontext(MagicMock()))
+    monkeypatch.setattr(
+        "ebbflow.tracking.child_run.node_run", lambda run, node: nullcontext(MagicMock())
+    )
     return done
 
 
@@ -237,7 +304,12 @@ def test_here_the_question_is_asked_on_the_terminal(
     conclude(**inputs)
     question = "m version 3 as champion (reward 0.500 -> 0.900; "
     assert question in asked[0]
-    assert [step.partition(":")[0] for step in done] == ["registered", "reported challenger", "promoted", "reported champion"]
+    assert [step.partition(":")[0] for step in done] == [
+        "registered",
+        "reported challenger",
+        "promoted",
+        "reported champion",
+    ]
     assert question in done[2]
 
 
@@ -250,10 +322,14 @@ def test_a_no_leaves_the_challenger_and_its_report(
     assert done == ["registered", "reported challenger"]
 
 
-def test_without_a_terminal_nothing_is_promoted(inputs: dict[str, Any], done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_nothing_is_promoted(
+    inputs: dict[str, Any], done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     monkeypatch.setattr("click.confirm", lambda text, default: True)
-    with pytest.raises(ApprovalError, match=r"no terminal .* version 3 of 'm' stays challenger.*in a terminal"):
+    with pytest.raises(
+        ApprovalError, match=r"no terminal .* version 3 of 'm' stays challenger.*in a terminal"
+    ):
         conclude(**inputs)
     assert done == ["registered", "reported challenger"]
     assert request_approval.name

@@ -60,10 +60,17 @@ def test_names_are_the_committed_ones(archive: Path) -> None:
 
 
 def test_what_is_computed_is_cached_for_its_run_alone(archive: Path) -> None:
-    shared = {"tasks.train_base_model.train_base_model", "tasks.download_base_model.download_base_model"}
-    never = {f"tasks.{name}.{name}" for name in ("start_run", "plan_run", "request_approval", "write_report")}
+    shared = {
+        "tasks.train_base_model.train_base_model",
+        "tasks.download_base_model.download_base_model",
+    }
+    never = {
+        f"tasks.{name}.{name}"
+        for name in ("start_run", "plan_run", "request_approval", "write_report")
+    }
     for task in _tasks(archive):
-        name, about = task.id.name, task.metadata
+        name = task.id.name
+        about = task.metadata
         ignored = list(about.cache_ignore_input_vars)
         assert about.discoverable == (name.startswith("tasks.") and name not in never), name
         if about.discoverable:
@@ -75,12 +82,19 @@ def test_what_is_computed_is_cached_for_its_run_alone(archive: Path) -> None:
 def test_interfaces_hold_no_pickle_and_no_untyped_structure(archive: Path) -> None:
     checked = 0
     for name, interface in _entities(archive):
-        for variable, described in [*interface.inputs.variables.items(), *interface.outputs.variables.items()]:
+        for variable, described in [
+            *interface.inputs.variables.items(),
+            *interface.outputs.variables.items(),
+        ]:
             for kind in _leaves(described.type):
                 checked += 1
-                assert not kind.blob.format.lower().startswith("pythonpickle"), f"{name}: {variable} is a pickle"
+                assert not kind.blob.format.lower().startswith("pythonpickle"), (
+                    f"{name}: {variable} is a pickle"
+                )
                 if kind.simple == types_pb2.STRUCT:
-                    assert kind.HasField("metadata"), f"{name}: {variable} is a structure without a schema"
+                    assert kind.HasField("metadata"), (
+                        f"{name}: {variable} is a structure without a schema"
+                    )
                 assert kind.simple != types_pb2.BINARY, f"{name}: {variable} is untyped"
     assert checked > 50
 

@@ -18,7 +18,8 @@ import tasks  # noqa: F401  sets the filter
 def said() -> Iterator[list[str]]:
     """Messages of the logger ``flytekit``."""
     messages: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("flytekit")
+    handler = logging.Handler()
+    logger = logging.getLogger("flytekit")
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     yield messages
@@ -30,7 +31,9 @@ def test_a_session_that_flytekit_leaves_open_is_no_error(said: list[str]) -> Non
         aiohttp.ClientSession()
 
     async def fail() -> None:
-        asyncio.get_running_loop().call_exception_handler({"message": "Task exception was never retrieved"})
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "Task exception was never retrieved"}
+        )
 
     loop_manager.run_sync(leave_open)
     loop_manager.run_sync(fail)

@@ -1,6 +1,8 @@
-"""The default pipeline as pods run it, beside ``pyflyte run`` of the same recipe on one machine: nothing may differ but the time.
+"""The default pipeline as pods run it, beside ``pyflyte run`` of the same recipe on one machine:
+nothing may differ but the time.
 
-Pods share an S3 server and an MLflow server; some lose their machine after the first attempt and are started again.
+Pods share an S3 server and an MLflow server; some lose their machine after the first attempt and
+are started again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ import msgpack
 import pytest
 import yaml
 from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
-from flyteidl.core.literals_pb2 import Binary, Binding, BindingData, Literal, LiteralCollection, Scalar
+from flyteidl.core.literals_pb2 import (
+    Binary,
+    Binding,
+    BindingData,
+    Literal,
+    LiteralCollection,
+    Scalar,
+)
 from flyteidl.core.tasks_pb2 import TaskTemplate
 from flyteidl.core.types_pb2 import OutputReference, PromiseAttribute
 from flyteidl.core.workflow_pb2 import ApproveCondition, GateNode, Node, TaskNode, WorkflowTemplate
@@ -33,7 +42,8 @@ from tests.pipeline.conftest import PYFLYTE, ROOT, package
 from tests.pipeline.pods import Cluster, Package, PodFailed, Values, decoded, execute
 from tests.pipeline.servers import client_of, object_store, tracking_server
 
-BUCKET, MODEL = "s3://flyte", "ebbflow-tiny"
+BUCKET = "s3://flyte"
+MODEL = "ebbflow-tiny"
 LOST = {
     "tasks.start_run",
     "tasks.generate_rollouts",
@@ -43,7 +53,14 @@ LOST = {
     "tasks.promote_policy",
     "tasks.write_report",
 }
-TIMES = ("seconds/", "ms_per_image/", "images_per_second", "utilisation/", "push/seconds", "system/")
+TIMES = (
+    "seconds/",
+    "ms_per_image/",
+    "images_per_second",
+    "utilisation/",
+    "push/seconds",
+    "system/",
+)
 
 
 @dataclass(frozen=True)
@@ -84,13 +101,19 @@ def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An online stage and an offline one in two shards, with a checkpoint at every step and a reward that costs nothing."""
+    """An online stage and an offline one in two shards, with a checkpoint at every step and a
+    reward that costs nothing.
+    """
     settings = yaml.safe_load((ROOT / "workflows" / "recipes" / "tiny.yaml").read_text())
     changes = {
         "output": f"{BUCKET}/runs",
         "rewards": [{"name": "similarity"}],
         "guardrails": [],
-        "prompts": {"source": "ebbflow:datasets/words4/prompts.txt", "validation": 4, "held_out": 12},
+        "prompts": {
+            "source": "ebbflow:datasets/words4/prompts.txt",
+            "validation": 4,
+            "held_out": 12,
+        },
         "stages": [stage | {"checkpoints": {"every": 1}} for stage in settings["stages"]],
     }
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
@@ -99,10 +122,17 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(store: dict[str, str], tracking: str, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+def cluster(
+    store: dict[str, str], tracking: str, tmp_path_factory: pytest.TempPathFactory
+) -> Cluster:
     bucket = client_of(store)
     bucket.mkdir(BUCKET)
-    environment = {**store, **_same_everywhere(), "MLFLOW_TRACKING_URI": tracking, "PYTHONPATH": str(ROOT)}
+    environment = {
+        **store,
+        **_same_everywhere(),
+        "MLFLOW_TRACKING_URI": tracking,
+        "PYTHONPATH": str(ROOT),
+    }
     return Cluster(bucket, BUCKET, environment, tmp_path_factory.mktemp("pods"), lost=LOST)
 
 
@@ -111,13 +141,22 @@ def _same_everywhere() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def machine(store: dict[str, str], recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(
+    store: dict[str, str], recipe: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Machine]:
     """``pyflyte run`` of the recipe, which works beside the pods."""
     folder = tmp_path_factory.mktemp("machine")
     tracking = f"sqlite:///{folder}/mlflow.db"
     own = {"HOME": str(folder), "TMPDIR": str(folder), "MLFLOW_TRACKING_URI": tracking}
     own |= {"FLYTE_LOCAL_CACHE_ENABLED": "true", "EBBFLOW_LOCAL_CACHE": str(folder / "cache")}
-    command = [str(PYFLYTE), "run", "workflows/post_training.py", "post_train", "--recipe", str(recipe)]
+    command = [
+        str(PYFLYTE),
+        "run",
+        "workflows/post_training.py",
+        "post_train",
+        "--recipe",
+        str(recipe),
+    ]
     environment = os.environ | store | _same_everywhere() | own
     process = ForkedProgram(command, cwd=ROOT, env=environment, output=[folder / "log"])
     yield Machine(process, tracking, folder / "log")
@@ -126,10 +165,15 @@ def machine(store: dict[str, str], recipe: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def outputs(cluster: Cluster, recipe: Path, machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Values:
+def outputs(
+    cluster: Cluster, recipe: Path, machine: Machine, tmp_path_factory: pytest.TempPathFactory
+) -> Values:
     """Of the workflow, run as pods."""
-    context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Recipe)
-    given = {"recipe": TypeEngine.to_literal(context, load_recipe(recipe), Recipe, kind).to_flyte_idl()}
+    context = FlyteContextManager.current_context()
+    kind = TypeEngine.to_literal_type(Recipe)
+    given = {
+        "recipe": TypeEngine.to_literal(context, load_recipe(recipe), Recipe, kind).to_flyte_idl()
+    }
     packaged = decoded(package(tmp_path_factory.mktemp("package")))
     return execute(cluster, packaged, "workflows.post_training.post_train", given, "a6f1")
 
@@ -147,11 +191,17 @@ def on_one_machine(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -
 
 def _recorded(uri: str, downloads: Path) -> Recorded:
     client = MlflowClient(uri, uri)
-    runs = client.search_runs([one.experiment_id for one in client.search_experiments()], max_results=1000)
+    runs = client.search_runs(
+        [one.experiment_id for one in client.search_experiments()], max_results=1000
+    )
     (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
-    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    children = [
+        run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id
+    ]
     assert {run.info.status for run in runs} == {"FINISHED"}
-    versions = sorted(client.search_model_versions(f"name = '{MODEL}'"), key=lambda version: int(version.version))
+    versions = sorted(
+        client.search_model_versions(f"name = '{MODEL}'"), key=lambda version: int(version.version)
+    )
     source = client.get_model_version_download_uri(MODEL, versions[-1].version)
     mlflow.artifacts.download_artifacts(source, dst_path=str(downloads / "model"), tracking_uri=uri)
     (commit,) = (downloads / "model").rglob("policy/COMMIT")
@@ -159,7 +209,9 @@ def _recorded(uri: str, downloads: Path) -> Recorded:
     return Recorded(
         summary=json.loads(summary.read_text()),
         nodes=sorted(run.info.run_name for run in children),
-        series={f"{_node(run)}: {key}": values for run in runs for key, values in _series(client, run)},
+        series={
+            f"{_node(run)}: {key}": values for run in runs for key, values in _series(client, run)
+        },
         aliases=[sorted(version.aliases) for version in versions],
         policy=commit.read_text(),
     )
@@ -173,7 +225,13 @@ def _node(run: Run) -> str:
 def _series(client: MlflowClient, run: Run) -> Iterator[tuple[str, list[tuple[int, float]]]]:
     for key in run.data.metrics:
         if not key.startswith(TIMES):
-            yield key, [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
+            yield (
+                key,
+                [
+                    (metric.step, metric.value)
+                    for metric in client.get_metric_history(run.info.run_id, key)
+                ],
+            )
 
 
 @pytest.mark.exhaustive
@@ -182,14 +240,18 @@ def test_the_policy_has_the_same_bytes(as_pods: Recorded, on_one_machine: Record
 
 
 @pytest.mark.exhaustive
-def test_the_evaluations_and_the_verdict_are_the_same(as_pods: Recorded, on_one_machine: Recorded) -> None:
+def test_the_evaluations_and_the_verdict_are_the_same(
+    as_pods: Recorded, on_one_machine: Recorded
+) -> None:
     for key in ("before", "after", "promoted"):
         assert as_pods.summary[key] == on_one_machine.summary[key]
     assert as_pods.aliases == on_one_machine.aliases
 
 
 @pytest.mark.exhaustive
-def test_no_attempt_leaves_anything_twice(cluster: Cluster, as_pods: Recorded, on_one_machine: Recorded) -> None:
+def test_no_attempt_leaves_anything_twice(
+    cluster: Cluster, as_pods: Recorded, on_one_machine: Recorded
+) -> None:
     again = {pod.split(" ")[1].rpartition(".")[0] for pod in cluster.pods if "/1 " in pod}
     assert again | {"tasks.promote_policy"} == LOST  # the gate decides whether there is a promotion
     assert as_pods.nodes == on_one_machine.nodes
@@ -199,7 +261,9 @@ def test_no_attempt_leaves_anything_twice(cluster: Cluster, as_pods: Recorded, o
 
 
 @pytest.mark.exhaustive
-def test_everything_that_the_workflow_returns_is_in_the_store(cluster: Cluster, outputs: Values) -> None:
+def test_everything_that_the_workflow_returns_is_in_the_store(
+    cluster: Cluster, outputs: Values
+) -> None:
     for name in ("report", "summary"):
         assert cluster.store.exists(outputs[name].scalar.blob.uri)
     candidate = msgpack.unpackb(outputs["candidate"].scalar.binary.value)
@@ -208,18 +272,39 @@ def test_everything_that_the_workflow_returns_is_in_the_store(cluster: Cluster, 
 
 
 @pytest.mark.exhaustive
-def test_sixty_four_pods_share_the_work_of_a_stage(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """A shard for each pod: every sample is generated, scored and trained on once, and nothing depends on a disk they share."""
-    homes, many, settings = tmp_path / "homes", tmp_path / "recipe.yaml", yaml.safe_load(recipe.read_text())
+def test_sixty_four_pods_share_the_work_of_a_stage(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """A shard for each pod: every sample is generated, scored and trained on once, and nothing
+    depends on a disk they share.
+    """
+    homes = tmp_path / "homes"
+    many = tmp_path / "recipe.yaml"
+    settings = yaml.safe_load(recipe.read_text())
     homes.mkdir()
     stage = settings["stages"][1] | {"prompts": 64, "shards": 64, "group_size": 2, "batch_size": 32}
     prompts = settings["prompts"] | {"count": 96}
-    many.write_text(yaml.safe_dump(settings | {"stages": [stage], "prompts": prompts, "output": f"{BUCKET}/many"}))
-    context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Recipe)
-    given = {"recipe": TypeEngine.to_literal(context, load_recipe(many), Recipe, kind).to_flyte_idl()}
+    many.write_text(
+        yaml.safe_dump(
+            settings | {"stages": [stage], "prompts": prompts, "output": f"{BUCKET}/many"}
+        )
+    )
+    context = FlyteContextManager.current_context()
+    kind = TypeEngine.to_literal_type(Recipe)
+    given = {
+        "recipe": TypeEngine.to_literal(context, load_recipe(many), Recipe, kind).to_flyte_idl()
+    }
     with tracking_server(tmp_path) as uri:
-        own = replace(cluster, homes=homes, lost=(), pods=[], environment={**cluster.environment, "MLFLOW_TRACKING_URI": uri})
-        found = execute(own, decoded(package(tmp_path)), "workflows.post_training.post_train", given, "a6f2")
+        own = replace(
+            cluster,
+            homes=homes,
+            lost=(),
+            pods=[],
+            environment={**cluster.environment, "MLFLOW_TRACKING_URI": uri},
+        )
+        found = execute(
+            own, decoded(package(tmp_path)), "workflows.post_training.post_train", given, "a6f2"
+        )
     for name in ("generate_rollouts", "score_rollouts"):  # a map task has a longer name
         assert sum(name in pod for pod in own.pods) == 64
     candidate = msgpack.unpackb(found["candidate"].scalar.binary.value)
@@ -228,7 +313,7 @@ def test_sixty_four_pods_share_the_work_of_a_stage(cluster: Cluster, recipe: Pat
     assert len(scored) == 64
 
 
-# -------------------------------------------------------------------------------------------------- the engine, without Flyte
+# ------------------------------------------------------------------------ the engine, without Flyte
 
 
 def _shell(script: str, retries: int = 0) -> TaskTemplate:
@@ -237,7 +322,9 @@ def _shell(script: str, retries: int = 0) -> TaskTemplate:
     task.id.name = "tasks.shell.shell"
     task.metadata.retries.retries = retries
     arguments = ["sh", "-c", f'mkdir -p "$1"; {script}', "sh", "{{.outputPrefix}}"]
-    task.k8s_pod.pod_spec.update({"containers": [{"name": "sidecar"}, {"name": "primary", "args": arguments}]})
+    task.k8s_pod.pod_spec.update(
+        {"containers": [{"name": "sidecar"}, {"name": "primary", "args": arguments}]}
+    )
     return task
 
 
@@ -255,7 +342,11 @@ def _run(folder: Path, *scripts: str, retries: int = 0) -> Cluster:
 
 
 def test_what_a_pod_leaves_at_home_is_gone(tmp_path: Path) -> None:
-    _run(tmp_path, 'touch "$1/outputs.pb" "$HOME/here"', 'test ! -e "$HOME/here" && touch "$1/outputs.pb"')
+    _run(
+        tmp_path,
+        'touch "$1/outputs.pb" "$HOME/here"',
+        'test ! -e "$HOME/here" && touch "$1/outputs.pb"',
+    )
     assert not list((tmp_path / "homes").iterdir())
 
 
@@ -274,29 +365,51 @@ def test_a_pod_that_dies_tells_what_it_said_last(tmp_path: Path) -> None:
         _run(tmp_path, "echo no more disk; exit 3")
 
 
-@pytest.mark.parametrize(("kind", "attempts"), [(ContainerError.NON_RECOVERABLE, 1), (ContainerError.RECOVERABLE, 3)])
-def test_only_a_recoverable_error_is_tried_again(tmp_path: Path, kind: ContainerError.Kind, attempts: int) -> None:
-    error, started = tmp_path / "error.pb", tmp_path / "started"
-    error.write_bytes(ErrorDocument(error=ContainerError(message="spot", kind=kind)).SerializeToString())
+@pytest.mark.parametrize(
+    ("kind", "attempts"), [(ContainerError.NON_RECOVERABLE, 1), (ContainerError.RECOVERABLE, 3)]
+)
+def test_only_a_recoverable_error_is_tried_again(
+    tmp_path: Path, kind: ContainerError.Kind, attempts: int
+) -> None:
+    error = tmp_path / "error.pb"
+    started = tmp_path / "started"
+    error.write_bytes(
+        ErrorDocument(error=ContainerError(message="spot", kind=kind)).SerializeToString()
+    )
     with pytest.raises(PodFailed, match="spot"):
         _run(tmp_path, f'cp {error} "$1"; echo once >> {started}', retries=2)
     assert len(started.read_text().split()) == attempts
 
 
 def _asked(answer: bool) -> Values:
-    """The outputs of a workflow that returns ``[3][1]["b"]`` of its input, once a person said yes."""
-    model = Literal(scalar=Scalar(binary=Binary(value=msgpack.packb([0, {"b": "yes"}]), tag="msgpack")))
-    path = [PromiseAttribute(int_value=3), PromiseAttribute(int_value=1), PromiseAttribute(string_value="b")]
+    """The outputs of a workflow that returns ``[3][1]["b"]`` of its input, once a person said
+    yes."""
+    model = Literal(
+        scalar=Scalar(binary=Binary(value=msgpack.packb([0, {"b": "yes"}]), tag="msgpack"))
+    )
+    path = [
+        PromiseAttribute(int_value=3),
+        PromiseAttribute(int_value=1),
+        PromiseAttribute(string_value="b"),
+    ]
     given = BindingData(promise=OutputReference(var="given", attr_path=path))
     gate = Node(
         id="gate",
         inputs=[Binding(var="o0", binding=given)],
         gate_node=GateNode(approve=ApproveCondition(signal_id="promotion")),
     )
-    passed = Binding(var="passed", binding=BindingData(promise=OutputReference(node_id="gate", var="o0")))
+    passed = Binding(
+        var="passed", binding=BindingData(promise=OutputReference(node_id="gate", var="o0"))
+    )
     workflow = WorkflowTemplate(nodes=[gate], outputs=[passed])
-    cluster = Cluster(LocalFileSystem(), "", {}, Path(), approves=lambda signal: answer and signal == "promotion")
-    inputs = {"given": Literal(collection=LiteralCollection(literals=[Literal(), Literal(), Literal(), model]))}
+    cluster = Cluster(
+        LocalFileSystem(), "", {}, Path(), approves=lambda signal: answer and signal == "promotion"
+    )
+    inputs = {
+        "given": Literal(
+            collection=LiteralCollection(literals=[Literal(), Literal(), Literal(), model])
+        )
+    }
     return execute(cluster, Package({}, {"asked": workflow}), "asked", inputs, "e")
 
 

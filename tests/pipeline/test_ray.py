@@ -1,4 +1,6 @@
-"""An online stage with ``placement: ray`` in the pipeline, as a user runs it on a machine of their own."""
+"""An online stage with ``placement: ray`` in the pipeline, as a user runs it on a machine of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,43 @@ from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import run_pipeline
 
 FRACTIONS = {"cpus": 0.25}
-STAGE = small_stage({"kind": "online", "steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch": 8, "placement": "ray"})
+STAGE = small_stage(
+    {
+        "kind": "online",
+        "steps": 2,
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "micro_batch": 8,
+        "placement": "ray",
+    }
+)
 
 
 @pytest.mark.exhaustive
 def test_a_stage_on_ray_runs_in_the_pipeline(tmp_path: Path) -> None:
-    stage = STAGE | {"resources": {"training": FRACTIONS, "rollout": {**FRACTIONS, "count": 2}, "reward": FRACTIONS}}
-    changes = {"model": {"training": {"steps": 3, "batch": 4}}, "prompts": {"count": 24, "validation": 4, "held_out": 4}}
+    stage = STAGE | {
+        "resources": {
+            "training": FRACTIONS,
+            "rollout": {**FRACTIONS, "count": 2},
+            "reward": FRACTIONS,
+        }
+    }
+    changes = {
+        "model": {"training": {"steps": 3, "batch": 4}},
+        "prompts": {"count": 24, "validation": 4, "held_out": 4},
+    }
     done = run_pipeline(tmp_path, changes | {"stages": [stage]})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (path,) = (tmp_path / "runs").glob("*/summary.json")
     assert json.loads(path.read_text())["seconds"]["1.1 online"] > 0
 
 
-@pytest.mark.parametrize(("usual", "during"), [("/tmp", f"/tmp/ebbflow-{os.getuid()}"), ("/scratch", "/scratch")])
-def test_ray_writes_into_a_folder_of_this_user(monkeypatch: pytest.MonkeyPatch, usual: str, during: str) -> None:
+@pytest.mark.parametrize(
+    ("usual", "during"), [("/tmp", f"/tmp/ebbflow-{os.getuid()}"), ("/scratch", "/scratch")]
+)
+def test_ray_writes_into_a_folder_of_this_user(
+    monkeypatch: pytest.MonkeyPatch, usual: str, during: str
+) -> None:
     monkeypatch.setenv("RAY_TMPDIR", usual)
     _prepare_process(Recipe.model_validate({"stages": [STAGE | {"placement": "in_process"}]}))
     assert os.environ["RAY_TMPDIR"] == usual
@@ -44,7 +68,9 @@ def test_ray_writes_into_a_folder_of_this_user(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """``stage(act)``: the task's body where ``act`` is given the actors' folders instead of training."""
+    """``stage(act)``: the task's body where ``act`` is given the actors' folders instead of
+    training.
+    """
 
     def run(act: Any) -> Any:
         def train_stage(ctx: Any, *_: Any, actors: Any) -> Any:
@@ -52,7 +78,13 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
         monkeypatch.setattr(module, "train_stage", train_stage)
         artifact = SimpleNamespace(folder=FlyteDirectory(str(tmp_path)))
-        given = {"recipe": Recipe(), "run": None, "base": artifact, "policy": artifact, "prompts": None}
+        given = {
+            "recipe": Recipe(),
+            "run": None,
+            "base": artifact,
+            "policy": artifact,
+            "prompts": None,
+        }
         return module.train_online_ray.task_function(**given, round=0, stage=0)
 
     return run

@@ -9,12 +9,19 @@ from pathlib import Path
 from tests.forked import run_forked
 from tests.pipeline.conftest import ROOT
 
-RUN = [str(Path(sys.executable).with_name("pyflyte")), "run", "workflows/post_training.py", "post_train"]
+RUN = [
+    str(Path(sys.executable).with_name("pyflyte")),
+    "run",
+    "workflows/post_training.py",
+    "post_train",
+]
 
 
 def words(*arguments: str) -> tuple[int, list[str], str]:
     """(exit status, lines, all words without the frames of boxes)."""
-    done = run_forked([*RUN, *arguments], cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, timeout=900)
+    done = run_forked(
+        [*RUN, *arguments], cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, timeout=900
+    )
     text = done.stdout + done.stderr
     return done.returncode, text.splitlines(), " ".join(text.replace("│", " ").split())
 

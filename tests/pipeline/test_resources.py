@@ -68,11 +68,30 @@ NOTHING_SPECIAL: dict[str, Any] = {
 }
 ON_CPUS = {
     "light": NOTHING_SPECIAL | {"resources": {"cpu": "1", "memory": "2Gi"}},
-    "downloader": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "16Gi", "ephemeral-storage": "100Gi"}},
+    "downloader": (
+        NOTHING_SPECIAL
+        | {"resources": {"cpu": "2", "memory": "16Gi", "ephemeral-storage": "100Gi"}}
+    ),
     "scorer": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "4Gi"}},
-    "accelerated": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "grace_period": 300},
-    "training_group": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "shared_memory": "2Gi", "grace_period": 300},
-    "ray_cluster": NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "shared_memory": "4Gi", "grace_period": 300},
+    "accelerated": (
+        NOTHING_SPECIAL | {"resources": {"cpu": "2", "memory": "8Gi"}, "grace_period": 300}
+    ),
+    "training_group": (
+        NOTHING_SPECIAL
+        | {
+            "resources": {"cpu": "2", "memory": "8Gi"},
+            "shared_memory": "2Gi",
+            "grace_period": 300,
+        }
+    ),
+    "ray_cluster": (
+        NOTHING_SPECIAL
+        | {
+            "resources": {"cpu": "2", "memory": "8Gi"},
+            "shared_memory": "4Gi",
+            "grace_period": 300,
+        }
+    ),
 }
 
 GPU_CLUSTER = """
@@ -125,34 +144,44 @@ ray_cluster:
   interruptible: true
   retries: 6
   workers:
-    - {name: gpus, replicas: 2, cpu: 30, mem: 400Gi, ephemeral_storage: 90Gi, gpus: 8, node_selector: {pool: gpus}}
+    - {name: gpus, replicas: 2, cpu: 30, mem: 400Gi, ephemeral_storage: 90Gi, gpus: 8,
+       node_selector: {pool: gpus}}
     - {name: rewards, image: "reward:1", cpu: 7, mem: 20Gi}
 """
-EVERYWHERE = [("mlflow", "password", "MLFLOW_TRACKING_PASSWORD"), ("judge", "token", "JUDGE_TOKEN_FILE")]
+EVERYWHERE = [
+    ("mlflow", "password", "MLFLOW_TRACKING_PASSWORD"),
+    ("judge", "token", "JUDGE_TOKEN_FILE"),
+]
 """Secrets that every task gets."""
 ON_GPUS = {
-    "light": NOTHING_SPECIAL
-    | {
-        "resources": {"cpu": "3", "memory": "5Gi", "ephemeral-storage": "7Gi"},
-        "grace_period": 31,
-        "retries": 0,
-        "secrets": EVERYWHERE,
-    },
-    "downloader": NOTHING_SPECIAL
-    | {
-        "image": "base:4",
-        "resources": {"cpu": "7", "memory": "17Gi", "ephemeral-storage": "300Gi"},
-        "secrets": [*EVERYWHERE, ("hub", "token", "HF_TOKEN")],
-    },
-    "scorer": NOTHING_SPECIAL
-    | {
-        "image": "reward:1",
-        "resources": {"cpu": "6", "memory": "24Gi"},
-        "grace_period": 45,
-        "interruptible": True,
-        "retries": 5,
-        "secrets": EVERYWHERE,
-    },
+    "light": (
+        NOTHING_SPECIAL
+        | {
+            "resources": {"cpu": "3", "memory": "5Gi", "ephemeral-storage": "7Gi"},
+            "grace_period": 31,
+            "retries": 0,
+            "secrets": EVERYWHERE,
+        }
+    ),
+    "downloader": (
+        NOTHING_SPECIAL
+        | {
+            "image": "base:4",
+            "resources": {"cpu": "7", "memory": "17Gi", "ephemeral-storage": "300Gi"},
+            "secrets": [*EVERYWHERE, ("hub", "token", "HF_TOKEN")],
+        }
+    ),
+    "scorer": (
+        NOTHING_SPECIAL
+        | {
+            "image": "reward:1",
+            "resources": {"cpu": "6", "memory": "24Gi"},
+            "grace_period": 45,
+            "interruptible": True,
+            "retries": 5,
+            "secrets": EVERYWHERE,
+        }
+    ),
     "accelerated": {
         "image": "rollout:2",
         "resources": {"cpu": "12", "memory": "96Gi", "ephemeral-storage": "200Gi", "gpu": "1"},
@@ -185,7 +214,10 @@ ON_GPUS = {
         "secrets": EVERYWHERE,
     },
 }
-OPERATED = dict.fromkeys(["tasks.train_online_ray.train_online_ray", "tasks.distill_branches_ray.distill_branches_ray"], "ray")
+OPERATED = dict.fromkeys(
+    ["tasks.train_online_ray.train_online_ray", "tasks.distill_branches_ray.distill_branches_ray"],
+    "ray",
+)
 """Tasks whose pods an operator of its own makes."""
 
 Tasks = dict[str, tasks_pb2.TaskTemplate]
@@ -194,9 +226,22 @@ Tasks = dict[str, tasks_pb2.TaskTemplate]
 def _package(folder: Path, variables: dict[str, str]) -> Tasks:
     """Every task that ``pyflyte package`` writes with these variables set."""
     output = folder / "flyte.tgz"
-    command = [str(PYFLYTE), "--pkgs", "workflows", "package", "--image", "ebbflow:test", "--source", "."]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EBBFLOW_")} | variables
-    done = run_forked([*command, "--output", str(output), "-f"], cwd=ROOT, env=environment, timeout=300)
+    command = [
+        str(PYFLYTE),
+        "--pkgs",
+        "workflows",
+        "package",
+        "--image",
+        "ebbflow:test",
+        "--source",
+        ".",
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("EBBFLOW_")
+    } | variables
+    done = run_forked(
+        [*command, "--output", str(output), "-f"], cwd=ROOT, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(output) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith("_1.pb")]
@@ -235,7 +280,9 @@ def _asked(template: tasks_pb2.TaskTemplate) -> dict[str, Any]:
     pod, container = _pod(template)
     assert container["resources"]["requests"] == container["resources"]["limits"]
     assert "volumes" not in pod, "Flyte refuses shared memory beside a volume at its place"
-    assert template.type == OPERATED.get(template.id.name, "python-task"), "an operator of its own would build another pod"
+    assert template.type == OPERATED.get(template.id.name, "python-task"), (
+        "an operator of its own would build another pod"
+    )
     return {
         "image": container["image"],
         "resources": container["resources"]["requests"],
@@ -244,7 +291,10 @@ def _asked(template: tasks_pb2.TaskTemplate) -> dict[str, Any]:
         "grace_period": pod["terminationGracePeriodSeconds"],
         "interruptible": template.metadata.interruptible,
         "retries": template.metadata.retries.retries,
-        "secrets": [(secret.group, secret.key, secret.env_var) for secret in template.security_context.secrets],
+        "secrets": [
+            (secret.group, secret.key, secret.env_var)
+            for secret in template.security_context.secrets
+        ],
     }
 
 
@@ -270,11 +320,16 @@ def test_what_a_task_gets_from_a_deployment_file(for_gpus: Tasks, name: str) -> 
 def test_every_pod_reads_the_deployment_that_was_registered(
     by_default: Tasks, for_gpus: Tasks, gpu_variables: dict[str, str], name: str
 ) -> None:
-    # The dynamics compile their tasks in their pods: what they do not know there, the tasks do not get.
+    # The dynamics compile their tasks in their pods: what they do not know there, the tasks do not
+    # get.
     assert read_deployment(_environment(by_default[name])) == DeploymentConfig()
     read = read_deployment(_environment(for_gpus[name]))
     assert read == read_deployment(gpu_variables)
-    assert (read.train_processes, read.training_group.image, read.accelerated.gpus) == (4, "trainer:3", 1)
+    assert (read.train_processes, read.training_group.image, read.accelerated.gpus) == (
+        4,
+        "trainer:3",
+        1,
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -288,7 +343,9 @@ def test_what_every_pod_of_a_deployment_has(for_gpus: Tasks, name: str) -> None:
     )
     assert dict(template.k8s_pod.metadata.labels) == {"team": "post-training"}
     assert _environment(template)["HTTPS_PROXY"] == "http://proxy:3128"
-    files = {secret.env_var: secret.mount_requirement for secret in template.security_context.secrets}
+    files = {
+        secret.env_var: secret.mount_requirement for secret in template.security_context.secrets
+    }
     assert files["JUDGE_TOKEN_FILE"] == SecretProto.FILE
     assert files["MLFLOW_TRACKING_PASSWORD"] == SecretProto.ENV_VAR
 
@@ -297,8 +354,12 @@ def test_where_a_pod_may_run_and_for_how_long(for_gpus: Tasks) -> None:
     template = for_gpus["tasks.train_online.train_online"]
     pod, _ = _pod(template)
     assert pod["nodeSelector"] == {"pool": "gpus"}
-    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    assert pod["affinity"] == {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    ]
+    assert pod["affinity"] == {
+        "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}
+    }
     assert template.metadata.timeout.ToSeconds() == 5400
     light = for_gpus["tasks.start_run.start_run"]
     assert not {"nodeSelector", "tolerations", "affinity"} & set(_pod(light)[0])
@@ -309,13 +370,19 @@ def test_no_two_tasks_share_a_pod_template() -> None:
     # Flyte writes into some of them.
     kinds = (getattr(resources, kind) for kind in set(KINDS.values()))
     templates = [kind()["pod_template"] for kind in kinds for _ in range(2)]
-    assert len({id(template) for template in templates}) == len({id(template.pod_spec) for template in templates}) == 12
+    assert (
+        len({id(template) for template in templates})
+        == len({id(template.pod_spec) for template in templates})
+        == 12
+    )
 
 
 def _ray_groups(template: tasks_pb2.TaskTemplate) -> dict[str, dict[str, Any]]:
     """What each group of Ray workers asks for beside what the cluster's pods have in common."""
     cluster = MessageToDict(template.custom)["rayCluster"]
-    assert cluster["headGroupSpec"] == {"rayStartParams": {"num-cpus": "0"}}, "no actor on the head, which is the task's pod"
+    assert cluster["headGroupSpec"] == {"rayStartParams": {"num-cpus": "0"}}, (
+        "no actor on the head, which is the task's pod"
+    )
     groups = {}
     for group in cluster["workerGroupSpec"]:
         pod = group["k8sPod"]["podSpec"]
@@ -323,19 +390,34 @@ def _ray_groups(template: tasks_pb2.TaskTemplate) -> dict[str, dict[str, Any]]:
         assert container.pop("name") == "ray-worker", "Flyte merges by this name"
         assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
         assert container["resources"]["requests"] == container["resources"].pop("limits")
-        groups[group["groupName"]] = {"replicas": group["replicas"], **container.pop("resources")["requests"], **container}
-        groups[group["groupName"]] |= {key: pod[key] for key in ("nodeSelector", "tolerations") if key in pod}
+        groups[group["groupName"]] = {
+            "replicas": group["replicas"],
+            **container.pop("resources")["requests"],
+            **container,
+        }
+        groups[group["groupName"]] |= {
+            key: pod[key] for key in ("nodeSelector", "tolerations") if key in pod
+        }
     return groups
 
 
 def test_the_workers_of_a_ray_cluster(by_default: Tasks, for_gpus: Tasks) -> None:
     name = "tasks.train_online_ray.train_online_ray"
-    assert _ray_groups(by_default[name]) == {"workers": {"replicas": 1, "cpu": "4", "memory": "16Gi"}}
+    assert _ray_groups(by_default[name]) == {
+        "workers": {"replicas": 1, "cpu": "4", "memory": "16Gi"}
+    }
     gpus = {"cpu": "30", "memory": "400Gi", "ephemeral-storage": "90Gi", "nvidia.com/gpu": "8"} | {
         "nodeSelector": {"pool": "gpus", "gpu/kind": "nvidia-h100"},
         "tolerations": [{"key": "gpu/kind", "operator": "Equal", "value": "nvidia-h100"}],
     }
     rewards = {"cpu": "7", "memory": "20Gi", "image": "reward:1"}
-    assert _ray_groups(for_gpus[name]) == {"gpus": {"replicas": 2, **gpus}, "rewards": {"replicas": 1, **rewards}}
-    assert MessageToDict(for_gpus[name].custom)["shutdownAfterJobFinishes"], "else its GPUs stay taken"
-    assert MessageToDict(for_gpus[name].custom)["ttlSecondsAfterFinished"] == 300, "its logs can be read"
+    assert _ray_groups(for_gpus[name]) == {
+        "gpus": {"replicas": 2, **gpus},
+        "rewards": {"replicas": 1, **rewards},
+    }
+    assert MessageToDict(for_gpus[name].custom)["shutdownAfterJobFinishes"], (
+        "else its GPUs stay taken"
+    )
+    assert MessageToDict(for_gpus[name].custom)["ttlSecondsAfterFinished"] == 300, (
+        "its logs can be read"
+    )

@@ -1,4 +1,5 @@
-"""``ebbflow run`` in a process of its own: an error is a message, and with ``--debug`` a traceback."""
+"""``ebbflow run`` in a process of its own: an error is a message, and with ``--debug`` a
+traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A Ray cluster of three containers: nothing here runs without podman or docker (``make test-ray-cluster``)."""
+"""A Ray cluster of three containers: nothing here runs without podman or docker (``make
+test-ray-cluster``).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The workflows as Flyte gets them."""
     if TOOL not in os.environ:
         pytest.skip(
-            f"{TOOL} is not set: `make test-ray-cluster` starts Ray on three containers with podman or docker, and kills some"
+            f"{TOOL} is not set: `make test-ray-cluster` starts Ray on three containers with podman"
+            " or docker, and kills some"
         )
     return decoded(package(tmp_path_factory.mktemp("package")))
 
@@ -48,7 +51,11 @@ def machines(packaged: Package, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "FLYTE_INTERNAL_EXECUTION_ID": "f0",
     }
     machines = Machines(os.environ[TOOL], build_base_image("ebbflow-base:ray-cluster"), environment)
-    with machines.network(), _s3_server(ports[0]), _mlflow_server(ports[1], tmp_path_factory.mktemp("mlflow")):
+    with (
+        machines.network(),
+        _s3_server(ports[0]),
+        _mlflow_server(ports[1], tmp_path_factory.mktemp("mlflow")),
+    ):
         yield machines
 
 
@@ -71,7 +78,12 @@ def _s3_server(port: int) -> Iterator[None]:
 
 @contextmanager
 def _mlflow_server(port: int, folder: Path) -> Iterator[None]:
-    stores = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")]
+    stores = [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db",
+        "--artifacts-destination",
+        str(folder / "artifacts"),
+    ]
     options = ["--host", GATEWAY, "--port", str(port), "--workers", "1", *stores]
     with (folder / "log").open("w") as log:
         command = [str(Path(sys.executable).with_name("mlflow")), "server", *options]

@@ -1,4 +1,6 @@
-"""An execution of an online stage on the cluster: its inputs, the packaged command of its task, and what an attempt leaves."""
+"""An execution of an online stage on the cluster: its inputs, the packaged command of its task, and
+what an attempt leaves.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,18 @@ class Stage:
         inputs = f"{BUCKET}/metadata/{self.name}/inputs.pb"
         self.store.pipe_file(inputs, LiteralMap(literals=self._literals()).SerializeToString())
         raw = f"{BUCKET}/raw/{self.name}/{attempt}"
-        filled = {"{{.input}}": inputs, "{{.outputPrefix}}": self._outputs(attempt), "{{.rawOutputDataPrefix}}": raw}
-        filled |= {"{{.checkpointOutputPrefix}}": f"{raw}/_flyte", "{{.prevCheckpointPrefix}}": '""'}
-        return [filled.get(argument, argument) for argument in container(self.package, task)["args"]]
+        filled = {
+            "{{.input}}": inputs,
+            "{{.outputPrefix}}": self._outputs(attempt),
+            "{{.rawOutputDataPrefix}}": raw,
+        }
+        filled |= {
+            "{{.checkpointOutputPrefix}}": f"{raw}/_flyte",
+            "{{.prevCheckpointPrefix}}": '""',
+        }
+        return [
+            filled.get(argument, argument) for argument in container(self.package, task)["args"]
+        ]
 
     def wait_for_checkpoint(self, step: int, job: subprocess.Popen[bytes]) -> None:
         """Until the checkpoint before a step is in the store."""
@@ -87,22 +98,34 @@ class Stage:
     def ended(self, job: subprocess.Popen[bytes], attempt: int, log: Path) -> Ended:
         """Wait for the end of an attempt."""
         job.wait(MAX_SECONDS)
-        said, prefix = log.read_text(), self._outputs(attempt)
+        said = log.read_text()
+        prefix = self._outputs(attempt)
         if self._exists(f"{prefix}/error.pb"):
-            return Ended(said, ErrorDocument.FromString(self.store.cat_file(f"{prefix}/error.pb")).error)
+            return Ended(
+                said, ErrorDocument.FromString(self.store.cat_file(f"{prefix}/error.pb")).error
+            )
         assert self._exists(f"{prefix}/outputs.pb"), said[-5000:]
         output = LiteralMap.FromString(self.store.cat_file(f"{prefix}/outputs.pb")).literals["o0"]
         policy = msgpack.unpackb(output.scalar.binary.value)
-        metrics, folder = json.loads(self.store.cat_file(policy["metrics"]["path"])), policy["folder"]["path"]
+        metrics = json.loads(self.store.cat_file(policy["metrics"]["path"]))
+        folder = policy["folder"]["path"]
         tensors = self.store.cat_file(f"{folder}/transformer/diffusion_pytorch_model.safetensors")
         replaced = metrics[-1]["workers/replaced"]
-        return Ended(said, None, self.store.cat_file(f"{folder}/COMMIT"), hashlib.sha256(tensors).hexdigest(), replaced)
+        return Ended(
+            said,
+            None,
+            self.store.cat_file(f"{folder}/COMMIT"),
+            hashlib.sha256(tensors).hexdigest(),
+            replaced,
+        )
 
     def _literals(self) -> dict[str, Literal]:
         values: dict[str, Any] = {
             "recipe": self.recipe,
             "run": self.run,
-            "base": BaseModelArtifact(folder=FlyteDirectory(f"{self.inputs}/base"), seconds=0, finished_at=0),
+            "base": BaseModelArtifact(
+                folder=FlyteDirectory(f"{self.inputs}/base"), seconds=0, finished_at=0
+            ),
             "policy": TrainedPolicy(folder=FlyteDirectory(f"{self.inputs}/policy")),
             "prompts": FlyteFile(f"{self.inputs}/prompts.parquet"),
             "round": 0,
@@ -127,4 +150,6 @@ def container(package: Package, task: str) -> dict[str, Any]:
 def _literal(value: Any) -> Literal:
     kind = type(value)
     context = FlyteContextManager.current_context()
-    return TypeEngine.to_literal(context, value, kind, TypeEngine.to_literal_type(kind)).to_flyte_idl()
+    return TypeEngine.to_literal(
+        context, value, kind, TypeEngine.to_literal_type(kind)
+    ).to_flyte_idl()

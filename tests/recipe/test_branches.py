@@ -18,10 +18,18 @@ BRANCHES: dict[str, Any] = {
     "words": {"prompts": ["words"]},
     "signs": {"prompts": ["signs"], "rewards": [{"name": "jpeg_compressibility"}]},
 }
-STAGES = [{"kind": "offline"}, {"branch": "words"}, {"kind": "offline", "branch": "signs"}, {"branch": "words"}, MERGE]
+STAGES = [
+    {"kind": "offline"},
+    {"branch": "words"},
+    {"kind": "offline", "branch": "signs"},
+    {"branch": "words"},
+    MERGE,
+]
 
 
-def branched(stages: list[dict[str, Any]] = STAGES, branches: dict[str, Any] = BRANCHES, **rest: Any) -> dict[str, Any]:
+def branched(
+    stages: list[dict[str, Any]] = STAGES, branches: dict[str, Any] = BRANCHES, **rest: Any
+) -> dict[str, Any]:
     kinds = [{"kind": "online"} | stage for stage in stages]
     return {"prompts": {"mixture": MIXTURE}, "branches": branches, "stages": kinds} | rest
 
@@ -39,7 +47,11 @@ def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
         (ctx.own_recipe.prompts.labels, [reward.name for reward in ctx.own_recipe.rewards])
         for ctx in (StageContext(recipe, 0, index) for index in range(3))
     ]
-    assert shown == [(["words", "signs"], ["ocr"]), (["words"], ["ocr"]), (["signs"], ["jpeg_compressibility"])]
+    assert shown == [
+        (["words", "signs"], ["ocr"]),
+        (["words"], ["ocr"]),
+        (["signs"], ["jpeg_compressibility"]),
+    ]
     assert StageContext(recipe, 0, 1).own_recipe.prompts.counts(8) == {"words": 8}
     assert [taught_by(stage) for stage in recipe.stages] == [[], [], [], [], ["words", "signs"]]
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
@@ -48,8 +60,17 @@ def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
 def test_stages_of_other_branches_run_beside_it() -> None:
     recipe = Recipe.model_validate(branched())
     parallel = [StageContext(recipe, 1, index).labels_in_parallel for index in range(5)]
-    of_words, merge = ["2.3 offline signs"], ["2.5 online"]  # the merge waits, so its checkpoints do not exist yet
-    assert parallel == [[], of_words + merge, ["2.2 online words", "2.4 online words", *merge], of_words + merge, []]
+    of_words, merge = (
+        ["2.3 offline signs"],
+        ["2.5 online"],
+    )  # the merge waits, so its checkpoints do not exist yet
+    assert parallel == [
+        [],
+        of_words + merge,
+        ["2.2 online words", "2.4 online words", *merge],
+        of_words + merge,
+        [],
+    ]
 
 
 def test_stages_that_do_not_wait_for_a_branch_run_beside_it() -> None:
@@ -71,26 +92,50 @@ def test_a_recipe_without_branches_is_what_it_was() -> None:
 
 def test_branches_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
-        "prompts: {mixture: [{name: a, source: a.txt}]}\nbranches: {a: {}}\nstages:\n  - {kind: online, branch: a}\n"
-        "  - {kind: online, algorithm: {name: distillation, teachers: {a: branch:a}}}\n"
+        "prompts: {mixture: [{name: a, source: a.txt}]}\nbranches: {a: {}}\nstages:\n  - {kind:"
+        " online, branch: a}\n  - {kind: online, algorithm: {name: distillation, teachers: {a:"
+        " branch:a}}}\n"
     )
     assert load_recipe(tmp_path / "recipe.yaml").stages[1].hyper.teachers == {"a": "branch:a"}
 
 
 WRONG = {
-    "no such branch": ([{"branch": "wrods"}, *STAGES], BRANCHES, r"stages.0.branch = 'wrods': no such branch; .* words, signs"),
-    "no stage": (STAGES, BRANCHES | {"more": {}}, r"branches.more has no stage; give stages branch: more"),
-    "nobody learns": (STAGES[:-1] + [{}], BRANCHES, r"nothing learns from branches.words; name branch:words among the teachers"),
-    "learns too early": ([MERGE, *STAGES], BRANCHES, r"stages.0 learns from branch:words, of which no stage before it is"),
+    "no such branch": (
+        [{"branch": "wrods"}, *STAGES],
+        BRANCHES,
+        r"stages.0.branch = 'wrods': no such branch; .* words, signs",
+    ),
+    "no stage": (
+        STAGES,
+        BRANCHES | {"more": {}},
+        r"branches.more has no stage; give stages branch: more",
+    ),
+    "nobody learns": (
+        STAGES[:-1] + [{}],
+        BRANCHES,
+        r"nothing learns from branches.words; name branch:words among the teachers",
+    ),
+    "learns too early": (
+        [MERGE, *STAGES],
+        BRANCHES,
+        r"stages.0 learns from branch:words, of which no stage before it is",
+    ),
     "not together": (
         [{"branch": "words"}, {"branch": "signs"}, {}, {"branch": "words"}, MERGE],
         BRANCHES,
         r"stages.2 is between stages of branches.words and in no branch; move it",
     ),
     "from another": (
-        [{"branch": "words"}, {"branch": "signs", "algorithm": {"name": "distillation", "teacher": "branch:words"}}, MERGE],
+        [
+            {"branch": "words"},
+            {"branch": "signs", "algorithm": {"name": "distillation", "teacher": "branch:words"}},
+            MERGE,
+        ],
         BRANCHES,
-        r"stages.1 is in a branch and cannot learn from branch:words; take a policy folder or its URI",
+        (
+            r"stages.1 is in a branch and cannot learn from branch:words; take a policy folder or"
+            r" its URI"
+        ),
     ),
     "no such set": (
         STAGES,
@@ -98,11 +143,23 @@ WRONG = {
         r"branches.words.prompts: .* no set 'wrods', only words",
     ),
     "pairs": (
-        [{"kind": "offline", "branch": "words", "pairs": "p.jsonl", "algorithm": {"name": "diffusion_dpo"}}, *STAGES[1:]],
+        [
+            {
+                "kind": "offline",
+                "branch": "words",
+                "pairs": "p.jsonl",
+                "algorithm": {"name": "diffusion_dpo"},
+            },
+            *STAGES[1:],
+        ],
         BRANCHES,
         r"stages.0 trains on pairs, whose prompts are of no branch; take branch: words out of it",
     ),
-    "a guardrail": (STAGES, {"words": {"rewards": [{"name": "tesseract"}]}, "signs": {}}, r"tesseract.* cannot be trained on"),
+    "a guardrail": (
+        STAGES,
+        {"words": {"rewards": [{"name": "tesseract"}]}, "signs": {}},
+        r"tesseract.* cannot be trained on",
+    ),
 }
 
 
@@ -118,12 +175,22 @@ def test_a_branch_has_the_rewards_and_guardrails_of_its_sets() -> None:
     own_sets = {name: {"prompts": [name]} for name in sets}
     rewards = [{"name": "similarity", "label": f"like_{name}", "prompts": [name]} for name in sets]
     guardrails = [{"name": "ocr", "label": f"reads_{name}", "prompts": [name]} for name in sets]
-    recipe = Recipe.model_validate(branched(STAGES, own_sets, rewards=rewards, guardrails=guardrails))
+    recipe = Recipe.model_validate(
+        branched(STAGES, own_sets, rewards=rewards, guardrails=guardrails)
+    )
     for name in sets:
         own = recipe.of_branch(name)
-        assert [config.column for config in (*own.rewards, *own.guardrails)] == [f"like_{name}", f"reads_{name}"]
-    other = own_sets | {"signs": {"prompts": ["signs"], "rewards": [{"name": "pickscore", "prompts": ["words"]}]}}
+        assert [config.column for config in (*own.rewards, *own.guardrails)] == [
+            f"like_{name}",
+            f"reads_{name}",
+        ]
+    other = own_sets | {
+        "signs": {"prompts": ["signs"], "rewards": [{"name": "pickscore", "prompts": ["words"]}]}
+    }
     with pytest.raises(
-        RecipeError, match=r"branches.signs.rewards: pickscore.prompts names the prompt set 'words', .* are signs"
+        RecipeError,
+        match=(
+            r"branches.signs.rewards: pickscore.prompts names the prompt set 'words', .* are signs"
+        ),
     ):
         Recipe.model_validate(branched(STAGES, other))

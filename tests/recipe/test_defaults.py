@@ -21,9 +21,14 @@ WITHOUT_A_SOURCE = {"distillation"}
 """Algorithms that no code has with settings of its own."""
 NO_SETTINGS = {"name", "teacher", "teachers"}
 """Hyper-parameters without a row: what an algorithm is called and learns from."""
-UNTOUCHED = {f"algorithm.sigma.{key}": field.default for key, field in SigmaConfig.model_fields.items()}
+UNTOUCHED = {
+    f"algorithm.sigma.{key}": field.default for key, field in SigmaConfig.model_fields.items()
+}
 UNTOUCHED |= {"algorithm.old.min_decay": EmaScheduleConfig().min_decay}
-UNTOUCHED |= {f"optimizer.schedule.{key}": field.default for key, field in LearningRateScheduleConfig.model_fields.items()}
+UNTOUCHED |= {
+    f"optimizer.schedule.{key}": field.default
+    for key, field in LearningRateScheduleConfig.model_fields.items()
+}
 UNTOUCHED |= {
     "optimizer.name": "adamw",
     "optimizer.momentum": 0.95,
@@ -47,9 +52,14 @@ def test_a_default_is_the_published_value_or_the_deviation_has_a_reason(name, ke
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_default_that_an_algorithm_sets_has_a_source(name):
-    config, values = ALGORITHMS[name], default_values(ALGORITHMS[name])
+    config = ALGORITHMS[name]
+    values = default_values(ALGORITHMS[name])
     touched = {key for key in values if key not in UNTOUCHED or values[key] != UNTOUCHED[key]}
-    hyper = {key for key in touched if key.startswith("algorithm.") and key.split(".")[1] not in NO_SETTINGS}
+    hyper = {
+        key
+        for key in touched
+        if key.startswith("algorithm.") and key.split(".")[1] not in NO_SETTINGS
+    }
     declared = {
         f"{block}.{key}" if isinstance(value, dict) else block
         for block, value in config.stage_defaults.items()
@@ -61,7 +71,9 @@ def test_every_default_that_an_algorithm_sets_has_a_source(name):
 
 def test_the_committed_page_is_the_codes_own():
     printed = CliRunner().invoke(main, ["defaults"]).output
-    assert printed == defaults_page() == (ROOT / PAGE).read_text(), f"run: ebbflow defaults > {PAGE}"
+    assert printed == defaults_page() == (ROOT / PAGE).read_text(), (
+        f"run: ebbflow defaults > {PAGE}"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

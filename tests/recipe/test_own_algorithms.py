@@ -62,9 +62,15 @@ FORWARD_ONE = Algorithm(OwnForward, lambda rows, config: (None, {}), select=grou
 TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda rows, config: (None, {}))
 EVERYWHERE = Algorithm(Everywhere, lambda rows, config: (None, {}))
 OF_DENSITIES = Algorithm(OfDensities, lambda rows, config: (None, {}))
-TAUGHT = Algorithm(Taught, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-TAUGHT_FORWARD = Algorithm(TaughtForward, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
-UNTAUGHT = Algorithm(OwnTrajectory, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"}))
+TAUGHT = Algorithm(
+    Taught, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"})
+)
+TAUGHT_FORWARD = Algorithm(
+    TaughtForward, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"})
+)
+UNTAUGHT = Algorithm(
+    OwnTrajectory, lambda rows, config: (None, {}), copies=lambda config: frozenset({"teacher"})
+)
 DEFAULTS = Algorithm(Defaults, lambda rows, config: (None, {}))
 HERE = __name__
 
@@ -74,11 +80,22 @@ def own(name, **rest):
 
 
 def test_a_users_own_algorithm_is_as_good_as_a_built_in_one():
-    stage = resolved({"kind": "offline", "algorithm": own("FORWARD_ONE", options={"strength": 2.0, "noise_levels": 3})})
+    stage = resolved(
+        {
+            "kind": "offline",
+            "algorithm": own("FORWARD_ONE", options={"strength": 2.0, "noise_levels": 3}),
+        }
+    )
     assert stage.hyper == OwnForward(strength=2.0, noise_levels=3)
-    assert (stage.reference.weight, stage.reference.penalty, stage.sampler.steps) == (0.3, "velocity", 8)
+    assert (stage.reference.weight, stage.reference.penalty, stage.sampler.steps) == (
+        0.3,
+        "velocity",
+        8,
+    )
     assert stage.algorithm_name == f"{HERE}:FORWARD_ONE"
-    on_trajectories = resolved({"kind": "online", "algorithm": own("TRAJECTORY_ONE"), "window": {"size": 2}})
+    on_trajectories = resolved(
+        {"kind": "online", "algorithm": own("TRAJECTORY_ONE"), "window": {"size": 2}}
+    )
     assert on_trajectories.sampler.name == "cps"
     assert on_trajectories.window == WindowConfig(kind="random", size=2)
     assert on_trajectories.reference.penalty == "kl"
@@ -91,13 +108,24 @@ def test_its_defaults_are_for_its_own_sampler_and_kind_of_window():
         resolved(online(algorithm=own("DEFAULTS"), **keys))
         for keys in ({}, {"sampler": {"name": "dance_sde"}, "window": {"kind": "share"}})
     )
-    assert (plain.sampler, plain.window) == (SamplerConfig(name="flow_sde", steps=9), WindowConfig(kind="progressive", size=2))
-    assert (other.sampler, other.window) == (SamplerConfig(name="dance_sde", steps=9), WindowConfig(kind="share"))
+    assert (plain.sampler, plain.window) == (
+        SamplerConfig(name="flow_sde", steps=9),
+        WindowConfig(kind="progressive", size=2),
+    )
+    assert (other.sampler, other.window) == (
+        SamplerConfig(name="dance_sde", steps=9),
+        WindowConfig(kind="share"),
+    )
 
 
 def test_a_sampler_without_densities_is_refused_to_those_that_need_them():
-    assert resolved(online(algorithm=own("OF_DENSITIES"), sampler={"name": "flow_sde"})).sampler.name == "flow_sde"
-    assert f"{HERE}:OF_DENSITIES needs log-probs that are densities" in problem(online(algorithm=own("OF_DENSITIES")))
+    assert (
+        resolved(online(algorithm=own("OF_DENSITIES"), sampler={"name": "flow_sde"})).sampler.name
+        == "flow_sde"
+    )
+    assert f"{HERE}:OF_DENSITIES needs log-probs that are densities" in problem(
+        online(algorithm=own("OF_DENSITIES"))
+    )
 
 
 def test_a_teacher_needs_a_key_that_says_where_it_is():
@@ -111,7 +139,10 @@ def test_a_teacher_needs_a_key_that_says_where_it_is():
 def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypatch):
     (tmp_path / "half_written.py").write_text("import math\n\nTURN = math.tau_of_two\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for imported in (import_path, lambda path: resolved(online(algorithm={"name": "custom", "path": path}))):
+    for imported in (
+        import_path,
+        lambda path: resolved(online(algorithm={"name": "custom", "path": path})),
+    ):
         with pytest.raises(AttributeError, match="module 'math' has no attribute 'tau_of_two'"):
             imported("half_written:TURN")
 
@@ -119,26 +150,67 @@ def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("stage", "parts"),
     [
-        (online(algorithm={"name": "custom", "path": "no_such_package.mine:ALGORITHM"}),
-         ("no_such_package.mine:ALGORITHM cannot be imported", "PYTHONPATH")),
-        (online(algorithm=own("FORWARD_TWO")), (f"the module '{HERE}' has no 'FORWARD_TWO'; did you mean 'FORWARD_ONE'?",)),
+        (
+            online(algorithm={"name": "custom", "path": "no_such_package.mine:ALGORITHM"}),
+            ("no_such_package.mine:ALGORITHM cannot be imported", "PYTHONPATH"),
+        ),
+        (
+            online(algorithm=own("FORWARD_TWO")),
+            (f"the module '{HERE}' has no 'FORWARD_TWO'; did you mean 'FORWARD_ONE'?",),
+        ),
         (online(algorithm=own("zzzz")), ("has no 'zzzz'; name something that it defines",)),
-        (online(algorithm={**own("FORWARD_ONE"), "optons": {}}),
-         ("algorithm.custom.optons: unknown key; did you mean 'options'? Known keys here: name, options, path",)),
-        (online(algorithm=own("EVERYWHERE")), ("EVERYWHERE: offline stages store no trajectories", "Everywhere.stages")),
-        (online(algorithm=own("HERE")), ("HERE is a str, not an ebbflow.algorithms.base.Algorithm",)),
-        (online(algorithm=own("OwnForward")), ("OwnForward is a", "not an ebbflow.algorithms.base.Algorithm")),
-        (online(algorithm=own("FORWARD_ONE", options={"strenth": 2})),
-         ("options of", "strenth: unknown key; did you mean 'strength'?")),
-        (online(algorithm=own("FORWARD_ONE", options={"strength": "much"})), ("options of", "strength = 'much'")),
-        (online(algorithm={"name": "custom", "path": "no colon"}), ("path = 'no colon'", "give package.module:name of your own")),
+        (
+            online(algorithm={**own("FORWARD_ONE"), "optons": {}}),
+            (
+                (
+                    "algorithm.custom.optons: unknown key; did you mean 'options'? Known keys here:"
+                    " name, options, path"
+                ),
+            ),
+        ),
+        (
+            online(algorithm=own("EVERYWHERE")),
+            ("EVERYWHERE: offline stages store no trajectories", "Everywhere.stages"),
+        ),
+        (
+            online(algorithm=own("HERE")),
+            ("HERE is a str, not an ebbflow.algorithms.base.Algorithm",),
+        ),
+        (
+            online(algorithm=own("OwnForward")),
+            ("OwnForward is a", "not an ebbflow.algorithms.base.Algorithm"),
+        ),
+        (
+            online(algorithm=own("FORWARD_ONE", options={"strenth": 2})),
+            ("options of", "strenth: unknown key; did you mean 'strength'?"),
+        ),
+        (
+            online(algorithm=own("FORWARD_ONE", options={"strength": "much"})),
+            ("options of", "strength = 'much'"),
+        ),
+        (
+            online(algorithm={"name": "custom", "path": "no colon"}),
+            ("path = 'no colon'", "give package.module:name of your own"),
+        ),
         (online(algorithm={"name": "custom"}), ("path", "Field required")),
-        (offline(algorithm=own("TRAJECTORY_ONE")), ("TRAJECTORY_ONE needs fresh trajectories", "diffusion_nft")),
-        (offline(algorithm=own("TAUGHT_FORWARD")), ("TAUGHT_FORWARD learns from a teacher", "only online stages")),
-        (online(algorithm=own("FORWARD_ONE"), window={}), ("FORWARD_ONE trains on final latents alone", "leave 'window' out")),
-        (online(algorithm=own("TRAJECTORY_ONE"), sampler={"name": "ode"}), ("TRAJECTORY_ONE needs the log-probabilities",)),
+        (
+            offline(algorithm=own("TRAJECTORY_ONE")),
+            ("TRAJECTORY_ONE needs fresh trajectories", "diffusion_nft"),
+        ),
+        (
+            offline(algorithm=own("TAUGHT_FORWARD")),
+            ("TAUGHT_FORWARD learns from a teacher", "only online stages"),
+        ),
+        (
+            online(algorithm=own("FORWARD_ONE"), window={}),
+            ("FORWARD_ONE trains on final latents alone", "leave 'window' out"),
+        ),
+        (
+            online(algorithm=own("TRAJECTORY_ONE"), sampler={"name": "ode"}),
+            ("TRAJECTORY_ONE needs the log-probabilities",),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_algorithm_of_ones_own_is_explained(stage, parts):
     text = problem(stage)
     for part in parts:

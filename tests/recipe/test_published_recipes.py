@@ -22,14 +22,22 @@ from ebbflow.recipe.paths import local_path
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
 OWN = ("glyph", "glyph_few_steps", "glyph_lora", "glyph_ray", "glyph_specialists", "tiny")
-SPECIALISTS = {"sd35_medium_specialists": "sd35_medium_ocr_512", "qwen_image_specialists": "qwen_image_ocr"}
+SPECIALISTS = {
+    "sd35_medium_specialists": "sd35_medium_ocr_512",
+    "qwen_image_specialists": "qwen_image_ocr",
+}
 """Recipes of several stages, and the one whose stage their specialists have."""
 SIGNS = ROOT / "datasets" / "signs" / "prompts.txt"
 SERVER = "https://mlflow.example"
 
 PUBLISHED = {
     "sd35_medium_ocr": {
-        "model": {"family": "sd3", "path": "stabilityai/stable-diffusion-3.5-medium", "height": 384, "width": 384}
+        "model": {
+            "family": "sd3",
+            "path": "stabilityai/stable-diffusion-3.5-medium",
+            "height": 384,
+            "width": 384,
+        }
         | {"guidance": 1.0, "max_tokens": 256},
         "policy": {"train": "lora", "rank": 32, "alpha": 64, "ema": None},
         "stage": {"prompts_per_step": 8, "group_size": 8, "updates_per_step": 2},
@@ -43,7 +51,12 @@ PUBLISHED = {
         "evaluation": 28,
     },
     "sd35_medium_ocr_512": {
-        "model": {"family": "sd3", "path": "stabilityai/stable-diffusion-3.5-medium", "height": 512, "width": 512}
+        "model": {
+            "family": "sd3",
+            "path": "stabilityai/stable-diffusion-3.5-medium",
+            "height": 512,
+            "width": 512,
+        }
         | {"guidance": 4.5, "max_tokens": 128},
         "policy": {"train": "lora", "rank": 32, "alpha": 64},
         "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 2},
@@ -56,7 +69,12 @@ PUBLISHED = {
         "evaluation": 40,
     },
     "sd35_medium_nft": {
-        "model": {"family": "sd3", "path": "stabilityai/stable-diffusion-3.5-medium", "height": 512, "width": 512}
+        "model": {
+            "family": "sd3",
+            "path": "stabilityai/stable-diffusion-3.5-medium",
+            "height": 512,
+            "width": 512,
+        }
         | {"guidance": 1.0, "max_tokens": 128},
         "policy": {"train": "lora", "rank": 32, "alpha": 64},
         "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 1, "window": None},
@@ -83,7 +101,12 @@ PUBLISHED = {
         "evaluation": 50,
     },
     "qwen_image_edit": {
-        "model": {"family": "qwen_image_edit", "path": "Qwen/Qwen-Image-Edit", "height": 512, "width": 512}
+        "model": {
+            "family": "qwen_image_edit",
+            "path": "Qwen/Qwen-Image-Edit",
+            "height": 512,
+            "width": 512,
+        }
         | {"guidance": 4.0, "gradient_checkpointing": True},
         "policy": {"train": "lora", "rank": 64, "alpha": 128, "ema": None},
         "stage": {"prompts_per_step": 32, "group_size": 16, "updates_per_step": 2},
@@ -97,7 +120,12 @@ PUBLISHED = {
         "evaluation": 40,
     },
     "flux_dev": {
-        "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "height": 512, "width": 512}
+        "model": {
+            "family": "flux",
+            "path": "black-forest-labs/FLUX.1-dev",
+            "height": 512,
+            "width": 512,
+        }
         | {"guidance": 3.5, "max_tokens": 128, "precision": "bfloat16"},
         "policy": {"train": "lora", "rank": 64, "alpha": 128},
         "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 2},
@@ -110,7 +138,12 @@ PUBLISHED = {
         "evaluation": 28,
     },
     "qwen_image_edit_2511": {
-        "model": {"family": "qwen_image_edit_plus", "path": "Qwen/Qwen-Image-Edit-2511", "height": 512, "width": 512}
+        "model": {
+            "family": "qwen_image_edit_plus",
+            "path": "Qwen/Qwen-Image-Edit-2511",
+            "height": 512,
+            "width": 512,
+        }
         | {"guidance": 4.0, "gradient_checkpointing": True},
         "policy": {"train": "lora", "rank": 64, "alpha": 128, "ema": None},
         "stage": {"prompts_per_step": 32, "group_size": 16, "updates_per_step": 2},
@@ -124,7 +157,12 @@ PUBLISHED = {
         "evaluation": 40,
     },
     "flux_kontext": {
-        "model": {"family": "flux_kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev", "height": 384, "width": 384}
+        "model": {
+            "family": "flux_kontext",
+            "path": "black-forest-labs/FLUX.1-Kontext-dev",
+            "height": 384,
+            "width": 384,
+        }
         | {"guidance": 2.5, "precision": "bfloat16"},
         "policy": {"train": "lora", "rank": 64, "alpha": 128},
         "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
@@ -150,7 +188,12 @@ PUBLISHED = {
         "evaluation": 40,
     },
     "sana_nft": {
-        "model": {"family": "sana", "path": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", "height": 1024, "width": 1024}
+        "model": {
+            "family": "sana",
+            "path": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+            "height": 1024,
+            "width": 1024,
+        }
         | {"guidance": 1.0, "precision": "bfloat16"},
         "policy": {"train": "lora"},
         "stage": {"prompts_per_step": 48, "group_size": 24, "updates_per_step": 1, "window": None},
@@ -162,7 +205,12 @@ PUBLISHED = {
         "evaluation": 40,
     },
     "flux2_dev": {
-        "model": {"family": "flux2", "path": "black-forest-labs/FLUX.2-dev", "height": 512, "width": 512}
+        "model": {
+            "family": "flux2",
+            "path": "black-forest-labs/FLUX.2-dev",
+            "height": 512,
+            "width": 512,
+        }
         | {"guidance": 4.0, "precision": "bfloat16"},
         "policy": {"train": "lora", "rank": 64, "alpha": 128},
         "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
@@ -175,7 +223,12 @@ PUBLISHED = {
         "evaluation": 28,
     },
     "flux2_edit": {
-        "model": {"family": "flux2_edit", "path": "black-forest-labs/FLUX.2-dev", "height": 384, "width": 384}
+        "model": {
+            "family": "flux2_edit",
+            "path": "black-forest-labs/FLUX.2-dev",
+            "height": 384,
+            "width": 384,
+        }
         | {"guidance": 4.0, "precision": "bfloat16"},
         "policy": {"train": "lora", "rank": 64, "alpha": 128},
         "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
@@ -188,10 +241,20 @@ PUBLISHED = {
         "evaluation": 28,
     },
     "hunyuan_video": {
-        "model": {"family": "hunyuan_video", "path": "hunyuanvideo-community/HunyuanVideo", "height": 480, "width": 480}
+        "model": {
+            "family": "hunyuan_video",
+            "path": "hunyuanvideo-community/HunyuanVideo",
+            "height": 480,
+            "width": 480,
+        }
         | {"frames": 53, "guidance": 6.018, "gradient_checkpointing": True},
         "policy": {"train": "lora"},
-        "stage": {"prompts_per_step": 32, "group_size": 24, "updates_per_step": 2, "shared_initial_noise": True},
+        "stage": {
+            "prompts_per_step": 32,
+            "group_size": 24,
+            "updates_per_step": 2,
+            "shared_initial_noise": True,
+        },
         "algorithm": {"name": "dance_grpo"},
         "sampler": {"name": "dance_sde", "steps": 16, "eta": 0.25},
         "window": {"kind": "share", "share": 0.6},
@@ -201,7 +264,12 @@ PUBLISHED = {
         "steps": 200,
     },
     "wan22_a14b": {
-        "model": {"family": "wan_a14b", "path": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "height": 480, "width": 480}
+        "model": {
+            "family": "wan_a14b",
+            "path": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+            "height": 480,
+            "width": 480,
+        }
         | {"expert": "both", "frames": 5, "guidance": 4.0, "precision": "bfloat16"},
         "policy": {"train": "lora", "rank": 64, "alpha": 128},
         "stage": {"prompts_per_step": 48, "group_size": 16, "updates_per_step": 2},
@@ -214,7 +282,12 @@ PUBLISHED = {
         "evaluation": 28,
     },
     "ltx_video": {
-        "model": {"family": "ltx_video", "path": "Lightricks/LTX-Video", "height": 512, "width": 704}
+        "model": {
+            "family": "ltx_video",
+            "path": "Lightricks/LTX-Video",
+            "height": 512,
+            "width": 704,
+        }
         | {"frames": 25, "guidance": 3.0, "gradient_checkpointing": True},
         "policy": {"train": "lora", "rank": 128, "alpha": 256},
         "stage": {"updates_per_step": 4, "shared_initial_noise": True},
@@ -227,10 +300,20 @@ PUBLISHED = {
         "evaluation": 50,
     },
     "wan22_5b": {
-        "model": {"family": "wan", "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280}
+        "model": {
+            "family": "wan",
+            "path": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+            "height": 704,
+            "width": 1280,
+        }
         | {"frames": 9, "guidance": 5.0, "gradient_checkpointing": True},
         "policy": {"train": "full"},
-        "stage": {"prompts_per_step": 64, "group_size": 8, "updates_per_step": 4, "shared_initial_noise": True},
+        "stage": {
+            "prompts_per_step": 64,
+            "group_size": 8,
+            "updates_per_step": 4,
+            "shared_initial_noise": True,
+        },
         "algorithm": {"name": "dance_grpo", "clip_range": 1e-4},
         "sampler": {"name": "dance_sde", "steps": 10, "eta": 1.2},
         "window": {"kind": "random", "size": 2},
@@ -273,7 +356,8 @@ def test_every_recipe_is_one_of_ours_or_a_published_one():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_resolved_recipe_has_the_published_numbers(name):
-    recipe, expected = recipe_of(name), PUBLISHED[name]
+    recipe = recipe_of(name)
+    expected = PUBLISHED[name]
     (stage,) = recipe.stages
     assert stage.kind == "online"
     parts = {"model": recipe.model, "policy": recipe.policy, "stage": stage}
@@ -289,7 +373,8 @@ def test_the_resolved_recipe_has_the_published_numbers(name):
 
 @pytest.mark.parametrize("name", SPECIALISTS)
 def test_specialists_are_trained_as_published_and_merged(name):
-    recipe, published = recipe_of(name), recipe_of(SPECIALISTS[name])
+    recipe = recipe_of(name)
+    published = recipe_of(SPECIALISTS[name])
     assert [(stage.kind, stage.branch, stage.hyper.name) for stage in recipe.stages[:2]] == [
         ("offline", None, "sft"),
         ("offline", None, "diffusion_dpo"),
@@ -297,14 +382,24 @@ def test_specialists_are_trained_as_published_and_merged(name):
     (own,), others = published.stages, {"branch", "steps"}
     specialists = [stage for stage in recipe.stages if stage.branch]
     assert [stage.branch for stage in specialists] == ["signs", "scenes"]
-    assert all(stage.model_dump(exclude=others) == own.model_dump(exclude=others) for stage in specialists)
-    assert (recipe.model, recipe.policy.rank, recipe.evaluation) == (published.model, published.policy.rank, published.evaluation)
+    assert all(
+        stage.model_dump(exclude=others) == own.model_dump(exclude=others) for stage in specialists
+    )
+    assert (recipe.model, recipe.policy.rank, recipe.evaluation) == (
+        published.model,
+        published.policy.rank,
+        published.evaluation,
+    )
     assert recipe.branches["signs"].rewards == published.rewards
     assert recipe.stages[-1].hyper.teachers == {"signs": "branch:signs", "scenes": "branch:scenes"}
     for stage in recipe.stages[:2]:
         keys = [key for key, value in stage.hyper.published.items() if key != "group_size"]
         assert stage.group_size == stage.hyper.published["group_size"].value
-        assert all(value_at(stage, key) == stage.hyper.published[key].value for key in keys if not key.startswith("updates"))
+        assert all(
+            value_at(stage, key) == stage.hyper.published[key].value
+            for key in keys
+            if not key.startswith("updates")
+        )
 
 
 def value_at(stage, key):
@@ -324,9 +419,12 @@ def test_the_prompts_of_specialists_are_there_and_are_enough(name):
 def test_copies_follow_as_published():
     nft = recipe_of("sd35_medium_nft")
     old = nft.stages[0].hyper.old
-    assert [old.decay(step) for step in (1, 100, 500, 2000)] == pytest.approx([0.001, 0.1, 0.5, 0.5])
+    assert [old.decay(step) for step in (1, 100, 500, 2000)] == pytest.approx(
+        [0.001, 0.1, 0.5, 0.5]
+    )
     assert nft.policy.ema.decay(1000) == 0.9
-    # What the header gives for OCR, by rollout steps of two gradient steps n: published code has min(.0075 (n - 75), .999).
+    # What the header gives for OCR, by rollout steps of two gradient steps n: published code has
+    # min(.0075 (n - 75), .999).
     header = (ROOT / "workflows" / "recipes" / "sd35_medium_nft.yaml").read_text()
     given = re.search(r"old: (\{warmup: 37[^}]*\})\.", header)
     ocr = EmaScheduleConfig.model_validate(yaml.safe_load(given[1]))
@@ -334,7 +432,9 @@ def test_copies_follow_as_published():
         published = min(0.0075 * max(2 * step - 75, 0), 0.999)
         assert ocr.decay(step) == pytest.approx(published, abs=0.0075 + 1e-9)
     for name in ("sd35_medium_ocr_512", "flux_dev", "z_image", "flux_kontext"):
-        assert recipe_of(name).policy.ema.decay(1000) ** 8 == pytest.approx(0.9, abs=2e-3)  # .9 after every eighth update
+        assert recipe_of(name).policy.ema.decay(1000) ** 8 == pytest.approx(
+            0.9, abs=2e-3
+        )  # .9 after every eighth update
 
 
 @pytest.mark.parametrize(
@@ -367,8 +467,12 @@ def test_what_is_fetched_is_pinned_and_guards_fetch_nothing(name):
     recipe = recipe_of(name)
     assert [reward.name for reward in recipe.rewards] == REWARDS[name]
     assert all(reward.layout == "page" for reward in recipe.rewards if reward.name == "ocr")
-    assert all(reward.match == "contained" for reward in recipe.rewards if reward.name == "ocr")  # as all published code
-    assert all(guardrail.match == "exact" for guardrail in recipe.guardrails if guardrail.name == "ocr")
+    assert all(
+        reward.match == "contained" for reward in recipe.rewards if reward.name == "ocr"
+    )  # as all published code
+    assert all(
+        guardrail.match == "exact" for guardrail in recipe.guardrails if guardrail.name == "ocr"
+    )
     assert {guardrail.name for guardrail in recipe.guardrails} <= {"ocr", "jpeg_incompressibility"}
     assert re.fullmatch("[0-9a-f]{40}", recipe.model.revision)
 
@@ -376,7 +480,9 @@ def test_what_is_fetched_is_pinned_and_guards_fetch_nothing(name):
 def test_the_same_repository_has_the_same_commit_everywhere():
     commits: dict[str, set[str]] = {}
     for path in RECIPES:
-        for repository, commit in re.findall(r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()):
+        for repository, commit in re.findall(
+            r"path: (\S+/\S+)\n +revision: (\w+)", path.read_text()
+        ):
             commits.setdefault(repository, set()).add(commit)
     assert len(commits) == 16
     assert all(len(known) == 1 for known in commits.values())
@@ -391,21 +497,32 @@ def test_a_header_names_the_source_and_what_is_adapted(name):
     assert "\n# Adapted: " in header
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if not FAMILIES[PUBLISHED[name]["model"]["family"]].edits_images])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in PUBLISHED if not FAMILIES[PUBLISHED[name]["model"]["family"]].edits_images],
+)
 def test_the_prompts_are_there_and_are_enough(name):
     recipe = recipe_of(name)
-    assert recipe.prompts.source in ("ebbflow:datasets/signs/prompts.txt", "ebbflow:datasets/scenes/prompts.txt")
+    assert recipe.prompts.source in (
+        "ebbflow:datasets/signs/prompts.txt",
+        "ebbflow:datasets/scenes/prompts.txt",
+    )
     table, _ = prepare(recipe, local_path(recipe.prompts.source))
     assert table["split"].to_pylist().count("train") == 320 - 32 - 64
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_pod_accepts_every_recipe(path, tmp_path, monkeypatch):
-    """It has what is installed, another working directory, and no file of the one who started the run."""
+    """It has what is installed, another working directory, and no file of the one who started the
+    run.
+    """
     settings = load_recipe(path).model_dump(mode="json") | {"output": "s3://bucket/runs"}
     monkeypatch.chdir(tmp_path)
     if FAMILIES[settings["model"]["family"]].edits_images:
-        with pytest.raises(RecipeError, match="'data/edits.jsonl' is a local path, which pods cannot see; .* give its URI"):
+        with pytest.raises(
+            RecipeError,
+            match="'data/edits.jsonl' is a local path, which pods cannot see; .* give its URI",
+        ):
             check_recipe(Recipe.model_validate(settings), SERVER, on_cluster=True)
         settings["prompts"]["source"] = "s3://bucket/edits.parquet"
     check_recipe(Recipe.model_validate(settings), SERVER, on_cluster=True)

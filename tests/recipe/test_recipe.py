@@ -71,7 +71,9 @@ def test_the_default_recipe_is_complete():
             "sigma",
         ),
         (
-            one_stage(kind="offline", algorithm={"name": "awm", "sigma": {"kind": "uniform", "shft": 3}}),
+            one_stage(
+                kind="offline", algorithm={"name": "awm", "sigma": {"kind": "uniform", "shft": 3}}
+            ),
             "stages.0.offline.algorithm.awm.sigma.shft",
             "shift",
         ),
@@ -87,7 +89,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(data, path, nearest)
 def test_a_key_like_no_other_gets_the_list():
     text = problem({"policy": {"zzz": 1}})
     assert "did you mean" not in text
-    assert "Known keys here: alpha, dora, ema, init, layers, rank, rslora, start, targets, train" in text
+    assert (
+        "Known keys here: alpha, dora, ema, init, layers, rank, rslora, start, targets, train"
+        in text
+    )
 
 
 def test_every_problem_is_named_at_once():
@@ -98,48 +103,92 @@ def test_every_problem_is_named_at_once():
 @pytest.mark.parametrize(
     ("data", "explanation"),
     [
-        ({"prompts": {"count": 10, "validation": 4, "held_out": 6}}, "validation + held_out = 10 leaves nothing of count = 10"),
+        (
+            {"prompts": {"count": 10, "validation": 4, "held_out": 6}},
+            "validation + held_out = 10 leaves nothing of count = 10",
+        ),
         ({"rewards": [{"name": "ocr"}, {"name": "ocr"}]}, "each reward may be named once"),
-        ({"rewards": [{"name": "tesseract"}]}, "['tesseract'] cannot be trained on and be a guardrail"),
+        (
+            {"rewards": [{"name": "tesseract"}]},
+            "['tesseract'] cannot be trained on and be a guardrail",
+        ),
         (
             {"promotion": {"guardrail_tolerance": 0.02}},
-            "promotion.guardrail_tolerance = 0.02: one number does not fit the scales of all guardrails; give {default: ...} in "
-            "standard deviations, or {absolute: {tesseract: 0.02}}",
+            (
+                "promotion.guardrail_tolerance = 0.02: one number does not fit the scales of all"
+                " guardrails; give {default: ...} in standard deviations, or {absolute: {tesseract:"
+                " 0.02}}"
+            ),
         ),
         (
             {"promotion": {"guardrail_tolerance": {"absolute": {"similarty": 0.02}}}},
-            "promotion.guardrail_tolerance.absolute.similarty: no such guardrail; did you mean 'similarity'? It has tesseract, "
-            "similarity",
+            (
+                "promotion.guardrail_tolerance.absolute.similarty: no such guardrail; did you mean"
+                " 'similarity'? It has tesseract, similarity"
+            ),
         ),
         (
             {"promotion": {"guardrail_tolerance": {"standard_deviations": {"similarity": -1}}}},
-            "promotion.guardrail_tolerance.standard_deviations.similarity = -1: Input should be greater than or equal to 0",
+            (
+                "promotion.guardrail_tolerance.standard_deviations.similarity = -1: Input should be"
+                " greater than or equal to 0"
+            ),
         ),
         (
-            {"promotion": {"guardrail_tolerance": {"absolute": {"tesseract": 1}, "standard_deviations": {"tesseract": 1}}}},
+            {
+                "promotion": {
+                    "guardrail_tolerance": {
+                        "absolute": {"tesseract": 1},
+                        "standard_deviations": {"tesseract": 1},
+                    }
+                }
+            },
             "promotion.guardrail_tolerance: tesseract has two tolerances; keep one of them",
         ),
         ({"rewards": []}, "rewards"),
         ({"stages": []}, "stages"),
         (
-            one_stage(kind="online", sampler={"name": "cps", "steps": 4}, window={"kind": "fixed", "start": 2, "size": 2}),
+            one_stage(
+                kind="online",
+                sampler={"name": "cps", "steps": 4},
+                window={"kind": "fixed", "start": 2, "size": 2},
+            ),
             "start + size = 4 must be below sampler.steps = 4",
         ),
-        (one_stage(kind="online", sampler={"name": "cps", "steps": 4}), "start + size = 4 must be below sampler.steps = 4"),
+        (
+            one_stage(kind="online", sampler={"name": "cps", "steps": 4}),
+            "start + size = 4 must be below sampler.steps = 4",
+        ),
         (one_stage(kind="offline", prompts=2, shards=3), "3 shards for 2 prompts leave some empty"),
         (one_stage(kind="online", algorithm={"name": "ppo"}), "stages.0.online.algorithm"),
         (one_stage(kind="hybrid"), "stages.0"),
         (
-            one_stage(kind="offline", algorithm={"name": "dgpo", "sigma": {"kind": "uniform", "min": 0.5, "max": 0.2}}),
-            "stages.0.offline.algorithm.dgpo.sigma: min = 0.5 is not below max = 0.2, so no sigma is left; lower min or raise",
+            one_stage(
+                kind="offline",
+                algorithm={"name": "dgpo", "sigma": {"kind": "uniform", "min": 0.5, "max": 0.2}},
+            ),
+            (
+                "stages.0.offline.algorithm.dgpo.sigma: min = 0.5 is not below max = 0.2, so no"
+                " sigma is left; lower min or raise"
+            ),
         ),
         (
-            one_stage(kind="online", algorithm={"name": "awm", "sigma": {"kind": "schedule", "shift": 3}}),
-            "stages.0.online.algorithm.awm.sigma: shift = 3: the sampler's schedule is shifted by its family; leave shift out",
+            one_stage(
+                kind="online", algorithm={"name": "awm", "sigma": {"kind": "schedule", "shift": 3}}
+            ),
+            (
+                "stages.0.online.algorithm.awm.sigma: shift = 3: the sampler's schedule is shifted"
+                " by its family; leave shift out"
+            ),
         ),
         (
-            one_stage(kind="online", algorithm={"name": "awm", "sigma": {"kind": "schedule", "min": 1.5}}),
-            "stages.0.online.algorithm.awm.sigma.min = 1.5: Input should be less than or equal to 1",
+            one_stage(
+                kind="online", algorithm={"name": "awm", "sigma": {"kind": "schedule", "min": 1.5}}
+            ),
+            (
+                "stages.0.online.algorithm.awm.sigma.min = 1.5: Input should be less than or equal"
+                " to 1"
+            ),
         ),
         ({"seed": 2**31}, "seed"),
         ({"name": "../x"}, "name"),
@@ -161,7 +210,11 @@ def test_each_rule_explains_itself(data, explanation):
             "guardrails": [{"name": "similarity", "label": "looks"}],
             "promotion": {"guardrail_tolerance": {"default": 0, "absolute": {"looks": 2}}},
         },
-        one_stage(kind="online", sampler={"name": "cps", "steps": 5}, window={"kind": "fixed", "start": 2, "size": 2}),
+        one_stage(
+            kind="online",
+            sampler={"name": "cps", "steps": 5},
+            window={"kind": "fixed", "start": 2, "size": 2},
+        ),
         one_stage(kind="online", sampler={"name": "cps", "steps": 2}, window={"kind": "all"}),
         one_stage(kind="offline", prompts=3, shards=3),
     ],
@@ -172,16 +225,29 @@ def test_what_keeps_to_the_rules_is_a_recipe(data):
 
 def test_the_tolerances_of_the_page_are_those_of_a_recipe():
     page = (Path(__file__).parents[2] / "docs" / "promotion.md").read_text()
-    (block,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "guardrail_tolerance" in block]
+    (block,) = [
+        block
+        for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+        if "guardrail_tolerance" in block
+    ]
     tolerance = Recipe.model_validate(yaml.safe_load(block)).promotion.guardrail_tolerance
     assert tolerance.default == GuardrailToleranceConfig().default
-    assert (tolerance.standard_deviations, tolerance.absolute) == ({"ocr": 0.05}, {"jpeg_incompressibility": 0.001})
+    assert (tolerance.standard_deviations, tolerance.absolute) == (
+        {"ocr": 0.05},
+        {"jpeg_incompressibility": 0.001},
+    )
 
 
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
 @pytest.mark.parametrize(
     "key",
-    ["stop.min_delta", "promotion.guardrail_tolerance.default", "model.training.lr", "max_failed_share", "evaluation.confidence"],
+    [
+        "stop.min_delta",
+        "promotion.guardrail_tolerance.default",
+        "model.training.lr",
+        "max_failed_share",
+        "evaluation.confidence",
+    ],
 )
 def test_numbers_that_are_not_finite_are_refused(key, number):
     data = yaml.safe_load(number)
@@ -213,7 +279,10 @@ def test_a_recipe_never_changes():
 WRITTEN = {
     "name": "x",
     "seed": 4,
-    "stages": [{"kind": "online", "steps": 3, "optimizer": {"lr": 1e-4, "weight_decay": 0.1}}, {"kind": "offline"}],
+    "stages": [
+        {"kind": "online", "steps": 3, "optimizer": {"lr": 1e-4, "weight_decay": 0.1}},
+        {"kind": "offline"},
+    ],
     "rewards": [{"name": "ocr", "weight": 2}, {"name": "similarity"}],
     "guardrails": [],
 }
@@ -229,9 +298,16 @@ def test_the_digest_is_that_of_the_meaning():
     recipe = Recipe.model_validate(WRITTEN)
     assert Recipe.model_validate(reversed_keys(WRITTEN)).digest == recipe.digest
     assert Recipe.model_validate(recipe.model_dump()).digest == recipe.digest
-    assert Recipe.model_validate(WRITTEN | {"threads": 1}).digest == recipe.digest  # the default, written out
-    assert Recipe.model_validate(WRITTEN | {"stages": WRITTEN["stages"][::-1]}).digest != recipe.digest
-    digests = [Recipe.model_validate(WRITTEN | change).digest for change in ({"seed": 5}, {"output": "y"}, {"rounds": 2})]
+    assert (
+        Recipe.model_validate(WRITTEN | {"threads": 1}).digest == recipe.digest
+    )  # the default, written out
+    assert (
+        Recipe.model_validate(WRITTEN | {"stages": WRITTEN["stages"][::-1]}).digest != recipe.digest
+    )
+    digests = [
+        Recipe.model_validate(WRITTEN | change).digest
+        for change in ({"seed": 5}, {"output": "y"}, {"rounds": 2})
+    ]
     assert len({recipe.digest, *digests}) == 4
 
 
@@ -239,19 +315,26 @@ def test_the_digest_is_that_of_the_meaning():
     ("recipe", "digest"),
     [
         (Recipe(), "88482dfceb2b8da0c1edf2ba4ff79383ca769e87a92ecf277b60d41dec492118"),
-        (load_recipe(SHIPPED[0].with_name("glyph.yaml")), "b15fb16aeb8414c8a94b954f6286c25e6c5da34e63993006ab3c9b7b205866ac"),
+        (
+            load_recipe(SHIPPED[0].with_name("glyph.yaml")),
+            "b15fb16aeb8414c8a94b954f6286c25e6c5da34e63993006ab3c9b7b205866ac",
+        ),
     ],
     ids=["defaults", "glyph"],
 )
 def test_a_new_key_leaves_the_digest_as_it_was(recipe, digest):
-    """A run that was killed goes on, and an older one can be replayed, only with its own digest: keys that came later
-    are left out of it at their defaults. Where a default changes on purpose, the changelog says that digests change."""
+    """A run that was killed goes on, and an older one can be replayed, only with its own digest:
+    keys that came later are left out of it at their defaults. Where a default changes on purpose,
+    the changelog says that digests change.
+    """
     assert recipe.digest == digest, recipe.canonical
 
 
 def test_the_digest_tells_a_tree_that_is_left_out_from_the_default_one():
     stage = {"kind": "online", "algorithm": {"name": "branch_grpo"}}
-    with_tree, without = (Recipe.model_validate({"stages": [stage | given]}) for given in ({}, {"tree": None}))
+    with_tree, without = (
+        Recipe.model_validate({"stages": [stage | given]}) for given in ({}, {"tree": None})
+    )
     assert with_tree.digest != without.digest
     assert Recipe.model_validate_json(without.canonical) == without
     assert Recipe.model_validate_json(with_tree.canonical) == with_tree
@@ -277,7 +360,17 @@ def test_a_file_is_what_it_says(tmp_path, suffix):
         (b"name: 2021-13-45", "not valid YAML"),
         (b"seed: 1\nseed: 2", "seed"),
     ],
-    ids=["list", "empty", "open", "nested", "python", "null-byte", "not-utf8", "no-such-date", "key-twice"],
+    ids=[
+        "list",
+        "empty",
+        "open",
+        "nested",
+        "python",
+        "null-byte",
+        "not-utf8",
+        "no-such-date",
+        "key-twice",
+    ],
 )
 def test_a_file_that_is_no_recipe(tmp_path, content, explanation):
     path = tmp_path / "recipe.yaml"
@@ -299,7 +392,8 @@ scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.tex
 anything = st.recursive(
     scalars,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.one_of(st.text(max_size=5), st.integers()), inner, max_size=3)
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=5), st.integers()), inner, max_size=3),
     ),
     max_leaves=6,
 )
@@ -316,7 +410,9 @@ def recipe_or_explanation(data):
 
 @given(
     st.dictionaries(
-        st.one_of(st.sampled_from(sorted(Recipe.model_fields)), st.text(max_size=5), st.integers()), anything, max_size=4
+        st.one_of(st.sampled_from(sorted(Recipe.model_fields)), st.text(max_size=5), st.integers()),
+        anything,
+        max_size=4,
     )
 )
 def test_any_mapping_is_a_recipe_or_explained(data):
@@ -355,13 +451,22 @@ def test_docstrings_of_fields_are_in_the_schema_also_where_a_class_inherits_or_r
         own: int = 3
 
     assert field_docs(Derived) == {"kept": "What it is for.", "changed": "Redefined\nbelow."}
-    described = {name: about.get("description") for name, about in Derived.model_json_schema()["properties"].items()}
+    described = {
+        name: about.get("description")
+        for name, about in Derived.model_json_schema()["properties"].items()
+    }
     assert described == {"kept": "What it is for.", "changed": "Redefined\nbelow.", "own": None}
 
 
 @pytest.mark.parametrize(
     ("weights", "prompts", "counts"),
-    [([1], 5, [5]), ([3, 1], 8, [6, 2]), ([1, 1, 1], 8, [3, 3, 2]), ([0.5, 0.3, 0.2], 7, [4, 2, 1]), ([9, 1], 4, [4, 0])],
+    [
+        ([1], 5, [5]),
+        ([3, 1], 8, [6, 2]),
+        ([1, 1, 1], 8, [3, 3, 2]),
+        ([0.5, 0.3, 0.2], 7, [4, 2, 1]),
+        ([9, 1], 4, [4, 0]),
+    ],
 )
 def test_prompt_sets_have_whole_shares(weights, prompts, counts):
     """3.5, 2.1 and 1.4 of 7: the largest remainder is the first's."""
@@ -373,7 +478,10 @@ def test_prompt_sets_have_whole_shares(weights, prompts, counts):
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ({"source": "a.txt", "mixture": [{"source": "b.txt"}]}, "source and mixture both name files"),
+        (
+            {"source": "a.txt", "mixture": [{"source": "b.txt"}]},
+            "source and mixture both name files",
+        ),
         ({"mixture": [{"source": "x/a.txt"}, {"source": "y/a.txt"}]}, "mixture has a.txt twice"),
         (
             {"mixture": [{"source": "a.txt", "weight": 99}, {"source": "b.txt"}]},
@@ -388,11 +496,16 @@ def test_a_mixture_that_cannot_be_is_explained(prompts, message):
 
 def taught(teachers, *sets):
     stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
-    return {"prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]}, "stages": [stage]}
+    return {
+        "prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]},
+        "stages": [stage],
+    }
 
 
 def test_every_prompt_set_may_have_its_own_teacher():
-    recipe = Recipe.model_validate(taught({"words": "s3://bucket/a", "signs": "b"}, "signs", "words"))
+    recipe = Recipe.model_validate(
+        taught({"words": "s3://bucket/a", "signs": "b"}, "signs", "words")
+    )
     assert recipe.stages[0].hyper.teachers == {"words": "s3://bucket/a", "signs": "b"}
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
@@ -400,8 +513,16 @@ def test_every_prompt_set_may_have_its_own_teacher():
 @pytest.mark.parametrize(
     ("teachers", "sets", "message"),
     [
-        ({"words": "a"}, ("words", "signs"), "teachers = words: the prompt set signs has no teacher; name one for every set"),
-        ({"words": "a", "sings": "b"}, ("words", "signs"), "prompts.mixture has no set 'sings', only words, signs"),
+        (
+            {"words": "a"},
+            ("words", "signs"),
+            "teachers = words: the prompt set signs has no teacher; name one for every set",
+        ),
+        (
+            {"words": "a", "sings": "b"},
+            ("words", "signs"),
+            "prompts.mixture has no set 'sings', only words, signs",
+        ),
         ({"words": "a"}, (), "prompts.mixture has no set 'words', only no sets"),
     ],
 )
@@ -414,31 +535,51 @@ def test_a_stage_of_pairs_takes_no_share_of_a_mixture():
     """It reads its prompts from the pairs, and ``prompts`` stands for nothing there."""
     mixture = {"mixture": [{"source": "a.txt", "weight": 999}, {"source": "b.txt"}]}
     stage = {"kind": "offline", "algorithm": {"name": "diffusion_dpo"}, "prompts": 64}
-    with pytest.raises(RecipeError, match=r"stages.0.prompts = 64 gives the prompt set b.txt less than one prompt"):
+    with pytest.raises(
+        RecipeError, match=r"stages.0.prompts = 64 gives the prompt set b.txt less than one prompt"
+    ):
         Recipe.model_validate({"prompts": mixture, "stages": [stage]})
-    recipe = Recipe.model_validate({"prompts": mixture, "stages": [stage | {"pairs": "pairs.jsonl"}]})
+    recipe = Recipe.model_validate(
+        {"prompts": mixture, "stages": [stage | {"pairs": "pairs.jsonl"}]}
+    )
     assert recipe.prompts.counts(64) == {"a.txt": 64, "b.txt": 0}
 
 
 def rewarded(rewards, *sets, **rest):
-    return {"prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]}, "rewards": rewards} | rest
+    return {
+        "prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in sets]},
+        "rewards": rewards,
+    } | rest
 
 
 def test_prompt_sets_may_have_their_own_rewards():
-    rewards = [{"name": "ocr", "prompts": ["words"]}, {"name": "jpeg_compressibility", "prompts": ["signs"], "weight": 2}]
+    rewards = [
+        {"name": "ocr", "prompts": ["words"]},
+        {"name": "jpeg_compressibility", "prompts": ["signs"], "weight": 2},
+    ]
     recipe = Recipe.model_validate(rewarded(rewards, "words", "signs"))
     assert [config.applies_to("signs") for config in recipe.rewards] == [False, True]
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
-    assert '"prompts":[' not in Recipe().canonical, "the digest of a recipe without such rewards stays what it was"
+    assert '"prompts":[' not in Recipe().canonical, (
+        "the digest of a recipe without such rewards stays what it was"
+    )
 
 
 JUDGE = {"name": "pairwise_judge", "url": "http://localhost", "model": "m"}
 
 
 def test_held_out_prompts_of_a_file_of_their_own_have_a_reward():
-    prompts = {"mixture": [{"name": "words", "source": "a.txt"}], "held_out_source": "b.txt", "held_out": 4}
-    with pytest.raises(RecipeError, match="rewards: each names prompt sets, and prompts.held_out_source is none"):
-        Recipe.model_validate({"prompts": prompts, "rewards": [{"name": "ocr", "prompts": ["words"]}]})
+    prompts = {
+        "mixture": [{"name": "words", "source": "a.txt"}],
+        "held_out_source": "b.txt",
+        "held_out": 4,
+    }
+    with pytest.raises(
+        RecipeError, match="rewards: each names prompt sets, and prompts.held_out_source is none"
+    ):
+        Recipe.model_validate(
+            {"prompts": prompts, "rewards": [{"name": "ocr", "prompts": ["words"]}]}
+        )
 
 
 @pytest.mark.parametrize(
@@ -449,13 +590,21 @@ def test_held_out_prompts_of_a_file_of_their_own_have_a_reward():
             ("words",),
             "rewards: ocr.prompts names the prompt set 'wrods', and there are words",
         ),
-        ([{"name": "ocr", "prompts": ["words"]}], (), "ocr.prompts names the prompt set 'words', and there are none"),
+        (
+            [{"name": "ocr", "prompts": ["words"]}],
+            (),
+            "ocr.prompts names the prompt set 'words', and there are none",
+        ),
         (
             [{"name": "ocr", "prompts": ["words"]}],
             ("words", "signs"),
             "rewards: none of them scores the prompt set signs; add it to",
         ),
-        ([{"name": "ocr", "prompts": ["words"]}, JUDGE], ("words", "signs"), "or all of a prompt set, compare the images"),
+        (
+            [{"name": "ocr", "prompts": ["words"]}, JUDGE],
+            ("words", "signs"),
+            "or all of a prompt set, compare the images",
+        ),
     ],
 )
 def test_every_prompt_set_has_a_reward(rewards, sets, message):
@@ -466,14 +615,24 @@ def test_every_prompt_set_has_a_reward(rewards, sets, message):
 def test_a_guardrail_need_not_watch_all_sets():
     guardrails = [{"name": "tesseract", "prompts": ["words"]}]
     assert Recipe.model_validate(rewarded(["ocr"], "words", "signs", guardrails=guardrails))
-    with pytest.raises(RecipeError, match=r"guardrails: tesseract.prompts names the prompt set 'words', and there are signs"):
+    with pytest.raises(
+        RecipeError,
+        match=r"guardrails: tesseract.prompts names the prompt set 'words', and there are signs",
+    ):
         Recipe.model_validate(rewarded(["ocr"], "signs", guardrails=guardrails))
 
 
 def test_a_reward_of_videos_needs_a_model_that_draws_them():
     judge = {"name": "videoalign", "path": "p", "processor": {"path": "q"}, "frame_rate": 16}
     model = {"family": "wan", "path": "w", "frames": 17}
-    assert Recipe.model_validate({"model": model, "rewards": ["jpeg_compressibility"], "guardrails": [judge]}).guardrails
+    assert Recipe.model_validate(
+        {"model": model, "rewards": ["jpeg_compressibility"], "guardrails": [judge]}
+    ).guardrails
     for part in ({"rewards": [judge]}, {"guardrails": [judge]}):
-        with pytest.raises(RecipeError, match=r"videoalign scores videos, and model.frames = 1 draws images; raise it, or leave"):
+        with pytest.raises(
+            RecipeError,
+            match=(
+                r"videoalign scores videos, and model.frames = 1 draws images; raise it, or leave"
+            ),
+        ):
             Recipe.model_validate({"model": model | {"frames": 1}} | part)

@@ -48,13 +48,21 @@ def test_every_problem_has_its_line(tmp_path: Path) -> None:
         ("seed: 1\nname: [\n", "FILE:3:1: not valid YAML: "),
         ("name: a\nrewards:\n- ocr\n- {name: nothing}\n", "FILE:4: rewards.1: "),
         ("name: a\nstages:\n- algorithm: {name: sft}\n", "FILE:3: stages.0: "),
-        ("base: &base {steps: 5}\nstages:\n- kind: online\n  <<: *base\n  step: 5\n", "FILE:5: stages.0.online.step: "),
-        ("name: a\nprompts:\n  source: https://me:hunter2@example.com/x\n", "FILE:3: prompts.source holds a password"),
+        (
+            "base: &base {steps: 5}\nstages:\n- kind: online\n  <<: *base\n  step: 5\n",
+            "FILE:5: stages.0.online.step: ",
+        ),
+        (
+            "name: a\nprompts:\n  source: https://me:hunter2@example.com/x\n",
+            "FILE:3: prompts.source holds a password",
+        ),
         ("name: 2020-01-01\nseed: 0\nthreads: 2020-01-01\n", "FILE:3: threads = "),
     ],
 )
 def test_the_line_is_that_of_the_key(tmp_path: Path, text: str, line: str) -> None:
-    assert any(found.startswith(line) for found in explained(tmp_path, text)), explained(tmp_path, text)
+    assert any(found.startswith(line) for found in explained(tmp_path, text)), explained(
+        tmp_path, text
+    )
 
 
 def test_a_text_without_a_file_has_no_lines() -> None:
@@ -78,11 +86,26 @@ def test_a_deployment_has_lines_too(tmp_path: Path) -> None:
             {"stages": [{"kind": "online", "algorithm": {"name": "flowgrpo"}}]},
             "algorithm.name = 'flowgrpo': did you mean 'flow_grpo'?",
         ),
-        ({"stages": [{"kind": "online", "algorithm": {"name": "nft"}}]}, "did you mean 'diffusion_nft'?"),
-        ({"stages": [{"kind": "onlin"}]}, "stages.0.kind = 'onlin': did you mean 'online'? Take online, offline, custom"),
-        ({"stages": [{"kind": "online", "sampler": {"name": "flow-sde"}}]}, "did you mean 'flow_sde'? Take ode"),
-        ({"stages": [{"kind": "online", "window": {"kind": "progresive"}}]}, "did you mean 'progressive'? Take all"),
-        ({"stages": [{"kind": "online", "advantages": {"std": "groups"}}]}, "did you mean 'group'? Take global, group, none"),
+        (
+            {"stages": [{"kind": "online", "algorithm": {"name": "nft"}}]},
+            "did you mean 'diffusion_nft'?",
+        ),
+        (
+            {"stages": [{"kind": "onlin"}]},
+            "stages.0.kind = 'onlin': did you mean 'online'? Take online, offline, custom",
+        ),
+        (
+            {"stages": [{"kind": "online", "sampler": {"name": "flow-sde"}}]},
+            "did you mean 'flow_sde'? Take ode",
+        ),
+        (
+            {"stages": [{"kind": "online", "window": {"kind": "progresive"}}]},
+            "did you mean 'progressive'? Take all",
+        ),
+        (
+            {"stages": [{"kind": "online", "advantages": {"std": "groups"}}]},
+            "did you mean 'group'? Take global, group, none",
+        ),
         ({"rewards": ["pickscor"]}, "did you mean 'pickscore'?"),
         ({"model": {"family": "sd35", "path": "x"}}, "model.family = 'sd35': did you mean 'sd3'?"),
         ({"model": {"precision": "bf16"}}, "Take float32, bfloat16, float16"),
@@ -95,7 +118,10 @@ def test_a_wrong_value_has_the_nearest_right_one(data: dict, words: str) -> None
 
 
 def test_approval_is_hours_and_not_yes() -> None:
-    with pytest.raises(RecipeError, match=r"promotion.approval = True: .*number. Hours that a policy .* waits for a person"):
+    with pytest.raises(
+        RecipeError,
+        match=r"promotion.approval = True: .*number. Hours that a policy .* waits for a person",
+    ):
         Recipe.model_validate({"promotion": {"approval": True}})
 
 
@@ -130,30 +156,53 @@ def test_paths_are_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("prompts.txt", "more/pairs.jsonl"):
         (folder / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert paths_of(folder, WITH_PATHS) == ("recipes/prompts.txt", "recipes/base", "recipes/more/pairs.jsonl")
+    assert paths_of(folder, WITH_PATHS) == (
+        "recipes/prompts.txt",
+        "recipes/base",
+        "recipes/more/pairs.jsonl",
+    )
     monkeypatch.chdir(folder)
     assert paths_of(folder, WITH_PATHS) == ("prompts.txt", "base", "more/pairs.jsonl")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert paths_of(folder, WITH_PATHS) == tuple(str(folder / name) for name in ("prompts.txt", "base", "more/pairs.jsonl"))
+    assert paths_of(folder, WITH_PATHS) == tuple(
+        str(folder / name) for name in ("prompts.txt", "base", "more/pairs.jsonl")
+    )
 
 
-def test_a_path_from_the_working_directory_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_from_the_working_directory_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "prompts.txt").touch()
     monkeypatch.chdir(tmp_path)
     assert paths_of(tmp_path / "recipes", WITH_PATHS) == ("prompts.txt", "base", "more/pairs.jsonl")
-    assert load_recipe("recipes/mine.yaml").digest == load_recipe(tmp_path / "recipes" / "mine.yaml").digest
+    assert (
+        load_recipe("recipes/mine.yaml").digest
+        == load_recipe(tmp_path / "recipes" / "mine.yaml").digest
+    )
     (tmp_path / "recipes" / "prompts.txt").touch()
-    with pytest.warns(UserWarning, match="prompts.txt is in recipes and in the working directory; the first is used"):
+    with pytest.warns(
+        UserWarning,
+        match="prompts.txt is in recipes and in the working directory; the first is used",
+    ):
         assert load_recipe("recipes/mine.yaml").prompts.source == "recipes/prompts.txt"
 
 
-def test_what_a_hub_or_a_uri_holds_has_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hub_or_a_uri_holds_has_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipes" / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    pinned = f"model: {{family: sd3, path: owner/name, revision: '{'0' * 40}'}}\nprompts: {{source: 's3://bucket/p.txt'}}\n"
-    assert paths_of(tmp_path / "recipes", pinned + "stages: [{kind: offline}]") == ("s3://bucket/p.txt", "owner/name", None)
+    pinned = (
+        f"model: {{family: sd3, path: owner/name, revision: '{'0' * 40}'}}\nprompts: {{source:"
+        " 's3://bucket/p.txt'}\n"
+    )
+    assert paths_of(tmp_path / "recipes", pinned + "stages: [{kind: offline}]") == (
+        "s3://bucket/p.txt",
+        "owner/name",
+        None,
+    )
 
 
 def test_another_caller_may_pass_a_context_of_its_own() -> None:
@@ -164,9 +213,20 @@ def test_another_caller_may_pass_a_context_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("gradient_checkpointing_every: 2", "gradient_checkpointing_every = 2 chooses among recomputed blocks; set gradient_ch"),
-        ("fsdp: {gather: bfloat16}", "fsdp.gather = 'bfloat16' computes in bfloat16, and precision is float32; set that, too"),
+        (
+            "gradient_checkpointing_every: 2",
+            "gradient_checkpointing_every = 2 chooses among recomputed blocks; set gradient_ch",
+        ),
+        (
+            "fsdp: {gather: bfloat16}",
+            (
+                "fsdp.gather = 'bfloat16' computes in bfloat16, and precision is float32; set"
+                " that, too"
+            ),
+        ),
     ],
 )
-def test_a_key_of_memory_that_would_do_nothing_is_refused(tmp_path: Path, model: str, said: str) -> None:
+def test_a_key_of_memory_that_would_do_nothing_is_refused(
+    tmp_path: Path, model: str, said: str
+) -> None:
     assert any(said in line for line in explained(tmp_path, f"model:\n  {model}\n"))

@@ -38,7 +38,14 @@ PATHS = [
     ("stages", 1, "pairs"),
 ]
 NAMES = [("name",), ("promotion", "model_name"), ("tracking", "experiment")]
-GOOD = ["\u00a0\u202fü #@:;&=+{x}' 100%", "a/" + "b" * 255, "s3://bucket/a%20b", "https://host/a?b=c", "a\\b", "-"]
+GOOD = [
+    "\u00a0\u202fü #@:;&=+{x}' 100%",
+    "a/" + "b" * 255,
+    "s3://bucket/a%20b",
+    "https://host/a?b=c",
+    "a\\b",
+    "-",
+]
 
 
 def refusal(path: tuple, value: str) -> str:
@@ -78,13 +85,17 @@ def test_an_odd_path_that_works_is_taken(path: tuple, value: str) -> None:
     Recipe.model_validate(replaced(GIVEN, path, value))
 
 
-def test_teachers_of_prompt_sets_are_looked_for_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teachers_of_prompt_sets_are_looked_for_next_to_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "there" / "teacher").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     teachers = {"path": "teacher", "b": "elsewhere", "c": "s3://bucket/teacher"}
     stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
     mixture = [{"name": name, "source": f"{name}.txt"} for name in teachers]
-    (tmp_path / "there" / "recipe.yaml").write_text(yaml.safe_dump({"prompts": {"mixture": mixture}, "stages": [stage]}))
+    (tmp_path / "there" / "recipe.yaml").write_text(
+        yaml.safe_dump({"prompts": {"mixture": mixture}, "stages": [stage]})
+    )
     found = load_recipe(tmp_path / "there" / "recipe.yaml").stages[0].hyper
     assert found.teachers == teachers | {"path": "there/teacher"}
 
@@ -119,7 +130,9 @@ def test_no_text_holds_a_nul(path: tuple) -> None:
         "http://server\0",
     ],
 )
-def test_a_store_that_is_no_file_is_refused_wherever_it_is_named(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_no_file_is_refused_wherever_it_is_named(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "tracking.uri" in refusal(("tracking", "uri"), uri)
     if "\0" not in uri:  # which no variable of the environment can hold
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -132,11 +145,15 @@ def test_an_output_that_reads_as_another_in_a_uri_is_refused(output: str) -> Non
     assert "another character in a URI; rename the folder" in refusal(("output",), output)
 
 
-def test_a_working_folder_that_cannot_hold_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_folder_that_cannot_hold_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a%20b").mkdir()
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path / "a%20b")
-    with pytest.raises(TrackingError, match=r"a%20b/runs/mlflow\.db cannot be used: .*'output' to another folder"):
+    with pytest.raises(
+        TrackingError, match=r"a%20b/runs/mlflow\.db cannot be used: .*'output' to another folder"
+    ):
         resolve_tracking_uri(Recipe())
 
 

@@ -21,16 +21,24 @@ LETTERS = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1eF3hJ5"
 IN_URIS = {
     "password": "http://user:SECRET@host:5000",
     "user after a digit": "1https://user:SECRET@host",
-    "odbc_connect": "mssql+pyodbc:///?odbc_connect=DRIVER%3D%7BODBC+Driver%7D%3BUID%3Du%3BPWD%3DSECRET",
-    "odbc_connect, plain": "mssql+pyodbc:///?odbc_connect=Driver={ODBC Driver 17};Server=h;UID=u;PWD=SECRET",
+    "odbc_connect": (
+        "mssql+pyodbc:///?odbc_connect=DRIVER%3D%7BODBC+Driver%7D%3BUID%3Du%3BPWD%3DSECRET"
+    ),
+    "odbc_connect, plain": (
+        "mssql+pyodbc:///?odbc_connect=Driver={ODBC Driver 17};Server=h;UID=u;PWD=SECRET"
+    ),
     "odbc_connect, encoded twice": "mssql+pyodbc:///?odbc_connect=UID%253Du%253BPWD%253DSECRET",
     "ODBC": "Driver={ODBC Driver 17};Server=h;Uid=u;Pwd={SECRET;x}",
-    "jdbc of SQL Server": "jdbc:sqlserver://host:1433;databaseName=d;user=u;password=SECRET;encrypt=true",
+    "jdbc of SQL Server": (
+        "jdbc:sqlserver://host:1433;databaseName=d;user=u;password=SECRET;encrypt=true"
+    ),
     "jdbc of Oracle": "jdbc:oracle:thin:scott/SECRET@//host:1521/service",
     "jdbc of PostgreSQL": "jdbc:postgresql://host/db?user=u&password=SECRET",
     "jdbc of MySQL": "jdbc:mysql://(host=h,port=1,user=u,password=SECRET)/db",
     "libpq": "host=h dbname=d user=u password='SECRET'",
-    "Azure storage": "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=SECRET==;EndpointSuffix=core.windows.net",
+    "Azure storage": (
+        "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=SECRET==;EndpointSuffix=core.windows.net"
+    ),
     "pass": "http://host/mlflow?user=u&pass=SECRET",
     "fragment": "https://host/callback#access_token=SECRET&token_type=bearer",
     "code": "https://host/callback?code=SECRET&state=x",
@@ -45,7 +53,10 @@ def test_secrets_in_uris_and_connection_strings(text):
     shown = redact(f"cannot reach {text} now")
     assert "SECRET" not in shown
     assert "***" in shown
-    for recipe in ({"tracking": {"uri": text}}, {"rewards": [{"name": "a.b:C", "options": {"where": [text]}}]}):
+    for recipe in (
+        {"tracking": {"uri": text}},
+        {"rewards": [{"name": "a.b:C", "options": {"where": [text]}}]},
+    ):
         with pytest.raises(RecipeError, match="holds a password, a token or a key") as error:
             Recipe.model_validate(recipe)
         assert "SECRET" not in str(error.value)
@@ -88,7 +99,16 @@ def test_texts_that_look_like_secrets_wherever_they_are(secret):
     wrong = [
         {"prompts": {"source": secret}},
         {"output": f"runs/{secret}"},
-        {"rewards": [{"name": "vision_judge", "url": "http://127.0.0.1:1", "model": "m", "question": f"Is it {secret}?"}]},
+        {
+            "rewards": [
+                {
+                    "name": "vision_judge",
+                    "url": "http://127.0.0.1:1",
+                    "model": "m",
+                    "question": f"Is it {secret}?",
+                }
+            ]
+        },
         {"rewards": [{"name": "a.b:C", "options": {"x": {"y": [secret]}}}]},
         {"rewards": [{"name": "a.b:C", "options": {secret: 1}}]},
         {secret: 1},
@@ -137,10 +157,29 @@ SECRET_NAMES = [
         "cookie",
         "aws_secret_access_key",
     ),
-    *("credentials", "private_key", "signing_key", "account_key", "x-api-key", "basic_auth", "jwt", "bearer"),
+    *(
+        "credentials",
+        "private_key",
+        "signing_key",
+        "account_key",
+        "x-api-key",
+        "basic_auth",
+        "jwt",
+        "bearer",
+    ),
 ]
 HONEST_NAMES = [
-    *("tokenizer", "max_tokens", "keys", "key", "token_variable", "eos_token", "stop_tokens", "special_tokens", "trigger_token"),
+    *(
+        "tokenizer",
+        "max_tokens",
+        "keys",
+        "key",
+        "token_variable",
+        "eos_token",
+        "stop_tokens",
+        "special_tokens",
+        "trigger_token",
+    ),
     *(
         "secret_name",
         "token_path",
@@ -171,7 +210,12 @@ HONEST_NAMES = [
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_options_that_are_secrets_by_their_names(name):
     assert names_a_secret(name)
-    for options in ({name: "SECRET"}, {"client": {name: "SECRET"}}, {name: ["SECRET"]}, {name: {"value": "SECRET"}}):
+    for options in (
+        {name: "SECRET"},
+        {"client": {name: "SECRET"}},
+        {name: ["SECRET"]},
+        {name: {"value": "SECRET"}},
+    ):
         with pytest.raises(RecipeError, match="is a secret, by its name") as error:
             Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": options}]})
         assert "SECRET" not in str(error.value)
@@ -220,7 +264,13 @@ def test_the_value_of_an_unknown_key_is_never_repeated(key, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["password: hunter2: x", "a: [\napi: 'hunter2", "password: !!int hunter2", "x: hunter2\n\ty: 1", "x: &a hunter2\ny: *b"],
+    [
+        "password: hunter2: x",
+        "a: [\napi: 'hunter2",
+        "password: !!int hunter2",
+        "x: hunter2\n\ty: 1",
+        "x: &a hunter2\ny: *b",
+    ],
 )
 def test_a_broken_line_is_not_quoted(tmp_path, text):
     path = tmp_path / "recipe.yaml"
@@ -279,7 +329,13 @@ def test_nothing_honest_is_mangled(text):
 
 
 def written() -> list[Path]:
-    return sorted([*ROOT.glob("workflows/recipes/*.yaml"), *ROOT.glob("examples/**/*.yaml"), *ROOT.glob("benchmarks/**/*.yaml")])
+    return sorted(
+        [
+            *ROOT.glob("workflows/recipes/*.yaml"),
+            *ROOT.glob("examples/**/*.yaml"),
+            *ROOT.glob("benchmarks/**/*.yaml"),
+        ]
+    )
 
 
 @pytest.mark.parametrize("path", written(), ids=lambda path: path.stem)
@@ -290,7 +346,9 @@ def test_no_text_of_a_shipped_recipe_is_mangled(path):
 
 
 @pytest.mark.parametrize(
-    "path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("datasets/**/*.txt")], ids=lambda path: path.name
+    "path",
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("datasets/**/*.txt")],
+    ids=lambda path: path.name,
 )
 def test_prose_and_prompts_keep_their_lines(path):
     lines = path.read_text().splitlines()
@@ -317,7 +375,17 @@ REPEATED = [
 
 
 @pytest.mark.parametrize(
-    "part", [*REPEATED, "eyJabcdefgh.", "sk-", "Bearer ", "?a=%25", "http://", "Authorization: ", "jdbc:oracle:a:b"]
+    "part",
+    [
+        *REPEATED,
+        "eyJabcdefgh.",
+        "sk-",
+        "Bearer ",
+        "?a=%25",
+        "http://",
+        "Authorization: ",
+        "jdbc:oracle:a:b",
+    ],
 )
 def test_redaction_takes_linear_time(part):
     with at_most_cpu_seconds(60):

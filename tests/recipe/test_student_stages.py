@@ -13,7 +13,9 @@ from ebbflow.recipe.choices import (
 
 def test_a_student_takes_its_own_steps_and_no_log_probs():
     assert resolved(online("dmd2")).sampler == SamplerConfig(name="cps", eta=1.0, steps=4)
-    assert resolved(online("dmd2", sampler={"steps": 2})).sampler == SamplerConfig(name="cps", eta=1.0, steps=2)
+    assert resolved(online("dmd2", sampler={"steps": 2})).sampler == SamplerConfig(
+        name="cps", eta=1.0, steps=2
+    )
     assert resolved(online("tdm")).sampler == SamplerConfig(name="ode", steps=4)
     assert resolved(online("tdm")).reference.penalty == "velocity"
 
@@ -27,13 +29,25 @@ def test_a_student_takes_its_own_steps_and_no_log_probs():
         ),
         (
             online("tdm", algorithm={"name": "tdm", "sigma": {"kind": "schedule"}}),
-            "algorithm.sigma.kind = 'schedule' has none but the ends of it, which say nothing; take uniform or logit_normal",
+            (
+                "algorithm.sigma.kind = 'schedule' has none but the ends of it, which say nothing;"
+                " take uniform or logit_normal"
+            ),
         ),
-        (online("dmd2", sampler={"name": "unipc"}), "'unipc' needs the step before; set sampler.name to cps or ode"),
-        (online("dmd2", window={"kind": "all"}), "dmd2 takes the student's steps itself; leave 'window' and 'correction' out"),
+        (
+            online("dmd2", sampler={"name": "unipc"}),
+            "'unipc' needs the step before; set sampler.name to cps or ode",
+        ),
+        (
+            online("dmd2", window={"kind": "all"}),
+            "dmd2 takes the student's steps itself; leave 'window' and 'correction' out",
+        ),
         (online("dmd2", correction=BYPASS), "leave 'window' and 'correction' out"),
         (online("dmd2", guidance_in_loss=False), "leave 'guidance_in_loss' out"),
-        (online("dmd2", reference={"penalty": "kl"}), "reference.penalty = 'kl' compares the steps of a trajectory"),
+        (
+            online("dmd2", reference={"penalty": "kl"}),
+            "reference.penalty = 'kl' compares the steps of a trajectory",
+        ),
         (offline("dmd2"), "dmd2 needs fresh trajectories: use it in an online stage"),
     ],
 )
@@ -44,11 +58,31 @@ def test_a_student_s_stage_that_cannot_be_is_explained(stage, says):
 @pytest.mark.parametrize(
     ("rest", "stages", "says"),
     [
-        ({"rounds": 2}, [online("dmd2")], "stages.0.algorithm has no teacher.*a student of few steps in round 2; give teacher"),
-        ({}, [online("dmd2"), online("tdm")], "stages.1.algorithm has no teacher.*since stages.0; give teacher a policy folder"),
-        ({"model": GUIDED | {"guidance": 4.0}}, [online("dmd2")], "without guidance, and model.guidance = 4; set it to 1"),
-        ({}, [online("dmd2", algorithm={"name": "dmd2", "guidance": 3})], "model.family = 'glyph' has not; leave it out"),
-        ({"model": {"precision": "float16"}}, [online("dmd2")], "the fake score of dmd2 has no float16; take bfloat16"),
+        (
+            {"rounds": 2},
+            [online("dmd2")],
+            "stages.0.algorithm has no teacher.*a student of few steps in round 2; give teacher",
+        ),
+        (
+            {},
+            [online("dmd2"), online("tdm")],
+            "stages.1.algorithm has no teacher.*since stages.0; give teacher a policy folder",
+        ),
+        (
+            {"model": GUIDED | {"guidance": 4.0}},
+            [online("dmd2")],
+            "without guidance, and model.guidance = 4; set it to 1",
+        ),
+        (
+            {},
+            [online("dmd2", algorithm={"name": "dmd2", "guidance": 3})],
+            "model.family = 'glyph' has not; leave it out",
+        ),
+        (
+            {"model": {"precision": "float16"}},
+            [online("dmd2")],
+            "the fake score of dmd2 has no float16; take bfloat16",
+        ),
     ],
 )
 def test_a_student_that_cannot_be_trained_is_explained(rest, stages, says):
@@ -57,7 +91,8 @@ def test_a_student_that_cannot_be_trained_is_explained(rest, stages, says):
 
 
 BRANCHES = {"branches": {"letters": {}, "digits": {}}}
-LETTERS, DIGITS = {"branch": "letters"}, {"branch": "digits"}
+LETTERS = {"branch": "letters"}
+DIGITS = {"branch": "digits"}
 MERGE = online("distillation", algorithm={"name": "distillation", "teacher": "branch:letters"})
 OTHER_MERGE = online("distillation", algorithm={"name": "distillation", "teacher": "branch:digits"})
 
@@ -72,7 +107,16 @@ def taught_by(branch):
         ({}, [online("dmd2", **LETTERS), online("dmd2", **DIGITS), MERGE, OTHER_MERGE]),
         ({"rounds": 2}, [online("dmd2", **LETTERS), online("dmd2", **DIGITS), MERGE, OTHER_MERGE]),
         ({}, [online("dmd2", **LETTERS), online("mix_grpo", **DIGITS), MERGE, taught_by("digits")]),
-        ({}, [online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), online("dmd2"), taught_by("letters"), OTHER_MERGE]),
+        (
+            {},
+            [
+                online("mix_grpo", **LETTERS),
+                online("mix_grpo", **DIGITS),
+                online("dmd2"),
+                taught_by("letters"),
+                OTHER_MERGE,
+            ],
+        ),
     ],
     ids=["branches", "rounds", "a branch of many steps", "branches before a student"],
 )
@@ -84,20 +128,81 @@ def test_a_student_in_one_branch_leaves_the_others_as_they_are(rest, stages):
 @pytest.mark.parametrize(
     ("rest", "stages", "says"),
     [
-        ({}, [online("dmd2", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0; give teacher a policy folder"),
-        ({}, [online("dmd2", **LETTERS), online(**LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0"),
-        ({}, [online("dmd2"), online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since stages.0"),
-        ({"rounds": 2}, [online("mix_grpo", **LETTERS), online("mix_grpo", **DIGITS), OTHER_MERGE, taught_by("letters")],
-         "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps in round 2"),
-        ({}, [online("dmd2", **LETTERS), online("tdm", **LETTERS), online("mix_grpo", **DIGITS), MERGE, OTHER_MERGE],
-         "stages.1.algorithm has no teacher.*since stages.0"),
-        ({}, [online("dmd2"), online("mix_grpo", **LETTERS), online("tdm", **DIGITS), MERGE, OTHER_MERGE],
-         "stages.2.algorithm has no teacher.*since stages.0"),
+        (
+            {},
+            [
+                online("dmd2", **LETTERS),
+                online("mix_grpo", **DIGITS),
+                OTHER_MERGE,
+                taught_by("letters"),
+            ],
+            (
+                "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps since"
+                " stages.0; give teacher a policy folder"
+            ),
+        ),
+        (
+            {},
+            [
+                online("dmd2", **LETTERS),
+                online(**LETTERS),
+                online("mix_grpo", **DIGITS),
+                OTHER_MERGE,
+                taught_by("letters"),
+            ],
+            (
+                "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since"
+                " stages.0"
+            ),
+        ),
+        (
+            {},
+            [
+                online("dmd2"),
+                online("mix_grpo", **LETTERS),
+                online("mix_grpo", **DIGITS),
+                OTHER_MERGE,
+                taught_by("letters"),
+            ],
+            (
+                "stages.4.algorithm.teacher = 'branch:letters' is a student of few steps since"
+                " stages.0"
+            ),
+        ),
+        (
+            {"rounds": 2},
+            [
+                online("mix_grpo", **LETTERS),
+                online("mix_grpo", **DIGITS),
+                OTHER_MERGE,
+                taught_by("letters"),
+            ],
+            "stages.3.algorithm.teacher = 'branch:letters' is a student of few steps in round 2",
+        ),
+        (
+            {},
+            [
+                online("dmd2", **LETTERS),
+                online("tdm", **LETTERS),
+                online("mix_grpo", **DIGITS),
+                MERGE,
+                OTHER_MERGE,
+            ],
+            "stages.1.algorithm has no teacher.*since stages.0",
+        ),
+        (
+            {},
+            [
+                online("dmd2"),
+                online("mix_grpo", **LETTERS),
+                online("tdm", **DIGITS),
+                MERGE,
+                OTHER_MERGE,
+            ],
+            "stages.2.algorithm has no teacher.*since stages.0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_student_of_few_steps_is_no_teacher_through_a_branch(rest, stages, says):
     with pytest.raises(RecipeError, match=says):
         Recipe.model_validate({"stages": stages, **BRANCHES, **rest})

@@ -1,4 +1,6 @@
-"""Tiny random networks in the layouts in which the rewards' own ones are published, and what is scored with them."""
+"""Tiny random networks in the layouts in which the rewards' own ones are published, and what is
+scored with them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,11 @@ PREPROCESSOR = {
     "size": 28,
 }
 """As openai/clip-vit-large-patch14 says it, with 28 pixels instead of 224."""
-CLIP_WIDTH, BLIP_WIDTH, BERT_WIDTH = 24, 128, 48
-BLIP_SIZE, HPS_SIZE = 32, 28
+CLIP_WIDTH = 24
+BLIP_WIDTH = 128
+BERT_WIDTH = 48
+BLIP_SIZE = 32
+HPS_SIZE = 28
 
 
 def some_images(count: int = 5, height: int = 40, width: int = 51) -> np.ndarray:
@@ -47,7 +52,9 @@ def some_images(count: int = 5, height: int = 40, width: int = 51) -> np.ndarray
 
 
 def as_prompts(*texts: str) -> list[Prompt]:
-    return [Prompt(index, text, "", None, "test", "train", "{}") for index, text in enumerate(texts)]
+    return [
+        Prompt(index, text, "", None, "test", "train", "{}") for index, text in enumerate(texts)
+    ]
 
 
 def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
@@ -63,18 +70,26 @@ def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
         return reward(name, path=str(folder / "clip"), head={"path": str(head)}, **keys)
     if name == "hps":
         write_hps_processor(folder / "processor")
-        torch.save({"epoch": 1, "state_dict": open_clip_weights()}, folder / "HPS_v2.1_compressed.pt")
+        torch.save(
+            {"epoch": 1, "state_dict": open_clip_weights()}, folder / "HPS_v2.1_compressed.pt"
+        )
         return reward(name, path=str(folder), processor={"path": str(folder / "processor")}, **keys)
     if name == "hpsv3":
         write_qwen_processor(folder / "processor")
         save_file(qwen_weights(("<|Reward|>",), HPSV3_HEAD), folder / "HPSv3.safetensors")
         return reward(
-            name, path=str(folder), **{"processor": {"path": str(folder / "processor")}, "precision": "float32", **keys}
+            name,
+            path=str(folder),
+            **{"processor": {"path": str(folder / "processor")}, "precision": "float32", **keys},
         )
     if name == "videoalign":
         write_qwen_processor(folder / "processor")
         write_video_reward(folder)
-        given = {"processor": {"path": str(folder / "processor")}, "precision": "float32", "frame_rate": 8}
+        given = {
+            "processor": {"path": str(folder / "processor")},
+            "precision": "float32",
+            "frame_rate": 8,
+        }
         return reward(name, path=str(folder), **given | keys)
     if name == "geneval":
         write_clip(folder / "clip")
@@ -89,16 +104,46 @@ def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
 def clip_tokenizer() -> CLIPTokenizer:
     """Bytes, bytes that end a word, two merges, start and end."""
     letters = sorted(ByteLevel.alphabet())
-    words = [*letters, *(f"{letter}</w>" for letter in letters), "ca", "cat</w>", "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer({word: number for number, word in enumerate(words)}, [("c", "a"), ("ca", "t</w>")], model_max_length=77)
+    words = [
+        *letters,
+        *(f"{letter}</w>" for letter in letters),
+        "ca",
+        "cat</w>",
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
+    return CLIPTokenizer(
+        {word: number for number, word in enumerate(words)},
+        [("c", "a"), ("ca", "t</w>")],
+        model_max_length=77,
+    )
 
 
 def clip_config(tokenizer: CLIPTokenizer) -> CLIPConfig:
     tower = {"num_hidden_layers": 2, "hidden_act": "gelu", "projection_dim": CLIP_WIDTH}
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
-    vision = {"hidden_size": 60, "intermediate_size": 240, "num_attention_heads": 3, "image_size": HPS_SIZE, "patch_size": 14}
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return CLIPConfig(text_config={**tower, **text, **ids}, vision_config={**tower, **vision}, projection_dim=CLIP_WIDTH)
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "vocab_size": len(tokenizer),
+    }
+    vision = {
+        "hidden_size": 60,
+        "intermediate_size": 240,
+        "num_attention_heads": 3,
+        "image_size": HPS_SIZE,
+        "patch_size": 14,
+    }
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return CLIPConfig(
+        text_config={**tower, **text, **ids},
+        vision_config={**tower, **vision},
+        projection_dim=CLIP_WIDTH,
+    )
 
 
 def write_clip(folder: Path) -> None:
@@ -113,23 +158,42 @@ def write_clip(folder: Path) -> None:
 
 
 def write_detector(folder: Path, seen: str = "dog", labels: int = len(CLASSES)) -> None:
-    """A Mask2Former that takes everything for one class, with the names of weights that are published."""
+    """A Mask2Former that takes everything for one class, with the names of weights that are
+    published.
+    """
     stages = {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}
     backbone = SwinConfig(**stages, out_features=["stage1", "stage2", "stage3", "stage4"])
-    sizes = {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "dim_feedforward": 16, "encoder_feedforward_dim": 16}
+    sizes = {
+        "feature_size": 32,
+        "mask_feature_size": 32,
+        "hidden_dim": 32,
+        "dim_feedforward": 16,
+        "encoder_feedforward_dim": 16,
+    }
     layers = {"encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 2, "num_queries": 4}
     config = Mask2FormerConfig(backbone_config=backbone, **sizes, **layers, num_labels=labels)
     with torch.random.fork_rng(devices=[]):
         model = Mask2FormerForUniversalSegmentation(config)
-    _draw({name: weight for name, weight in model.state_dict().items() if name.startswith("model.")})
+    _draw(
+        {name: weight for name, weight in model.state_dict().items() if name.startswith("model.")}
+    )
     with torch.no_grad():
         model.class_predictor.weight.zero_()
         model.class_predictor.bias.zero_()[CLASSES.index(seen)] = 12
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    older = {_as_published(name): weight for name, weight in weights.items() if ".swin.layernorm." not in name}
-    index = "model.pixel_level_module.encoder.encoder.layers.0.blocks.0.attention.self.relative_position_index"
-    save_file(older | {index: torch.zeros(16, 16, dtype=torch.long)}, folder / "model.safetensors", {"format": "pt"})
+    older = {
+        _as_published(name): weight
+        for name, weight in weights.items()
+        if ".swin.layernorm." not in name
+    }
+    attention = "model.pixel_level_module.encoder.encoder.layers.0.blocks.0.attention.self"
+    index = f"{attention}.relative_position_index"
+    save_file(
+        older | {index: torch.zeros(16, 16, dtype=torch.long)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 SWIN_NAMES = {
@@ -160,10 +224,14 @@ def write_hps_processor(folder: Path) -> None:
 
 def write_bert_tokenizer(folder: Path) -> None:
     """BERT's, by letters."""
-    BertTokenizer({word: number for number, word in enumerate(BERT_WORDS)}, do_lower_case=True).save_pretrained(folder)
+    BertTokenizer(
+        {word: number for number, word in enumerate(BERT_WORDS)}, do_lower_case=True
+    ).save_pretrained(folder)
 
 
-QWEN_WIDTH, QWEN_INNER, QWEN_EYE = 32, 48, 24
+QWEN_WIDTH = 32
+QWEN_INNER = 48
+QWEN_EYE = 24
 QWEN_CONFIG = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
     "attention_dropout": 0.0,
@@ -196,7 +264,9 @@ QWEN_CONFIG = {
     },
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
 }
-"""As Qwen2-VL-7B-Instruct says it, flat, but for the sizes, the ids of its special tokens and the padded vocabulary."""
+"""As Qwen2-VL-7B-Instruct says it, flat, but for the sizes, the ids of its special tokens and the
+padded vocabulary.
+"""
 HPSV3_HEAD = {0: (20, QWEN_WIDTH), 3: (6, 20), 5: (2, 6)}
 
 
@@ -204,15 +274,31 @@ def write_qwen_processor(folder: Path) -> None:
     """Of the repository of a Qwen2-VL, what its rewards need."""
     tokenizer = qwen_tokenizer()
     tokenizer.save_pretrained(folder)
-    ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>"}
-    ids |= {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>", "vision_end_token_id": "<|vision_end|>"}
+    ids = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+    }
+    ids |= {
+        "bos_token_id": "<|endoftext|>",
+        "eos_token_id": "<|im_end|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
     numbers = {key: tokenizer.convert_tokens_to_ids(token) for key, token in ids.items()}
-    (folder / "config.json").write_text(json.dumps({**QWEN_CONFIG, **numbers, "vocab_size": len(tokenizer) + 11}))
+    (folder / "config.json").write_text(
+        json.dumps({**QWEN_CONFIG, **numbers, "vocab_size": len(tokenizer) + 11})
+    )
 
 
-def qwen_weights(tokens: tuple[str, ...], head: dict[int, tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """A Qwen2-VL with some more tokens under the names that transformers had then, and a head of linear layers."""
-    width, eye, words = QWEN_WIDTH, QWEN_EYE, len(qwen_tokenizer()) + len(tokens)
+def qwen_weights(
+    tokens: tuple[str, ...], head: dict[int, tuple[int, int]]
+) -> dict[str, torch.Tensor]:
+    """A Qwen2-VL with some more tokens under the names that transformers had then, and a head of
+    linear layers.
+    """
+    width = QWEN_WIDTH
+    eye = QWEN_EYE
+    words = len(qwen_tokenizer()) + len(tokens)
     shapes: dict[str, tuple[int, ...]] = {
         "visual.patch_embed.proj.weight": (eye, 3, 2, 14, 14),
         **_norm("visual.merger.ln_q", eye),
@@ -231,12 +317,21 @@ def qwen_weights(tokens: tuple[str, ...], head: dict[int, tuple[int, int]]) -> d
         shapes |= _linear(f"{block}.self_attn.k_proj", width, width // 2) | _linear(
             f"{block}.self_attn.v_proj", width, width // 2
         )
-        shapes |= {f"{block}.self_attn.o_proj.weight": (width, width), f"{block}.mlp.down_proj.weight": (width, QWEN_INNER)}
-        shapes |= {f"{block}.mlp.{part}_proj.weight": (QWEN_INNER, width) for part in ("gate", "up")}
-        shapes |= {f"{block}.{part}_layernorm.weight": (width,) for part in ("input", "post_attention")}
+        shapes |= {
+            f"{block}.self_attn.o_proj.weight": (width, width),
+            f"{block}.mlp.down_proj.weight": (width, QWEN_INNER),
+        }
+        shapes |= {
+            f"{block}.mlp.{part}_proj.weight": (QWEN_INNER, width) for part in ("gate", "up")
+        }
+        shapes |= {
+            f"{block}.{part}_layernorm.weight": (width,) for part in ("input", "post_attention")
+        }
     for number, size in head.items():
         shapes |= {f"rm_head.{number}.weight": size, f"rm_head.{number}.bias": size[:1]}
-    return {name: weight.bfloat16().float() for name, weight in _drawn(shapes).items()}  # as published: nothing to round
+    return {
+        name: weight.bfloat16().float() for name, weight in _drawn(shapes).items()
+    }  # as published: nothing to round
 
 
 VIDEO_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
@@ -260,14 +355,29 @@ VIDEO_SETTINGS = {
         "TA_std": 2.5121,
     },
 }
-"""Of ``model_config.json``, what is read, as published but for the pixels and the rank, which is 64 of 128."""
+"""Of ``model_config.json``, what is read, as published but for the pixels and the rank, which is 64
+of 128.
+"""
 
 
 def lora_weights(base: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """An adapter of every linear layer of the language model, by the names of the layers."""
-    layers = [name.removesuffix(".weight") for name in base if name.startswith("model.layers") and "_proj.weight" in name]
-    shapes = {f"{layer}.lora_A.default.weight": (rank, base[f"{layer}.weight"].shape[1]) for layer in layers}
-    return _drawn(shapes | {f"{layer}.lora_B.default.weight": (base[f"{layer}.weight"].shape[0], rank) for layer in layers})
+    layers = [
+        name.removesuffix(".weight")
+        for name in base
+        if name.startswith("model.layers") and "_proj.weight" in name
+    ]
+    shapes = {
+        f"{layer}.lora_A.default.weight": (rank, base[f"{layer}.weight"].shape[1])
+        for layer in layers
+    }
+    return _drawn(
+        shapes
+        | {
+            f"{layer}.lora_B.default.weight": (base[f"{layer}.weight"].shape[0], rank)
+            for layer in layers
+        }
+    )
 
 
 def video_reward_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
@@ -277,20 +387,34 @@ def video_reward_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
 
 
 def write_video_reward(folder: Path) -> None:
-    """A VideoReward as published: the state of a network that peft wrapped, and what it was trained with."""
+    """A VideoReward as published: the state of a network that peft wrapped, and what it was trained
+    with.
+    """
     base, adapter, head = video_reward_weights()
     adapted = {name.partition(".lora_")[0] for name in adapter}
     state = {}
     for name, tensor in (base | adapter | {"rm_head.weight": head}).items():
         layer, _, part = name.rpartition(".")
-        state[f"base_model.model.{f'{layer}.base_layer.{part}' if layer in adapted else name}"] = tensor
+        state[f"base_model.model.{f'{layer}.base_layer.{part}' if layer in adapted else name}"] = (
+            tensor
+        )
     (folder / "checkpoint-7").mkdir(parents=True)
     torch.save(state, folder / "checkpoint-7" / "model.pth")
     (folder / "model_config.json").write_text(json.dumps(VIDEO_SETTINGS))
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-BERT_WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, ",", "&", *(f"##{letter}" for letter in LETTERS)]
+BERT_WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *LETTERS,
+    ",",
+    "&",
+    *(f"##{letter}" for letter in LETTERS),
+]
 MED_CONFIG = {
     "architectures": ["BertModel"],
     "attention_probs_dropout_prob": 0.1,
@@ -317,12 +441,16 @@ def head_weights(width: int) -> dict[str, torch.Tensor]:
     """Five linear layers under the published names."""
     sizes = {0: (20, width), 2: (12, 20), 4: (8, 12), 6: (6, 8), 7: (1, 6)}
     shapes = {f"layers.{number}.weight": size for number, size in sizes.items()}
-    return _drawn({**shapes, **{f"layers.{number}.bias": size[:1] for number, size in sizes.items()}})
+    return _drawn(
+        {**shapes, **{f"layers.{number}.bias": size[:1] for number, size in sizes.items()}}
+    )
 
 
 def open_clip_weights() -> dict[str, torch.Tensor]:
     """A ViT under open_clip's names, with the sizes of ``clip_config``."""
-    text, vision, tokens = 32, 60, len(clip_tokenizer())
+    text = 32
+    vision = 60
+    tokens = len(clip_tokenizer())
     shapes: dict[str, tuple[int, ...]] = {
         "positional_embedding": (77, text),
         "text_projection": (text, CLIP_WIDTH),
@@ -339,18 +467,28 @@ def open_clip_weights() -> dict[str, torch.Tensor]:
     for prefix, width, inner in (("", text, 64), ("visual.", vision, 240)):
         for layer in range(2):
             block = f"{prefix}transformer.resblocks.{layer}"
-            shapes |= {f"{block}.attn.in_proj_weight": (3 * width, width), f"{block}.attn.in_proj_bias": (3 * width,)}
+            shapes |= {
+                f"{block}.attn.in_proj_weight": (3 * width, width),
+                f"{block}.attn.in_proj_bias": (3 * width,),
+            }
             shapes |= (
-                _linear(f"{block}.attn.out_proj", width, width) | _norm(f"{block}.ln_1", width) | _norm(f"{block}.ln_2", width)
+                _linear(f"{block}.attn.out_proj", width, width)
+                | _norm(f"{block}.ln_1", width)
+                | _norm(f"{block}.ln_2", width)
             )
-            shapes |= _linear(f"{block}.mlp.c_fc", width, inner) | _linear(f"{block}.mlp.c_proj", inner, width)
+            shapes |= _linear(f"{block}.mlp.c_fc", width, inner) | _linear(
+                f"{block}.mlp.c_proj", inner, width
+            )
     return _drawn(shapes)
 
 
 def blip_weights() -> dict[str, torch.Tensor]:
     """An ImageReward under its published names, with what BLIP has besides."""
-    width, words, places = BLIP_WIDTH, BERT_WIDTH, (BLIP_SIZE // 16) ** 2 + 1
-    eye, read = "blip.visual_encoder", "blip.text_encoder"
+    width = BLIP_WIDTH
+    words = BERT_WIDTH
+    places = (BLIP_SIZE // 16) ** 2 + 1
+    eye = "blip.visual_encoder"
+    read = "blip.text_encoder"
     shapes: dict[str, tuple[int, ...]] = {
         f"{eye}.cls_token": (1, 1, width),
         f"{eye}.pos_embed": (1, places, width),
@@ -358,7 +496,10 @@ def blip_weights() -> dict[str, torch.Tensor]:
         f"{eye}.patch_embed.proj.bias": (width,),
         **_norm(f"{eye}.norm", width),
         f"{read}.embeddings.word_embeddings.weight": (MED_CONFIG["vocab_size"], words),
-        f"{read}.embeddings.position_embeddings.weight": (MED_CONFIG["max_position_embeddings"], words),
+        f"{read}.embeddings.position_embeddings.weight": (
+            MED_CONFIG["max_position_embeddings"],
+            words,
+        ),
         **_norm(f"{read}.embeddings.LayerNorm", words),
         **_linear("blip.vision_proj", width, 16),
         **_linear("blip.text_proj", words, 16),
@@ -366,16 +507,28 @@ def blip_weights() -> dict[str, torch.Tensor]:
     for layer in range(2):
         block = f"{eye}.blocks.{layer}"
         shapes |= _norm(f"{block}.norm1", width) | _norm(f"{block}.norm2", width)
-        shapes |= _linear(f"{block}.attn.qkv", width, 3 * width) | _linear(f"{block}.attn.proj", width, width)
-        shapes |= _linear(f"{block}.mlp.fc1", width, 4 * width) | _linear(f"{block}.mlp.fc2", 4 * width, width)
+        shapes |= _linear(f"{block}.attn.qkv", width, 3 * width) | _linear(
+            f"{block}.attn.proj", width, width
+        )
+        shapes |= _linear(f"{block}.mlp.fc1", width, 4 * width) | _linear(
+            f"{block}.mlp.fc2", 4 * width, width
+        )
         block = f"{read}.encoder.layer.{layer}"
         for part, source in (("attention", words), ("crossattention", width)):
             shapes |= _linear(f"{block}.{part}.self.query", words, words)
-            shapes |= _linear(f"{block}.{part}.self.key", source, words) | _linear(f"{block}.{part}.self.value", source, words)
-            shapes |= _linear(f"{block}.{part}.output.dense", words, words) | _norm(f"{block}.{part}.output.LayerNorm", words)
-        shapes |= _linear(f"{block}.intermediate.dense", words, 80) | _linear(f"{block}.output.dense", 80, words)
+            shapes |= _linear(f"{block}.{part}.self.key", source, words) | _linear(
+                f"{block}.{part}.self.value", source, words
+            )
+            shapes |= _linear(f"{block}.{part}.output.dense", words, words) | _norm(
+                f"{block}.{part}.output.LayerNorm", words
+            )
+        shapes |= _linear(f"{block}.intermediate.dense", words, 80) | _linear(
+            f"{block}.output.dense", 80, words
+        )
         shapes |= _norm(f"{block}.output.LayerNorm", words)
-    weights = _drawn(shapes) | {f"mlp.{name}": tensor for name, tensor in head_weights(words).items()}
+    weights = _drawn(shapes) | {
+        f"mlp.{name}": tensor for name, tensor in head_weights(words).items()
+    }
     return weights | {f"{read}.embeddings.position_ids": torch.arange(64)[None]}
 
 
@@ -395,7 +548,9 @@ def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _draw(weights: dict[str, torch.Tensor]) -> None:
-    """Matrices so that features keep their size from layer to layer, and everything else near 0 or, for scales of norms, 1."""
+    """Matrices so that features keep their size from layer to layer, and everything else near 0 or,
+    for scales of norms, 1.
+    """
     stream = torch.Generator().manual_seed(3)
     for name, weight in sorted(weights.items()):
         noise = torch.randn(weight.shape, generator=stream)

@@ -48,7 +48,8 @@ class Server:
 @contextlib.contextmanager
 def answering(*behaviours: Behaviour, tls: ssl.SSLContext | None = None) -> Iterator[Server]:
     """A server that takes the behaviours one after the other, the last for all further requests."""
-    left, lock = list(behaviours), threading.Lock()
+    left = list(behaviours)
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         released = threading.Event()
@@ -124,7 +125,9 @@ def trickles(first: bytes) -> Behaviour:
 def serving(reward: Reward, token: str | None = None) -> Iterator[str]:
     """Our own server with a reward: its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(reward, token), log_config=None, **server_options()))
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(reward, token), log_config=None, **server_options())
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -5,7 +5,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from network_cases import CLIP_WIDTH, PREPROCESSOR, TEXTS, as_prompts, clip_tokenizer, make_reward, some_images, write_clip
+from network_cases import (
+    CLIP_WIDTH,
+    PREPROCESSOR,
+    TEXTS,
+    as_prompts,
+    clip_tokenizer,
+    make_reward,
+    some_images,
+    write_clip,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTokenizer
@@ -14,8 +23,10 @@ from ebbflow.recipe.registry import reward
 from ebbflow.rewards.clip import load_clip
 from ebbflow.rewards.combine import RewardError, load_reward
 
-IMAGES, PROMPTS = some_images(), as_prompts(*TEXTS)
-MEAN, STD = np.array(PREPROCESSOR["image_mean"]), np.array(PREPROCESSOR["image_std"])
+IMAGES = some_images()
+PROMPTS = as_prompts(*TEXTS)
+MEAN = np.array(PREPROCESSOR["image_mean"])
+STD = np.array(PREPROCESSOR["image_std"])
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +39,23 @@ def folder(tmp_path_factory):
 
 @torch.no_grad()
 def logits(folder) -> np.ndarray:
-    """exp(logit scale) * cosine of every image and its text, one by one, by transformers' own forward pass."""
-    model, tokenizer = CLIPModel.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder)
+    """exp(logit scale) * cosine of every image and its text, one by one, by transformers' own
+    forward pass.
+    """
+    model = CLIPModel.from_pretrained(folder)
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
     values = []
     for image, text in zip(IMAGES, TEXTS, strict=True):
         height, width = image.shape[:2]
-        small = np.asarray(Image.fromarray(image).resize((28 * width // height, 28), Image.Resampling.BICUBIC))
+        small = np.asarray(
+            Image.fromarray(image).resize((28 * width // height, 28), Image.Resampling.BICUBIC)
+        )
         left = (small.shape[1] - 28) // 2
         pixels = (small[:, left : left + 28] / 255 - MEAN) / STD
         tokens = tokenizer(text, return_tensors="pt")
-        output = model(**tokens, pixel_values=torch.tensor(pixels, dtype=torch.float32).permute(2, 0, 1)[None])
+        output = model(
+            **tokens, pixel_values=torch.tensor(pixels, dtype=torch.float32).permute(2, 0, 1)[None]
+        )
         values.append(float(output.logits_per_image))
     return np.array(values)
 
@@ -53,7 +71,8 @@ def test_clipscore_is_the_cosine_and_pickscore_its_multiple(folder):
 
 def test_a_long_prompt_is_cut_and_keeps_its_end(folder):
     clip = load_clip(folder)
-    long, longer = "cat " * 75, "cat " * 75 + "and whatever follows it"
+    long = "cat " * 75
+    longer = "cat " * 75 + "and whatever follows it"
     ids = clip_tokenizer()(longer, truncation=True, max_length=77).input_ids
     assert len(ids) == 77
     assert ids[-1] == clip_tokenizer().eos_token_id
@@ -78,21 +97,32 @@ def test_one_clip_serves_every_reward_that_names_it(folder):
 
 def test_weights_in_half_precision_are_scored_in_float32(folder, tmp_path):
     write_clip(tmp_path)
-    halved = {name: weight.half() for name, weight in load_file(folder / "model.safetensors").items()}
+    halved = {
+        name: weight.half() for name, weight in load_file(folder / "model.safetensors").items()
+    }
     save_file(halved, tmp_path / "model.safetensors", {"format": "pt"})
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**said, "dtype": "float16"}))
     assert {weight.dtype for weight in load_clip(tmp_path).model.parameters()} == {torch.float32}
     values = load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS).values
-    assert np.allclose(values, load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values, rtol=0, atol=5e-3)
+    assert np.allclose(
+        values,
+        load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values,
+        rtol=0,
+        atol=5e-3,
+    )
 
 
 def test_positions_that_older_files_hold_do_no_harm(folder, tmp_path):
     write_clip(tmp_path)
-    older = load_file(folder / "model.safetensors") | {"text_model.embeddings.position_ids": torch.arange(77)[None]}
+    older = load_file(folder / "model.safetensors") | {
+        "text_model.embeddings.position_ids": torch.arange(77)[None]
+    }
     save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
     values = load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS).values
-    assert np.array_equal(values, load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values)
+    assert np.array_equal(
+        values, load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values
+    )
 
 
 def _lost(weights):
@@ -113,7 +143,9 @@ def test_weights_of_another_network_are_refused(change, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RewardError, match=r"does not fit this CLIPModel: 1 weights differ, first .*(visual|vision)"):
+    with pytest.raises(
+        RewardError, match=r"does not fit this CLIPModel: 1 weights differ, first .*(visual|vision)"
+    ):
         load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS)
 
 
@@ -136,7 +168,11 @@ def test_another_tokenizer_and_a_broken_file_are_named(tmp_path):
         load_reward(config)(IMAGES, PROMPTS)
     weights = load_file(tmp_path / "model.safetensors")
     name = "text_model.embeddings.token_embedding.weight"
-    save_file(weights | {name: weights[name][:-1].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights | {name: weights[name][:-1].clone()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     said["text_config"]["vocab_size"] -= 1
     (tmp_path / "config.json").write_text(json.dumps(said))
     tokens = len(clip_tokenizer())

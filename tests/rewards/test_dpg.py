@@ -15,11 +15,13 @@ from ebbflow.rewards.built_in.dpg import NO_QUESTIONS, Question, dpg_score, read
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.http import NoAnswer
 
-CSV = """item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,question_natural_language
+CSV = """item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,\
+question_natural_language
 p1,"A cat on a red mat",,1,0,entity,whole,entity - whole (cat),Is there a cat?
 p1,"A cat on a red mat",,2,0,entity,whole,entity - whole (mat),Is there a mat?
 p1,"A cat on a red mat",,3,2,attribute,color,"attribute - color (mat, red)",Is the mat red?
-p1,"A cat on a red mat",,4,"1, 2",relation,spatial,"relation - spatial (cat, mat, on)",Is the cat on the mat?
+p1,"A cat on a red mat",,4,"1, 2",relation,spatial,\
+"relation - spatial (cat, mat, on)",Is the cat on the mat?
 """
 IMAGES = np.random.default_rng(0).integers(0, 256, (2, 8, 12, 3), dtype=np.uint8)
 
@@ -28,7 +30,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (2, 8, 12, 3), dtype=np.uint8
 def prompt(tmp_path_factory) -> Prompt:
     path = tmp_path_factory.mktemp("dpg") / "dpg_bench.csv"
     path.write_text(CSV)
-    ((row,), _) = read_prompt_file(path)
+    (row,), _ = read_prompt_file(path)
     return of(json.loads(row.metadata))
 
 
@@ -42,7 +44,9 @@ def answer(text: str, finish: str = "stop") -> Behaviour:
 
 def judged(prompts, *behaviours: Behaviour):
     with answering(*behaviours) as server:
-        made = load_reward(reward("dpg", url=server.url, model="judge", timeout=5, concurrency=1, attempts=1))
+        made = load_reward(
+            reward("dpg", url=server.url, model="judge", timeout=5, concurrency=1, attempts=1)
+        )
         return made(IMAGES[: len(prompts)], prompts), [asked.json for asked in server.asked]
 
 
@@ -57,7 +61,14 @@ def test_questions_come_from_the_published_columns(prompt):
 
 @pytest.mark.parametrize(
     ("answers", "score"),
-    [((1, 1, 1, 1), 1), ((1, 1, 0, 1), 0.75), ((1, 0, 1, 1), 0.25), ((0, 1, 1, 1), 0.5), ((0, 0, 1, 1), 0), ((0, 0, 0, 0), 0)],
+    [
+        ((1, 1, 1, 1), 1),
+        ((1, 1, 0, 1), 0.75),
+        ((1, 0, 1, 1), 0.25),
+        ((0, 1, 1, 1), 0.5),
+        ((0, 0, 1, 1), 0),
+        ((0, 0, 0, 0), 0),
+    ],
 )
 def test_a_question_counts_only_if_those_that_it_depends_on_do(prompt, answers, score):
     assert dpg_score(read_questions(prompt.metadata), dict(enumerate(answers, start=1))) == score
@@ -73,7 +84,11 @@ def test_every_question_is_asked_about_the_image(prompt):
     assert result.values.tolist() == [0.75]
     texts = [request["messages"][0]["content"][-1]["text"] for request in requests]
     assert texts[0] == 'Is there a cat? Answer "yes" or "no".'
-    assert [text.partition("?")[0] for text in texts[1:]] == ["Is there a mat", "Is the mat red", "Is the cat on the mat"]
+    assert [text.partition("?")[0] for text in texts[1:]] == [
+        "Is there a mat",
+        "Is the mat red",
+        "Is the cat on the mat",
+    ]
     assert all(len(request["messages"][0]["content"]) == 2 for request in requests)
 
 

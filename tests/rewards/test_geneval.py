@@ -1,4 +1,6 @@
-"""The published protocol in closed form, and the detector and CLIP in front of it as tiny random networks."""
+"""The published protocol in closed form, and the detector and CLIP in front of it as tiny random
+networks.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ from ebbflow.rewards.built_in.geneval import (
 )
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 
-SQUARE, LEFT, RIGHT, ABOVE, BELOW = (40, 40, 60, 60), (0, 40, 20, 60), (80, 40, 100, 60), (40, 0, 60, 20), (40, 80, 60, 100)
+SQUARE = (40, 40, 60, 60)
+LEFT = (0, 40, 20, 60)
+RIGHT = (80, 40, 100, 60)
+ABOVE = (40, 0, 60, 20)
+BELOW = (40, 80, 60, 100)
 
 
-def thing(name: str, color: str = "", box=SQUARE, confidence: float = 0.95) -> tuple[Detection, str]:
+def thing(
+    name: str, color: str = "", box=SQUARE, confidence: float = 0.95
+) -> tuple[Detection, str]:
     return Detection(name, confidence, box), color
 
 
-def judged(metadata: dict, *things: tuple[Detection, str], threshold: float = 0.3) -> tuple[float, float, float]:
+def judged(
+    metadata: dict, *things: tuple[Detection, str], threshold: float = 0.3
+) -> tuple[float, float, float]:
     """(correct, strict, soft)"""
     colors = {id(one): color for one, color in things}
     objects = by_class([one for one, _ in things], threshold)
@@ -50,7 +60,8 @@ def include(*rules: dict, **keys: object) -> dict:
     return {"include": [{"count": 1} | rule for rule in rules]} | keys
 
 
-DOG, CAT = {"class": "dog"}, {"class": "cat"}
+DOG = {"class": "dog"}
+CAT = {"class": "cat"}
 
 
 def test_a_single_object_is_there_or_not():
@@ -69,7 +80,9 @@ def test_two_objects_are_both_there():
 
 
 def test_a_count_is_met_and_not_exceeded():
-    three = include({"class": "dog", "count": 3}, tag="counting", exclude=[{"class": "dog", "count": 4}])
+    three = include(
+        {"class": "dog", "count": 3}, tag="counting", exclude=[{"class": "dog", "count": 4}]
+    )
     dogs = [thing("dog") for _ in range(5)]
     assert judged(three, *dogs[:3]) == (1, 1, 1)
     assert judged(three, *dogs[:2]) == pytest.approx((0, 0, 2 / 3))
@@ -88,22 +101,30 @@ def test_a_color_is_that_of_the_most_confident_objects():
     assert judged(red, thing("dog", "red")) == (1, 1, 1)
     assert judged(red, thing("dog", "blue")) == (0, 0, 0.5)
     assert judged(red) == (0, 0, 0)
-    best, second = thing("dog", "red", confidence=0.9), thing("dog", "blue", confidence=0.8)
+    best = thing("dog", "red", confidence=0.9)
+    second = thing("dog", "blue", confidence=0.8)
     assert judged(red, second, best) == (1, 0, 0)
-    assert judged(red, thing("dog", "blue", confidence=0.9), thing("dog", "red", confidence=0.8)) == (0, 0, 0)
+    assert judged(
+        red, thing("dog", "blue", confidence=0.9), thing("dog", "red", confidence=0.8)
+    ) == (0, 0, 0)
     two = include({"class": "dog", "color": "red", "count": 2})
     assert judged(two, thing("dog", "red"), thing("dog", "blue")) == (0, 0, 0.75)
 
 
 def test_attributes_belong_to_their_objects():
-    bound = include({"class": "dog", "color": "red"}, {"class": "cat", "color": "blue"}, tag="color_attr")
+    bound = include(
+        {"class": "dog", "color": "red"}, {"class": "cat", "color": "blue"}, tag="color_attr"
+    )
     assert judged(bound, thing("dog", "red"), thing("cat", "blue")) == (1, 1, 1)
     assert judged(bound, thing("dog", "blue"), thing("cat", "red")) == (0, 0, 0.5)
     assert judged(bound, thing("dog", "red"), thing("cat", "green")) == (0, 0, 0.75)
     assert judged(bound, thing("dog", "red")) == (0, 0, 0.5)
 
 
-@pytest.mark.parametrize(("relation", "place"), [("left of", LEFT), ("right of", RIGHT), ("above", ABOVE), ("below", BELOW)])
+@pytest.mark.parametrize(
+    ("relation", "place"),
+    [("left of", LEFT), ("right of", RIGHT), ("above", ABOVE), ("below", BELOW)],
+)
 def test_a_position_is_relative_to_the_other_object(relation, place):
     rules = include(DOG, {"class": "cat", "position": [relation, 0]}, tag="position")
     assert judged(rules, thing("dog"), thing("cat", box=place)) == (1, 1, 1)
@@ -119,7 +140,11 @@ def test_a_position_relative_to_what_does_not_hold_is_not_there():
     assert judged(rules, thing("dog", "red"), thing("cat", box=LEFT)) == (1, 1, 1)
     assert judged(rules, thing("dog", "blue"), thing("cat", box=LEFT)) == (0, 0, 0.5)
     several = include({"class": "dog", "count": 2}, {"class": "cat", "position": ["left of", 0]})
-    assert judged(several, thing("dog"), thing("dog", box=RIGHT), thing("cat", box=LEFT)) == (1, 1, 1)
+    assert judged(several, thing("dog"), thing("dog", box=RIGHT), thing("cat", box=LEFT)) == (
+        1,
+        1,
+        1,
+    )
     assert judged(several, thing("dog"), thing("dog", box=LEFT), thing("cat", box=LEFT))[0] == 0
 
 
@@ -141,9 +166,13 @@ def test_centres_must_differ_by_a_tenth_of_both_sizes():
 
 
 def test_of_each_class_the_most_confident_sixteen_above_the_threshold_count():
-    found = [Detection("dog", 0.3 + number / 100, SQUARE) for number in range(40)] + [Detection("cat", 0.31, SQUARE)]
+    found = [Detection("dog", 0.3 + number / 100, SQUARE) for number in range(40)] + [
+        Detection("cat", 0.31, SQUARE)
+    ]
     objects = by_class(found, 0.3)
-    assert [one.confidence for one in objects["dog"]] == pytest.approx([0.3 + number / 100 for number in range(39, 23, -1)])
+    assert [one.confidence for one in objects["dog"]] == pytest.approx(
+        [0.3 + number / 100 for number in range(39, 23, -1)]
+    )
     assert len(objects["cat"]) == 1
     assert by_class(found, 0.69) == {}
 
@@ -156,12 +185,15 @@ def logits(label: int, confidence: float) -> torch.Tensor:
 
 
 def test_detections_are_masks_with_their_boxes_and_confidences():
-    inside, outside = 3.0, -3.0
+    inside = 3.0
+    outside = -3.0
     masks = torch.full((3, 8, 8), outside)
     masks[0, 2:4, 1:6] = inside
     masks[1, 0, 0] = inside
     # The third has no pixel above one half.
-    classes = torch.stack([logits(CLASSES.index("dog"), 0.9), logits(CLASSES.index("cat"), 0.31), logits(0, 0.99)])
+    classes = torch.stack(
+        [logits(CLASSES.index("dog"), 0.9), logits(CLASSES.index("cat"), 0.31), logits(0, 0.99)]
+    )
     (found,) = detections(classes, masks, (8, 8))
     quality = 1 / (1 + math.exp(-inside))
     assert (found.name, found.box) == ("dog", (1, 2, 6, 4))
@@ -181,7 +213,9 @@ def test_one_query_may_be_of_several_classes():
 
 
 class Eye:
-    """A CLIP whose image embedding is the mean colour and whose text embeddings are the primaries; it keeps what it saw."""
+    """A CLIP whose image embedding is the mean colour and whose text embeddings are the primaries;
+    it keeps what it saw.
+    """
 
     SHADES = {"red": (1.0, 0, 0), "green": (0, 1.0, 0), "blue": (0, 0, 1.0)}
 
@@ -195,7 +229,10 @@ class Eye:
 
     def embed_texts(self, texts: list[str]) -> torch.Tensor:
         self.asked += texts
-        shades = [next((shade for name, shade in self.SHADES.items() if name in text), (0.1, 0.1, 0.1)) for text in texts]
+        shades = [
+            next((shade for name, shade in self.SHADES.items() if name in text), (0.1, 0.1, 0.1))
+            for text in texts
+        ]
         return normalize(torch.tensor(shades), dim=-1)
 
 
@@ -213,7 +250,11 @@ def test_a_color_is_asked_of_the_object_alone_on_grey():
     assert seen.shape == (4, 6, 3)
     assert seen[0, 0].tolist() == [0x99] * 3
     assert (seen.reshape(-1, 3)[1:] == (200, 0, 0)).all()
-    assert eye.asked[:3] == ["a photo of a red dog", "a photo of a red-colored dog", "a photo of a red object"]
+    assert eye.asked[:3] == [
+        "a photo of a red dog",
+        "a photo of a red-colored dog",
+        "a photo of a red object",
+    ]
     assert len(eye.asked) == 3 * len(COLORS)
     namer.name(image, Detection("dog", 0.9, (3, 2, 9, 6), mask))
     assert len(eye.asked) == 3 * len(COLORS)
@@ -224,13 +265,33 @@ def test_a_color_is_asked_of_the_object_alone_on_grey():
     [
         ({}, "include: Field required"),
         ({"include": []}, "include: "),
-        ({"include": [{"class": "unicorn", "count": 1}]}, "include.0: .*'unicorn' is no class of COCO"),
-        ({"include": [{"class": "dog", "count": 1, "color": "mauve"}]}, "'mauve' is none of red, orange"),
+        (
+            {"include": [{"class": "unicorn", "count": 1}]},
+            "include.0: .*'unicorn' is no class of COCO",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "color": "mauve"}]},
+            "'mauve' is none of red, orange",
+        ),
         ({"include": [{"class": "dog", "count": 0}]}, "include.0.count: "),
         ({"include": [{"class": "dog", "count": "1"}]}, "include.0.count: "),
-        ({"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]}, "include.0.position.0: "),
-        ({"include": [{"class": "dog", "count": 1, "position": ["above", 0]}]}, "rule 0 has a position relative to rule 0"),
-        ({"include": [{"class": "dog", "count": 1}, {"class": "cat", "count": 1, "position": ["above", -1]}]}, "rule -1"),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]},
+            "include.0.position.0: ",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["above", 0]}]},
+            "rule 0 has a position relative to rule 0",
+        ),
+        (
+            {
+                "include": [
+                    {"class": "dog", "count": 1},
+                    {"class": "cat", "count": 1, "position": ["above", -1]},
+                ]
+            },
+            "rule -1",
+        ),
     ],
 )
 def test_a_prompt_without_rules_is_a_failure_and_never_a_score(metadata, why, reward):
@@ -273,33 +334,52 @@ def test_networks_of_the_published_layout_are_loaded_and_judge(reward):
     result = reward(IMAGES, [prompt_of(include(rule)) for rule in (dogs, CAT, dogs, CAT, dogs)])
     assert result.values.tolist() == [1, 0, 1, 0, 1]
     assert set(result.metrics) == {"geneval_strict", "geneval_soft"}
-    colored = [reward(IMAGES[:1], [prompt_of(include(dogs | {"color": color}))]).values[0] for color in COLORS]
+    colored = [
+        reward(IMAGES[:1], [prompt_of(include(dogs | {"color": color}))]).values[0]
+        for color in COLORS
+    ]
     assert sorted(colored) == [0] * 9 + [1]
     assert not isinstance(reward, DifferentiableReward)
 
 
 def test_the_size_of_a_batch_does_not_count_and_prompts_without_rules_neither(config, reward):
-    prompts = [prompt_of(include(DOG)), prompt_of({}), *[prompt_of(include({"class": "dog", "count": n})) for n in (2, 3, 4)]]
+    prompts = [
+        prompt_of(include(DOG)),
+        prompt_of({}),
+        *[prompt_of(include({"class": "dog", "count": n})) for n in (2, 3, 4)],
+    ]
     expected = reward(IMAGES, prompts)
     for batch in (1, 16):
         other = load_reward(config.model_copy(update={"batch": batch}))(IMAGES, prompts)
         assert np.array_equal(other.values, expected.values, equal_nan=True)
-        assert np.array_equal(other.metrics["geneval_soft"], expected.metrics["geneval_soft"], equal_nan=True)
+        assert np.array_equal(
+            other.metrics["geneval_soft"], expected.metrics["geneval_soft"], equal_nan=True
+        )
     assert reward(IMAGES[:0], []).values.shape == (0,)
 
 
 def test_the_score_is_chosen_and_the_others_are_metrics(config, reward):
     prompts = [prompt_of(include(DOG, CAT))]
     soft = load_reward(config.model_copy(update={"score": "soft", "label": "rules"}))
-    one, other = reward(IMAGES[:1], prompts), soft(IMAGES[:1], prompts)
+    one = reward(IMAGES[:1], prompts)
+    other = soft(IMAGES[:1], prompts)
     assert other.values[0] == one.metrics["geneval_soft"][0] != one.values[0]
     assert other.metrics.keys() == {"rules_correct", "rules_strict"}
-    assert load_scorer([soft.config], [])(IMAGES[:1], prompts).metrics.keys() == {"rules", "rules_correct", "rules_strict"}
+    assert load_scorer([soft.config], [])(IMAGES[:1], prompts).metrics.keys() == {
+        "rules",
+        "rules_correct",
+        "rules_strict",
+    }
 
 
 def test_counting_asks_for_more_confidence(reward, monkeypatch):
     monkeypatch.setattr(
-        geneval, "detections", lambda classes, masks, size: [Detection("dog", 0.5, SQUARE), Detection("dog", 0.95, SQUARE)]
+        geneval,
+        "detections",
+        lambda classes, masks, size: [
+            Detection("dog", 0.5, SQUARE),
+            Detection("dog", 0.95, SQUARE),
+        ],
     )
     two = include({"class": "dog", "count": 2})
     prompts = [prompt_of(two | {"tag": tag}) for tag in ("two_object", "counting")]
@@ -309,7 +389,8 @@ def test_counting_asks_for_more_confidence(reward, monkeypatch):
 def test_a_detector_that_is_not_finite_fails_the_image(reward, monkeypatch):
     detector = reward._score.args[0]
     broken = SimpleNamespace(
-        class_queries_logits=torch.full((1, 4, 81), float("nan")), masks_queries_logits=torch.zeros(1, 4, 8, 8)
+        class_queries_logits=torch.full((1, 4, 81), float("nan")),
+        masks_queries_logits=torch.zeros(1, 4, 8, 8),
     )
     monkeypatch.setattr(type(detector), "__call__", lambda self, pixel_values: broken)
     result = reward(IMAGES[:1], [prompt_of(include(DOG))])
@@ -320,11 +401,19 @@ def test_a_detector_that_is_not_finite_fails_the_image(reward, monkeypatch):
 def test_a_detector_of_other_classes_or_with_other_weights_is_refused(tmp_path):
     config = make_reward("geneval", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    save_file({name: weight for name, weight in weights.items() if "mask_projection" not in name}, tmp_path / "model.safetensors")
-    with pytest.raises(RewardError, match=r"does not fit this Mask2Former.*: 2 weights differ, first .*mask_projection"):
+    save_file(
+        {name: weight for name, weight in weights.items() if "mask_projection" not in name},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        RewardError,
+        match=r"does not fit this Mask2Former.*: 2 weights differ, first .*mask_projection",
+    ):
         load_reward(config)(IMAGES[:1], [prompt_of(include(DOG))])
     write_detector(tmp_path, labels=150)
-    with pytest.raises(RewardError, match="knows 150 classes and COCO has 80; take one of COCO instances"):
+    with pytest.raises(
+        RewardError, match="knows 150 classes and COCO has 80; take one of COCO instances"
+    ):
         load_reward(config)(IMAGES[:1], [prompt_of(include(DOG))])
 
 

@@ -1,4 +1,6 @@
-"""Rewards that compare the images of a prompt: which groups they see, what they may not do, and the win rates of the judge."""
+"""Rewards that compare the images of a prompt: which groups they see, what they may not do, and the
+win rates of the judge.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,11 @@ def test_a_validation_scores_single_images_without_it():
     worker = RewardWorker(Scorer(((Brighter(), 2.0), (Tall(), 0.5)), (Tall(),)))
     worker.scorer.guardrails[0].name = "watched"
     pictures = grey(9, 1, 5, 3)
-    assert list(worker.score(pictures, prompts(0, 0, 1, 1), 0).scores.metrics) == ["brighter", "light", "tall"]
+    assert list(worker.score(pictures, prompts(0, 0, 1, 1), 0).scores.metrics) == [
+        "brighter",
+        "light",
+        "tall",
+    ]
     alone = worker.score(pictures, prompts(0, 1, 2, 3), 0, with_guards=True).scores
     assert list(alone.metrics) == ["tall", "watched"]
     assert alone.reward.tolist() == [4] * 4
@@ -132,7 +138,10 @@ def test_a_validation_scores_single_images_without_it():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("NotNumbers", "'NotNumbers' returned a ndarray; return an ebbflow.rewards.base.RewardResult"),
+        (
+            "NotNumbers",
+            "'NotNumbers' returned a ndarray; return an ebbflow.rewards.base.RewardResult",
+        ),
         ("TooFew", r"'TooFew' returned 'TooFew' of shape \(1,\) for a group of 2 images"),
     ],
 )
@@ -147,7 +156,10 @@ def test_a_users_own_is_found_by_its_method_and_tried_on_two_images_of_each_prom
     assert config.compares
     assert not reward(f"{__name__}:Tall").compares
     try_reward(config, prompts(3, 4), 8, 8)
-    with pytest.raises(RewardError, match="fails on 4 images of 8 x 8 pixels: RewardError: .*'NotNumbers' returned a ndarray"):
+    with pytest.raises(
+        RewardError,
+        match="fails on 4 images of 8 x 8 pixels: RewardError: .*'NotNumbers' returned a ndarray",
+    ):
         try_reward(reward(f"{__name__}:NotNumbers"), prompts(3, 4), 8, 8)
 
 
@@ -156,36 +168,55 @@ def made_by_a_function():
 
 
 def test_a_function_that_makes_one_is_refused():
-    with pytest.raises(RewardError, match="made_by_a_function leads to what makes a reward that compares; name the class"):
+    with pytest.raises(
+        RewardError,
+        match="made_by_a_function leads to what makes a reward that compares; name the class",
+    ):
         load_reward(reward(f"{__name__}:made_by_a_function"))
 
 
 def test_it_is_no_guardrail():
-    with pytest.raises(RecipeError, match="guardrails: pairwise_judge compares the images of a prompt, and an"):
+    with pytest.raises(
+        RecipeError, match="guardrails: pairwise_judge compares the images of a prompt, and an"
+    ):
         Recipe.model_validate({"guardrails": [PAIRWISE]})
     with pytest.raises(RewardError, match="guardrails: Brighter compares the images of a prompt"):
         load_scorer([], [reward(f"{__name__}:Brighter")])
 
 
 def test_an_evaluation_needs_another_reward():
-    with pytest.raises(RecipeError, match="rewards: all of them, or all of a prompt set, compare the images"):
+    with pytest.raises(
+        RecipeError, match="rewards: all of them, or all of a prompt set, compare the images"
+    ):
         Recipe.model_validate({"rewards": [PAIRWISE]})
     branch = {"prompts": ["words"], "rewards": [PAIRWISE]}
-    with pytest.raises(RecipeError, match="branches.a.rewards: all of them, or all of a prompt set, compare the images"):
+    with pytest.raises(
+        RecipeError,
+        match="branches.a.rewards: all of them, or all of a prompt set, compare the images",
+    ):
         Recipe.model_validate({"rewards": ["jpeg_compressibility"], "branches": {"a": branch}})
     own = {"rewards": [f"{__name__}:Brighter", PAIRWISE]}
-    with pytest.raises(RecipeError, match="add a reward that does, so that policies can be compared"):
+    with pytest.raises(
+        RecipeError, match="add a reward that does, so that policies can be compared"
+    ):
         _ = Recipe.model_validate(own).evaluated_rewards
     both = Recipe.model_validate({"rewards": ["ocr", PAIRWISE]})
     assert [config.name for config in both.evaluated_rewards] == ["ocr"]
 
 
 def test_requests_to_a_server_hold_single_images():
-    with pytest.raises(RewardError, match="'Brighter' compares images, and requests hold single images; name it in the recipe"):
+    with pytest.raises(
+        RewardError,
+        match="'Brighter' compares images, and requests hold single images; name it in the recipe",
+    ):
         server.serve(reward(f"{__name__}:Brighter"), "127.0.0.1", 0)
-    with pytest.raises(RewardError, match="'Motion' scores videos, and requests hold single images"):
+    with pytest.raises(
+        RewardError, match="'Motion' scores videos, and requests hold single images"
+    ):
         server.serve(reward("test_combine:Motion"), "127.0.0.1", 0)
-    with pytest.raises(RewardError, match="'Level' scores latents, and requests hold single images"):
+    with pytest.raises(
+        RewardError, match="'Level' scores latents, and requests hold single images"
+    ):
         server.serve(reward("test_combine:Level"), "127.0.0.1", 0)
 
 
@@ -193,15 +224,33 @@ LEVELS = (40, 200, 120, 10)
 
 
 def shows(said):
-    """A server of a model that sees how bright two images are, and answers with ``said`` of that."""
+    """A server of a model that sees how bright two images are, and answers with ``said`` of
+    that."""
 
     def behave(handler):
         content = handler.asked.json["messages"][0]["content"]
-        files = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in content if part["type"] == "image_url"]
+        files = [
+            base64.b64decode(part["image_url"]["url"].partition(",")[2])
+            for part in content
+            if part["type"] == "image_url"
+        ]
         levels = [int(np.asarray(Image.open(io.BytesIO(file)))[0, 0, 0]) for file in files]
         message, top = said(*levels)
-        tokens = {"content": [{"token": "?", "logprob": 0.0, "top_logprobs": [{"token": t, "logprob": p} for t, p in top]}]}
-        choice = {"index": 0, "message": {"content": message}, "logprobs": tokens if top else None, "finish_reason": "stop"}
+        tokens = {
+            "content": [
+                {
+                    "token": "?",
+                    "logprob": 0.0,
+                    "top_logprobs": [{"token": t, "logprob": p} for t, p in top],
+                }
+            ]
+        }
+        choice = {
+            "index": 0,
+            "message": {"content": message},
+            "logprobs": tokens if top else None,
+            "finish_reason": "stop",
+        }
         body = json.dumps({"choices": [choice]}).encode()
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(body)))
@@ -215,7 +264,9 @@ def judged(said, **keys):
     """(the result of comparing ``LEVELS``, what was asked)."""
     with answering(shows(said)) as served:
         config = reward("pairwise_judge", url=served.url, model="eyes", timeout=5, **keys)
-        result = PairwiseJudge(config, sleep=lambda seconds: None).compare(grey(*LEVELS), as_prompt(3, "AB"))
+        result = PairwiseJudge(config, sleep=lambda seconds: None).compare(
+            grey(*LEVELS), as_prompt(3, "AB")
+        )
     return result, served.asked
 
 
@@ -230,7 +281,13 @@ RATES = [1 / 3, 1, 2 / 3, 0]
     ("said", "keys"),
     [
         (lambda a, b: (f" Image {first_wins(a, b)}.\n", []), {"answer": "choice"}),
-        (lambda a, b: (f"<think>2 is</think>\n<answer>Image {first_wins(a, b)} is better</answer>", []), {"answer": "reasoned"}),
+        (
+            lambda a, b: (
+                f"<think>2 is</think>\n<answer>Image {first_wins(a, b)} is better</answer>",
+                [],
+            ),
+            {"answer": "reasoned"},
+        ),
     ],
     ids=["choice", "reasoned"],
 )
@@ -240,7 +297,12 @@ def test_the_judge_gives_the_share_of_the_others_that_an_image_beats(said, keys)
     assert result.failures == {}
     assert result.metrics == {"pairwise_judge_unanswered": pytest.approx([0] * 4)}
     assert len(asked) == 6
-    texts = {part["text"] for one in asked for part in one.json["messages"][0]["content"] if part["type"] == "text"}
+    texts = {
+        part["text"]
+        for one in asked
+        for part in one.json["messages"][0]["content"]
+        if part["type"] == "text"
+    }
     assert texts == {'Which of these two images is better, for the prompt ""AB""? Answer 1 or 2.'}
     assert all("logprobs" not in one.json for one in asked)
 
@@ -254,15 +316,23 @@ def test_a_probability_is_a_share_of_the_win():
 
 
 def test_an_answer_that_names_no_winner_is_left_out_and_counted():
-    """Every comparison with the darkest image fails: it has no score, and the others are compared with each other alone."""
-    result, _ = judged(lambda a, b: ("both" if 10 in (a, b) else first_wins(a, b), []), answer="choice")
+    """Every comparison with the darkest image fails: it has no score, and the others are compared
+    with each other alone.
+    """
+    result, _ = judged(
+        lambda a, b: ("both" if 10 in (a, b) else first_wins(a, b), []), answer="choice"
+    )
     assert np.array_equal(result.values, [0, 1, 0.5, NAN], equal_nan=True)
     assert result.metrics["pairwise_judge_unanswered"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
     assert list(result.failures) == [3]
-    assert re.search('answered "both", which is no choice: the whole answer must be 1 or 2', result.failures[3])
+    assert re.search(
+        'answered "both", which is no choice: the whole answer must be 1 or 2', result.failures[3]
+    )
 
 
-@pytest.mark.parametrize("text", ["12", "3", "Image 1 or Image 2", "", "<answer>Image 1 is better</answer> or not"])
+@pytest.mark.parametrize(
+    "text", ["12", "3", "Image 1 or Image 2", "", "<answer>Image 1 is better</answer> or not"]
+)
 @pytest.mark.parametrize("answer", ["choice", "reasoned"])
 def test_words_are_taken_to_the_letter(text, answer):
     result, _ = judged(lambda a, b: (text, []), answer=answer)
@@ -271,7 +341,12 @@ def test_words_are_taken_to_the_letter(text, answer):
 
 
 def test_a_question_about_the_target_needs_one():
-    config = reward("pairwise_judge", url="http://127.0.0.1:9", model="eyes", question="Which one says {target}?")
+    config = reward(
+        "pairwise_judge",
+        url="http://127.0.0.1:9",
+        model="eyes",
+        question="Which one says {target}?",
+    )
     assert config.reads
     result = PairwiseJudge(config).compare(grey(1, 2), as_prompt(0, None))
     assert np.isnan(result.values).all()
@@ -281,7 +356,9 @@ def test_a_question_about_the_target_needs_one():
 @pytest.mark.parametrize("count", [2, 3, 8, 9])
 def test_each_image_is_first_in_half_of_its_comparisons(count):
     pairs = balanced_pairs(count)
-    assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for pair in combinations(range(count), 2)}
+    assert {frozenset(pair) for pair in pairs} == {
+        frozenset(pair) for pair in combinations(range(count), 2)
+    }
     assert len(pairs) == count * (count - 1) // 2
     first = Counter(pair[0] for pair in pairs)
     assert all(abs(2 * first[index] - (count - 1)) <= 1 for index in range(count))

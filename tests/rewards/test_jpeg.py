@@ -31,18 +31,25 @@ def test_the_size_is_that_of_pillows_file_at_quality_95(images, tmp_path):
         Image.fromarray(image).save(tmp_path / f"{index}.jpg", quality=95)
     sizes = [(tmp_path / f"{index}.jpg").stat().st_size for index in range(3)]
     assert kilobytes(images) == pytest.approx(np.array(sizes) / 1000, abs=0)
-    assert JpegIncompressibility()(images, prompts(3)).values == pytest.approx(np.array(sizes) / 1000 / 500)
+    assert JpegIncompressibility()(images, prompts(3)).values == pytest.approx(
+        np.array(sizes) / 1000 / 500
+    )
 
 
 def test_one_is_the_other_turned_round(images):
-    up, down = (reward()(images, prompts(3)).values for reward in (JpegIncompressibility, JpegCompressibility))
+    up, down = (
+        reward()(images, prompts(3)).values
+        for reward in (JpegIncompressibility, JpegCompressibility)
+    )
     assert np.array_equal(up, -down)
     assert up.min() > 0
 
 
 def test_neither_the_batch_nor_the_prompt_matters(images):
     together = JpegCompressibility()(images, prompts(3)).values
-    alone = [JpegCompressibility()(images[i : i + 1], [as_prompt(9, "TEXT")]).values[0] for i in range(3)]
+    alone = [
+        JpegCompressibility()(images[i : i + 1], [as_prompt(9, "TEXT")]).values[0] for i in range(3)
+    ]
     assert together.tolist() == alone == JpegCompressibility()(images, prompts(3)).values.tolist()
     assert JpegCompressibility()(images[::-1], prompts(3)).values.tolist() == alone[::-1]
 
@@ -57,6 +64,8 @@ def test_no_images_have_no_sizes(images):
 
 
 def test_a_recipe_can_name_both(images):
-    table = load_scorer([reward("jpeg_compressibility", weight=2.0)], [reward("jpeg_incompressibility")])(images, prompts(3))
+    table = load_scorer(
+        [reward("jpeg_compressibility", weight=2.0)], [reward("jpeg_incompressibility")]
+    )(images, prompts(3))
     assert np.array_equal(table.reward, -2 * table.metrics["jpeg_incompressibility"])
     assert table.failures == [None] * 3

@@ -35,7 +35,11 @@ def answer(text: str, finish: str = "stop") -> Behaviour:
 def judged(name: str, prompts, *behaviours: Behaviour, **keys):
     """Result of as many images as prompts, and what the server was asked."""
     with answering(*behaviours) as server:
-        made = load_reward(reward(name, url=server.url, model="judge", timeout=5, concurrency=1, attempts=1, **keys))
+        made = load_reward(
+            reward(
+                name, url=server.url, model="judge", timeout=5, concurrency=1, attempts=1, **keys
+            )
+        )
         return made(IMAGES[: len(prompts)], prompts), [asked.json for asked in server.asked]
 
 
@@ -45,10 +49,17 @@ def question(request) -> str:
 
 def pictures(request) -> list[np.ndarray]:
     urls = [part["image_url"]["url"] for part in request["messages"][0]["content"][:-1]]
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))) for url in urls]
+    return [
+        np.asarray(
+            Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+        )
+        for url in urls
+    ]
 
 
-def edit(instruction: str = "make it {red}", image: bytes | None = encode_png(SOURCE[None])[0]) -> Prompt:
+def edit(
+    instruction: str = "make it {red}", image: bytes | None = encode_png(SOURCE[None])[0]
+) -> Prompt:
     return Prompt(0, instruction, "", None, "test", "train", "{}", image)
 
 
@@ -56,7 +67,9 @@ def edit(instruction: str = "make it {red}", image: bytes | None = encode_png(SO
 
 
 def test_unified_reward_2_is_the_mean_of_three_scores():
-    said = ACS.format("2.694700002670288", "2.371500015258789", "2.802500009536743")  # its published example
+    said = ACS.format(
+        "2.694700002670288", "2.371500015258789", "2.802500009536743"
+    )  # its published example
     result, (request,) = judged("unified_reward", [as_prompt(0, "A")], answer(said), label="ur")
     assert result.values[0] == pytest.approx((2.6947 + 2.3715 + 2.8025) / 3, abs=1e-6)
     assert {name: round(column[0], 4) for name, column in result.metrics.items()} == {
@@ -70,7 +83,10 @@ def test_unified_reward_2_is_the_mean_of_three_scores():
 
 def test_unified_reward_is_its_final_score():
     result, (request,) = judged(
-        "unified_reward", [as_prompt(0, "A")], answer("cat (animal): 1\nFinal Score: **3.5**"), template="unified_reward"
+        "unified_reward",
+        [as_prompt(0, "A")],
+        answer("cat (animal): 1\nFinal Score: **3.5**"),
+        template="unified_reward",
     )
     assert (result.values[0], dict(result.metrics)) == (3.5, {})
     assert "after 'Final Score:'" in question(request)
@@ -92,7 +108,10 @@ def test_another_answer_of_unified_reward_is_a_failure(said):
     result, _ = judged("unified_reward", [as_prompt(0, "A")], said)
     assert np.isnan(result.values[0])
     assert np.isnan(result.metrics["unified_reward_style"][0])
-    assert "it must have one number from 1 to 5 after Alignment Score (1-5): and Coherence" in result.failures[0]
+    assert (
+        "it must have one number from 1 to 5 after Alignment Score (1-5): and Coherence"
+        in result.failures[0]
+    )
 
 
 # --- pairs
@@ -116,11 +135,16 @@ def test_a_verdict_is_the_last_one(said, share):
 
 def scores(*firsts: float, total: float = 1.0) -> str:
     names = ("Alignment", "Coherence", "Style")
-    return "\n\n".join(f"{name} Score:\n Image 1: {x}\n Image 2: {total - x}" for name, x in zip(names, firsts, strict=False))
+    return "\n\n".join(
+        f"{name} Score:\n Image 1: {x}\n Image 2: {total - x}"
+        for name, x in zip(names, firsts, strict=False)
+    )
 
 
 def test_shares_are_averaged():
-    assert read_shares(scores(0.4357, 0.418, 0.4079)) == pytest.approx((0.4357 + 0.418 + 0.4079) / 3)
+    assert read_shares(scores(0.4357, 0.418, 0.4079)) == pytest.approx(
+        (0.4357 + 0.418 + 0.4079) / 3
+    )
     assert read_shares(scores(0.4, 0.4)) is None
     assert read_shares(scores(0.4, 0.4, 0.4, total=1.2)) is None
     assert read_shares(scores(0.4, 0.4, 1.4)) is None
@@ -128,7 +152,14 @@ def test_shares_are_averaged():
 
 def test_pairs_are_asked_about_with_the_published_question():
     with answering(answer(scores(0.8, 0.7, 0.6))) as server:
-        config = reward("pairwise_judge", url=server.url, model="judge", template="unified_reward_2", attempts=1, concurrency=1)
+        config = reward(
+            "pairwise_judge",
+            url=server.url,
+            model="judge",
+            template="unified_reward_2",
+            attempts=1,
+            concurrency=1,
+        )
         result = load_reward(config).compare(IMAGES[:2], as_prompt(0, "A"))
     assert result.values.tolist() == pytest.approx([0.7, 0.3])
     (asked,) = server.asked
@@ -138,7 +169,13 @@ def test_pairs_are_asked_about_with_the_published_question():
 @pytest.mark.parametrize("keys", [{"question": "Which?"}, {"answer": "choice"}])
 def test_a_template_has_its_own_question(keys):
     with pytest.raises(ValidationError, match="has its own question and answer; leave"):
-        reward("pairwise_judge", url="http://127.0.0.1:1", model="judge", template="unified_reward", **keys)
+        reward(
+            "pairwise_judge",
+            url="http://127.0.0.1:1",
+            model="judge",
+            template="unified_reward",
+            **keys,
+        )
 
 
 # --- edits
@@ -147,13 +184,23 @@ def test_a_template_has_its_own_question(keys):
 @pytest.mark.parametrize(
     ("template", "first", "second"),
     [
-        ("viescore", '{"score" : [8, 6], "reasoning" : "."}', '```json\n{\n"score": [9, 4.5]}\n```'),
+        (
+            "viescore",
+            '{"score" : [8, 6], "reasoning" : "."}',
+            '```json\n{\n"score": [9, 4.5]}\n```',
+        ),
         ("editscore", '{"reasoning" : ".", "score" : [20, 15]}', '{"score" : [22.5, 11.25]}'),
-        ("unified_reward_edit", '{\n\n"reasoning" : "?",\n"score" : [20, 15],\n}', '{"score" : [22.5, 11.25],}'),
+        (
+            "unified_reward_edit",
+            '{\n\n"reasoning" : "?",\n"score" : [20, 15],\n}',
+            '{"score" : [22.5, 11.25],}',
+        ),
     ],
 )
 def test_an_edit_is_the_geometric_mean_of_the_lesser_scores(template, first, second):
-    result, requests = judged("edit_judge", [edit()], answer(first), answer(second), template=template)
+    result, requests = judged(
+        "edit_judge", [edit()], answer(first), answer(second), template=template
+    )
     assert result.values[0] == pytest.approx(math.sqrt(6 * 4.5))
     assert {name: column[0] for name, column in result.metrics.items()} == {
         "edit_judge_prompt_following": 8,
@@ -176,7 +223,9 @@ def test_an_edit_without_its_source_fails_alone():
     assert (result.failures, len(requests)) == ({0: NO_SOURCE}, 2)
 
 
-@pytest.mark.parametrize("said", ['"score": [11, 5]', '"score": [5]', "8 and 6", '"score": [5, 5] or "score": [6, 6]'])
+@pytest.mark.parametrize(
+    "said", ['"score": [11, 5]', '"score": [5]', "8 and 6", '"score": [5, 5] or "score": [6, 6]']
+)
 def test_another_answer_about_an_edit_is_a_failure(said):
     result, _ = judged("edit_judge", [edit()], answer(said))
     assert 'it must have one "score": [a, b] with numbers from 0 to 10' in result.failures[0]
@@ -199,11 +248,15 @@ PUBLISHED = {
     "viescore_consistency": "a2c59043a584fe35",
     "viescore_quality": "2473ff2c7406e065",
 }
-"""The first 16 digits of each text's sha256, as it was compared with the repository that NOTICE names."""
+"""The first 16 digits of each text's sha256, as it was compared with the repository that NOTICE
+names.
+"""
 
 
 def test_templates_are_as_published_and_named_in_the_notice():
-    assert {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in FOLDER.iterdir()} == PUBLISHED
+    assert {
+        path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in FOLDER.iterdir()
+    } == PUBLISHED
     notice = (Path(__file__).parents[2] / "NOTICE").read_text()
     assert [path.name for path in FOLDER.iterdir() if path.name not in notice] == []
 

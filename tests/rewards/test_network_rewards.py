@@ -32,12 +32,15 @@ PARTS = {
 """What a reward needs besides its own path."""
 ROUNDING = {"rtol": 0, "atol": 3e-6}
 """A few float32 roundings of scores near 1: another batch size is another order of summation."""
-IMAGES, PROMPTS = some_images(), as_prompts(*TEXTS)
+IMAGES = some_images()
+PROMPTS = as_prompts(*TEXTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short_inputs():
-    """Few tokens for the rewards that are language models; their own tests have the published pixels and texts."""
+    """Few tokens for the rewards that are language models; their own tests have the published
+    pixels and texts.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hpsv3, "PIXELS", 4 * 28 * 28)
         patch.setattr(templates, "read_template", lambda name: "{prompt} <|Reward|>")
@@ -93,7 +96,9 @@ def test_no_images_have_no_scores(made):
 def test_the_network_is_frozen_and_nothing_is_recorded(made, monkeypatch):
     recorded = []
     inner = made._score
-    monkeypatch.setattr(made, "_score", lambda images, texts: recorded.append(inner(images, texts)) or recorded[-1])
+    monkeypatch.setattr(
+        made, "_score", lambda images, texts: recorded.append(inner(images, texts)) or recorded[-1]
+    )
     assert torch.is_grad_enabled()
     score(made)
     assert recorded
@@ -111,7 +116,11 @@ def test_it_is_loaded_at_the_first_image_and_kept(config, tmp_path, monkeypatch)
 
 
 def test_a_number_that_is_none_is_a_failure(made, monkeypatch):
-    monkeypatch.setattr(made, "_score", lambda images, texts: torch.tensor([1.0, float("nan"), float("inf")])[: len(images)])
+    monkeypatch.setattr(
+        made,
+        "_score",
+        lambda images, texts: torch.tensor([1.0, float("nan"), float("inf")])[: len(images)],
+    )
     result = made(IMAGES[:2], PROMPTS[:2])
     assert np.array_equal(result.values, [1, np.nan], equal_nan=True)
     assert result.failures == {1: "the network gave nan"}
@@ -160,7 +169,11 @@ def test_a_repository_is_fetched_at_its_commit_and_no_sooner_than_needed(name, m
 def test_a_repository_without_its_commit_is_not_fetched(name):
     path = reward(name, **PARTS.get(name, {})).path
     reason = load_reward(reward(name, **PARTS.get(name, {}))).unavailable()
-    assert reason == f"path = {path!r} is not a folder here; for a Hugging Face repository give the commit as 'revision'"
+    assert (
+        reason
+        == f"path = {path!r} is not a folder here; for a Hugging Face repository give the commit as"
+        " 'revision'"
+    )
 
 
 class Trap:
@@ -178,7 +191,12 @@ def _spring() -> None:
 
 @pytest.mark.parametrize(
     "saved",
-    [{"layers.0.weight": torch.ones(2), "more": Trap()}, [torch.ones(2)], {"state_dict": {"epoch": 3}}, {}],
+    [
+        {"layers.0.weight": torch.ones(2), "more": Trap()},
+        [torch.ones(2)],
+        {"state_dict": {"epoch": 3}},
+        {},
+    ],
     ids=["code", "no_table", "no_weights", "nothing"],
 )
 def test_a_file_that_holds_more_or_less_than_weights_is_refused(saved, tmp_path):
@@ -200,7 +218,8 @@ def test_the_gradient_is_that_of_the_score(made):
     assert isinstance(made, DifferentiableReward)
     images = IMAGES // 2 + 64  # so that resizing clips nothing
     pixels = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).requires_grad_()
-    scores, bytewise = made.with_gradient(pixels, PROMPTS), made(images, PROMPTS).values
+    scores = made.with_gradient(pixels, PROMPTS)
+    bytewise = made(images, PROMPTS).values
     assert scores.detach().numpy() == pytest.approx(bytewise, abs=0.05 * np.ptp(bytewise))
     (gradient,) = torch.autograd.grad(scores.sum(), pixels)
     norm = gradient.flatten(1).norm(dim=1)

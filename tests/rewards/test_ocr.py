@@ -27,7 +27,9 @@ def test_is_not_told_the_alphabet():
 
 @pytest.mark.parametrize("alphabet", CHARACTERS.values(), ids=CHARACTERS)
 def test_tells_small_letters_from_capitals(alphabet):
-    """Of clean renderings it reads hardly one letter in the other case, so that a policy cannot pass one off as the other."""
+    """Of clean renderings it reads hardly one letter in the other case, so that a policy cannot
+    pass one off as the other.
+    """
     texts = [row.target for row in make_glyph_prompts(48, 4, 0, [alphabet])]
     images = as_rgb(np.stack([render_text(text, 16, 32) for text in texts]))
     prompts = [as_prompt(index, text) for index, text in enumerate(texts)]

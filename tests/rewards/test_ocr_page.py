@@ -16,7 +16,10 @@ from ebbflow.rewards.text import NO_TARGET
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
 POSTERS = {
-    "grand opening saturday 9 am free coffee": (256, [("GRAND OPENING", 24), ("Saturday 9 am", 20), ("free coffee", 16)]),
+    "grand opening saturday 9 am free coffee": (
+        256,
+        [("GRAND OPENING", 24), ("Saturday 9 am", 20), ("free coffee", 16)],
+    ),
     "summer jazz festival live in the park june 21": (
         512,
         [("SUMMER", 64), ("JAZZ FESTIVAL", 48), ("live in the park", 32), ("June 21", 24)],
@@ -26,7 +29,8 @@ POSTERS = {
 
 
 def poster(size, lines, ink=(30, 20, 80), paper=(240, 225, 190)):
-    """Centred lines of text, each with its font size, on coloured paper: uint8 RGB [size, size, 3]."""
+    """Centred lines of text, each with its font size, on coloured paper: uint8 RGB [size, size,
+    3]."""
     image = Image.new("RGB", (size, size), paper)
     draw = ImageDraw.Draw(image)
     for number, (text, points) in enumerate(lines, start=1):
@@ -88,13 +92,17 @@ def test_an_accident_with_one_image_is_its_failure_alone(monkeypatch):
         return reader(image)
 
     monkeypatch.setattr(ppocr, "_page_reader", lambda: accident)
-    result = score([np.zeros((256, 256, 3), np.uint8), poster(256, [("HELLO", 40)])], ["HELLO", "HELLO"])
+    result = score(
+        [np.zeros((256, 256, 3), np.uint8), poster(256, [("HELLO", 40)])], ["HELLO", "HELLO"]
+    )
     assert np.array_equal(result.values, [np.nan, 1.0], equal_nan=True)
     assert result.failures == {0: "rapidocr failed: ValueError: inhomogeneous shape"}
 
 
 def test_scores_do_not_depend_on_the_batch_and_repeat():
-    images = np.stack([poster(256, [("RIVER", 40), ("boat trips", 28)]), poster(256, [("tulip", 60)])])
+    images = np.stack(
+        [poster(256, [("RIVER", 40), ("boat trips", 28)]), poster(256, [("tulip", 60)])]
+    )
     texts, _ = ppocr.read_pages(images)
     assert ppocr.read_pages(images[::-1])[0] == texts[::-1]
     assert ppocr.read_pages(images)[0] == texts
@@ -106,8 +114,15 @@ def box(left, top, right, bottom):
 
 
 def test_reading_order_is_lines_from_top_to_bottom_each_from_left_to_right():
-    # The words of the first line differ by 20 pixels at their upper edge, as "ace" and "Tall" in large letters do.
-    boxes = [box(200, 100, 300, 140), box(10, 104, 90, 138), box(10, 30, 150, 80), box(200, 10, 330, 82), box(0, 200, 9, 210)]
+    # The words of the first line differ by 20 pixels at their upper edge, as "ace" and "Tall" in
+    # large letters do.
+    boxes = [
+        box(200, 100, 300, 140),
+        box(10, 104, 90, 138),
+        box(10, 30, 150, 80),
+        box(200, 10, 330, 82),
+        box(0, 200, 9, 210),
+    ]
     assert ppocr.reading_order(np.array(boxes)) == [2, 3, 1, 0, 4]
 
 

@@ -20,11 +20,16 @@ def values(pixels: torch.Tensor) -> np.ndarray:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("height", "width", "top", "left"), [(32, 32, 0, 0), (32, 40, 0, 4), (35, 32, 2, 0), (32, 33, 0, 0), (37, 32, 2, 0)]
+    ("height", "width", "top", "left"),
+    [(32, 32, 0, 0), (32, 40, 0, 4), (35, 32, 2, 0), (32, 33, 0, 0), (37, 32, 2, 0)],
 )
 def test_what_has_the_size_is_only_cropped(resized, height, width, top, left):
     images = some_images(2, height, width)
-    assert np.allclose(values(resized(images, 32, CPU)), images[:, top : top + 32, left : left + 32] / 255, atol=1e-6)
+    assert np.allclose(
+        values(resized(images, 32, CPU)),
+        images[:, top : top + 32, left : left + 32] / 255,
+        atol=1e-6,
+    )
 
 
 @BOTH
@@ -41,7 +46,10 @@ def test_the_shorter_edge_gets_the_size_and_the_middle_remains(resized, height, 
 
 def test_bytes_are_resized_by_pillow():
     images = some_images(2, 70, 91)
-    wanted = [np.asarray(Image.fromarray(image).resize((41, 32), Image.Resampling.BICUBIC))[:, 4:36] for image in images]
+    wanted = [
+        np.asarray(Image.fromarray(image).resize((41, 32), Image.Resampling.BICUBIC))[:, 4:36]
+        for image in images
+    ]
     assert np.allclose(values(resized_bytes(images, 32, CPU)), np.stack(wanted) / 255, atol=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""The recogniser of glyph pictures: that it reads, that its gradient is the score's, and how its weights are kept."""
+"""The recogniser of glyph pictures: that it reads, that its gradient is the score's, and how its
+weights are kept.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SIZE = (16, 16, 2)
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """A cache of this file's own, with a recogniser of two letters that was trained for a quarter of the steps of a real one."""
+    """A cache of this file's own, with a recogniser of two letters that was trained for a quarter
+    of the steps of a real one.
+    """
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -45,12 +49,16 @@ def test_it_reads_rendered_letters_and_grain_costs():
     letters = np.random.default_rng(3).integers(26, size=(60, 2))
     texts = ["".join(training.ALPHABET[index] for index in row) for row in letters]
     images = pictures(texts)
-    own, others = scores(images, texts), scores(images, texts[1:] + texts[:1])
+    own = scores(images, texts)
+    others = scores(images, texts[1:] + texts[:1])
     assert own.metrics["recognizer_exact"].mean() > 0.8
     assert own.values.mean() > others.values.mean() + 1.5
     assert own.values.max() < 0
     grain = np.random.default_rng(0).normal(0, 80, images.shape)
-    assert scores(np.clip(images + grain, 0, 255).astype(np.uint8), texts).values.mean() < own.values.mean() - 0.1
+    assert (
+        scores(np.clip(images + grain, 0, 255).astype(np.uint8), texts).values.mean()
+        < own.values.mean() - 0.1
+    )
     assert others.metrics["recognizer_exact"].mean() < 0.1
 
 
@@ -62,15 +70,21 @@ def test_case_and_spaces_are_ignored_and_what_it_cannot_read_is_a_failure():
     assert "names no text" in found.failures[3]
     assert "take ocr" in found.failures[4]
     assert "16x16" in found.failures[5]
-    assert "up to 64x256 pixels, and this picture is 64x512" in scores(np.zeros((1, 64, 512, 3), np.uint8), ["AB"]).failures[0]
+    assert (
+        "up to 64x256 pixels, and this picture is 64x512"
+        in scores(np.zeros((1, 64, 512, 3), np.uint8), ["AB"]).failures[0]
+    )
 
 
 def test_the_gradient_is_that_of_finite_differences():
-    reward, prompts = Recognizer(), [as_prompt(index, text) for index, text in enumerate(["AB", "QX"])]
+    reward = Recognizer()
+    prompts = [as_prompt(index, text) for index, text in enumerate(["AB", "QX"])]
     assert isinstance(reward, DifferentiableReward)
     network = training.open_recognizer(*SIZE).double()
     try:
-        images = torch.from_numpy(pictures(["AC", "QX"])).permute(0, 3, 1, 2).double() / 255 * 0.8 + 0.1
+        images = (
+            torch.from_numpy(pictures(["AC", "QX"])).permute(0, 3, 1, 2).double() / 255 * 0.8 + 0.1
+        )
         images.requires_grad_()
         torch.autograd.gradcheck(lambda x: reward.with_gradient(x, prompts), images, fast_mode=True)
         assert reward.with_gradient(images, prompts).shape == (2,)
@@ -84,9 +98,11 @@ def test_the_gradient_is_that_of_finite_differences():
 def test_the_gradient_is_of_the_score_and_targets_of_different_lengths_keep_their_places(cache):
     narrow = (16, 16, 1)
     training.train_recognizer(*narrow, training.cache_folder() / training._key(*narrow), steps=1)
-    images, targets = pictures(["AB", "CC", "QX"]), ["AB", "C", "QX"]
+    images = pictures(["AB", "CC", "QX"])
+    targets = ["AB", "C", "QX"]
     found = Recognizer().with_gradient(
-        torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255, [as_prompt(i, text) for i, text in enumerate(targets)]
+        torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255,
+        [as_prompt(i, text) for i, text in enumerate(targets)],
     )
     np.testing.assert_allclose(found.numpy(), scores(images, targets).values, rtol=1e-5)
     alone = [scores(images[row : row + 1], targets[row : row + 1]).values[0] for row in range(3)]
@@ -94,7 +110,8 @@ def test_the_gradient_is_of_the_score_and_targets_of_different_lengths_keep_thei
 
 
 def test_training_repeats_its_weights_and_leaves_random_numbers_and_threads_alone(tmp_path):
-    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    threads = torch.get_num_threads()
+    state = torch.random.get_rng_state()
     for name in ("first", "second"):
         torch.rand(1)
         training.train_recognizer(*SIZE, tmp_path / name, steps=2)
@@ -116,7 +133,9 @@ def test_a_recogniser_is_trained_once_and_a_damaged_one_is_an_error(cache, monke
         for _ in range(2):
             training.open_recognizer.cache_clear()
             training.open_recognizer(*shape)
-    assert [record.message.split(",")[0] for record in caplog.records] == ["trained a recogniser of 3 letters in 16x24 pixels"]
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "trained a recogniser of 3 letters in 16x24 pixels"
+    ]
     weights = training.cache_folder() / training._key(*shape) / training.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1])
     training.open_recognizer.cache_clear()
@@ -141,9 +160,14 @@ def test_the_real_one_reads_four_letters(clean):
 
 
 def test_a_model_that_draws_small_letters_is_not_scored():
-    """Its targets are folded to capitals, so a picture of what was asked would score worse than one of capitals."""
+    """Its targets are folded to capitals, so a picture of what was asked would score worse than one
+    of capitals.
+    """
     drawn = {"model": {"training": {"alphabets": ["capitals", "lower_case"]}}}
     with pytest.raises(
-        RecipeError, match="recognizer reads capitals alone, and model.training.alphabets has lower_case; take ocr"
+        RecipeError,
+        match=(
+            "recognizer reads capitals alone, and model.training.alphabets has lower_case; take ocr"
+        ),
     ):
         Recipe.model_validate(drawn | {"rewards": ["recognizer"]})

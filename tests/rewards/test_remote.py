@@ -25,7 +25,8 @@ from ebbflow.rewards.combine import RewardError, load_reward, load_scorer, requi
 TOKEN = "s3cret-Token.of~46+characters/that/nobody-sees=="
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 16, 24, 3), dtype=np.uint8)
 PROMPTS = [as_prompt(index, "AB") for index in range(7)]
-TWO, TWO_PROMPTS = IMAGES[:2], PROMPTS[:2]
+TWO = IMAGES[:2]
+TWO_PROMPTS = PROMPTS[:2]
 GOOD = {"scores": [0.25, 0.5]}
 
 
@@ -58,9 +59,13 @@ class Stub:
 
     def __call__(self, images, prompts):
         self.prompts += prompts
-        values = np.where([prompt.target is None for prompt in prompts], np.nan, images.mean((1, 2, 3)) / 3)
+        values = np.where(
+            [prompt.target is None for prompt in prompts], np.nan, images.mean((1, 2, 3)) / 3
+        )
         failures = dict.fromkeys(np.flatnonzero(np.isnan(values)).tolist(), "no target")
-        return RewardResult(values, {"darkness": 1 - values, "height": np.full(len(images), 16.0)}, failures)
+        return RewardResult(
+            values, {"darkness": 1 - values, "height": np.full(len(images), 16.0)}, failures
+        )
 
 
 def test_our_server_gives_what_the_local_reward_gives(client):
@@ -75,7 +80,15 @@ def test_our_server_gives_what_the_local_reward_gives(client):
 
 def test_prompts_failures_and_metrics_travel(client):
     prompts = [
-        Prompt(5, 'a sign "Käse"', "blurry", "Käse", "", "", '{"count": 2, "include": [{"class": "bear"}], "ä": null}'),
+        Prompt(
+            5,
+            'a sign "Käse"',
+            "blurry",
+            "Käse",
+            "",
+            "",
+            '{"count": 2, "include": [{"class": "bear"}], "ä": null}',
+        ),
         Prompt(6, "nothing to read", "", None, "", "", "{}"),
     ]
     local = Stub()
@@ -87,7 +100,9 @@ def test_prompts_failures_and_metrics_travel(client):
     assert given == [(p.prompt, p.negative_prompt, p.target, p.metadata) for p in prompts]
     assert np.array_equal(result.values, expected.values, equal_nan=True)
     assert result.metrics.keys() == {"remote_darkness"}
-    assert np.array_equal(result.metrics["remote_darkness"], expected.metrics["darkness"], equal_nan=True)
+    assert np.array_equal(
+        result.metrics["remote_darkness"], expected.metrics["darkness"], equal_nan=True
+    )
     assert result.failures == {1: "no target"}
 
 
@@ -101,7 +116,10 @@ ANSWERS = {
     "a number in quotes": (says({"scores": ["0.5", 0.5]}), "scores.0"),
     "true": (says({"scores": [True, 0.5]}), "scores.0"),
     "an unknown key": (says({**GOOD, "score": 1}), "score: Extra inputs are not permitted"),
-    "a metric of another length": (says({**GOOD, "metrics": {"a": [1.0]}}), "2 scores and 1 values of the metric 'a'"),
+    "a metric of another length": (
+        says({**GOOD, "metrics": {"a": [1.0]}}),
+        "2 scores and 1 values of the metric 'a'",
+    ),
     "a failure beside a score": (says({**GOOD, "failures": {"1": "odd"}}), "failure of image 1"),
     "a failure of no image": (says({**GOOD, "failures": {"-1": "odd"}}), "failure of image -1"),
     "another kind of JSON": (says([0.25, 0.5]), "no ScoreAnswer"),
@@ -111,7 +129,10 @@ ANSWERS = {
     "huge": (says(HUGE), f"more than {http.MAX_BYTES} bytes"),
     "many values": (says("[" + "{}," * 2**20 + "{}]"), "more than 131072 commas and brackets"),
     "nested too deeply": (says("[" * 100_000), "no ScoreAnswer"),
-    "bad request": (says({"detail": "images.0 is broken"}, 422), 'answered 422: {"detail": "images.0 is broken"}'),
+    "bad request": (
+        says({"detail": "images.0 is broken"}, 422),
+        'answered 422: {"detail": "images.0 is broken"}',
+    ),
     "unauthorised": (says("who are you?", 401), "who are you?; name a token with token_variable"),
     "not found": (says("nothing here", 404), "answered 404: nothing here"),
     "no content": (says("", 204), "answered 204"),
@@ -123,24 +144,34 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("behaviour", "reason"), ANSWERS.values(), ids=ANSWERS)
-def test_a_bad_answer_is_a_failure_of_every_image_and_not_asked_for_again(client, waits, behaviour, reason):
+def test_a_bad_answer_is_a_failure_of_every_image_and_not_asked_for_again(
+    client, waits, behaviour, reason
+):
     with answering(behaviour) as server:
         result = client(server.url)(TWO, TWO_PROMPTS)
     assert np.isnan(result.values).all()
     assert set(result.failures) == {0, 1}
-    assert all(reason in text and text.isprintable() and len(text) < 600 for text in result.failures.values())
+    assert all(
+        reason in text and text.isprintable() and len(text) < 600
+        for text in result.failures.values()
+    )
     assert (len(server.asked), waits) == (1, [])
 
 
 def test_a_redirect_is_not_followed_with_the_token(client, monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
-    with answering(says(GOOD)) as other, answering(says("", 307, Location=other.url + "/score")) as server:
+    with (
+        answering(says(GOOD)) as other,
+        answering(says("", 307, Location=other.url + "/score")) as server,
+    ):
         result = client(server.url, token_variable="REWARD_TOKEN")(TWO, TWO_PROMPTS)
     assert np.isnan(result.values).all()
     assert other.asked == []
 
 
-@pytest.mark.parametrize("accident", [says("oops", 500), says("slow down", 429), says("loading", 503), hangs_up])
+@pytest.mark.parametrize(
+    "accident", [says("oops", 500), says("slow down", 429), says("loading", 503), hangs_up]
+)
 def test_what_passes_is_asked_again(client, waits, accident):
     with answering(accident, accident, says(GOOD)) as server:
         result = client(server.url)(TWO, TWO_PROMPTS)
@@ -190,7 +221,8 @@ def test_waits_stop_growing():
 
 
 def test_one_lost_request_costs_its_images_alone(client):
-    first, last = {"scores": [1, 2, 3], "metrics": {"m": [4, 5, 6]}}, {"scores": [7], "metrics": {"m": [8]}}
+    first = {"scores": [1, 2, 3], "metrics": {"m": [4, 5, 6]}}
+    last = {"scores": [7], "metrics": {"m": [8]}}
     with answering(says(first), says("no", 400), says(last)) as server:
         result = client(server.url, batch=3, metrics=["m"])(IMAGES, PROMPTS)
     nan = np.nan
@@ -200,7 +232,9 @@ def test_one_lost_request_costs_its_images_alone(client):
 
 
 def test_null_is_a_failure_with_the_servers_reason_or_none(client):
-    with answering(says({"scores": [None, None], "failures": {"1": "detector\ncrashed"}})) as server:
+    with answering(
+        says({"scores": [None, None], "failures": {"1": "detector\ncrashed"}})
+    ) as server:
         result = client(server.url)(TWO, TWO_PROMPTS)
     assert result.failures == {0: "the server gave no reason", 1: r"detector\ncrashed"}
 
@@ -239,7 +273,10 @@ def test_nobody_listening(client, waits):
     assert len(waits) == 2
 
 
-@pytest.mark.parametrize("host", ["example.org", "127.0.0.1.example.org", "localhost.example.org", "10.0.0.7", "[fd00::1]"])
+@pytest.mark.parametrize(
+    "host",
+    ["example.org", "127.0.0.1.example.org", "localhost.example.org", "10.0.0.7", "[fd00::1]"],
+)
 def test_a_host_that_is_not_listed_is_not_asked(client, monkeypatch, host):
     def connected(*args, **kwargs):
         raise AssertionError("connected")
@@ -295,7 +332,10 @@ def test_the_token_is_read_when_it_is_needed(client, monkeypatch):
         assert "answered 401" in client(url).unavailable()
 
 
-@pytest.mark.parametrize("token", [TOKEN + "\n", "two words", TOKEN + "\r\nX-Injected: 1", "schlüssel-of-the-house", "=" * 20])
+@pytest.mark.parametrize(
+    "token",
+    [TOKEN + "\n", "two words", TOKEN + "\r\nX-Injected: 1", "schlüssel-of-the-house", "=" * 20],
+)
 def test_a_token_that_no_header_may_carry_is_not_repeated(client, monkeypatch, token):
     monkeypatch.setenv("REWARD_TOKEN", token)
     with answering(says(GOOD)) as server:
@@ -326,8 +366,15 @@ LEAKS = {
 def test_the_token_is_in_no_message(client, monkeypatch, caplog, behaviour):
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     with answering(behaviour) as server, caplog.at_level("DEBUG"):
-        remote = client(server.url, token_variable="REWARD_TOKEN", metrics=["m"], attempts=1, timeout=0.3)
-        messages = [*remote(TWO, TWO_PROMPTS).failures.values(), remote.unavailable() or "", repr(remote.config), caplog.text]
+        remote = client(
+            server.url, token_variable="REWARD_TOKEN", metrics=["m"], attempts=1, timeout=0.3
+        )
+        messages = [
+            *remote(TWO, TWO_PROMPTS).failures.values(),
+            remote.unavailable() or "",
+            repr(remote.config),
+            caplog.text,
+        ]
     assert server.asked[0].headers["Authorization"] == f"Bearer {TOKEN}"
     assert messages[0]
     assert not any(TOKEN[:20] in message for message in messages)
@@ -362,7 +409,9 @@ def test_no_images_are_no_request(client):
 
 
 def test_failures_are_masked_and_counted_in_a_run():
-    with answering(says({"reward": "geneval", "ready": True}), says({"scores": [None, 0.5]})) as server:
+    with answering(
+        says({"reward": "geneval", "ready": True}), says({"scores": [None, 0.5]})
+    ) as server:
         scorer = load_scorer([reward("remote", url=server.url, label="geneval")], [])
         table = scorer(TWO, TWO_PROMPTS)
     assert np.array_equal(table.metrics["geneval"], [np.nan, 0.5], equal_nan=True)
@@ -408,14 +457,20 @@ def certificate(tmp_path):
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    file, secret = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    file = tmp_path / "certificate.pem"
+    secret = tmp_path / "key.pem"
     file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
     form = serialization.PrivateFormat.TraditionalOpenSSL
-    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    secret.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    )
     return file, secret
 
 
@@ -433,8 +488,12 @@ def test_https_wants_a_certificate_that_is_trusted(client, certificate, monkeypa
 
 def test_the_request_is_what_the_page_says(client):
     with answering(says({"scores": [1.0]})) as server:
-        client(server.url)(IMAGES[:1], [Prompt(0, "a cat", "dog", "CAT", "s", "train", json.dumps({"k": [1]}))])
+        client(server.url)(
+            IMAGES[:1], [Prompt(0, "a cat", "dog", "CAT", "s", "train", json.dumps({"k": [1]}))]
+        )
     (asked,) = server.asked
     assert asked.json.keys() == {"images", "prompts"}
-    assert asked.json["prompts"] == [{"prompt": "a cat", "negative_prompt": "dog", "target": "CAT", "metadata": {"k": [1]}}]
+    assert asked.json["prompts"] == [
+        {"prompt": "a cat", "negative_prompt": "dog", "target": "CAT", "metadata": {"k": [1]}}
+    ]
     assert asked.headers["Content-Type"] == "application/json"

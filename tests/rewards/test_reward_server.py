@@ -43,7 +43,9 @@ def url():
 def post(url, body, **headers):
     """Status and what was answered."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    connection.request("POST", "/score", body if isinstance(body, bytes) else json.dumps(body), headers)
+    connection.request(
+        "POST", "/score", body if isinstance(body, bytes) else json.dumps(body), headers
+    )
     response = connection.getresponse()
     answer = json.loads(response.read())
     connection.close()
@@ -60,41 +62,97 @@ def claimed(width, height):
     """A PNG file of a few bytes whose header claims a size."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"")
-    chunks = [struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (header, data)]
+    chunks = [
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for chunk in (header, data)
+    ]
     return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
 
 
 def test_scores_as_the_reward_does(url):
     status, answer = post(url, {"images": [png()], "prompts": [PROMPT]})
     assert status == 200
-    assert answer == {"scores": JpegCompressibility()(IMAGE, []).values.tolist(), "failures": {}, "metrics": {}}
+    assert answer == {
+        "scores": JpegCompressibility()(IMAGE, []).values.tolist(),
+        "failures": {},
+        "metrics": {},
+    }
 
 
 def test_no_images_are_no_scores(url):
-    assert post(url, {"images": [], "prompts": []}) == (200, {"scores": [], "failures": {}, "metrics": {}})
+    assert post(url, {"images": [], "prompts": []}) == (
+        200,
+        {"scores": [], "failures": {}, "metrics": {}},
+    )
 
 
 WHOLE = png()
 NOISE, HALF = (
     base64.b64encode(file).decode()
-    for noise in encode_png(np.random.default_rng(0).integers(0, 256, (1, 40, 60, 3), dtype=np.uint8))
+    for noise in encode_png(
+        np.random.default_rng(0).integers(0, 256, (1, 40, 60, 3), dtype=np.uint8)
+    )
     for file in (noise, noise[: len(noise) // 2])
 )
 REFUSED = {
     "no JSON": (b"<html>", 422, "Invalid JSON"),
     "no prompts": ({"images": [WHOLE]}, 422, "prompts: Field required"),
-    "one prompt too few": ({"images": [WHOLE, WHOLE], "prompts": [PROMPT]}, 422, "2 images cannot be scored against 1 prompts"),
-    "an unknown key": ({"images": [WHOLE], "prompts": [{**PROMPT, "seed": 1}]}, 422, "prompts.0.seed: Extra inputs"),
-    "a number for a prompt": ({"images": [WHOLE], "prompts": [{"prompt": 7}]}, 422, "prompts.0.prompt"),
+    "one prompt too few": (
+        {"images": [WHOLE, WHOLE], "prompts": [PROMPT]},
+        422,
+        "2 images cannot be scored against 1 prompts",
+    ),
+    "an unknown key": (
+        {"images": [WHOLE], "prompts": [{**PROMPT, "seed": 1}]},
+        422,
+        "prompts.0.seed: Extra inputs",
+    ),
+    "a number for a prompt": (
+        {"images": [WHOLE], "prompts": [{"prompt": 7}]},
+        422,
+        "prompts.0.prompt",
+    ),
     "no base64": ({"images": ["%%%"], "prompts": [PROMPT]}, 422, "images.0 is no PNG"),
-    "no image": ({"images": [base64.b64encode(b"GIF89a").decode()], "prompts": [PROMPT]}, 422, "images.0 is no PNG"),
-    "half an image": ({"images": [NOISE, HALF], "prompts": [PROMPT] * 2}, 422, "images.1 is a PNG file that ends early"),
-    "with transparency": ({"images": [png("RGBA")], "prompts": [PROMPT]}, 422, "of the mode RGBA; send 8-bit RGB"),
-    "two sizes": ({"images": [WHOLE, png(size=(8, 9))], "prompts": [PROMPT] * 2}, 422, "must have one size"),
-    "a bomb": ({"images": [claimed(30_000, 30_000)], "prompts": [PROMPT]}, 413, "images.0 has more than"),
-    "a smaller bomb": ({"images": [claimed(9_000, 9_000)], "prompts": [PROMPT]}, 413, "1 images of 9000x9000 are more than"),
-    "many small bombs": ({"images": [claimed(1_000, 1_000)] * 80, "prompts": [PROMPT] * 80}, 413, "80 images of 1000x1000"),
-    "too many images": ({"images": [""] * 257, "prompts": [PROMPT] * 257}, 413, "257 images are more than 256"),
+    "no image": (
+        {"images": [base64.b64encode(b"GIF89a").decode()], "prompts": [PROMPT]},
+        422,
+        "images.0 is no PNG",
+    ),
+    "half an image": (
+        {"images": [NOISE, HALF], "prompts": [PROMPT] * 2},
+        422,
+        "images.1 is a PNG file that ends early",
+    ),
+    "with transparency": (
+        {"images": [png("RGBA")], "prompts": [PROMPT]},
+        422,
+        "of the mode RGBA; send 8-bit RGB",
+    ),
+    "two sizes": (
+        {"images": [WHOLE, png(size=(8, 9))], "prompts": [PROMPT] * 2},
+        422,
+        "must have one size",
+    ),
+    "a bomb": (
+        {"images": [claimed(30_000, 30_000)], "prompts": [PROMPT]},
+        413,
+        "images.0 has more than",
+    ),
+    "a smaller bomb": (
+        {"images": [claimed(9_000, 9_000)], "prompts": [PROMPT]},
+        413,
+        "1 images of 9000x9000 are more than",
+    ),
+    "many small bombs": (
+        {"images": [claimed(1_000, 1_000)] * 80, "prompts": [PROMPT] * 80},
+        413,
+        "80 images of 1000x1000",
+    ),
+    "too many images": (
+        {"images": [""] * 257, "prompts": [PROMPT] * 257},
+        413,
+        "257 images are more than 256",
+    ),
 }
 
 
@@ -111,11 +169,23 @@ def test_a_body_that_is_too_large_is_refused(url, monkeypatch, headers):
     body = b" " * 1001
     if headers:
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    assert post(url, body, **headers) == (413, "the request has more than 1000 bytes; send fewer images at once")
+    assert post(url, body, **headers) == (
+        413,
+        "the request has more than 1000 bytes; send fewer images at once",
+    )
 
 
 @pytest.mark.parametrize(
-    "given", [None, "Bearer wrong", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", f"bearer{TOKEN}", "Bearer é"]
+    "given",
+    [
+        None,
+        "Bearer wrong",
+        f"Basic {TOKEN}",
+        TOKEN,
+        f"Bearer {TOKEN}x",
+        f"bearer{TOKEN}",
+        "Bearer é",
+    ],
 )
 def test_requests_without_the_token_are_refused(given):
     with serving(JpegCompressibility(), token=TOKEN) as url:
@@ -142,7 +212,10 @@ class Infinite:
 
 @pytest.mark.parametrize(
     ("broken", "reason"),
-    [(Crashes(), "crashes failed: ValueError: no such class: bear"), (Infinite(), "infinite failed: RewardError: the reward")],
+    [
+        (Crashes(), "crashes failed: ValueError: no such class: bear"),
+        (Infinite(), "infinite failed: RewardError: the reward"),
+    ],
 )
 def test_a_reward_that_crashes_is_an_error_and_the_server_goes_on(broken, reason):
     body = as_request(IMAGE, [as_prompt(0, "A")]).model_dump_json().encode()
@@ -176,7 +249,11 @@ def test_one_request_is_scored_at_a_time_and_each_gets_its_own_answer():
     images = np.arange(12, dtype=np.uint8)[:, None, None, None] * np.ones((8, 8, 3), np.uint8)
     with serving(counting) as url, ThreadPoolExecutor(6) as pool:
         remote = Remote(reward("remote", url=url))
-        results = list(pool.map(lambda index: remote(images[index : index + 1], [as_prompt(index, "A")]), range(12)))
+        results = list(
+            pool.map(
+                lambda index: remote(images[index : index + 1], [as_prompt(index, "A")]), range(12)
+            )
+        )
     assert [result.values[0] for result in results] == list(range(12))
     assert counting.most == 1
 
@@ -216,12 +293,26 @@ def test_the_command_serves_a_reward_by_name_or_by_json(started, monkeypatch, gi
     served = []
     monkeypatch.setattr(server, "make_app", lambda reward, token: served.append((reward, token)))
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
-    command = ["serve-reward", given, "--host", "0.0.0.0", "--port", "9000", "--token-variable", "REWARD_TOKEN"]
+    command = [
+        "serve-reward",
+        given,
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "9000",
+        "--token-variable",
+        "REWARD_TOKEN",
+    ]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     ((made, token),) = served
-    assert (made.config.layout, made.name) == (("page", "poster") if "page" in given else ("line", "ocr"))
-    assert (token, started) == (TOKEN, [{"host": "0.0.0.0", "port": 9000} | server_limits.server_options()])
+    assert (made.config.layout, made.name) == (
+        ("page", "poster") if "page" in given else ("line", "ocr")
+    )
+    assert (token, started) == (
+        TOKEN,
+        [{"host": "0.0.0.0", "port": 9000} | server_limits.server_options()],
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,5 +335,8 @@ def test_the_command_says_what_is_wrong(started, arguments, reason):
 
 def test_every_size_that_a_client_sends_is_taken(url):
     images = np.random.default_rng(0).integers(0, 256, (2, 40, 60, 3), dtype=np.uint8)
-    body = {"images": [base64.b64encode(file).decode() for file in encode_png(images)], "prompts": [PROMPT] * 2}
+    body = {
+        "images": [base64.b64encode(file).decode() for file in encode_png(images)],
+        "prompts": [PROMPT] * 2,
+    }
     assert post(url, body)[1]["scores"] == JpegCompressibility()(images, []).values.tolist()

@@ -13,7 +13,9 @@ from ebbflow.recipe.registry import reward
 from ebbflow.rewards.base import RewardError, RewardResult
 from ebbflow.rewards.trial import try_reward
 
-PROMPTS = [Prompt(index, text, "", text, "here", "train", "{}") for index, text in enumerate(("A", "B"))]
+PROMPTS = [
+    Prompt(index, text, "", text, "here", "train", "{}") for index, text in enumerate(("A", "B"))
+]
 CALLS: list[tuple[int, ...]] = []
 
 
@@ -21,7 +23,8 @@ class Brightness:
     """``answer``: what it returns instead of what it should."""
 
     def __init__(self, answer: Any = None, missing: str | None = None) -> None:
-        self.answer, self.missing = answer, missing
+        self.answer = answer
+        self.missing = missing
 
     def unavailable(self) -> str | None:
         return self.missing
@@ -39,7 +42,9 @@ class Brightness:
             case "random":
                 return RewardResult(values + len(CALLS))
             case "failed":
-                return RewardResult(np.full(len(images), np.nan), failures={0: "no face", 1: "no face"})
+                return RewardResult(
+                    np.full(len(images), np.nan), failures={0: "no face", 1: "no face"}
+                )
         return RewardResult(values)
 
 
@@ -65,7 +70,10 @@ def test_one_that_cannot_run_here_is_not_called() -> None:
     [
         ("values", "returned a ndarray; return an ebbflow.rewards.base.RewardResult"),
         ("mean", r"returned 'Brightness' of shape \(\) for 2 images"),
-        ("random", r"gave the same images \[.*\] and then \[.*\]; a reward must not draw at random"),
+        (
+            "random",
+            r"gave the same images \[.*\] and then \[.*\]; a reward must not draw at random",
+        ),
         ("raises", "fails on 2 images of 16 x 32 pixels: TypeError"),
     ],
 )
@@ -89,5 +97,8 @@ def test_one_of_videos_is_tried_on_videos_where_the_model_draws_such() -> None:
     for frames in (4, 81):
         try_reward(reward(f"{__name__}:Motion"), PROMPTS, 16, 32, frames)
     assert CALLS == [(2, 4, 16, 32, 3)] * 2 + [(2, 8, 16, 32, 3)] * 2
-    with pytest.raises(RewardError, match="fails on 2 images of 16 x 32 pixels: RewardError: .*scores videos and got images"):
+    with pytest.raises(
+        RewardError,
+        match="fails on 2 images of 16 x 32 pixels: RewardError: .*scores videos and got images",
+    ):
         try_reward(reward(f"{__name__}:Motion"), PROMPTS, 16, 32)

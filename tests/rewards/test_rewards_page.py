@@ -28,19 +28,24 @@ def test_every_reward_has_its_row(name):
 
 def test_every_reward_has_an_example():
     parts = [Recipe.model_validate(recipe) for recipe in RECIPES]
-    assert {config.name for recipe in parts for config in (*recipe.rewards, *recipe.guardrails)} >= set(REWARDS) - {"similarity"}
+    assert {
+        config.name for recipe in parts for config in (*recipe.rewards, *recipe.guardrails)
+    } >= set(REWARDS) - {"similarity"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_example_is_a_recipe(recipe):
     assert recipe.keys() <= {"rewards", "guardrails", "max_failed_share", "prompts", "model"}
     resolved = Recipe.model_validate(recipe)
-    assert [config.name for config in resolved.rewards] == [reward["name"] for reward in recipe["rewards"]]
+    assert [config.name for config in resolved.rewards] == [
+        reward["name"] for reward in recipe["rewards"]
+    ]
 
 
 def test_the_messages_are_those_of_the_protocol():
     request, answer, health = MESSAGES
-    asked, answered = ScoreRequest.model_validate_json(request), ScoreAnswer.model_validate_json(answer)
+    asked = ScoreRequest.model_validate_json(request)
+    answered = ScoreAnswer.model_validate_json(answer)
     assert server._decoded(asked.images).shape == (1, 8, 8, 3)
     assert answered.failures.keys() == {0}
     assert json.loads(health) == Health(reward="geneval", ready=True).model_dump()
@@ -56,7 +61,10 @@ def test_every_key_of_its_own_is_on_the_page(config):
 
 def test_the_limits_are_those_of_the_server():
     assert f"| {server_limits.MAX_BYTES >> 20} MiB | 413 |" in TEXT
-    assert f"| {server.MAX_IMAGES}, {server.MAX_PIXELS >> 20} Mi, {server.MAX_CHUNKS:,} | 413 |" in TEXT
+    assert (
+        f"| {server.MAX_IMAGES}, {server.MAX_PIXELS >> 20} Mi, {server.MAX_CHUNKS:,} | 413 |"
+        in TEXT
+    )
     assert f"| {MAX_JSON_VALUES:,} | 413 |" in TEXT
     assert f"| {server_limits.MAX_HELD >> 30} GiB |" in TEXT
     assert f"| {server_limits.HEADER_SECONDS:g} s |" in TEXT

@@ -1,4 +1,6 @@
-"""What a client can take from our server of rewards, on purpose or by accident: memory, time and connections are bounded."""
+"""What a client can take from our server of rewards, on purpose or by accident: memory, time and
+connections are bounded.
+"""
 
 from __future__ import annotations
 
@@ -94,9 +96,20 @@ def test_compressed_text_in_images_is_not_unpacked(form):
 
 def test_a_colour_profile_and_other_chunks_change_no_pixel():
     buffer = io.BytesIO()
-    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), dtype=np.uint8))
-    picture.save(buffer, "PNG", icc_profile=b"x" * 1000, dpi=(300, 300), transparency=(1, 2, 3), exif=b"Exif\0\0x")
-    assert np.array_equal(server._decoded([base64.b64encode(buffer.getvalue()).decode()])[0], np.asarray(picture))
+    picture = Image.fromarray(
+        np.random.default_rng(1).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    )
+    picture.save(
+        buffer,
+        "PNG",
+        icc_profile=b"x" * 1000,
+        dpi=(300, 300),
+        transparency=(1, 2, 3),
+        exif=b"Exif\0\0x",
+    )
+    assert np.array_equal(
+        server._decoded([base64.b64encode(buffer.getvalue()).decode()])[0], np.asarray(picture)
+    )
 
 
 def test_an_animation_is_scored_by_its_first_frame():
@@ -111,7 +124,10 @@ def test_the_chunks_of_all_images_are_counted(monkeypatch, name):
     server._decoded([with_chunks(*[chunk(b"tEXt", b"")] * 17)] * 3)
     with pytest.raises(HTTPException) as refused:
         server._decoded([with_chunks(*[chunk(name, b"")] * 18)] * 3)
-    assert (refused.value.status_code, "more than 60 PNG chunks" in refused.value.detail) == (413, True)
+    assert (refused.value.status_code, "more than 60 PNG chunks" in refused.value.detail) == (
+        413,
+        True,
+    )
 
 
 def metadata(values: bytes) -> bytes:
@@ -134,16 +150,24 @@ def test_json_of_many_values_is_refused_before_it_is_parsed(monkeypatch, body, c
     monkeypatch.setattr(server, "_parsed", lambda body: pytest.fail("parsed"))
     with serving(JpegCompressibility()) as url:
         headers = {"Transfer-Encoding": "chunked"} if chunked else {}
-        status, answer = ask(url, b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body, **headers)
+        status, answer = ask(
+            url, b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body, **headers
+        )
     assert (status, answer) == (
         413,
-        {"detail": "the request has more than 131072 commas and brackets; send fewer images at once"},
+        {
+            "detail": (
+                "the request has more than 131072 commas and brackets; send fewer images at once"
+            )
+        },
     )
 
 
 AT_THE_LIMIT = {
     "mappings": metadata(b"{}," * (2**16 - 5) + b"{}"),
-    "unknown keys": b'{"images": []' + b"".join(b',"%d":1' % key for key in range(2**17 - 2)) + b"}",
+    "unknown keys": (
+        b'{"images": []' + b"".join(b',"%d":1' % key for key in range(2**17 - 2)) + b"}"
+    ),
     "images that are numbers": b'{"prompts": [], "images": [' + b"1," * (2**17 - 4) + b"1]}",
     "prompts that are none": b'{"images": [], "prompts": [' + b"{}," * (2**16 - 3) + b"{}]}",
 }
@@ -159,16 +183,27 @@ def test_json_that_is_parsed_takes_bounded_memory(body):
 
 
 def test_as_many_images_as_a_request_may_have_are_far_from_the_limit_of_values():
-    metadata = {"tag": "counting", "include": [{"class": "bear", "count": 2, "color": [1, 2, 3]}] * 20}
-    prompt = {"prompt": "a cat, a dog, " * 40, "negative_prompt": "x, " * 20, "target": None, "metadata": metadata}
+    metadata = {
+        "tag": "counting",
+        "include": [{"class": "bear", "count": 2, "color": [1, 2, 3]}] * 20,
+    }
+    prompt = {
+        "prompt": "a cat, a dog, " * 40,
+        "negative_prompt": "x, " * 20,
+        "target": None,
+        "metadata": metadata,
+    }
     image = base64.b64encode(NOISE).decode()
     with serving(JpegCompressibility()) as url:
-        status, answer = ask(url, {"images": [image] * server.MAX_IMAGES, "prompts": [prompt] * server.MAX_IMAGES})
+        status, answer = ask(
+            url, {"images": [image] * server.MAX_IMAGES, "prompts": [prompt] * server.MAX_IMAGES}
+        )
     assert (status, len(answer["scores"])) == (200, server.MAX_IMAGES)
 
 
 def test_the_server_answers_others_while_it_parses_a_request(monkeypatch):
-    others_answered, parse = threading.Event(), server._parsed
+    others_answered = threading.Event()
+    parse = server._parsed
 
     def slowly(body):
         assert others_answered.wait(60)
@@ -177,7 +212,9 @@ def test_the_server_answers_others_while_it_parses_a_request(monkeypatch):
     monkeypatch.setattr(server, "_parsed", slowly)
     answers = []
     with serving(JpegCompressibility()) as url:
-        asking = threading.Thread(target=lambda: answers.append(ask(url, {"images": [], "prompts": []})))
+        asking = threading.Thread(
+            target=lambda: answers.append(ask(url, {"images": [], "prompts": []}))
+        )
         asking.start()
         assert ask(url)[0] == 200
         others_answered.set()
@@ -205,7 +242,9 @@ def test_requests_that_never_end_leave_room_for_others(monkeypatch, sent):
         for _ in range(40):
             still_open.enter_context(contextlib.closing(opened(url, sent)))
         for _ in range(5):
-            assert ask(url, {"images": [], "prompts": []}, Authorization=f"Bearer {TOKEN}")[0] == 200
+            assert (
+                ask(url, {"images": [], "prompts": []}, Authorization=f"Bearer {TOKEN}")[0] == 200
+            )
 
 
 def test_three_hundred_half_requests_to_a_process_of_few_files():
@@ -219,7 +258,12 @@ def test_three_hundred_half_requests_to_a_process_of_few_files():
         f"server.serve(reward('jpeg_compressibility'), '127.0.0.1', {number}, '{TOKEN}')\n"
     )
     port.close()
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stderr is not None
         for line in process.stderr:  # uvicorn says when it listens
@@ -230,7 +274,10 @@ def test_three_hundred_half_requests_to_a_process_of_few_files():
         with contextlib.ExitStack() as still_open:
             for _ in range(300):
                 still_open.enter_context(contextlib.closing(opened(url, HALF["half a header"])))
-            assert ask(url, Authorization=f"Bearer {TOKEN}") == (200, {"reward": "jpeg_compressibility", "ready": True})
+            assert ask(url, Authorization=f"Bearer {TOKEN}") == (
+                200,
+                {"reward": "jpeg_compressibility", "ready": True},
+            )
     finally:
         process.kill()
         process.wait()
@@ -238,7 +285,8 @@ def test_three_hundred_half_requests_to_a_process_of_few_files():
 
 def test_the_oldest_half_request_makes_room_and_one_that_is_answered_does_not(monkeypatch):
     monkeypatch.setattr(server_limits, "MAX_CONNECTIONS", 2)
-    asked, release = threading.Event(), threading.Event()
+    asked = threading.Event()
+    release = threading.Event()
 
     class Waits:
         name = "waits"
@@ -267,7 +315,9 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["nothing", "half a header", "half a body without the token", "nothing after an answer"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "half a header", "half a body without the token", "nothing after an answer"]
+)
 def test_a_request_whose_header_takes_too_long_is_cut_off(monkeypatch, name):
     monkeypatch.setattr(server_limits, "HEADER_SECONDS", 0.05)
     with serving(JpegCompressibility(), TOKEN) as url:
@@ -288,7 +338,10 @@ def ends_while_bytes_trickle_in(connection: socket.socket) -> bool:
     return False
 
 
-TRICKLES = {"header": HALF["half a header"], "refused body": WRONG + b"Content-Length: 100000\r\n\r\n"}
+TRICKLES = {
+    "header": HALF["half a header"],
+    "refused body": WRONG + b"Content-Length: 100000\r\n\r\n",
+}
 
 
 @pytest.mark.parametrize("first", TRICKLES.values(), ids=TRICKLES)
@@ -312,15 +365,22 @@ def test_a_body_that_takes_too_long_is_refused(monkeypatch, name):
         assert opened(url, HALF[name]).recv(1000).startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize(("head", "status"), [(WRONG, b"401"), (HEAD, b"413")], ids=["wrong token", "too large"])
+@pytest.mark.parametrize(
+    ("head", "status"), [(WRONG, b"401"), (HEAD, b"413")], ids=["wrong token", "too large"]
+)
 def test_token_and_size_are_checked_before_the_body_arrives(head, status):
     with serving(JpegCompressibility(), TOKEN) as url:
-        assert opened(url, head + b"Content-Length: 268435457\r\n\r\n").recv(1000).startswith(b"HTTP/1.1 " + status)
+        assert (
+            opened(url, head + b"Content-Length: 268435457\r\n\r\n")
+            .recv(1000)
+            .startswith(b"HTTP/1.1 " + status)
+        )
 
 
 def test_bodies_beyond_the_memory_for_them_wait_until_older_ones_are_scored(monkeypatch):
     monkeypatch.setattr(server_limits, "MAX_HELD", 1000)
-    held, release = [], server_limits.BodyReader._release
+    held = []
+    release = server_limits.BodyReader._release
 
     async def noted(self, ticket, size):
         held.append(self._held)

@@ -33,7 +33,8 @@ def test_damage_and_other_letters_cost_similarity(clean):
 
 
 def test_one_wrong_letter_costs_its_share():
-    right, wrong = score(render_text("WXYZ", 16, 32)), score(render_text("WXOZ", 16, 32))
+    right = score(render_text("WXYZ", 16, 32))
+    wrong = score(render_text("WXOZ", 16, 32))
     assert 0.05 < right - wrong < 0.25
 
 

@@ -7,7 +7,9 @@ from reward_cases import as_prompt
 
 from ebbflow.rewards.built_in import tesseract
 
-needs_tesseract = pytest.mark.skipif(shutil.which("tesseract") is None, reason="tesseract is not installed")
+needs_tesseract = pytest.mark.skipif(
+    shutil.which("tesseract") is None, reason="tesseract is not installed"
+)
 
 
 @needs_tesseract
@@ -29,7 +31,9 @@ def test_finds_nothing_where_nothing_is(empty):
 def test_scores_do_not_depend_on_the_neighbours(clean, empty):
     mixed = np.concatenate([clean[0][:4], empty[:2], clean[0][4:6]])
     together, _ = tesseract.read(mixed)
-    assert together == [tesseract.read(mixed[index : index + 1])[0][0] for index in range(len(mixed))]
+    assert together == [
+        tesseract.read(mixed[index : index + 1])[0][0] for index in range(len(mixed))
+    ]
     assert tesseract.read(mixed[::-1])[0] == together[::-1]
 
 
@@ -68,7 +72,11 @@ def crashed(*args, **kwargs):
 
 @pytest.mark.parametrize(
     ("accident", "reason"),
-    [(timed_out, "more than 60 s"), (not_started, "no such thing"), (crashed, "ended with 1: out of memory")],
+    [
+        (timed_out, "more than 60 s"),
+        (not_started, "no such thing"),
+        (crashed, "ended with 1: out of memory"),
+    ],
 )
 def test_an_accident_is_nan_with_a_reason_and_never_zero(clean, monkeypatch, accident, reason):
     monkeypatch.setattr(tesseract.subprocess, "run", accident)

@@ -37,13 +37,21 @@ def test_similarity_follows_the_convention(read, target, score):
         ("", "OPEN", 0.0, 0.0),
     ],
 )
-def test_contained_forgives_what_stands_around_the_target_and_nothing_else(read, target, exact_score, contained_score):
+def test_contained_forgives_what_stands_around_the_target_and_nothing_else(
+    read, target, exact_score, contained_score
+):
     assert text_similarity(read, target) == text_similarity(read, target, "exact") == exact_score
     assert text_similarity(read, target, "contained") == contained_score
 
 
-@given(around=st.tuples(*[st.text("ab ", max_size=6)] * 2), read=st.text("ab", max_size=8), target=st.text("ab", min_size=1))
-def test_the_two_matches_differ_only_where_the_target_is_inside_a_longer_reading(around, read, target):
+@given(
+    around=st.tuples(*[st.text("ab ", max_size=6)] * 2),
+    read=st.text("ab", max_size=8),
+    target=st.text("ab", min_size=1),
+)
+def test_the_two_matches_differ_only_where_the_target_is_inside_a_longer_reading(
+    around, read, target
+):
     before, after = around
     assert text_similarity(before + target + after, target, "contained") == 1
     if target not in read or read == target:
@@ -59,7 +67,10 @@ def test_similarity_is_a_share_and_one_only_for_equal_texts(read, target):
 
 def test_case_matters_where_it_is_kept():
     assert (text_similarity("OPeN", "open"), exact("OPeN", "open")) == (1.0, 1.0)
-    assert (text_similarity("OPeN", "open", case="kept"), exact("OPeN", "open", case="kept")) == (0.25, 0.0)
+    assert (text_similarity("OPeN", "open", case="kept"), exact("OPeN", "open", case="kept")) == (
+        0.25,
+        0.0,
+    )
     kept = judge_readings(["O pen"], [as_prompt(0, "open")], "same", case="kept")
     assert (kept.values[0], kept.metrics["same"][0]) == (0.75, 0.0)
 
@@ -83,12 +94,18 @@ def test_an_exact_match_stays_exact_whatever_scores_one():
     assert (result.values[0], result.metrics["hit"][0]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(("name", "reader"), [("ocr", "ppocr"), ("tesseract", "built_in.tesseract")])
+@pytest.mark.parametrize(
+    ("name", "reader"), [("ocr", "ppocr"), ("tesseract", "built_in.tesseract")]
+)
 def test_every_reward_that_reads_takes_the_match_of_its_configuration(monkeypatch, name, reader):
     reading = ["OPEN DAILY"] if name == "ocr" else (["OPEN DAILY"], "")
     monkeypatch.setattr(f"ebbflow.rewards.{reader}.read", lambda images: reading)
-    image, prompts = np.zeros((1, 8, 8, 3), np.uint8), [as_prompt(0, "OPEN")]
-    scores = [reward(name, **keys).build()(image, prompts).values[0] for keys in ({}, {"match": "exact"}, {"match": "contained"})]
+    image = np.zeros((1, 8, 8, 3), np.uint8)
+    prompts = [as_prompt(0, "OPEN")]
+    scores = [
+        reward(name, **keys).build()(image, prompts).values[0]
+        for keys in ({}, {"match": "exact"}, {"match": "contained"})
+    ]
     assert scores == [0, 0, 1]
 
 

@@ -1,4 +1,6 @@
-"""VideoReward against the steps of its published code, with transformers' own Qwen2-VL and peft's adapters."""
+"""VideoReward against the steps of its published code, with transformers' own Qwen2-VL and peft's
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from network_cases import VIDEO_SETTINGS, VIDEO_TOKENS, as_prompts, make_reward, video_reward_weights
+from network_cases import (
+    VIDEO_SETTINGS,
+    VIDEO_TOKENS,
+    as_prompts,
+    make_reward,
+    video_reward_weights,
+)
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch import Tensor
@@ -43,29 +51,60 @@ def patches(frames: np.ndarray, merge: int = 2, patch: int = 14) -> Tensor:
     """As Qwen2-VL's processor of videos cuts standardised frames, [T, 3, H, W]."""
     time, colours, height, width = frames.shape
     cut = frames.reshape(
-        time // 2, 2, colours, height // patch // merge, merge, patch, width // patch // merge, merge, patch
+        time // 2,
+        2,
+        colours,
+        height // patch // merge,
+        merge,
+        patch,
+        width // patch // merge,
+        merge,
+        patch,
     ).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return torch.from_numpy(cut.reshape(-1, colours * 2 * patch * patch).astype(np.float32))
 
 
 @torch.no_grad()
-def published(config: VideoAlignConfig, video: np.ndarray, text: str, shown: list[int]) -> list[float]:
+def published(
+    config: VideoAlignConfig, video: np.ndarray, text: str, shown: list[int]
+) -> list[float]:
     """The z-scores of one video, as ``VideoVLMRewardInference.reward`` computes them."""
     tokenizer = Qwen2Tokenizer.from_pretrained(config.processor.path)
-    tokenizer.add_special_tokens({"extra_special_tokens": list(VIDEO_TOKENS)}, replace_extra_special_tokens=False)
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": list(VIDEO_TOKENS)}, replace_extra_special_tokens=False
+    )
     sizes = Qwen2VLConfig.from_pretrained(config.processor.path)
     sizes.text_config.vocab_size = len(tokenizer)
     base, adapter, head = video_reward_weights()
-    named = {name.replace("model.", "model.language_model.").replace("visual.", "model.visual."): base[name] for name in base}
-    network = Qwen2VLForConditionalGeneration.from_pretrained(None, config=sizes, state_dict=named).to(torch.bfloat16).float()
-    network = get_peft_model(network, LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model\..*_proj")).eval()
+    named = {
+        name.replace("model.", "model.language_model.").replace("visual.", "model.visual."): base[
+            name
+        ]
+        for name in base
+    }
+    network = (
+        Qwen2VLForConditionalGeneration.from_pretrained(None, config=sizes, state_dict=named)
+        .to(torch.bfloat16)
+        .float()
+    )
+    network = get_peft_model(
+        network, LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model\..*_proj")
+    ).eval()
     prefix = "base_model.model.model.language_model."
-    missing = network.load_state_dict({prefix + name.removeprefix("model."): adapter[name] for name in adapter}, strict=False)
+    missing = network.load_state_dict(
+        {prefix + name.removeprefix("model."): adapter[name] for name in adapter}, strict=False
+    )
     assert not missing.unexpected_keys
-    sized = [np.asarray(Image.fromarray(frame).resize((84, 56), Image.Resampling.BICUBIC)) for frame in video[shown]]
-    pixels = (np.stack(sized).transpose(0, 3, 1, 2) / 255 - np.array(MEAN)[:, None, None]) / np.array(STD)[:, None, None]
+    sized = [
+        np.asarray(Image.fromarray(frame).resize((84, 56), Image.Resampling.BICUBIC))
+        for frame in video[shown]
+    ]
+    pixels = (
+        np.stack(sized).transpose(0, 3, 1, 2) / 255 - np.array(MEAN)[:, None, None]
+    ) / np.array(STD)[:, None, None]
     message = (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+        "<|im_start|>system\nYou are a helpful"
+        " assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
         + "<|video_pad|>" * (len(shown) // 2 * 2 * 3)
         + f"<|vision_end|>{fill_template('videoalign', text)}<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -76,8 +115,13 @@ def published(config: VideoAlignConfig, video: np.ndarray, text: str, shown: lis
         video_grid_thw=torch.tensor([[len(shown) // 2, 4, 6]]),
         position_ids=torch.arange(ids.shape[1])[None],
     ).last_hidden_state
-    found = (hidden[0] @ head[0])[torch.isin(ids[0], torch.tensor(tokenizer.convert_tokens_to_ids(list(VIDEO_TOKENS))))]
-    return [(float(x) - SCALE[f"{name}_mean"]) / SCALE[f"{name}_std"] for x, name in zip(found, ("VQ", "MQ", "TA"), strict=True)]
+    found = (hidden[0] @ head[0])[
+        torch.isin(ids[0], torch.tensor(tokenizer.convert_tokens_to_ids(list(VIDEO_TOKENS))))
+    ]
+    return [
+        (float(x) - SCALE[f"{name}_mean"]) / SCALE[f"{name}_std"]
+        for x, name in zip(found, ("VQ", "MQ", "TA"), strict=True)
+    ]
 
 
 def test_it_is_the_sum_of_the_published_ratings(config):
@@ -87,23 +131,39 @@ def test_it_is_the_sum_of_the_published_ratings(config):
         published(config, video, text.replace("<|MQ_reward|>", ""), [0, 5, 11, 16])
         for video, text in zip(VIDEOS, TEXTS, strict=True)
     ]
-    found = np.stack([result.metrics[f"videoalign_{name}"] for name in ("visual", "motion", "alignment")], 1)
+    found = np.stack(
+        [result.metrics[f"videoalign_{name}"] for name in ("visual", "motion", "alignment")], 1
+    )
     assert found == pytest.approx(np.array(wanted), abs=2e-5)
     assert result.values == pytest.approx(found.sum(1))
     assert not isinstance(reward, DifferentiableReward)
 
 
 def test_a_recipe_may_add_up_some_of_them_and_names_their_columns(config):
-    reward = load_reward(config.model_copy(update={"dimensions": ["visual", "motion"], "label": "quality", "batch": 1}))
+    reward = load_reward(
+        config.model_copy(
+            update={"dimensions": ["visual", "motion"], "label": "quality", "batch": 1}
+        )
+    )
     table = Scorer(((reward, 2.0),))(VIDEOS, as_prompts(*TEXTS))
-    assert list(table.metrics) == ["quality", "quality_visual", "quality_motion", "quality_alignment"]
-    assert table.reward == pytest.approx(2 * (table.metrics["quality_visual"] + table.metrics["quality_motion"]))
+    assert list(table.metrics) == [
+        "quality",
+        "quality_visual",
+        "quality_motion",
+        "quality_alignment",
+    ]
+    assert table.reward == pytest.approx(
+        2 * (table.metrics["quality_visual"] + table.metrics["quality_motion"])
+    )
 
 
 def test_motion_is_seen(config):
     """The same frames in another order are another video."""
-    reward, prompts = load_reward(config), as_prompts(*TEXTS)
-    forwards, backwards = (reward.score_videos(videos, prompts).values for videos in (VIDEOS, VIDEOS[:, ::-1]))
+    reward = load_reward(config)
+    prompts = as_prompts(*TEXTS)
+    forwards, backwards = (
+        reward.score_videos(videos, prompts).values for videos in (VIDEOS, VIDEOS[:, ::-1])
+    )
     assert (np.abs(forwards - backwards) > 1e-4).all()
 
 
@@ -131,15 +191,21 @@ def test_two_frames_of_each_second_are_looked_at(count, rate, shown):
 def test_the_template_is_the_published_one():
     text = fill_template("videoalign", "a {red} cat")
     assert text.startswith(
-        "\nYou are tasked with evaluating a generated video based on three distinct criteria: Visual Quality, Mot"
+        "\nYou are tasked with evaluating a generated video based on three distinct criteria:"
+        " Visual Quality, Mot"
     )
     assert "**Motion Quality:**  \nAssess the dynamic aspects" in text
-    assert text.endswith("Textual prompt - a {red} cat\nPlease provide the ratings of Text Alignment: <|TA_reward|>\nEND\n")
+    assert text.endswith(
+        "Textual prompt - a {red} cat\nPlease provide the ratings of Text Alignment:"
+        " <|TA_reward|>\nEND\n"
+    )
     assert [text.count(token) for token in VIDEO_TOKENS] == [1, 1, 1]
 
 
 def test_images_are_not_scored(config):
-    with pytest.raises(RewardError, match="'videoalign' scores videos and got images; set model.frames"):
+    with pytest.raises(
+        RewardError, match="'videoalign' scores videos and got images; set model.frames"
+    ):
         Scorer(((load_reward(config), 1.0),))(VIDEOS[:, 0], as_prompts(*TEXTS))
     with pytest.raises(RewardError, match="videos of two frames or more"):
         load_reward(config).score_videos(VIDEOS[:, :1], as_prompts(*TEXTS))
@@ -147,7 +213,10 @@ def test_images_are_not_scored(config):
 
 
 BROKEN = {
-    "other tokens": ({"model_config": {"reward_token": "last"}}, r"model_config\.json is not that of the published VideoReward"),
+    "other tokens": (
+        {"model_config": {"reward_token": "last"}},
+        r"model_config\.json is not that of the published VideoReward",
+    ),
     "no deviations": ({"inference_config": {}}, "is not that of the published VideoReward"),
     "no adapter part": ({}, r"model\.pth lacks the weights '.*q_proj\.lora_B\.default\.weight'"),
 }
@@ -162,6 +231,15 @@ def test_a_checkpoint_of_another_model_is_refused(config, tmp_path: Path, case):
     if not changed:
         path = folder / "checkpoint-7" / "model.pth"
         state = torch.load(path, weights_only=True)
-        torch.save({name: state[name] for name in state if not name.endswith("0.self_attn.q_proj.lora_B.default.weight")}, path)
+        torch.save(
+            {
+                name: state[name]
+                for name in state
+                if not name.endswith("0.self_attn.q_proj.lora_B.default.weight")
+            },
+            path,
+        )
     with pytest.raises(RewardError, match=reason):
-        load_reward(config.model_copy(update={"path": str(folder)})).score_videos(VIDEOS, as_prompts(*TEXTS))
+        load_reward(config.model_copy(update={"path": str(folder)})).score_videos(
+            VIDEOS, as_prompts(*TEXTS)
+        )

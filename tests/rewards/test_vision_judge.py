@@ -34,14 +34,24 @@ def judge(url, **keys):
 
 
 def completion(text, log_probs=None, **choice):
-    """What ``/chat/completions`` answers, with keys that nobody here reads; ``log_probs`` of the first token by its spelling."""
-    top = None if log_probs is None else [{"token": t, "logprob": p, "bytes": list(t.encode())} for t, p in log_probs]
-    first = None if top is None else {"content": [{"token": text, "logprob": 0.0, "top_logprobs": top}]}
+    """What ``/chat/completions`` answers, with keys that nobody here reads; ``log_probs`` of the
+    first token by its spelling.
+    """
+    top = (
+        None
+        if log_probs is None
+        else [{"token": t, "logprob": p, "bytes": list(t.encode())} for t, p in log_probs]
+    )
+    first = (
+        None if top is None else {"content": [{"token": text, "logprob": 0.0, "top_logprobs": top}]}
+    )
     message = {"role": "assistant", "content": text, "refusal": None}
     return {
         "id": "chatcmpl-1",
         "object": "chat.completion",
-        "choices": [{"index": 0, "message": message, "logprobs": first, "finish_reason": "stop", **choice}],
+        "choices": [
+            {"index": 0, "message": message, "logprobs": first, "finish_reason": "stop", **choice}
+        ],
         "usage": {"prompt_tokens": 300, "completion_tokens": 1},
     }
 
@@ -62,7 +72,15 @@ def logs(**shares):
     [
         (logs(yes=0.6, no=0.2), 0.75),
         (logs(Yes=0.3, yes=0.1, YES=0.1, No=0.3, no=0.1, NO=0.1), 0.5),
-        ([(" yes", math.log(0.5)), ("\nYes", math.log(0.25)), (" no ", math.log(0.25)), ("maybe", -9.0)], 0.75),
+        (
+            [
+                (" yes", math.log(0.5)),
+                ("\nYes", math.log(0.25)),
+                (" no ", math.log(0.25)),
+                ("maybe", -9.0),
+            ],
+            0.75,
+        ),
         (logs(Yes=0.9, The=0.05), 1.0),
         (logs(No=0.9, The=0.05), 0.0),
         ([("The", -0.1), ("Yes", -9998.0), ("No", -9999.0)], 1 / (1 + math.exp(-1))),
@@ -94,25 +112,55 @@ def test_a_log_prob_that_is_none_is_a_failure(log_prob):
 
 
 @pytest.mark.parametrize(
-    ("text", "score"), [("yes", 1), ("Yes.", 1), (' "YES!"\n', 1), ("**No**", 0), ("no", 0), ("- No, ", 0), ("\tno\u3002", 0)]
+    ("text", "score"),
+    [
+        ("yes", 1),
+        ("Yes.", 1),
+        (' "YES!"\n', 1),
+        ("**No**", 0),
+        ("no", 0),
+        ("- No, ", 0),
+        ("\tno\u3002", 0),
+    ],
 )
 def test_yes_or_no_in_one_word(text, score):
     assert judged(completion(text), answer="yes_no") == score
 
 
-@pytest.mark.parametrize("text", ["", "yes and no", "Yes, it does", "not", "nope", "I think yes", "yesno", "maybe", "1", None])
+@pytest.mark.parametrize(
+    "text",
+    ["", "yes and no", "Yes, it does", "not", "nope", "I think yes", "yesno", "maybe", "1", None],
+)
 def test_every_other_answer_than_yes_or_no_is_a_failure(text):
     assert "the whole answer must be yes or no" in judged(completion(text), answer="yes_no")
 
 
-@pytest.mark.parametrize(("text", "score"), [("7", 0.7), (" 7.5\n", 0.75), ("0", 0), ("10", 1), ("10.0", 1), ("+3", 0.3)])
+@pytest.mark.parametrize(
+    ("text", "score"), [("7", 0.7), (" 7.5\n", 0.75), ("0", 0), ("10", 1), ("10.0", 1), ("+3", 0.3)]
+)
 def test_a_number_on_the_scale(text, score):
     assert judged(completion(text), answer="number") == pytest.approx(score)
     assert judged(completion(text), answer="number", scale=20) == pytest.approx(score / 2)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "11", "-1", "8/10", "7 out of 10", "7.", "nan", "inf", "1e1", "ten", "7 8", "٧", "0x7", None]
+    "text",
+    [
+        "",
+        "11",
+        "-1",
+        "8/10",
+        "7 out of 10",
+        "7.",
+        "nan",
+        "inf",
+        "1e1",
+        "ten",
+        "7 8",
+        "٧",
+        "0x7",
+        None,
+    ],
 )
 def test_every_other_answer_than_a_number_on_the_scale_is_a_failure(text):
     assert "one number from 0 to scale" in judged(completion(text), answer="number")
@@ -125,7 +173,10 @@ def test_an_answer_that_was_cut_off_is_a_failure(answer):
     assert judged(completion(text, finish_reason=None), answer=answer) > 0
 
 
-@pytest.mark.parametrize("answer", ["<html>", {"choices": []}, {"error": {"message": "no such model"}}, [], {"choices": [{}]}])
+@pytest.mark.parametrize(
+    "answer",
+    ["<html>", {"choices": []}, {"error": {"message": "no such model"}}, [], {"choices": [{}]}],
+)
 def test_what_is_no_completion_is_a_failure_that_shows_it(answer):
     reason = judged(answer)
     assert "no Completion" in reason
@@ -133,15 +184,26 @@ def test_what_is_no_completion_is_a_failure_that_shows_it(answer):
 
 
 def test_the_request_holds_one_image_and_its_question():
-    prompts = [Prompt(0, "a sign", "", "STOP", "", "", "{}"), Prompt(1, "a shop", "", "OPEN", "", "", "{}")]
+    prompts = [
+        Prompt(0, "a sign", "", "STOP", "", "", "{}"),
+        Prompt(1, "a shop", "", "OPEN", "", "", "{}"),
+    ]
     with answering(says(completion("Yes", logs(Yes=1.0)))) as server:
-        judge(server.url, question="Does it say {target}, as in {prompt}?", concurrency=1)(IMAGES[:2], prompts)
+        judge(server.url, question="Does it say {target}, as in {prompt}?", concurrency=1)(
+            IMAGES[:2], prompts
+        )
     assert {asked.path for asked in server.asked} == {"/v1/chat/completions"}
     questions = ["Does it say STOP, as in a sign?", "Does it say OPEN, as in a shop?"]
     for asked, image, question in zip(server.asked, IMAGES[:2], questions, strict=True):
         sent = asked.json
         picture, text = sent.pop("messages")[0]["content"]
-        assert sent == {"model": "eyes-7b", "temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+        assert sent == {
+            "model": "eyes-7b",
+            "temperature": 0,
+            "max_tokens": 1,
+            "logprobs": True,
+            "top_logprobs": 20,
+        }
         assert text == {"type": "text", "text": question}
         kind, _, data = picture["image_url"]["url"].partition(",")
         assert (picture["type"], kind) == ("image_url", "data:image/png;base64")
@@ -157,15 +219,33 @@ def test_log_probs_are_asked_for_where_they_are_used(answer, text):
     assert 2 < sent["max_tokens"] <= 16
 
 
-@pytest.mark.parametrize("prompt", ["{prompt} {target} {0} {", "}{prompt.__class__}", "100 % \\1 \\g<0> {{x}}"])
+@pytest.mark.parametrize(
+    "prompt", ["{prompt} {target} {0} {", "}{prompt.__class__}", "100 % \\1 \\g<0> {{x}}"]
+)
 def test_braces_in_a_prompt_are_text(prompt):
     with answering(says(completion("Yes", logs(Yes=1.0)))) as server:
-        judge(server.url, question="Is [{prompt}] in it, and [{target}]?")(ONE, [Prompt(0, prompt, "", prompt, "", "", "{}")])
-    assert server.asked[0].json["messages"][0]["content"][1]["text"] == f"Is [{prompt}] in it, and [{prompt}]?"
+        judge(server.url, question="Is [{prompt}] in it, and [{target}]?")(
+            ONE, [Prompt(0, prompt, "", prompt, "", "", "{}")]
+        )
+    assert (
+        server.asked[0].json["messages"][0]["content"][1]["text"]
+        == f"Is [{prompt}] in it, and [{prompt}]?"
+    )
 
 
 @pytest.mark.parametrize(
-    "question", ["{prompt.__class__}", "{prompt!r}", "{prompt:>9}", "{}", "{0}", "{metadata}", "{{prompt}}", "a {", "}"]
+    "question",
+    [
+        "{prompt.__class__}",
+        "{prompt!r}",
+        "{prompt:>9}",
+        "{}",
+        "{0}",
+        "{metadata}",
+        "{{prompt}}",
+        "a {",
+        "}",
+    ],
 )
 def test_a_question_with_other_braces_is_refused_when_the_recipe_is_read(question):
     with pytest.raises(ValidationError, match="all that may stand in braces"):
@@ -175,7 +255,8 @@ def test_a_question_with_other_braces_is_refused_when_the_recipe_is_read(questio
 def test_a_prompt_without_a_target_is_a_failure_where_the_question_names_it():
     prompts = [as_prompt(0, None), as_prompt(1, "A")]
     with answering(says(completion("Yes", logs(Yes=1.0)))) as server:
-        reads, looks = judge(server.url, question="Does it say {target}?"), judge(server.url)
+        reads = judge(server.url, question="Does it say {target}?")
+        looks = judge(server.url)
         assert reads.config.reads
         assert not looks.config.reads
         result = reads(IMAGES[:2], prompts)
@@ -200,15 +281,22 @@ def test_scores_are_in_the_order_of_the_images_whichever_answer_comes_first():
 
     prompts = [Prompt(index, str(index), "", None, "", "", "{}") for index in range(6)]
     with answering(behave) as server:
-        result = judge(server.url, question="{prompt}", answer="number", concurrency=6)(IMAGES, prompts)
+        result = judge(server.url, question="{prompt}", answer="number", concurrency=6)(
+            IMAGES, prompts
+        )
     assert result.values * 10 == pytest.approx(range(6))
     assert not result.failures
 
 
 def test_a_failure_is_that_of_its_image_alone_and_what_passes_is_asked_again():
-    bad, good = completion("Yes, but"), completion("Yes")
-    with answering(says(good), says("busy", 503), says(good), says(bad), says("no", 400), says(good)) as server:
-        result = judge(server.url, answer="yes_no", concurrency=1)(IMAGES[:5], [as_prompt(index, "A") for index in range(5)])
+    bad = completion("Yes, but")
+    good = completion("Yes")
+    with answering(
+        says(good), says("busy", 503), says(good), says(bad), says("no", 400), says(good)
+    ) as server:
+        result = judge(server.url, answer="yes_no", concurrency=1)(
+            IMAGES[:5], [as_prompt(index, "A") for index in range(5)]
+        )
     assert np.array_equal(result.values, [1, 1, np.nan, np.nan, 1], equal_nan=True)
     assert set(result.failures) == {2, 3}
     assert len(server.asked) == 6
@@ -229,9 +317,16 @@ def test_hosts_and_tokens_are_those_of_every_served_reward(monkeypatch):
         inside = judge(server.url, token_variable="JUDGE_TOKEN")
         reasons = [inside(ONE, [as_prompt(0, "A")]).failures[0], inside.unavailable()]
     assert {asked.headers["Authorization"] for asked in server.asked} == {f"Bearer {TOKEN}"}
-    assert all("check the token in JUDGE_TOKEN" in reason and TOKEN not in reason for reason in reasons)
+    assert all(
+        "check the token in JUDGE_TOKEN" in reason and TOKEN not in reason for reason in reasons
+    )
     with answering(says(completion(f"I know {TOKEN}"))) as server:
-        assert TOKEN not in judge(server.url, answer="yes_no", token_variable="JUDGE_TOKEN")(ONE, [as_prompt(0, "A")]).failures[0]
+        assert (
+            TOKEN
+            not in judge(server.url, answer="yes_no", token_variable="JUDGE_TOKEN")(
+                ONE, [as_prompt(0, "A")]
+            ).failures[0]
+        )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +346,10 @@ def test_the_url_is_that_of_the_host_or_of_the_api(url, base):
     ("answer", "reason"),
     [
         (says({"object": "list", "data": [{"id": "eyes-7b", "object": "model"}]}), None),
-        (says({"data": [{"id": "ears-7b"}, {"id": "nose-1b"}]}), "no model 'eyes-7b'; it has ears-7b, nose-1b"),
+        (
+            says({"data": [{"id": "ears-7b"}, {"id": "nose-1b"}]}),
+            "no model 'eyes-7b'; it has ears-7b, nose-1b",
+        ),
         (says({"data": []}), "it has none"),
         (says("<html>"), "no Models"),
         (says("gone", 404), "answered 404"),

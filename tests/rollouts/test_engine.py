@@ -25,9 +25,15 @@ def test_adapters_are_merged_where_training_has_no_ratio(model, make_keys, plan)
     policy = Policy(model, PolicyConfig(train="lora", rank=4, alpha=8), 0)
     move(policy)
     stage = OnlineStageConfig.model_validate(small_stage({"algorithm": {"name": "flow_grpo"}}))
-    conditioning, keys, sampler = model.encode_texts(TEXTS), make_keys(3), SamplerConfig(name="flow_sde", steps=3)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(3)
+    sampler = SamplerConfig(name="flow_sde", steps=3)
     expected = generate(model, conditioning, keys, sampler, plan).latents
-    found = Diffusers(SimpleNamespace(config=stage), policy).generate(conditioning, keys, sampler, plan)[0].latents
+    found = (
+        Diffusers(SimpleNamespace(config=stage), policy)
+        .generate(conditioning, keys, sampler, plan)[0]
+        .latents
+    )
     difference = (found - expected).abs().max()
     assert difference < 1e-5 * expected.abs().max()
     assert (difference == 0) == (plan is not None)

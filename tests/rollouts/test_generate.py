@@ -1,4 +1,6 @@
-"""The rollout engine against diffusers' own pipeline, the records that training relies on, and an exact flow."""
+"""The rollout engine against diffusers' own pipeline, the records that training relies on, and an
+exact flow.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate
 
 TEXTS = ["ABCD", "ABCD", "WXYZ", "WXYZ", "QQQQ", "QQQQ", "MNOP"]
-ODE, SDE = SamplerConfig(name="ode", steps=5), SamplerConfig(name="flow_sde", steps=5)
+ODE = SamplerConfig(name="ode", steps=5)
+SDE = SamplerConfig(name="flow_sde", steps=5)
 STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
 RECORDS = ["latents", "next_latents", "means", "log_probs"]
-DATA_MEAN, DATA_STD = 1.5, 0.5
+DATA_MEAN = 1.5
+DATA_STD = 0.5
 
 
 def window(*steps, tail=None):
@@ -67,9 +71,12 @@ def euler(x, velocity, sigmas, steps):
 
 
 def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model, make_keys):
-    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
     for steps in (4, 10):
-        ours = generate(model, conditioning, keys, SamplerConfig(name="ode", steps=steps), micro_batch=3).latents
+        ours = generate(
+            model, conditioning, keys, SamplerConfig(name="ode", steps=steps), micro_batch=3
+        ).latents
         theirs = open_pipeline(base_folder)(
             prompt_embeds=conditioning["embeds"],
             pooled_prompt_embeds=conditioning["pooled"],
@@ -85,9 +92,12 @@ def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model,
         assert (ours - theirs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("plan", [None, window(1, 2), window(1, tail=0.5), Plan((0, 1, 2, 3), (0, 3))], ids=str)
+@pytest.mark.parametrize(
+    "plan", [None, window(1, 2), window(1, tail=0.5), Plan((0, 1, 2, 3), (0, 3))], ids=str
+)
 def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys, plan):
-    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
     whole = generate(model, conditioning, keys, SDE, plan, micro_batch=64)
     for size in (1, 3, 7):
         parts = generate(model, conditioning, keys, SDE, plan, micro_batch=size)
@@ -96,15 +106,24 @@ def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys
             assert torch.equal(parts.trajectory.sigmas, whole.trajectory.sigmas)
             assert torch.equal(parts.trajectory.steps, whole.trajectory.steps)
             for name in RECORDS:
-                assert torch.allclose(getattr(parts.trajectory, name), getattr(whole.trajectory, name), rtol=0, atol=1e-5)
+                assert torch.allclose(
+                    getattr(parts.trajectory, name),
+                    getattr(whole.trajectory, name),
+                    rtol=0,
+                    atol=1e-5,
+                )
     order = [6, 2, 0]
-    some = generate(model, conditioning.rows(torch.tensor(order)), keys.take(np.array(order)), SDE, plan)
+    some = generate(
+        model, conditioning.rows(torch.tensor(order)), keys.take(np.array(order)), SDE, plan
+    )
     assert torch.allclose(some.latents, whole.latents[order], rtol=0, atol=1e-5)
 
 
 def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, make_keys):
     conditioning = model.encode_texts(TEXTS)
-    first, again = (generate(model, conditioning, make_keys(7), SDE, window(0, 1)).latents for _ in range(2))
+    first, again = (
+        generate(model, conditioning, make_keys(7), SDE, window(0, 1)).latents for _ in range(2)
+    )
     assert torch.equal(first, again)
     other = generate(model, conditioning, make_keys(7, seed=4), SDE, window(0, 1)).latents
     assert (other - first).abs().flatten(1).max(1).values.min() > 0.1
@@ -112,13 +131,17 @@ def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, ma
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 @pytest.mark.parametrize(
-    "plan", [window(0), window(1, 2, 3), window(0, 1, 2, 3), window(1, 3), Plan((0, 1, 2, 3), (1, 3))], ids=str
+    "plan",
+    [window(0), window(1, 2, 3), window(0, 1, 2, 3), window(1, 3), Plan((0, 1, 2, 3), (1, 3))],
+    ids=str,
 )
 def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, name, plan):
     sampler = SamplerConfig(name=name, steps=5)
-    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
     rollouts = generate(model, conditioning, keys, sampler, plan)
-    record, sigmas = rollouts.trajectory, model.sigmas(5)
+    record = rollouts.trajectory
+    sigmas = model.sigmas(5)
     assert record.steps.tolist() == list(plan.trained)
     assert torch.equal(record.sigmas, sigmas)
     assert record.log_probs.shape == (7, len(plan.trained))
@@ -130,7 +153,9 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
     for step in range(5):
         with torch.no_grad():
             velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
-        move = transition(name if step in plan.stochastic else "ode", latents, velocity, sigmas, step)
+        move = transition(
+            name if step in plan.stochastic else "ode", latents, velocity, sigmas, step
+        )
         z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
         after = sample(move, z)
         if step in plan.trained:
@@ -144,12 +169,20 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-def test_without_a_plan_all_steps_but_the_last_are_stochastic_and_nothing_is_recorded(model, make_keys, name):
-    conditioning, sampler = model.encode_texts(TEXTS), SamplerConfig(name=name, steps=5)
+def test_without_a_plan_all_steps_but_the_last_are_stochastic_and_nothing_is_recorded(
+    model, make_keys, name
+):
+    conditioning = model.encode_texts(TEXTS)
+    sampler = SamplerConfig(name=name, steps=5)
     rollouts = generate(model, conditioning, make_keys(7), sampler)
     assert rollouts.trajectory is None
-    assert torch.equal(rollouts.latents, generate(model, conditioning, make_keys(7), sampler, window(0, 1, 2, 3)).latents)
-    assert not torch.allclose(rollouts.latents, generate(model, conditioning, make_keys(7), ODE).latents, atol=1e-2)
+    assert torch.equal(
+        rollouts.latents,
+        generate(model, conditioning, make_keys(7), sampler, window(0, 1, 2, 3)).latents,
+    )
+    assert not torch.allclose(
+        rollouts.latents, generate(model, conditioning, make_keys(7), ODE).latents, atol=1e-2
+    )
 
 
 def test_little_noise_is_nearly_the_ode(model, make_keys):
@@ -157,13 +190,21 @@ def test_little_noise_is_nearly_the_ode(model, make_keys):
     ode = generate(model, conditioning, make_keys(7), ODE).latents
     for name in STOCHASTIC:
         sampler = SamplerConfig(name=name, steps=5, eta=1e-5)
-        assert torch.allclose(generate(model, conditioning, make_keys(7), sampler).latents, ode, atol=1e-3)
+        assert torch.allclose(
+            generate(model, conditioning, make_keys(7), sampler).latents, ode, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("name", ["ode", "dpm_solver", "unipc"])
 def test_a_plan_for_a_deterministic_sampler_is_an_error(model, make_keys, name):
     with pytest.raises(ValueError, match=f"{name}' has no log-probability"):
-        generate(model, model.encode_texts(TEXTS), make_keys(7), SamplerConfig(name=name, steps=5), window(1))
+        generate(
+            model,
+            model.encode_texts(TEXTS),
+            make_keys(7),
+            SamplerConfig(name=name, steps=5),
+            window(1),
+        )
 
 
 def test_nothing_needs_a_gradient(model, make_keys):
@@ -175,14 +216,19 @@ def test_nothing_needs_a_gradient(model, make_keys):
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
-    count, model, sampler = 1500, GaussianModel(), SamplerConfig(name=name, steps=6)
+    count = 1500
+    model = GaussianModel()
+    sampler = SamplerConfig(name=name, steps=6)
     keys = SampleKeys(3, list(range(count)), [0] * count)
     images = generate(model, nothing(count), keys, sampler, micro_batch=500).latents
     # The mean follows the data's under every sampler; the variance by x' = slope x + b z + offset.
-    sigmas, variance = model.sigmas(6).double(), 1.0
+    sigmas = model.sigmas(6).double()
+    variance = 1.0
     points = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     for step in range(6):
-        move = transition(name if step < 5 else "ode", points, exact_velocity(points, sigmas[step]), sigmas, step)
+        move = transition(
+            name if step < 5 else "ode", points, exact_velocity(points, sigmas[step]), sigmas, step
+        )
         variance = (move.mean[1] - move.mean[0]).item() ** 2 * variance + move.std.item() ** 2
     elements = images.numel()
     assert abs(images.mean().item() - DATA_MEAN) < 4 * math.sqrt(variance / elements)
@@ -190,10 +236,13 @@ def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
 
 
 def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
-    conditioning, keys, sigmas = model.encode_texts(TEXTS), make_keys(7), model.sigmas(6)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
+    sigmas = model.sigmas(6)
     rollouts = generate(model, conditioning, keys, SamplerConfig(name="dpm_solver", steps=6))
     assert rollouts.trajectory is None
-    latents, clean = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples), None
+    latents = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
+    clean = None
     for step in range(6):
         with torch.no_grad():
             velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
@@ -203,7 +252,9 @@ def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
 
 def test_dpm_solver_ends_nearer_to_the_exact_flow_than_the_ode_with_as_many_evaluations(make_keys):
     keys = make_keys(40)
-    exact = DATA_MEAN + DATA_STD * noise(GaussianModel.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
+    exact = DATA_MEAN + DATA_STD * noise(
+        GaussianModel.latent_shape, keys.seed, keys.prompt_ids, keys.samples
+    )
 
     def error(name):
         model = GaussianModel()
@@ -227,30 +278,42 @@ def test_dpm_solver_ends_nearer_to_the_exact_flow_than_the_ode_with_as_many_eval
     ids=str,
 )
 def test_a_tail_is_shorter_and_leaves_the_window_as_it_is(make_keys, plan, tail_steps):
-    sampler, keys, end = SamplerConfig(name="flow_sde", steps=25), make_keys(6), plan.stochastic[-1] + 1
-    slow, fast = GaussianModel(), GaussianModel()
+    sampler = SamplerConfig(name="flow_sde", steps=25)
+    keys = make_keys(6)
+    end = plan.stochastic[-1] + 1
+    slow = GaussianModel()
+    fast = GaussianModel()
     full = generate(slow, nothing(6), keys, sampler, window(*plan.trained))
     short = generate(fast, nothing(6), keys, sampler, plan)
     for name in ("steps", *RECORDS):
         assert torch.equal(getattr(short.trajectory, name), getattr(full.trajectory, name))
     sigmas = slow.sigmas(25)
-    assert torch.equal(short.trajectory.sigmas, torch.cat([sigmas[:end], shorter_schedule(sigmas[end:], plan.tail)]))
+    assert torch.equal(
+        short.trajectory.sigmas,
+        torch.cat([sigmas[:end], shorter_schedule(sigmas[end:], plan.tail)]),
+    )
     assert torch.equal(short.trajectory.sigmas[1], sigmas[1])
     assert fast.evaluated_at == short.trajectory.sigmas[:-1].tolist()
     assert len(slow.evaluated_at) == 25
     assert len(fast.evaluated_at) == end + tail_steps
 
 
-def test_samples_that_share_their_start_have_one_initial_noise_and_their_own_later_noise(model, make_keys):
-    conditioning, keys = model.encode_texts(TEXTS[:6]), SampleKeys(3, [5, 5, 5, 5, 9, 9], [4, 5, 6, 7, 4, 6])
-    shared = generate(model, conditioning, replace(keys, sharing=[2]), SDE, window(0, 1)).trajectory.latents[:, 0]
+def test_samples_that_share_their_start_have_one_initial_noise_and_their_own_later_noise(
+    model, make_keys
+):
+    conditioning = model.encode_texts(TEXTS[:6])
+    keys = SampleKeys(3, [5, 5, 5, 5, 9, 9], [4, 5, 6, 7, 4, 6])
+    shared = generate(
+        model, conditioning, replace(keys, sharing=[2]), SDE, window(0, 1)
+    ).trajectory.latents[:, 0]
     apart = generate(model, conditioning, keys, SDE, window(0, 1)).trajectory.latents[:, 0]
     assert torch.equal(shared, apart[[0, 0, 2, 2, 4, 5]])
     assert not torch.equal(apart[0], apart[1])
 
 
 def test_a_shared_start_leaves_the_noise_of_the_steps_alone(model, make_keys):
-    conditioning, keys = model.encode_texts([TEXTS[0]] * 4), SampleKeys(3, [5] * 4, [0, 1, 2, 3])
+    conditioning = model.encode_texts([TEXTS[0]] * 4)
+    keys = SampleKeys(3, [5] * 4, [0, 1, 2, 3])
     record = generate(model, conditioning, replace(keys, sharing=[4]), SDE, window(0, 1)).trajectory
     assert torch.equal(record.latents[0, 0], record.latents[3, 0])
     drawn = (record.next_latents[:, 0] - record.means[:, 0]).flatten(1)
@@ -259,13 +322,21 @@ def test_a_shared_start_leaves_the_noise_of_the_steps_alone(model, make_keys):
 
 
 def test_after_the_window_the_tail_is_dpm_solver_with_the_history_of_the_window(model, make_keys):
-    """As MixGRPO's code has it: with the clean prediction of the last stochastic step, the tail begins at second order."""
-    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
-    rollouts = generate(model, conditioning, keys, SamplerConfig(name="cps", steps=12), window(1, 2, tail=0.5))
+    """As MixGRPO's code has it: with the clean prediction of the last stochastic step, the tail
+    begins at second order.
+    """
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
+    rollouts = generate(
+        model, conditioning, keys, SamplerConfig(name="cps", steps=12), window(1, 2, tail=0.5)
+    )
     sigmas = rollouts.trajectory.sigmas
-    record, latents = rollouts.trajectory, rollouts.trajectory.next_latents[:, -1]
+    record = rollouts.trajectory
+    latents = rollouts.trajectory.next_latents[:, -1]
     with torch.no_grad():
-        clean = record.latents[:, -1] - sigmas[2] * model.velocity(record.latents[:, -1], sigmas[2].expand(7), conditioning)
+        clean = record.latents[:, -1] - sigmas[2] * model.velocity(
+            record.latents[:, -1], sigmas[2].expand(7), conditioning
+        )
     for step in range(3, len(sigmas) - 1):
         with torch.no_grad():
             velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
@@ -275,22 +346,29 @@ def test_after_the_window_the_tail_is_dpm_solver_with_the_history_of_the_window(
 
 @pytest.mark.parametrize("tail", [0.4, 0.2])
 def test_a_tail_ends_close_to_where_all_the_steps_end(make_keys, tail):
-    sampler, keys, model = SamplerConfig(name="flow_sde", steps=25), make_keys(40), GaussianModel()
+    sampler = SamplerConfig(name="flow_sde", steps=25)
+    keys = make_keys(40)
+    model = GaussianModel()
     full = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3)).latents
     short = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3, tail=tail))
-    sigmas, entry = short.trajectory.sigmas, short.trajectory.next_latents[:, -1]
+    sigmas = short.trajectory.sigmas
+    entry = short.trajectory.next_latents[:, -1]
     exact = DATA_MEAN + DATA_STD * (entry - (1 - sigmas[4]) * DATA_MEAN) / spread(sigmas[4])
 
     def far(images, goal):
         return (images - goal).pow(2).mean().sqrt()
 
     assert far(short.latents, full) < 0.1 * DATA_STD
-    by_euler = euler(entry, lambda x, step: exact_velocity(x, sigmas[step]), sigmas, range(4, len(sigmas) - 1))
+    by_euler = euler(
+        entry, lambda x, step: exact_velocity(x, sigmas[step]), sigmas, range(4, len(sigmas) - 1)
+    )
     assert far(short.latents, exact) < far(by_euler, exact) / 2
 
 
 def test_a_tail_changes_the_images_of_the_network_little(model, make_keys):
-    sampler, conditioning, keys = SamplerConfig(name="flow_sde", steps=25), model.encode_texts(TEXTS), make_keys(7)
+    sampler = SamplerConfig(name="flow_sde", steps=25)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
     full = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3)).latents
     short = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3, tail=0.4)).latents
     assert 0 < (short - full).pow(2).mean().sqrt() < 0.05 * full.std()
@@ -298,21 +376,30 @@ def test_a_tail_changes_the_images_of_the_network_little(model, make_keys):
 
 
 def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make_keys):
-    conditioning, keys, sigmas = model.encode_texts(TEXTS), make_keys(7), model.sigmas(5)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
+    sigmas = model.sigmas(5)
     rollouts = generate(model, conditioning, keys, SDE, window(0, 1, 2, 3), precision="bfloat16")
     record = rollouts.trajectory
     assert rollouts.latents.dtype == torch.float32
     assert all(getattr(record, name).dtype == torch.float32 for name in RECORDS)
     assert all(weight.dtype == torch.float32 for weight in model.transformer.parameters())
     for index, step in enumerate(record.steps.tolist()):
-        before, after = record.latents[:, index], record.next_latents[:, index]
+        before = record.latents[:, index]
+        after = record.next_latents[:, index]
         with torch.no_grad():
             velocity = model.velocity(before, sigmas[step].expand(7), conditioning)
         move = transition("flow_sde", before, velocity, sigmas, step)
-        # The record is consistent in itself: its log-prob is the density of its own mean, not of the float32 one.
+        # The record is consistent in itself: its log-prob is the density of its own mean, not of
+        # the float32 one.
         z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
         assert torch.equal(record.means[:, index] + move.std * z, after)
-        own = torch.distributions.Normal(record.means[:, index], move.std).log_prob(after).flatten(1).mean(1)
+        own = (
+            torch.distributions.Normal(record.means[:, index], move.std)
+            .log_prob(after)
+            .flatten(1)
+            .mean(1)
+        )
         assert torch.allclose(record.log_probs[:, index], own, rtol=0, atol=1e-5)
         assert 0 < (record.means[:, index] - move.mean).abs().max() < 0.02
         difference = (record.log_probs[:, index] - log_prob(move, after)).abs()
@@ -320,9 +407,13 @@ def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make
 
 
 def test_bfloat16_images_are_close_to_those_of_float32(model, make_keys):
-    conditioning, keys = model.encode_texts(TEXTS), make_keys(7)
+    conditioning = model.encode_texts(TEXTS)
+    keys = make_keys(7)
     for sampler in (ODE, SDE, SamplerConfig(name="dpm_solver", steps=5)):
-        full, low = (generate(model, conditioning, keys, sampler, precision=name).latents for name in ("float32", "bfloat16"))
+        full, low = (
+            generate(model, conditioning, keys, sampler, precision=name).latents
+            for name in ("float32", "bfloat16")
+        )
         assert 0 < (full - low).abs().max() < 0.05
 
 

@@ -18,7 +18,10 @@ from ebbflow.rollouts.parity import ParityError, parity_bar
 from ebbflow.training.policy import Policy
 
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
-SAMPLERS = [SamplerConfig(name=name, steps=5) for name in ("flow_sde", "dance_sde", "cps", "ode", "dpm_solver", "unipc")]
+SAMPLERS = [
+    SamplerConfig(name=name, steps=5)
+    for name in ("flow_sde", "dance_sde", "cps", "ode", "dpm_solver", "unipc")
+]
 PARITY = ParityConfig(samples=4, bar=1e-6)
 
 
@@ -26,7 +29,9 @@ class Other:
     """An engine of its own model; ``change`` is done to what it generates."""
 
     def __init__(self, model, change=lambda rollouts: rollouts):
-        self.model, self.change, self.asked = model, change, []
+        self.model = model
+        self.change = change
+        self.asked = []
 
     def generate(self, conditioning, keys, sampler, plan=None):
         self.asked.append((len(keys), sampler, plan))
@@ -48,7 +53,9 @@ def other(base_folder):
 def ask(through_the_gate):
     def measure(engine, policy, sampler=SAMPLERS[0], parity=PARITY, micro_batch=3):
         keys = SampleKeys(9, [3, 3, 5, 5, 8, 8], [0, 1, 0, 1, 0, 1])
-        return through_the_gate(engine, policy, policy.model.encode_texts(TEXTS), keys, sampler, parity, micro_batch)
+        return through_the_gate(
+            engine, policy, policy.model.encode_texts(TEXTS), keys, sampler, parity, micro_batch
+        )
 
     return measure
 
@@ -86,7 +93,12 @@ def test_other_weights_are_refused_with_the_numbers(ask, policy, other):
     assert found["parity/log_prob_max"] > 1e-5
     with pytest.raises(ParityError) as error:
         ask(Other(other), policy)
-    for number in (found["parity/log_prob_max"], found["parity/log_prob_mean"], found["parity/mean_shift"], 1e-6):
+    for number in (
+        found["parity/log_prob_max"],
+        found["parity/log_prob_mean"],
+        found["parity/mean_shift"],
+        1e-6,
+    ):
         assert f"{number:.2e}" in str(error.value)
     assert f"denoising step {found['parity/worst_step']:.0f}, prompt" in str(error.value)
     assert "4 samples at 4 steps" in str(error.value)
@@ -98,7 +110,11 @@ def test_the_numbers_are_those_of_the_difference(ask, policy, other):
         moved[2, 1] -= 0.25
         return moved
 
-    found = ask(Other(other, changed(log_probs=at_one_place)), policy, parity=ParityConfig(samples=4, bar=0.3))
+    found = ask(
+        Other(other, changed(log_probs=at_one_place)),
+        policy,
+        parity=ParityConfig(samples=4, bar=0.3),
+    )
     assert found["parity/log_prob_max"] == pytest.approx(0.25, abs=1e-5)
     assert found["parity/log_prob_mean"] == pytest.approx(0.25 / 16, abs=1e-5)
     assert found["parity/worst_step"] == 1
@@ -120,12 +136,26 @@ def test_the_shift_of_the_means_is_in_standard_deviations(ask, policy, other):
 
 def test_log_probs_that_are_no_numbers_are_refused(ask, policy, other):
     with pytest.raises(ParityError, match="differ by up to nan"):
-        ask(Other(other, changed(log_probs=lambda values: values.index_fill(0, torch.tensor([1]), torch.nan))), policy)
+        ask(
+            Other(
+                other,
+                changed(
+                    log_probs=lambda values: values.index_fill(0, torch.tensor([1]), torch.nan)
+                ),
+            ),
+            policy,
+        )
 
 
 def test_samples_that_share_their_initial_noise_pass(through_the_gate, policy, other):
-    keys, conditioning = SampleKeys(9, [3, 3, 5, 5], [0, 1, 0, 1], sharing=[2]), policy.model.encode_texts(TEXTS[:4])
-    assert through_the_gate(Other(other), policy, conditioning, keys, SAMPLERS[0], PARITY, 3)["parity/log_prob_max"] < 1e-6
+    keys = SampleKeys(9, [3, 3, 5, 5], [0, 1, 0, 1], sharing=[2])
+    conditioning = policy.model.encode_texts(TEXTS[:4])
+    assert (
+        through_the_gate(Other(other), policy, conditioning, keys, SAMPLERS[0], PARITY, 3)[
+            "parity/log_prob_max"
+        ]
+        < 1e-6
+    )
     other_start = Other(other, changed(latents=lambda latents: latents + 1))
     with pytest.raises(ParityError, match="starts from other noise"):
         through_the_gate(other_start, policy, conditioning, keys, SAMPLERS[0], PARITY, 3)
@@ -146,15 +176,24 @@ def test_other_noise_and_another_schedule_are_refused(ask, policy, other):
 def off_by(deviation):
     """What adds N(0, deviation^2) to every log-prob."""
     draw = torch.Generator().manual_seed(0)
-    return changed(log_probs=lambda values: values + deviation * torch.randn(values.shape, generator=draw))
+    return changed(
+        log_probs=lambda values: values + deviation * torch.randn(values.shape, generator=draw)
+    )
 
 
-@pytest.mark.parametrize(("clip_range", "passes"), [(1e-2, True), (1e-3, True), (1e-4, False), (2e-6, False)])
+@pytest.mark.parametrize(
+    ("clip_range", "passes"), [(1e-2, True), (1e-3, True), (1e-4, False), (2e-6, False)]
+)
 def test_an_engine_may_be_off_by_the_clip_range(ask, policy, other, clip_range, passes):
-    """Log-probs that are off by 2e-4 leave 31 % of the terms without a gradient at a clip range of 1e-4, and none at 1e-3."""
-    stage = OnlineStageConfig.model_validate({"algorithm": {"name": "flow_grpo", "clip_range": clip_range}})
+    """Log-probs that are off by 2e-4 leave 31 % of the terms without a gradient at a clip range of
+    1e-4, and none at 1e-3.
+    """
+    stage = OnlineStageConfig.model_validate(
+        {"algorithm": {"name": "flow_grpo", "clip_range": clip_range}}
+    )
     bar = parity_bar(stage, dims=512)
-    engine, parity = Other(other, off_by(2e-4)), ParityConfig(samples=4, bar=bar)
+    engine = Other(other, off_by(2e-4))
+    parity = ParityConfig(samples=4, bar=bar)
     if passes:
         assert 2e-4 < ask(engine, policy, parity=parity)["parity/log_prob_max"] < bar
     else:

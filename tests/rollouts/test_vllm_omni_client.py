@@ -1,4 +1,5 @@
-"""The trainer's side of the vLLM-Omni engine, against stand-ins for the other side: one that generates, and some that fail.
+"""The trainer's side of the vLLM-Omni engine, against stand-ins for the other side: one that
+generates, and some that fail.
 
 ``make test-vllm-omni`` runs the engine itself.
 """
@@ -55,11 +56,14 @@ class Generating:
     """The other side in a thread of this process, with a model of its own."""
 
     def __init__(self):
-        self.calls, self.files = [], []
+        self.calls = []
+        self.files = []
 
     def open(self, header, tensors):
         self.header = header
-        self.model = load_model(vllm_omni.Path(header["base"]), ModelConfig.model_validate(header["model"]))
+        self.model = load_model(
+            vllm_omni.Path(header["base"]), ModelConfig.model_validate(header["model"])
+        )
         return {}, {}
 
     def take(self, header, tensors):
@@ -75,7 +79,12 @@ class Generating:
 
     def start(self, python, log):
         ours, theirs = vllm_omni.socket.socketpair()
-        calls = {"open": self.open, "load_lora": self.take, "load_weights": self.take, "generate": self.generate}
+        calls = {
+            "open": self.open,
+            "load_lora": self.take,
+            "load_weights": self.take,
+            "generate": self.generate,
+        }
         threading.Thread(target=serve, args=(theirs, calls), daemon=True).start()
         return ours, subprocess.Popen([sys.executable, "-c", ""])
 
@@ -92,7 +101,12 @@ def other(monkeypatch):
 @pytest.fixture
 def ctx(tiny_recipe):
     def make(model=None, **rest):
-        stage = {"kind": "online", "algorithm": {"name": "flow_grpo"}, "sampler": SDE.model_dump(), "micro_batch": 2}
+        stage = {
+            "kind": "online",
+            "algorithm": {"name": "flow_grpo"},
+            "sampler": SDE.model_dump(),
+            "micro_batch": 2,
+        }
         model = {"guidance": 3.0, "max_tokens": 16} | (model or {})
         return StageContext(tiny_recipe("sd3", model, stages=[stage], **rest), 0, 0)
 
@@ -119,7 +133,9 @@ def open_engine(ctx):
 
 
 def prompts(texts):
-    return [Prompt(index, text, "", None, "test", "train", "{}") for index, text in enumerate(texts)]
+    return [
+        Prompt(index, text, "", None, "test", "train", "{}") for index, text in enumerate(texts)
+    ]
 
 
 @pytest.mark.parametrize("plan", [Plan((0, 1), (0, 1)), Plan((1,), (1,), 0.5), None], ids=str)
@@ -128,7 +144,8 @@ def test_a_request_is_cut_and_comes_back_as_from_the_reference(other, ctx, plan)
     engine = open_engine(ctx)
     model = load_model(vllm_omni.Path(ctx.recipe.model.path), ctx.recipe.model)
     reference = Diffusers(ctx, Policy(model, ctx.recipe.policy, 0))
-    conditioning, keys = model.encode(prompts(TEXTS)), SampleKeys(3, [4, 5, 6, 7, 8], [1, 1, 1, 1, 2])
+    conditioning = model.encode(prompts(TEXTS))
+    keys = SampleKeys(3, [4, 5, 6, 7, 8], [1, 1, 1, 1, 2])
     assert conditioning.negative is not None
     found, images = engine.generate(conditioning, keys, SDE, plan)
     wanted, pictures = reference.generate(conditioning, keys, SDE, plan)
@@ -151,14 +168,21 @@ def test_the_engine_draws_as_the_recipe_says_in_the_precision_of_rollouts(other,
     assert other.header["deterministic"] is False
     fine = ctx()
     stage = fine.config.model_copy(update={"rollout_precision": "bfloat16"})
-    open_engine(replace(fine, recipe=fine.recipe.model_copy(update={"stages": [stage], "deterministic": True})))
+    open_engine(
+        replace(
+            fine, recipe=fine.recipe.model_copy(update={"stages": [stage], "deterministic": True})
+        )
+    )
     assert other.header["deterministic"] is True
     assert other.header["model"]["precision"] == "bfloat16"
 
 
 def test_lora_is_one_file_with_its_rank_and_alpha_and_does_not_stay(other, ctx):
     engine = open_engine(ctx(policy={"train": "lora", "rank": 4, "alpha": 12}))
-    weights = {"blocks.0.to_q.lora_A.default.weight": torch.randn(4, 6), "blocks.0.to_q.lora_B.default.weight": torch.zeros(6, 4)}
+    weights = {
+        "blocks.0.to_q.lora_A.default.weight": torch.randn(4, 6),
+        "blocks.0.to_q.lora_B.default.weight": torch.zeros(6, 4),
+    }
     engine.load(weights)
     (call,), (file,) = other.calls, other.files
     assert (call["call"], call["rank"], call["alpha"]) == ("load_lora", 4, 12)
@@ -168,12 +192,19 @@ def test_lora_is_one_file_with_its_rank_and_alpha_and_does_not_stay(other, ctx):
 
 
 def test_full_weights_go_in_buckets_and_the_last_one_says_so(other, ctx, monkeypatch):
-    monkeypatch.setattr(vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()])
+    monkeypatch.setattr(
+        vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()]
+    )
     engine = open_engine(ctx(policy={"train": "full"}))
     weights = {name: torch.randn(3) for name in "abc"}
     engine.load(weights)
-    assert [(call["call"], call["last"]) for call in other.calls] == [("load_weights", last) for last in (False, False, True)]
-    assert all(torch.equal(file[name], weights[name]) for name, file in zip("abc", other.files, strict=True))
+    assert [(call["call"], call["last"]) for call in other.calls] == [
+        ("load_weights", last) for last in (False, False, True)
+    ]
+    assert all(
+        torch.equal(file[name], weights[name])
+        for name, file in zip("abc", other.files, strict=True)
+    )
 
 
 def test_what_was_changed_on_the_way_is_never_generated_with(other, ctx, monkeypatch):
@@ -202,7 +233,9 @@ def test_an_interrupted_push_leaves_no_engine_with_half_of_the_weights(other, ct
 
     save = vllm_omni.save_file
     monkeypatch.setattr(vllm_omni, "save_file", interrupt)
-    monkeypatch.setattr(vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()])
+    monkeypatch.setattr(
+        vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()]
+    )
     engine = open_engine(ctx(policy={"train": "full"}))
     with pytest.raises(OSError, match="no space"):
         engine.load({"a": torch.ones(3), "b": torch.ones(3)})
@@ -231,12 +264,17 @@ def nothing():
 
 def test_a_process_that_dies_while_it_starts_shows_its_last_lines(stand_in, ctx):
     stand_in("print('there is no such file: model', file=sys.stderr); sys.exit(3)")
-    with pytest.raises(EngineError, match=r"open: .*exit code 3(.|\n)*a stand-in begins\nthere is no such file: model"):
+    with pytest.raises(
+        EngineError,
+        match=r"open: .*exit code 3(.|\n)*a stand-in begins\nthere is no such file: model",
+    ):
         open_engine(ctx())
 
 
 def test_a_process_that_dies_at_work_is_told_and_stays_closed(stand_in, ctx):
-    stand_in("take(); give({}); take(); print('out of memory', flush=True); os.kill(os.getpid(), 9)")
+    stand_in(
+        "take(); give({}); take(); print('out of memory', flush=True); os.kill(os.getpid(), 9)"
+    )
     engine = open_engine(ctx())
     with pytest.raises(EngineError, match=r"generate: .*exit code -9(.|\n)*out of memory"):
         engine.generate(nothing(), SampleKeys(0, [0], [0]), SDE)
@@ -245,7 +283,10 @@ def test_a_process_that_dies_at_work_is_told_and_stays_closed(stand_in, ctx):
 
 
 def test_an_error_of_the_other_side_names_the_call(stand_in, ctx):
-    stand_in("take(); give({}); print('trace', flush=True); take(); give({'error': 'ValueError: no such layer'}); take()")
+    stand_in(
+        "take(); give({}); print('trace', flush=True); take(); give({'error': 'ValueError: no such"
+        " layer'}); take()"
+    )
     engine = open_engine(ctx())
     with pytest.raises(EngineError, match=r"load_weights: .*ValueError: no such layer(.|\n)*trace"):
         engine.load({"a": torch.ones(1)})
@@ -255,7 +296,10 @@ def test_an_error_of_the_other_side_names_the_call(stand_in, ctx):
 @pytest.mark.parametrize("obeys", [True, False])
 def test_closing_ends_the_process(stand_in, ctx, obeys, monkeypatch):
     monkeypatch.setattr(vllm_omni, "SECONDS_TO_END", 10 if obeys else 0.2)
-    stand_in("take(); give({}); " + ("read.read(); sys.exit(7)" if obeys else "import time; time.sleep(60)"))
+    stand_in(
+        "take(); give({}); "
+        + ("read.read(); sys.exit(7)" if obeys else "import time; time.sleep(60)")
+    )
     engine = open_engine(ctx())
     engine.close()
     assert engine._process.returncode == (7 if obeys else -9)
@@ -266,9 +310,12 @@ def test_it_does_not_join_the_trainers_process_group_and_stays_offline(stand_in,
     for name in vllm_omni.GROUP:
         monkeypatch.setenv(name, "1")
     stand_in(
-        "take(); give({'error': json.dumps({name: os.environ.get(name) for name in ('RANK', 'MASTER_PORT', 'HF_HUB_OFFLINE')})})"
+        "take(); give({'error': json.dumps({name: os.environ.get(name) for name in ('RANK',"
+        " 'MASTER_PORT', 'HF_HUB_OFFLINE')})})"
     )
-    with pytest.raises(EngineError, match='"RANK": null, "MASTER_PORT": null, "HF_HUB_OFFLINE": "1"'):
+    with pytest.raises(
+        EngineError, match='"RANK": null, "MASTER_PORT": null, "HF_HUB_OFFLINE": "1"'
+    ):
         open_engine(ctx())
 
 
@@ -281,13 +328,18 @@ def test_without_its_environment_it_says_what_to_set(ctx, monkeypatch):
 @pytest.mark.parametrize("kind", ["online", "offline"])
 def test_other_families_are_refused(kind):
     stages = [{"kind": kind, "engine": "vllm_omni"}]
-    with pytest.raises(RecipeError, match="stages.0.engine = 'vllm_omni' generates with qwen_image and sd3.*family = 'flux'"):
+    with pytest.raises(
+        RecipeError,
+        match="stages.0.engine = 'vllm_omni' generates with qwen_image and sd3.*family = 'flux'",
+    ):
         Recipe.model_validate({"model": {"family": "flux", "path": "somewhere"}, "stages": stages})
 
 
 def test_every_environment_has_the_engine_that_its_package_was_written_for():
     root = vllm_omni.Path(__file__).parents[2] / "containers"
-    dependencies = tomllib.loads((root / "vllm_omni" / "pyproject.toml").read_text())["project"]["dependencies"]
+    dependencies = tomllib.loads((root / "vllm_omni" / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
     (pin,) = [line for line in dependencies if line.startswith("vllm-omni==")]
     for name in ("vllm-omni.txt", "vllm-omni-cpu.txt"):
         pins = (root / name).read_text().splitlines()

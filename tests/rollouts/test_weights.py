@@ -36,4 +36,7 @@ def test_a_change_is_found_on_arrival(changed):
 
 def test_neither_order_nor_memory_layout_counts():
     turned = {name: SENT[name].T.contiguous().T for name in reversed(SENT)}
-    assert WeightsVersion(3, checksum(SENT), (turned,)).receive(lambda bucket: bucket).keys() == SENT.keys()
+    assert (
+        WeightsVersion(3, checksum(SENT), (turned,)).receive(lambda bucket: bucket).keys()
+        == SENT.keys()
+    )

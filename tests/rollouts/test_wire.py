@@ -1,4 +1,6 @@
-"""Messages to a rollout engine in another process: what is sent arrives, and every failure is an answer."""
+"""Messages to a rollout engine in another process: what is sent arrives, and every failure is an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import Rollouts
-from ebbflow.rollouts.wire import LENGTHS, Task, pack_rollouts, receive, send, serve, unpack_rollouts
+from ebbflow.rollouts.wire import (
+    LENGTHS,
+    Task,
+    pack_rollouts,
+    receive,
+    send,
+    serve,
+    unpack_rollouts,
+)
 
 
 @pytest.fixture
@@ -47,14 +57,22 @@ def encoded(count, guidance=1.0, negative=None):
 def same(first, second):
     assert first.guidance == second.guidance
     assert first.tensors.keys() == second.tensors.keys()
-    assert all(first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first.tensors)
+    assert all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name])
+        for name in first.tensors
+    )
     assert (first.negative is None) == (second.negative is None)
     if first.negative is not None:
         same(first.negative, second.negative)
 
 
 def test_negative_prompts_that_guide_nothing_stay_behind():
-    task = Task(encoded(3, 1.0, encoded(3)), SampleKeys(1, [0, 1, 2], [0, 0, 0]), SamplerConfig(name="ode", steps=3), None)
+    task = Task(
+        encoded(3, 1.0, encoded(3)),
+        SampleKeys(1, [0, 1, 2], [0, 0, 0]),
+        SamplerConfig(name="ode", steps=3),
+        None,
+    )
     header, tensors = task.pack()
     assert header["guidance"] == [1.0]
     assert len(tensors) == len(task.conditioning.tensors)
@@ -75,8 +93,13 @@ def test_a_task_arrives_as_it_was(pair, negative, plan):
 def test_rollouts_and_images_arrive_as_they_were(pair):
     images = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
     values = [torch.randn(2, 3, 1, 4, 4) for _ in range(3)]
-    trajectory = Trajectory(torch.linspace(1, 0, 6), torch.tensor([1, 2, 4]), *values, torch.randn(2, 3))
-    for rollouts in (Rollouts(torch.randn(2, 1, 4, 4), trajectory), Rollouts(torch.randn(2, 1, 4, 4), None)):
+    trajectory = Trajectory(
+        torch.linspace(1, 0, 6), torch.tensor([1, 2, 4]), *values, torch.randn(2, 3)
+    )
+    for rollouts in (
+        Rollouts(torch.randn(2, 1, 4, 4), trajectory),
+        Rollouts(torch.randn(2, 1, 4, 4), None),
+    ):
         found, pictures = unpack_rollouts(through(pair, {}, pack_rollouts(rollouts, images))[1])
         assert np.array_equal(pictures, images)
         assert torch.equal(found.latents, rollouts.latents)
@@ -100,7 +123,10 @@ def test_a_failed_call_is_answered_and_the_next_one_served(pair):
     def refuse(header, tensors):
         raise ValueError("made to fail")
 
-    calls = {"refuse": refuse, "double": lambda header, tensors: ({"n": 2 * header["n"]}, {"x": 2 * tensors["x"]})}
+    calls = {
+        "refuse": refuse,
+        "double": lambda header, tensors: ({"n": 2 * header["n"]}, {"x": 2 * tensors["x"]}),
+    }
     server = threading.Thread(target=serve, args=(theirs, calls))
     server.start()
     send(ours, {"call": "refuse"})

@@ -21,7 +21,10 @@ HOLDER = "\n".join(
 def locked_elsewhere(folder: Path | str) -> subprocess.Popen[str]:
     """Another process that has locked the folder, until it is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout
     assert process.stdout.readline() == "has it\n"

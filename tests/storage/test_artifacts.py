@@ -11,11 +11,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbflow.storage import artifacts
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, require_replaceable, verify
+from ebbflow.storage.artifacts import (
+    COMMIT,
+    MANIFEST,
+    ArtifactError,
+    commit,
+    new_folder,
+    require_replaceable,
+    verify,
+)
 from ebbflow.storage.disk import sha256_of
 from ebbflow.storage.locks import try_lock
 
-FILES = {"a.txt": b"first", "deep/b.bin": bytes(range(256)), "deep/er/c": b"", "manifest.json.txt": b"not the manifest"}
+FILES = {
+    "a.txt": b"first",
+    "deep/b.bin": bytes(range(256)),
+    "deep/er/c": b"",
+    "manifest.json.txt": b"not the manifest",
+}
 in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -26,7 +39,11 @@ def write(folder, files=FILES):
 
 
 def everything(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -39,9 +56,15 @@ def folder(tmp_path):
 def test_a_new_folder_is_committed_and_in_place(folder, tmp_path):
     found = everything(folder)
     manifest = json.loads(found.pop(MANIFEST))["files"]
-    assert found.pop(COMMIT).decode() == hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest() == verify(folder)
+    assert (
+        found.pop(COMMIT).decode()
+        == hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        == verify(folder)
+    )
     assert found == FILES
-    assert manifest == {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in FILES.items()}
+    assert manifest == {
+        n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in FILES.items()
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
 
 
@@ -94,11 +117,15 @@ def test_any_truncated_file_is_found(tmp_path, name, data):
 @pytest.mark.parametrize("name", [*FILES, MANIFEST, COMMIT])
 def test_any_missing_file_is_found(folder, name):
     (folder / name).unlink()
-    with pytest.raises(ArtifactError, match="no COMMIT" if name in (MANIFEST, COMMIT) else name.replace(".", r"\.")):
+    with pytest.raises(
+        ArtifactError, match="no COMMIT" if name in (MANIFEST, COMMIT) else name.replace(".", r"\.")
+    ):
         verify(folder)
 
 
-@pytest.mark.parametrize("name", ["new", "deep/new", f"deep/{MANIFEST}", f"deep/{COMMIT}", ".hidden"])
+@pytest.mark.parametrize(
+    "name", ["new", "deep/new", f"deep/{MANIFEST}", f"deep/{COMMIT}", ".hidden"]
+)
 def test_any_added_file_is_found(folder, name):
     (folder / name).write_bytes(b"")
     with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
@@ -106,8 +133,10 @@ def test_any_added_file_is_found(folder, name):
 
 
 def test_swapped_files_are_found(folder):
-    first, second = folder / "a.txt", folder / "deep" / "b.bin"
-    one, other = first.read_bytes(), second.read_bytes()
+    first = folder / "a.txt"
+    second = folder / "deep" / "b.bin"
+    one = first.read_bytes()
+    other = second.read_bytes()
     first.write_bytes(other)
     second.write_bytes(one)
     with pytest.raises(ArtifactError, match=r"a\.txt, deep/b\.bin"):
@@ -158,14 +187,19 @@ def test_it_does_not_exist_before_it_is_whole(tmp_path):
     verify(tmp_path / "deep" / "artifact")
 
 
-@pytest.mark.parametrize("there", [{"thesis.tex": b"years of work"}, {"thesis.tex": b"", COMMIT: b"not ours"}, None])
+@pytest.mark.parametrize(
+    "there", [{"thesis.tex": b"years of work"}, {"thesis.tex": b"", COMMIT: b"not ours"}, None]
+)
 def test_what_is_not_ours_is_never_replaced(tmp_path, there):
     target = tmp_path / "target"
     if there is None:
         target.write_text("a file")
     else:
         write(target, there)
-    with pytest.raises(ArtifactError, match="Nothing was deleted; name a new or empty folder"), new_folder(target):
+    with (
+        pytest.raises(ArtifactError, match="Nothing was deleted; name a new or empty folder"),
+        new_folder(target),
+    ):
         raise AssertionError("nothing is written first")
     assert target.read_text() == "a file" if there is None else everything(target) == there
 
@@ -183,7 +217,10 @@ def test_a_committed_folder_that_was_changed_is_never_replaced(folder, name):
     (folder / name).write_bytes(b"years of work")
     before = everything(folder)
     for refuse in (lambda: require_replaceable(folder), lambda: fail_half_way(folder)):
-        with pytest.raises(ArtifactError, match=rf"manifest \({name}\).*Nothing was deleted; name a new or empty folder"):
+        with pytest.raises(
+            ArtifactError,
+            match=rf"manifest \({name}\).*Nothing was deleted; name a new or empty folder",
+        ):
             refuse()
     assert everything(folder) == before
 
@@ -220,7 +257,10 @@ def test_only_a_new_or_empty_folder_is_written_unless_that_may_be_overwritten(fo
     for used in (folder, folder / "a.txt", tmp_path / "dangling"):
         with pytest.raises(ArtifactError, match="exists and is no empty folder; name a new one"):
             require_replaceable(used, overwrite=False)
-        with pytest.raises(ArtifactError, match="name a new one"), new_folder(used, overwrite=False):
+        with (
+            pytest.raises(ArtifactError, match="name a new one"),
+            new_folder(used, overwrite=False),
+        ):
             raise AssertionError("nothing is written first")
 
 
@@ -239,7 +279,9 @@ def test_links_that_a_manifest_cannot_hold_are_found(folder, tmp_path):
 def test_contents_are_read_once_and_again_after_any_change(folder, monkeypatch):
     monkeypatch.setattr(artifacts, "CLOCK_TICK", 0)
     read = []
-    monkeypatch.setattr(artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    monkeypatch.setattr(
+        artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path)
+    )
     digest = verify(folder)
     assert sorted(read) == sorted(["manifest.json", "a.txt", "b.bin", "c", "manifest.json.txt"])
     read.clear()
@@ -263,7 +305,9 @@ def test_a_folder_that_changes_within_a_tick_of_the_clock_is_read_again(folder, 
 
 @pytest.fixture
 def another_process(tmp_path, monkeypatch):
-    """``another_process()``: what this process has verified is forgotten. Every folder is large, and records are in a new one."""
+    """``another_process()``: what this process has verified is forgotten. Every folder is large,
+    and records are in a new one.
+    """
     for name, value in {"CLOCK_TICK": 0, "LARGE": 1}.items():
         monkeypatch.setattr(artifacts, name, value)
     (tmp_path / "temporary").mkdir()
@@ -273,15 +317,21 @@ def another_process(tmp_path, monkeypatch):
     artifacts._verified_once.cache_clear()
 
 
-def test_one_process_of_a_machine_reads_a_large_folder(folder, another_process, tmp_path, monkeypatch):
+def test_one_process_of_a_machine_reads_a_large_folder(
+    folder, another_process, tmp_path, monkeypatch
+):
     read = []
-    monkeypatch.setattr(artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path))
+    monkeypatch.setattr(
+        artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path)
+    )
     digest = verify(folder)
     assert len(read) == 5
     another_process()
     assert verify(folder) == digest
     assert len(read) == 5
-    (record,) = (path for path in (tmp_path / "temporary").rglob("verified-*") if path.suffix != ".lock")
+    (record,) = (
+        path for path in (tmp_path / "temporary").rglob("verified-*") if path.suffix != ".lock"
+    )
     assert record.parent.stat().st_mode & 0o077 == 0
     for damage in ("", digest[:-1], "0" * 64):  # a process was killed while it wrote the record
         record.write_text(damage)
@@ -295,7 +345,8 @@ def test_records_of_yesterday_are_removed_when_one_is_written(folder, another_pr
     records.mkdir(mode=0o700)
     yesterday = time.time() - 25 * 3600
     for name in ("old", "failed", "held", "used", "young"):
-        lock, record = records / f"verified-{name}.lock", records / f"verified-{name}"
+        lock = records / f"verified-{name}.lock"
+        record = records / f"verified-{name}"
         lock.touch()
         if name != "failed":
             record.touch()

@@ -1,4 +1,6 @@
-"""A full disk: an error that names the place, nothing that looks whole is left, and the next attempt succeeds."""
+"""A full disk: an error that names the place, nothing that looks whole is left, and the next
+attempt succeeds.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from ebbflow.training.update import PolicyUpdater
 
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:
-    """In the block a write past ``size`` bytes of a file fails in this process, in every library and language."""
+    """In the block a write past ``size`` bytes of a file fails in this process, in every library
+    and language.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -43,9 +47,16 @@ def no_file_above(size: int) -> Iterator[None]:
 
 
 def require_refused_then_written(path: Path, write: Callable[[], None], size: int) -> None:
-    """``write`` finds no room and says so, leaves what was there before, and succeeds once there is room."""
+    """``write`` finds no room and says so, leaves what was there before, and succeeds once there is
+    room.
+    """
     before = sorted(path.parent.rglob("*"))
-    with no_file_above(size), pytest.raises(DiskFullError, match=f"^{path} could not be written: the disk is full.*MiB free"):
+    with (
+        no_file_above(size),
+        pytest.raises(
+            DiskFullError, match=f"^{path} could not be written: the disk is full.*MiB free"
+        ),
+    ):
         write()
     assert sorted(path.parent.rglob("*")) == before
     write()
@@ -57,11 +68,17 @@ def test_a_policy_folder(model, make_recipe, tmp_path, train):
     recipe = make_recipe(policy={"train": train})
     policy = Policy(model, recipe.policy, 0)
     policy.ensure("old")
-    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",))
+    metadata = PolicyMetadata(
+        base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",)
+    )
     folder = tmp_path / "policy"
     require_refused_then_written(folder, partial(policy.save, folder, metadata), size=40_000)
     digest = verify(folder)
-    require_refused_then_written(folder, partial(policy.save, folder, metadata.model_copy(update={"version": 2})), size=40_000)
+    require_refused_then_written(
+        folder,
+        partial(policy.save, folder, metadata.model_copy(update={"version": 2})),
+        size=40_000,
+    )
     assert verify(folder) != digest
 
 
@@ -79,27 +96,38 @@ def test_a_checkpoint(model, make_recipe, tmp_path):
 
 
 def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path):
-    ctx, prompts = StageContext(make_recipe(), 0, 1), make_prompts(4)
+    ctx = StageContext(make_recipe(), 0, 1)
+    prompts = make_prompts(4)
     policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure("old")
-    rollouts, scores = tmp_path / "rollouts.parquet", tmp_path / "scores.parquet"
+    rollouts = tmp_path / "rollouts.parquet"
+    scores = tmp_path / "scores.parquet"
     generate = partial(generate_shard, ctx, model, policy, 0, prompts, 0, rollouts)
     require_refused_then_written(rollouts, generate, size=10_000)
-    require_refused_then_written(scores, partial(score_shard, ctx, scorer, prompts, rollouts, scores), size=500)
+    require_refused_then_written(
+        scores, partial(score_shard, ctx, scorer, prompts, rollouts, scores), size=500
+    )
     assert row_count(scores) == row_count(rollouts) == 8
 
 
 def test_a_text_file(tmp_path):
     path = tmp_path / "report.html"
     path.write_text("the report of the attempt before")
-    with no_file_above(1000), pytest.raises(DiskFullError, match="report.html could not be written"):
+    with (
+        no_file_above(1000),
+        pytest.raises(DiskFullError, match="report.html could not be written"),
+    ):
         write_text(path, "x" * 2000)
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"report.html": "the report of the attempt before"}
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        "report.html": "the report of the attempt before"
+    }
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["over another", "new"])
 def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
-    """At the n-th call that changes the disk, for every n: what stands there is the old folder or the new one, whole."""
+    """At the n-th call that changes the disk, for every n: what stands there is the old folder or
+    the new one, whole.
+    """
     folder = tmp_path / "artifact"
 
     def write(text: str) -> None:
@@ -126,7 +154,12 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
     for calls in range(1, 100):
         with monkeypatch.context() as patched:
             full = Full(calls)
-            for owner, name in ((Path, "write_text"), (Path, "mkdir"), (Path, "rename"), (artifacts, "sync")):
+            for owner, name in (
+                (Path, "write_text"),
+                (Path, "mkdir"),
+                (Path, "rename"),
+                (artifacts, "sync"),
+            ):
                 patched.setattr(owner, name, full.instead_of(getattr(owner, name)))
             try:
                 write("new")
@@ -138,7 +171,8 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
                     verify(folder)
                 assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
                 if found == {"new"}:
-                    expected = found  # it already stood there when the parent folder could not be synchronised
+                    # it already stood there when the parent folder could not be synchronised
+                    expected = found
             else:
                 break
     assert calls > 8
@@ -159,7 +193,9 @@ with new_folder(Path(sys.argv[1])) as partial:
 
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
     folder = tmp_path / "step-00010"
-    with subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
         try:
@@ -192,7 +228,8 @@ def weights(megabytes):
         save_file({"w": torch.ones(megabytes, 2**18)}, partial / "parameters.safetensors")
 
 def table(megabytes):
-    write_table(disk / "t.parquet", schema, (pa.record_batch([[os.urandom(2**20)]], schema) for _ in range(megabytes)), {})
+    batches = (pa.record_batch([[os.urandom(2**20)]], schema) for _ in range(megabytes))
+    write_table(disk / "t.parquet", schema, batches, {})
 
 for write in (weights, table):
     try:
@@ -213,7 +250,11 @@ def test_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode != 0:
         pytest.skip("no file system can be mounted here")
     run = f'{mounted} && exec "$0" -c "$1" {tmp_path}'
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", run, sys.executable, ON_A_SMALL_DISK], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", run, sys.executable, ON_A_SMALL_DISK],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -230,7 +271,9 @@ def test_errors_of_other_kinds_stay_what_they_are(tmp_path):
     assert read_table_metadata(tmp_path / "t.parquet") == {"seconds": 0}
 
 
-def test_a_scratch_folder_is_where_other_processes_find_it_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_scratch_folder_is_where_other_processes_find_it_and_leaves_nothing(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with scratch_folder("things") as folder:
         assert folder == scratch_path("things", os.getpid())

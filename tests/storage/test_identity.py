@@ -23,13 +23,27 @@ def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> No
     same = copied("one")
     assert copied("two") == same
     assert copied("three", **{"notes.md": "4"}) == same
-    assert len({same, copied("four", **{"a.py": "2"}), copied("five", **{"b/c.html": "3"}), copied("six", **{"b/d.py": ""})}) == 4
+    assert (
+        len(
+            {
+                same,
+                copied("four", **{"a.py": "2"}),
+                copied("five", **{"b/c.html": "3"}),
+                copied("six", **{"b/d.py": ""}),
+            }
+        )
+        == 4
+    )
 
 
-def test_the_code_digest_follows_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_digest_follows_the_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = code_digest(tmp_path)
     installed = identity.version
-    monkeypatch.setattr(identity, "version", lambda name: "0.0" if name == "torch" else installed(name))
+    monkeypatch.setattr(
+        identity, "version", lambda name: "0.0" if name == "torch" else installed(name)
+    )
     assert code_digest(tmp_path) != before
 
 
@@ -48,7 +62,10 @@ def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
 
 
 def test_the_teachers_of_prompt_sets_are_inputs(tmp_path: Path) -> None:
-    stage = {"kind": "online", "algorithm": {"name": "distillation", "teachers": {"words": str(tmp_path)}}}
+    stage = {
+        "kind": "online",
+        "algorithm": {"name": "distillation", "teachers": {"words": str(tmp_path)}},
+    }
     mixture = [{"name": "words", "source": "s3://bucket/words.txt"}]
     recipe = Recipe.model_validate({"prompts": {"mixture": mixture}, "stages": [stage]})
     (tmp_path / "COMMIT").write_text("one")
@@ -81,7 +98,13 @@ def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "text", ["Is it true: " + 60 * "very " + "good?", "no: such", "__main__:Reward", "nowhere.at_all:Reward"]
+    "text",
+    [
+        "Is it true: " + 60 * "very " + "good?",
+        "no: such",
+        "__main__:Reward",
+        "nowhere.at_all:Reward",
+    ],
 )
 def test_a_text_that_only_looks_like_a_name(text: str) -> None:
     reward = {"name": "json:loads", "options": {"question": text}}
@@ -90,7 +113,14 @@ def test_a_text_that_only_looks_like_a_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "named", [{}, {"model": {"path": "owner/name", "revision": "0" * 40}}, {"policy": {"start": {"path": "s3://bucket/policy"}}}]
+    "named",
+    [
+        {},
+        {"model": {"path": "owner/name", "revision": "0" * 40}},
+        {"policy": {"start": {"path": "s3://bucket/policy"}}},
+    ],
 )
 def test_what_is_elsewhere_is_taken_as_unchanged(named: dict[str, Any]) -> None:
-    assert inputs_digest(Recipe.model_validate(named)) == inputs_digest(Recipe.model_validate(named))
+    assert inputs_digest(Recipe.model_validate(named)) == inputs_digest(
+        Recipe.model_validate(named)
+    )

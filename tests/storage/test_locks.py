@@ -24,12 +24,17 @@ def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
             pass
 
 
-def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def without(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
-    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"), exclusive_lock(tmp_path):
+    with (
+        pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"),
+        exclusive_lock(tmp_path),
+    ):
         pass
 
 
@@ -60,7 +65,9 @@ def test_a_lock_that_is_waited_for_comes_when_it_is_free(tmp_path: Path) -> None
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_next_one(tmp_path: Path) -> None:
     """Else two processes would have it: one on the file that was removed, one on its successor."""
-    path, locked, seen = tmp_path / "lock", threading.Event(), threading.Event()
+    path = tmp_path / "lock"
+    locked = threading.Event()
+    seen = threading.Event()
 
     def second() -> None:
         with wait_for_lock(path):
@@ -81,8 +88,11 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_next_one(tmp_pa
         waiting.join(10)
 
 
-def test_a_file_that_was_removed_meanwhile_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, flock = tmp_path / "lock", fcntl.flock
+def test_a_file_that_was_removed_meanwhile_is_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    flock = fcntl.flock
 
     def replaced_first(descriptor: int, operation: int) -> None:
         path.unlink()

@@ -87,7 +87,10 @@ def test_a_private_folder_that_somebody_else_made_is_refused(tmp_path, monkeypat
     folder = tmp_path / f"ebbflow-{os.getuid()}"
     if lstat := take(folder):
         monkeypatch.setattr(Path, "lstat", lstat)
-    with pytest.raises(PathError, match=rf"{folder} is not a folder of user {os.getuid()} alone .*; remove it, or set TMPDIR"):
+    with pytest.raises(
+        PathError,
+        match=rf"{folder} is not a folder of user {os.getuid()} alone .*; remove it, or set TMPDIR",
+    ):
         private_folder(tmp_path)
 
 
@@ -103,7 +106,11 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
 
 
 @in_place
-@given(st.lists(st.sampled_from(["..", ".", "a", "b.json", "", "\\", "~", "%2e%2e", "…"]), max_size=6).map("/".join))
+@given(
+    st.lists(
+        st.sampled_from(["..", ".", "a", "b.json", "", "\\", "~", "%2e%2e", "…"]), max_size=6
+    ).map("/".join)
+)
 @example("a/./b")
 def test_whatever_is_let_through_is_inside(tmp_path, name):
     try:
@@ -134,14 +141,30 @@ def test_a_repository_whose_index_names_a_part_elsewhere(tiny_recipe, tmp_path, 
     index = json.loads((snapshot / "model_index.json").read_text())
     monkeypatch.setattr("ebbflow.models.prepare.pretrained_folder", lambda *_: snapshot)
     for part in ("../secrets", "/etc", "..", "**", "a/b", "secrets\\x"):
-        (snapshot / "model_index.json").write_text(json.dumps(index | {part: ["diffusers", "AutoencoderKL"]}))
-        with pytest.raises(ModelError, match=r"model_index\.json names the part .* which is no identifier"):
+        (snapshot / "model_index.json").write_text(
+            json.dumps(index | {part: ["diffusers", "AutoencoderKL"]})
+        )
+        with pytest.raises(
+            ModelError, match=r"model_index\.json names the part .* which is no identifier"
+        ):
             download_base("owner/name", "0" * 40, tmp_path / "out" / "base")
     assert not list(tmp_path.rglob("out/**/key.json"))
 
 
 @pytest.mark.parametrize(
-    "path", ["../x/y", "a/b/c", "/a/b", "a/..", "a//b", "a\\b", "owner/na me", "owner/name\n", "-a/b", "./a"]
+    "path",
+    [
+        "../x/y",
+        "a/b/c",
+        "/a/b",
+        "a/..",
+        "a//b",
+        "a\\b",
+        "owner/na me",
+        "owner/name\n",
+        "-a/b",
+        "./a",
+    ],
 )
 def test_what_is_no_repository(path):
     with pytest.raises(RecipeError, match="is no owner/name|has a control character"):
@@ -158,14 +181,23 @@ def test_images_of_prompts_and_pairs(tmp_path):
     for name in ("../secret.png", str(tmp_path / "secret.png"), "link.png", "up/secret.png"):
         with pytest.raises(ImageError, match="lies outside"):
             condition_image(name, folder)
-        (folder / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": name, "rejected": name}) + "\n")
+        (folder / "pairs.jsonl").write_text(
+            json.dumps({"prompt": "a", "chosen": name, "rejected": name}) + "\n"
+        )
         with pytest.raises(PairError, match="lies outside"):
             list(read_pairs(folder / "pairs.jsonl"))
 
 
 @pytest.mark.parametrize("path", ["../report.html", "/etc/x", "dumps/../../x", "a\\..\\b", ".."])
 def test_files_of_a_run(path, tmp_path):
-    tracked = TrackedRun(run_id="r", experiment_id="1", tracking_uri="", folder=str(tmp_path), recipe_digest="d", started_at=0.0)
+    tracked = TrackedRun(
+        run_id="r",
+        experiment_id="1",
+        tracking_uri="",
+        folder=str(tmp_path),
+        recipe_digest="d",
+        started_at=0.0,
+    )
     with pytest.raises(PathError, match="is no file name below artifacts"):
         RunLogger(tracked, "n").log_file(path, b"")
 
@@ -180,7 +212,10 @@ def test_the_names_of_nodes_stay_in_their_folder(node):
 
 
 def test_folders_of_stages_have_plain_names(make_recipe):
-    assert {StageContext(make_recipe(), 0, stage).label for stage in range(2)} == {"1.1 online", "1.2 offline"}
+    assert {StageContext(make_recipe(), 0, stage).label for stage in range(2)} == {
+        "1.1 online",
+        "1.2 offline",
+    }
 
 
 class Liar(BaseHTTPRequestHandler):
@@ -218,7 +253,8 @@ def test_a_server_of_artifacts_that_lists_what_lies_elsewhere(tmp_path, monkeypa
 
 
 def test_a_committed_folder_is_made_of_files_below_it(tmp_path):
-    """A link to a folder elsewhere could not be verified, and none of its files is ever committed."""
+    """A link to a folder elsewhere could not be verified, and none of its files is ever
+    committed."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret").write_text("secret")
     folder = tmp_path / "folder"

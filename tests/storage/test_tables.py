@@ -25,15 +25,23 @@ from ebbflow.storage.tables import (
 SCHEMA = score_schema(["ocr"])
 ints = st.integers(-(2**63), 2**63 - 1)
 floats = st.one_of(st.none(), st.floats(allow_nan=False))
-texts = st.one_of(st.none(), st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
+texts = st.one_of(
+    st.none(), st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)
+)
 rows = st.lists(st.tuples(ints, ints, floats, floats, texts), max_size=20)
-about = st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5), st.lists(st.booleans(), max_size=2)))
+about = st.dictionaries(
+    st.text(max_size=5),
+    st.one_of(st.integers(), st.text(max_size=5), st.lists(st.booleans(), max_size=2)),
+)
 in_place = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def batch(table_rows):
     columns = list(zip(*table_rows, strict=True)) or [()] * len(SCHEMA)
-    return pa.record_batch([pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+    return pa.record_batch(
+        [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)],
+        schema=SCHEMA,
+    )
 
 
 @in_place
@@ -65,16 +73,26 @@ def test_about_may_be_filled_while_batches_are_drawn(tmp_path):
 
 def test_large_rows_are_in_small_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROW_GROUP_BYTES", 1000)
-    schema, path = pa.schema([pa.field("latent", pa.binary(400))]), tmp_path / "table.parquet"
+    schema = pa.schema([pa.field("latent", pa.binary(400))])
+    path = tmp_path / "table.parquet"
     rows = [bytes([number]) * 400 for number in range(5)]
-    write_table(path, schema, [pa.record_batch([pa.array(rows, pa.binary(400))], schema=schema)], {})
-    found = [(start, values.to_pylist()) for start, values in read_row_groups(path, "latent", lambda start, end: end > 2)]
+    write_table(
+        path, schema, [pa.record_batch([pa.array(rows, pa.binary(400))], schema=schema)], {}
+    )
+    found = [
+        (start, values.to_pylist())
+        for start, values in read_row_groups(path, "latent", lambda start, end: end > 2)
+    ]
     assert found == [(2, rows[2:4]), (4, rows[4:])]
 
 
 def test_several_tables_are_written_at_once_and_appear_together(tmp_path):
-    one, other = tmp_path / "one.parquet", tmp_path / "other.parquet"
-    with open_table_writer(one, SCHEMA, {"is": 1}) as write_one, open_table_writer(other, SCHEMA, {"is": 2}) as write_other:
+    one = tmp_path / "one.parquet"
+    other = tmp_path / "other.parquet"
+    with (
+        open_table_writer(one, SCHEMA, {"is": 1}) as write_one,
+        open_table_writer(other, SCHEMA, {"is": 2}) as write_other,
+    ):
         for number in range(3):
             write_one(batch([(number, 0, 0.5, None, None)]))
             write_other(batch([(number, 1, 0.5, None, None)]))
@@ -104,10 +122,17 @@ def test_a_truncated_file_is_refused_wherever_it_was_cut(tmp_path):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(TableError, match=r"(?s)table\.parquet is no whole Parquet file .*make it again"):
+        with pytest.raises(
+            TableError, match=r"(?s)table\.parquet is no whole Parquet file .*make it again"
+        ):
             read_table(path, SCHEMA)
     path.write_bytes(b"")
-    for read in (read_table_metadata, row_count, lambda p: list(read_batches(p)), lambda p: read_column(p, "reward")):
+    for read in (
+        read_table_metadata,
+        row_count,
+        lambda p: list(read_batches(p)),
+        lambda p: read_column(p, "reward"),
+    ):
         with pytest.raises(TableError, match="no whole Parquet file"):
             read(path)
 
@@ -141,7 +166,9 @@ def test_errors_name_the_file_and_the_fix(tmp_path):
     with pytest.raises(TableError, match="no table at .*table.parquet"):
         read_table(path)
     write_table(path, SCHEMA, [], {})
-    with pytest.raises(TableError, match="no column 'latent', only prompt_id, sample, reward, ocr, failure"):
+    with pytest.raises(
+        TableError, match="no column 'latent', only prompt_id, sample, reward, ocr, failure"
+    ):
         read_column(path, "latent")
     with pytest.raises(TableError, match="(?s)has the columns.*but should have.*advantage"):
         read_table(path, ADVANTAGES)

@@ -39,7 +39,9 @@ def recipe(store: Path) -> Recipe:
 def policy(tmp_path: Path) -> Path:
     """A committed policy folder, with weights that nobody loads."""
     folder = tmp_path / "some-policy"
-    metadata = PolicyMetadata(base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7)
+    metadata = PolicyMetadata(
+        base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7
+    )
     with new_folder(folder) as unfinished:
         (unfinished / "policy.json").write_text(metadata.model_dump_json())
         (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
@@ -49,7 +51,11 @@ def policy(tmp_path: Path) -> Path:
 @pytest.fixture
 def gated_recipe(store: Path) -> Recipe:
     """With a reward and a guardrail that the made-up scores are of."""
-    settings = {"output": str(store), "rewards": [{"name": "similarity", "weight": 2}], "guardrails": ["ocr"]}
+    settings = {
+        "output": str(store),
+        "rewards": [{"name": "similarity", "weight": 2}],
+        "guardrails": ["ocr"],
+    }
     return Recipe.model_validate(settings | {"evaluation": {"steps": 2, "resamples": 200}})
 
 
@@ -66,8 +72,11 @@ def prompts(make_prompts: Callable[..., list[Prompt]]) -> list[Prompt]:
 
 
 @pytest.fixture
-def make_version(gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path) -> Callable[..., Version]:
-    """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the gate lets it through.
+def make_version(
+    gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path
+) -> Callable[..., Version]:
+    """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the
+    gate lets it through.
 
     ``repeated``: how many prompts have several samples. ``shown``: the prompts of the run.
     """
@@ -80,14 +89,31 @@ def make_version(gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_pat
         shown: list[Prompt] = prompts,
     ) -> Version:
         folder = tmp_path / uuid.uuid4().hex
-        base = committed(folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64})
-        metadata = PolicyMetadata(base_digest=verify(base), recipe_digest=recipe.digest, config=recipe.policy, version=7)
-        policy = committed(folder / "policy", {"policy.json": metadata.model_dump_json(), "weights.safetensors": "p" * 64})
+        base = committed(
+            folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64}
+        )
+        metadata = PolicyMetadata(
+            base_digest=verify(base), recipe_digest=recipe.digest, config=recipe.policy, version=7
+        )
+        policy = committed(
+            folder / "policy",
+            {"policy.json": metadata.model_dump_json(), "weights.safetensors": "p" * 64},
+        )
         sides = {
-            "candidate": evaluated(folder / "candidate.parquet", shown, gain, "1.1 online", repeated),
+            "candidate": evaluated(
+                folder / "candidate.parquet", shown, gain, "1.1 online", repeated
+            ),
             "champion": evaluated(folder / "champion.parquet", shown, 0.0, "before", repeated),
         }
-        return registered(recipe, name, base, policy, sides, prompt_table(folder / "prompts.parquet", shown), promoted)
+        return registered(
+            recipe,
+            name,
+            base,
+            policy,
+            sides,
+            prompt_table(folder / "prompts.parquet", shown),
+            promoted,
+        )
 
     return make
 

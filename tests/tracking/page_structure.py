@@ -1,4 +1,6 @@
-"""The structure that a page needs for a keyboard and a screen reader, and the contrast of its colours."""
+"""The structure that a page needs for a keyboard and a screen reader, and the contrast of its
+colours.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class _Tree(HTMLParser):
             self.at = element
 
     def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.at.content.append(Element(tag, {name: value or "" for name, value in attributes}, self.at))
+        self.at.content.append(
+            Element(tag, {name: value or "" for name, value in attributes}, self.at)
+        )
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in VOID and self.at.parent:
@@ -61,33 +65,78 @@ def parse(page: str) -> Element:
 
 def problems(page: str) -> list[str]:
     """What keeps a person without a mouse or without sight from a page; empty if nothing does."""
-    root, found = parse(page), []
+    root = parse(page)
+    found = []
     everything = root.all()
     ids = [element.attributes["id"] for element in everything if "id" in element.attributes]
-    found += [f"the id {name!r} is there {ids.count(name)} times" for name in sorted(set(ids)) if ids.count(name) > 1]
-    found += [f"{tag} is there {len(root.all(tag))} times" for tag in ("main", "h1", "title") if len(root.all(tag)) != 1]
+    found += [
+        f"the id {name!r} is there {ids.count(name)} times"
+        for name in sorted(set(ids))
+        if ids.count(name) > 1
+    ]
+    found += [
+        f"{tag} is there {len(root.all(tag))} times"
+        for tag in ("main", "h1", "title")
+        if len(root.all(tag)) != 1
+    ]
     found += [] if root.all("html")[0].attributes.get("lang") else ["the page names no language"]
     levels = [int(element.tag[1]) for element in root.all("h1", "h2", "h3", "h4", "h5", "h6")]
     found += [
-        f"an h{level} follows an h{before}" for before, level in zip(levels, levels[1:], strict=False) if level > before + 1
+        f"an h{level} follows an h{before}"
+        for before, level in zip(levels, levels[1:], strict=False)
+        if level > before + 1
     ]
-    found += [f"a heading without text: {one.tag}" for one in root.all("h1", "h2", "h3", "h4") if not one.whole_text]
-    found += [f"an image without a text: {one.attributes}" for one in root.all("img") if not one.attributes.get("alt")]
-    svgs = [one for one in root.all("svg") if one.attributes.get("role") != "img" or not one.attributes.get("aria-label")]
+    found += [
+        f"a heading without text: {one.tag}"
+        for one in root.all("h1", "h2", "h3", "h4")
+        if not one.whole_text
+    ]
+    found += [
+        f"an image without a text: {one.attributes}"
+        for one in root.all("img")
+        if not one.attributes.get("alt")
+    ]
+    svgs = [
+        one
+        for one in root.all("svg")
+        if one.attributes.get("role") != "img" or not one.attributes.get("aria-label")
+    ]
     found += [f"{len(svgs)} charts without a label"] if svgs else []
     for table in root.all("table"):
-        found += [] if table.all("caption") and table.all("caption")[0].whole_text else ["a table without a caption"]
-        found += [f"a header cell without a scope: {one.whole_text}" for one in table.all("th") if "scope" not in one.attributes]
+        found += (
+            []
+            if table.all("caption") and table.all("caption")[0].whole_text
+            else ["a table without a caption"]
+        )
+        found += [
+            f"a header cell without a scope: {one.whole_text}"
+            for one in table.all("th")
+            if "scope" not in one.attributes
+        ]
         rows = [row for body in table.all("tbody") for row in body.all("tr")]
         found += [f"a row without a header: {row.whole_text}" for row in rows if not row.all("th")]
-    found += [f"a {one.tag} without a name" for one in root.all("a", "button") if not one.whole_text]
     found += [
-        f"a link to {one.attributes['href']}" for one in root.all("a") if one.attributes["href"].removeprefix("#") not in ids
+        f"a {one.tag} without a name" for one in root.all("a", "button") if not one.whole_text
+    ]
+    found += [
+        f"a link to {one.attributes['href']}"
+        for one in root.all("a")
+        if one.attributes["href"].removeprefix("#") not in ids
     ]
     for name in ("aria-labelledby", "aria-describedby", "popovertarget"):
-        found += [f"{name}={one.attributes[name]}" for one in everything if one.attributes.get(name, ids[0]) not in ids]
-    scrolls = [one for one in everything if one.attributes.get("class") == "scroll" or one.tag == "pre"]
-    found += ["what scrolls cannot be reached by keyboard" for one in scrolls if one.attributes.get("tabindex") != "0"]
+        found += [
+            f"{name}={one.attributes[name]}"
+            for one in everything
+            if one.attributes.get(name, ids[0]) not in ids
+        ]
+    scrolls = [
+        one for one in everything if one.attributes.get("class") == "scroll" or one.tag == "pre"
+    ]
+    found += [
+        "what scrolls cannot be reached by keyboard"
+        for one in scrolls
+        if one.attributes.get("tabindex") != "0"
+    ]
     return found
 
 
@@ -97,12 +146,24 @@ def contrasts(page: str) -> dict[str, float]:
     found = {}
     for theme, text in (("light", light), ("dark", dark)):
         colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", text))
-        pairs = [(ink, paper) for ink in ("ink", "ink-2", "ink-3", "accent") for paper in ("page", "card")]
-        pairs += [(kind, paper) for kind in ("good", "bad") for paper in ("page", "card", f"{kind}-soft")]
+        pairs = [
+            (ink, paper)
+            for ink in ("ink", "ink-2", "ink-3", "accent")
+            for paper in ("page", "card")
+        ]
+        pairs += [
+            (kind, paper) for kind in ("good", "bad") for paper in ("page", "card", f"{kind}-soft")
+        ]
         pairs += [("ink", f"{kind}-soft") for kind in ("good", "bad")] + [("page", "ink")]
-        found |= {f"{theme} text: {ink} on {paper}": contrast(colours[ink], colours[paper]) for ink, paper in pairs}
+        found |= {
+            f"{theme} text: {ink} on {paper}": contrast(colours[ink], colours[paper])
+            for ink, paper in pairs
+        }
         lines = ["edge", *(f"c{number}" for number in range(1, 9))]
-        found |= {f"{theme} line: {line} on card": contrast(colours[line], colours["card"]) for line in lines}
+        found |= {
+            f"{theme} line: {line} on card": contrast(colours[line], colours["card"])
+            for line in lines
+        }
     return found
 
 
@@ -114,5 +175,10 @@ def contrast(first: str, second: str) -> float:
 
 def _luminance(colour: str) -> float:
     channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-    return float(sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)))
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in channels
+    ]
+    return float(
+        sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    )

@@ -1,4 +1,6 @@
-"""What test_promotion.py runs in processes of their own: promotions that race, hesitate, fail or are killed."""
+"""What test_promotion.py runs in processes of their own: promotions that race, hesitate, fail or
+are killed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ WON = GateDecision(
     promote=True,
     candidate="1.1 online",
     champion="before",
-    target=Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128),
+    target=Comparison(
+        metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128
+    ),
     guardrails=[],
     coverage=1.0,
     reasons=["It won."],
@@ -37,33 +41,50 @@ WRITES = ("create_", "delete_", "finalize_", "log_", "set_")
 
 
 class SmallRegistry:
-    """The calls of a promotion on tags and aliases in a SQLite file: a hundred times as fast as a store of MLflow."""
+    """The calls of a promotion on tags and aliases in a SQLite file: a hundred times as fast as a
+    store of MLflow.
+    """
 
     def __init__(self, file: Path) -> None:
         self.database = sqlite3.connect(file, isolation_level=None, timeout=60)
-        self.database.execute("CREATE TABLE IF NOT EXISTS tags (name, version, key, value, PRIMARY KEY (name, version, key))")
-        self.database.execute("CREATE TABLE IF NOT EXISTS aliases (name, alias, version, PRIMARY KEY (name, alias))")
+        self.database.execute(
+            "CREATE TABLE IF NOT EXISTS tags (name, version, key, value, PRIMARY KEY (name,"
+            " version, key))"
+        )
+        self.database.execute(
+            "CREATE TABLE IF NOT EXISTS aliases (name, alias, version, PRIMARY KEY (name, alias))"
+        )
 
     def get_model_version(self, name: str, version: str) -> SimpleNamespace:
-        found = self.database.execute("SELECT key, value FROM tags WHERE name = ? AND version = ?", (name, str(version)))
+        found = self.database.execute(
+            "SELECT key, value FROM tags WHERE name = ? AND version = ?", (name, str(version))
+        )
         return SimpleNamespace(name=name, version=str(version), tags=dict(found.fetchall()))
 
     def get_model_version_by_alias(self, name: str, alias: str) -> SimpleNamespace:
-        found = self.database.execute("SELECT version FROM aliases WHERE name = ? AND alias = ?", (name, alias)).fetchone()
+        found = self.database.execute(
+            "SELECT version FROM aliases WHERE name = ? AND alias = ?", (name, alias)
+        ).fetchone()
         if found is None:
             raise MlflowException.invalid_parameter_value(f"no {alias}")
         return self.get_model_version(name, found[0])
 
     def search_model_versions(self, condition: str) -> list[SimpleNamespace]:
         name = condition.split("'")[1]
-        found = self.database.execute("SELECT version FROM tags WHERE name = ? AND key = ?", (name, LOCK)).fetchall()
+        found = self.database.execute(
+            "SELECT version FROM tags WHERE name = ? AND key = ?", (name, LOCK)
+        ).fetchall()
         return [SimpleNamespace(version=version) for (version,) in found]
 
     def set_model_version_tag(self, name: str, version: str, key: str, value: str) -> None:
-        self.database.execute("REPLACE INTO tags VALUES (?, ?, ?, ?)", (name, str(version), key, value))
+        self.database.execute(
+            "REPLACE INTO tags VALUES (?, ?, ?, ?)", (name, str(version), key, value)
+        )
 
     def delete_model_version_tag(self, name: str, version: str, key: str) -> None:
-        self.database.execute("DELETE FROM tags WHERE name = ? AND version = ? AND key = ?", (name, str(version), key))
+        self.database.execute(
+            "DELETE FROM tags WHERE name = ? AND version = ? AND key = ?", (name, str(version), key)
+        )
 
     def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
         self.database.execute("REPLACE INTO aliases VALUES (?, ?, ?)", (name, alias, str(version)))
@@ -73,7 +94,8 @@ class Watched:
     """A client that calls ``before(name of the method)`` ahead of every call."""
 
     def __init__(self, client: Any, before: Callable[[str], object]) -> None:
-        self._client, self._before = client, before
+        self._client = client
+        self._before = before
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
@@ -87,7 +109,12 @@ class Watched:
 
 def tracked(run_id: str = "a run", experiment_id: str = "0", uri: str = "a store") -> TrackedRun:
     return TrackedRun(
-        run_id=run_id, experiment_id=experiment_id, tracking_uri=uri, folder="runs/a", recipe_digest="r" * 64, started_at=0.0
+        run_id=run_id,
+        experiment_id=experiment_id,
+        tracking_uri=uri,
+        folder="runs/a",
+        recipe_digest="r" * 64,
+        started_at=0.0,
     )
 
 
@@ -95,8 +122,16 @@ def challenger(name: str, version: int) -> Registration:
     return Registration(model_name=name, version=str(version), champion=False, previous=None)
 
 
-def race(file: Path, version: int, rounds: int, start: Barrier, results: SimpleQueue[tuple[int, int, str]]) -> None:
-    """One racer: in every round it waits for the others and then promotes its version of the round's model."""
+def race(
+    file: Path,
+    version: int,
+    rounds: int,
+    start: Barrier,
+    results: SimpleQueue[tuple[int, int, str]],
+) -> None:
+    """One racer: in every round it waits for the others and then promotes its version of the
+    round's model.
+    """
     chance = random.Random(version)
     client = Watched(SmallRegistry(file), lambda _: time.sleep(chance.choice((0, 0, 0.001, 0.003))))
     registry.connect = lambda uri: client  # type: ignore[assignment, return-value]
@@ -104,25 +139,37 @@ def race(file: Path, version: int, rounds: int, start: Barrier, results: SimpleQ
     for number in range(rounds):
         start.wait(120)
         try:
-            registry.promote(tracked(), challenger(f"m{number}", version), {}, expected_champion=None)
+            registry.promote(
+                tracked(), challenger(f"m{number}", version), {}, expected_champion=None
+            )
             results.put((number, version, "won"))
         except (RegistryError, RegistryLockError) as error:
             results.put((number, version, str(error)))
 
 
-def race_in_mlflow(uri: str, names: list[str], version: int, start: Barrier, results: SimpleQueue[tuple[int, int, str]]) -> None:
+def race_in_mlflow(
+    uri: str,
+    names: list[str],
+    version: int,
+    start: Barrier,
+    results: SimpleQueue[tuple[int, int, str]],
+) -> None:
     """The same against a store of MLflow."""
     for number, name in enumerate(names):
         start.wait(120)
         try:
-            registry.promote(tracked(uri=uri), challenger(name, version), {}, expected_champion=None)
+            registry.promote(
+                tracked(uri=uri), challenger(name, version), {}, expected_champion=None
+            )
             results.put((number, version, "won"))
         except (RegistryError, RegistryLockError) as error:
             results.put((number, version, str(error)))
 
 
 def killed_before(write: int, attempt: Callable[[], object], client: Any = None) -> None:
-    """Run an attempt until its ``write``-th write (counted from one), and kill the process there, -9."""
+    """Run an attempt until its ``write``-th write (counted from one), and kill the process there,
+    -9.
+    """
     left = write
     connect = registry.connect
 
@@ -138,7 +185,9 @@ def killed_before(write: int, attempt: Callable[[], object], client: Any = None)
 
 def killed_promotion(file: Path, name: str, write: int) -> None:
     def attempt() -> None:
-        registry.promote(tracked(), challenger(name, 2), {"promoted_in": "it"}, expected_champion="1")
+        registry.promote(
+            tracked(), challenger(name, 2), {"promoted_in": "it"}, expected_champion="1"
+        )
 
     killed_before(write, attempt, SmallRegistry(file))
 
@@ -149,7 +198,12 @@ def register_and_promote(run: TrackedRun, policy: Path, name: str) -> Registrati
 
 
 def killed_registration(run: TrackedRun, policy: Path, name: str, write: int) -> None:
-    killed_before(write, lambda: registry.register(run, policy, None, WON, {}, model_name=name, expected_champion="1"))
+    killed_before(
+        write,
+        lambda: registry.register(
+            run, policy, None, WON, {}, model_name=name, expected_champion="1"
+        ),
+    )
 
 
 def killed_upload(run: TrackedRun, policy: Path, name: str) -> None:
@@ -170,25 +224,44 @@ def killed_upload(run: TrackedRun, policy: Path, name: str) -> None:
 
 
 def state(client: MlflowClient, run: TrackedRun, name: str) -> dict[str, Any]:
-    """All that the registry and the run know of a promotion, without what differs between two runs."""
-    versions = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda version: int(version.version))
-    models = client.search_logged_models([run.experiment_id], f"tags.`ebbflow.run_id` = '{run.run_id}'")
+    """All that the registry and the run know of a promotion, without what differs between two
+    runs."""
+    versions = sorted(
+        client.search_model_versions(f"name = '{name}'"), key=lambda version: int(version.version)
+    )
+    models = client.search_logged_models(
+        [run.experiment_id], f"tags.`ebbflow.run_id` = '{run.run_id}'"
+    )
     own = {"ebbflow.run_id", "flyte.execution_id", "mlflow.modelVersions", MODEL_FILES_DIGEST}
     outputs = client.get_run(run.run_id).outputs
     linked = [model.tags.get("mlflow.modelVersions", "").replace(name, "NAME") for model in models]
-    folders = [Path(mlflow.artifacts.download_artifacts(model.artifact_location)) for model in models]
+    folders = [
+        Path(mlflow.artifacts.download_artifacts(model.artifact_location)) for model in models
+    ]
     return {
-        "aliases": {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()},
-        "versions": [{key: text for key, text in version.tags.items() if key not in own} for version in versions],
+        "aliases": {
+            alias: str(version)
+            for alias, version in client.get_registered_model(name).aliases.items()
+        },
+        "versions": [
+            {key: text for key, text in version.tags.items() if key not in own}
+            for version in versions
+        ],
         "models": [(str(model.status), sorted(model.tags.keys() - own)) for model in models],
         "linked": linked,
         "outputs": len(outputs.model_outputs) if outputs else 0,
         "files": [_files(folder) for folder in folders],
-        "own files": [version.tags.get(MODEL_FILES_DIGEST) in map(model_files_digest, folders) for version in versions],
+        "own files": [
+            version.tags.get(MODEL_FILES_DIGEST) in map(model_files_digest, folders)
+            for version in versions
+        ],
     }
 
 
 def _files(folder: Path) -> dict[str, int | None]:
     """Sizes by path; MLflow's own files name the run and the time."""
     found = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.stat().st_size if "data" in path.parts else None for path in found}
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size if "data" in path.parts else None
+        for path in found
+    }

@@ -1,4 +1,6 @@
-"""The curves of a run on its parent: every stage and evaluation by the training steps of the run, and nothing twice."""
+"""The curves of a run on its parent: every stage and evaluation by the training steps of the run,
+and nothing twice.
+"""
 
 from __future__ import annotations
 
@@ -38,37 +40,60 @@ def curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, key))
 
 
-def train(tracked: TrackedRun, stage: str, first_step: int, steps: range, died_after: int = 0) -> None:
-    """A stage whose reward is its global step / 100; an attempt after one that died repeats all steps, as a checkpoint does."""
+def train(
+    tracked: TrackedRun, stage: str, first_step: int, steps: range, died_after: int = 0
+) -> None:
+    """A stage whose reward is its global step / 100; an attempt after one that died repeats all
+    steps, as a checkpoint does.
+    """
     with node_run(tracked, stage, first_step) as run_logger:
         recorder = MetricsRecorder(run_logger)
-        recorder.resume([{"step": step, "reward/mean": (first_step + step) / 100, "loss": 1.0} for step in range(died_after)])
+        recorder.resume(
+            [
+                {"step": step, "reward/mean": (first_step + step) / 100, "loss": 1.0}
+                for step in range(died_after)
+            ]
+        )
         for step in steps:
             speeds = {"seconds/step": 1.0, "images_per_second": 9.0}
-            recorder.log_metrics({"reward/mean": (first_step + step) / 100, "loss": 1.0} | speeds, step)
+            recorder.log_metrics(
+                {"reward/mean": (first_step + step) / 100, "loss": 1.0} | speeds, step
+            )
 
 
 def evaluate(tracked: TrackedRun, label: str, reward: float, global_step: int) -> None:
     means = {"held_out": {"reward": reward}, "validation": {"reward": reward + 0.1}}
-    evaluation = Evaluation(label=label, policy_version=3, coverage=1, velocity_drift=0, seconds={}, **means)
+    evaluation = Evaluation(
+        label=label, policy_version=3, coverage=1, velocity_drift=0, seconds={}, **means
+    )
     with node_run(tracked, f"{label} evaluation") as run_logger:
         run_logger.log_curves(evaluation_curves(evaluation), global_step)
 
 
-def test_the_parent_has_one_reward_curve_over_all_stages(tracked: TrackedRun, client: MlflowClient) -> None:
+def test_the_parent_has_one_reward_curve_over_all_stages(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
     evaluate(tracked, "before", 0.1, 0)
     train(tracked, "1.1 online", 0, range(3))
     evaluate(tracked, "1.1 online", 0.3, 3)
     train(tracked, "2.1 online", 3, range(2))
-    assert curve(client, tracked.run_id, "train/reward") == [(step, step / 100) for step in range(5)]
+    assert curve(client, tracked.run_id, "train/reward") == [
+        (step, step / 100) for step in range(5)
+    ]
     assert curve(client, tracked.run_id, "held_out/reward") == [(0, 0.1), (3, 0.3)]
     assert curve(client, tracked.run_id, "validation/reward") == [(0, 0.2), (3, 0.4)]
     assert [step for step, _ in curve(client, tracked.run_id, "1.1 online/loss")] == [0, 1, 2]
     assert [step for step, _ in curve(client, tracked.run_id, "2.1 online/loss")] == [3, 4]
-    assert not [key for key in client.get_run(tracked.run_id).data.metrics if "seconds" in key or "per_second" in key]
+    assert not [
+        key
+        for key in client.get_run(tracked.run_id).data.metrics
+        if "seconds" in key or "per_second" in key
+    ]
 
 
-def test_a_stage_that_is_resumed_doubles_no_point_of_the_parent(tracked: TrackedRun, client: MlflowClient) -> None:
+def test_a_stage_that_is_resumed_doubles_no_point_of_the_parent(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
     train(tracked, "1.1 online", 0, range(4))  # two steps more than its checkpoint
     train(tracked, "1.1 online", 0, range(2, 6), died_after=2)
     assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == list(range(6))
@@ -94,7 +119,10 @@ def test_what_came_late_fills_its_place_before_later_stages(
 
 
 def test_the_rollouts_of_an_offline_stage_are_a_point_of_the_reward_curve(tmp_path: Path) -> None:
-    for name, about in {"scored": {"metrics": {"reward/mean": 0.4, "reward/std": 0.1}}, "pairs": {}}.items():
+    for name, about in {
+        "scored": {"metrics": {"reward/mean": 0.4, "reward/std": 0.1}},
+        "pairs": {},
+    }.items():
         write_table(tmp_path / name, ADVANTAGES, [], about)
     assert rollout_curves(tmp_path / "scored") == {"train/reward": 0.4}
     assert rollout_curves(tmp_path / "pairs") == {}
@@ -104,18 +132,28 @@ def test_the_parent_has_the_dataset_once(tracked: TrackedRun, client: MlflowClie
     table = pa.table({"prompt_id": [1, 2], "prompt": ["AB", "CD"]})
     for _ in range(2):
         with node_run(tracked, "prompts") as run_logger:
-            run_logger.log_dataset("prompts", table, context="training", source="ebbflow:datasets/signs/prompts.txt")
-    parent, child = (client.get_run(run_id).inputs.dataset_inputs for run_id in (tracked.run_id, run_logger.run_id))
-    assert [one.dataset.name for one in parent] == [one.dataset.name for one in child] == ["prompts"]
+            run_logger.log_dataset(
+                "prompts", table, context="training", source="ebbflow:datasets/signs/prompts.txt"
+            )
+    parent, child = (
+        client.get_run(run_id).inputs.dataset_inputs
+        for run_id in (tracked.run_id, run_logger.run_id)
+    )
+    assert (
+        [one.dataset.name for one in parent] == [one.dataset.name for one in child] == ["prompts"]
+    )
     assert parent[0].dataset.digest == child[0].dataset.digest
     assert json.loads(parent[0].dataset.source) == {"uri": "datasets/signs/prompts.txt"}
     assert [(tag.key, tag.value) for tag in parent[0].tags] == [("mlflow.data.context", "training")]
 
 
-def test_a_node_shows_the_load_of_its_machine(tracked: TrackedRun, client: MlflowClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_shows_the_load_of_its_machine(
+    tracked: TrackedRun, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
     monkeypatch.delenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", raising=False)
-    published, publish = threading.Event(), SystemMetricsMonitor.publish_metrics
+    published = threading.Event()
+    publish = SystemMetricsMonitor.publish_metrics
 
     def observed(self: SystemMetricsMonitor, metrics: dict[str, float]) -> None:
         publish(self, metrics)
@@ -127,13 +165,20 @@ def test_a_node_shows_the_load_of_its_machine(tracked: TrackedRun, client: Mlflo
         published.clear()
         with node_run(tracked, "train") as run_logger:
             assert published.wait(timeout=60)
-        steps.append([step for step, _ in curve(client, run_logger.run_id, "system/cpu_utilization_percentage")])
+        steps.append(
+            [
+                step
+                for step, _ in curve(client, run_logger.run_id, "system/cpu_utilization_percentage")
+            ]
+        )
     assert "system/system_memory_usage_percentage" in client.get_run(run_logger.run_id).data.metrics
     assert len(steps[1]) > len(steps[0]) > 0
     assert steps[1] == list(range(len(steps[1]))), "a retry goes on, and doubles no step"
 
 
-def test_the_load_is_not_measured_where_the_user_says_so(tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_is_not_measured_where_the_user_says_so(
+    tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
     started: list[object] = []
     monkeypatch.setattr(SystemMetricsMonitor, "start", started.append)
@@ -148,7 +193,9 @@ def test_a_monitor_that_cannot_start_stops_nothing(
     def broken(*_: object, **__: object) -> None:
         raise OSError("no /proc here")
 
-    monkeypatch.setattr("mlflow.system_metrics.system_metrics_monitor.SystemMetricsMonitor.__init__", broken)
+    monkeypatch.setattr(
+        "mlflow.system_metrics.system_metrics_monitor.SystemMetricsMonitor.__init__", broken
+    )
     with node_run(tracked, "train"):
         pass
     assert "cannot measure the load of this machine: no /proc here" in caplog.text

@@ -1,4 +1,6 @@
-"""Promotion and rollback: one winner of a race, nothing half done, and a retry that ends as if nothing had happened."""
+"""Promotion and rollback: one winner of a race, nothing half done, and a retry that ends as if
+nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def client(uri: str) -> MlflowClient:
 
 @pytest.fixture
 def model(client: MlflowClient) -> Callable[..., str]:
-    """``model(3, champion=2, previous=1)``: a registered model with so many versions, which are names without files."""
+    """``model(3, champion=2, previous=1)``: a registered model with so many versions, which are
+    names without files.
+    """
 
     def make(versions: int, **aliases: int) -> str:
         name = f"model-{uuid.uuid4().hex[:8]}"
@@ -55,7 +59,9 @@ def model(client: MlflowClient) -> Callable[..., str]:
 
 
 def aliases(client: MlflowClient, name: str) -> dict[str, str]:
-    return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
+    return {
+        alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()
+    }
 
 
 def tags(client: MlflowClient, name: str, version: int) -> dict[str, str]:
@@ -95,26 +101,40 @@ def assert_one_winner(raced: list[tuple[int, str]]) -> int:
     (winner,) = [version for version, what in raced if what == "won"]
     for version, what in raced:
         if version != winner:
-            assert f"version {version} was compared with champion (none), but the champion is now {winner};" in what
+            assert (
+                f"version {version} was compared with champion (none), but the champion is now"
+                f" {winner};" in what
+            )
     return winner
 
 
 def test_of_promotions_that_race_exactly_one_wins(tmp_path: Path) -> None:
-    racers, rounds, file = 3, 100, tmp_path / "registry.db"
+    racers = 3
+    rounds = 100
+    file = tmp_path / "registry.db"
     store = cases.SmallRegistry(file)
     store.database.execute("PRAGMA journal_mode = WAL")
-    start, results = CONTEXT.Barrier(racers), CONTEXT.SimpleQueue()
-    run_all(cases.race, [(file, version, rounds, start, results) for version in range(1, racers + 1)])
+    start = CONTEXT.Barrier(racers)
+    results = CONTEXT.SimpleQueue()
+    run_all(
+        cases.race, [(file, version, rounds, start, results) for version in range(1, racers + 1)]
+    )
     winners = [assert_one_winner(raced) for raced in outcomes(results, racers, rounds).values()]
     assert len(winners) == rounds
     assert len(Counter(winners)) > 1, "one always wins: they did not race"
     assert store.search_model_versions("name = 'm0'") == []
-    assert all(store.get_model_version_by_alias(f"m{n}", "champion").version == str(w) for n, w in enumerate(winners))
+    assert all(
+        store.get_model_version_by_alias(f"m{n}", "champion").version == str(w)
+        for n, w in enumerate(winners)
+    )
 
 
-def test_of_promotions_that_race_in_mlflow_exactly_one_wins(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+def test_of_promotions_that_race_in_mlflow_exactly_one_wins(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
     names = [model(2) for _ in range(10)]
-    start, results = CONTEXT.Barrier(2), CONTEXT.SimpleQueue()
+    start = CONTEXT.Barrier(2)
+    results = CONTEXT.SimpleQueue()
     run_all(cases.race_in_mlflow, [(uri, names, version, start, results) for version in (1, 2)])
     for number, raced in outcomes(results, 2, len(names)).items():
         assert aliases(client, names[number]) == {"champion": str(assert_one_winner(raced))}
@@ -124,32 +144,52 @@ def test_of_promotions_that_race_in_mlflow_exactly_one_wins(client: MlflowClient
 
 
 def leave_a_lock(client: MlflowClient, name: str, version: int) -> None:
-    client.set_model_version_tag(name, str(version), LOCK, "against 1, left behind by a killed process")
+    client.set_model_version_tag(
+        name, str(version), LOCK, "against 1, left behind by a killed process"
+    )
 
 
 @pytest.mark.parametrize(("dead", "waiting"), [(2, 3), (3, 2)], ids=["lower", "higher"])
 def test_a_lock_that_a_killed_process_left_is_named_and_its_retry_takes_it_over(
-    client: MlflowClient, uri: str, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch, dead: int, waiting: int
+    client: MlflowClient,
+    uri: str,
+    model: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    dead: int,
+    waiting: int,
 ) -> None:
     name = model(3, champion=1)
     leave_a_lock(client, name, dead)
     monkeypatch.setattr(registry_lock, "TIMEOUT", 0.05)
     with pytest.raises(
-        RegistryLockError, match=rf"waited 0 s for version {dead}, .*delete the tag 'ebbflow.promoting' of version {dead}"
+        RegistryLockError,
+        match=(
+            rf"waited 0 s for version {dead}, .*delete the tag 'ebbflow.promoting' of version"
+            rf" {dead}"
+        ),
     ):
         promote(cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1")
     assert aliases(client, name) == {"champion": "1"}
     assert LOCK not in tags(client, name, waiting)
-    assert promote(cases.tracked(uri=uri), cases.challenger(name, dead), {}, expected_champion="1").champion
+    assert promote(
+        cases.tracked(uri=uri), cases.challenger(name, dead), {}, expected_champion="1"
+    ).champion
     with pytest.raises(RegistryError, match=f"the champion is now {dead}"):
         promote(cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1")
     assert LOCK not in tags(client, name, dead)
 
 
-def test_a_lock_of_the_champion_is_over(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+def test_a_lock_of_the_champion_is_over(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
     name = model(2, champion=1)
     leave_a_lock(client, name, 1)
-    assert promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1").previous == "1"
+    assert (
+        promote(
+            cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
+        ).previous
+        == "1"
+    )
     assert LOCK not in tags(client, name, 1)
 
 
@@ -157,7 +197,8 @@ def test_an_attempt_that_was_believed_dead_moves_nothing(
     client: MlflowClient, uri: str, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had read the champion when its retry came, promoted, and another version followed."""
-    name, calls = model(3, champion=1), iter(("get_model_version_by_alias",))
+    name = model(3, champion=1)
+    calls = iter(("get_model_version_by_alias",))
 
     def meanwhile(method: str) -> None:
         if method == "get_model_version" and next(calls, None):
@@ -174,7 +215,9 @@ def test_an_attempt_that_was_believed_dead_moves_nothing(
 # --- killed
 
 
-def test_killed_before_any_write_a_promotion_is_completed_by_its_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_before_any_write_a_promotion_is_completed_by_its_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "registry.db"
     store = cases.SmallRegistry(file)
     monkeypatch.setattr(registry, "connect", lambda uri: store)
@@ -184,18 +227,33 @@ def test_killed_before_any_write_a_promotion_is_completed_by_its_retry(tmp_path:
         store.set_registered_model_alias(name, "champion", "1")
         killed = dies(cases.killed_promotion, file, name, write)
         assert store.get_model_version_by_alias(name, "champion").version in "12"
-        again = promote(cases.tracked(), cases.challenger(name, 2), {"promoted_in": "it"}, expected_champion="1")
+        again = promote(
+            cases.tracked(), cases.challenger(name, 2), {"promoted_in": "it"}, expected_champion="1"
+        )
         assert again == Registration(model_name=name, version="2", champion=True, previous="1")
-        found = [store.get_model_version_by_alias(name, alias).version for alias in ("champion", "previous")]
-        ends.append((found, store.get_model_version(name, "2").tags, store.get_model_version(name, "1").tags))
+        found = [
+            store.get_model_version_by_alias(name, alias).version
+            for alias in ("champion", "previous")
+        ]
+        ends.append(
+            (
+                found,
+                store.get_model_version(name, "2").tags,
+                store.get_model_version(name, "1").tags,
+            )
+        )
         if not killed:
             break
     assert write > 6
     assert all(end == ends[-1] for end in ends)
 
 
-def first_champion(client: MlflowClient, recipe: Recipe, model: Callable[..., str]) -> tuple[TrackedRun, str]:
-    return start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}"), model(1, champion=1, challenger=1)
+def first_champion(
+    client: MlflowClient, recipe: Recipe, model: Callable[..., str]
+) -> tuple[TrackedRun, str]:
+    return start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}"), model(
+        1, champion=1, challenger=1
+    )
 
 
 @pytest.mark.exhaustive
@@ -232,7 +290,8 @@ def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
     outcomes: list[str] = []
     said: set[str] = set()
     for call in itertools.count(1):
-        name, left = model(2, champion=1), iter(range(1, call))
+        name = model(2, champion=1)
+        left = iter(range(1, call))
 
         def away(method: str, left: Any = left) -> None:
             if next(left, None) is None:
@@ -249,7 +308,9 @@ def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
             assert aliases(client, name) == {"champion": "2", "previous": "1"}
             outcomes.append("promoted")
         monkeypatch.setattr(registry, "connect", lambda uri: client)
-        again = promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+        again = promote(
+            cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
+        )
         assert again == Registration(model_name=name, version="2", champion=True, previous="1")
         assert aliases(client, name) == {"champion": "2", "previous": "1"}
         assert LOCK not in tags(client, name, 2)
@@ -258,16 +319,22 @@ def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
     (message,) = said
     assert "the server is away. Run the task again" in message
     assert outcomes.count("failed") > 7
-    assert outcomes == sorted(outcomes), "once the champion has moved, nothing calls the promotion failed"
+    assert outcomes == sorted(outcomes), (
+        "once the champion has moved, nothing calls the promotion failed"
+    )
 
 
 # --- rollback
 
 
-def test_rollback_brings_the_previous_champion_back(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+def test_rollback_brings_the_previous_champion_back(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
     name = model(3, champion=1)
     promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
-    assert rollback(uri, name) == Registration(model_name=name, version="1", champion=True, previous="2")
+    assert rollback(uri, name) == Registration(
+        model_name=name, version="1", champion=True, previous="2"
+    )
     assert aliases(client, name) == {"champion": "1", "previous": "2"}
     assert tags(client, name, 1)["ebbflow.replaces"] == "2"
     assert tags(client, name, 2)[ROLLED_BACK].startswith("to version 1, 20")
@@ -276,24 +343,35 @@ def test_rollback_brings_the_previous_champion_back(client: MlflowClient, uri: s
     champion = find_champion(uri, name)
     assert champion is not None
     assert champion.version == "1"
-    assert promote(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="1").previous == "1"
+    assert (
+        promote(
+            cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="1"
+        ).previous
+        == "1"
+    )
 
 
-def test_a_second_rollback_takes_the_first_one_back(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+def test_a_second_rollback_takes_the_first_one_back(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
     name = model(2, champion=2, previous=1)
     rollback(uri, name)
     assert rollback(uri, name).version == "2"
     assert aliases(client, name) == {"champion": "2", "previous": "1"}
 
 
-def test_a_run_that_compared_with_the_version_rolled_back_is_refused(uri: str, model: Callable[..., str]) -> None:
+def test_a_run_that_compared_with_the_version_rolled_back_is_refused(
+    uri: str, model: Callable[..., str]
+) -> None:
     name = model(3, champion=2, previous=1)
     rollback(uri, name)
     with pytest.raises(RegistryError, match="compared with champion 2, but the champion is now 1"):
         promote(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2")
 
 
-def test_a_retry_does_not_bring_back_what_was_rolled_back(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+def test_a_retry_does_not_bring_back_what_was_rolled_back(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
     name = model(2, champion=1)
     promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
     rollback(uri, name)
@@ -303,10 +381,14 @@ def test_a_retry_does_not_bring_back_what_was_rolled_back(client: MlflowClient, 
     assert rollback(uri, name, "2").champion
 
 
-def test_rollback_after_a_promotion_that_was_cut_short(client: MlflowClient, uri: str, model: Callable[..., str]) -> None:
+def test_rollback_after_a_promotion_that_was_cut_short(
+    client: MlflowClient, uri: str, model: Callable[..., str]
+) -> None:
     name = model(3, champion=1)
     promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
-    client.set_registered_model_alias(name, "previous", "2")  # what a promotion of version 3 writes before the champion
+    client.set_registered_model_alias(
+        name, "previous", "2"
+    )  # what a promotion of version 3 writes before the champion
     assert rollback(uri, name).version == "1"
 
 
@@ -320,12 +402,19 @@ def test_rollback_after_a_promotion_that_was_cut_short(client: MlflowClient, uri
     ],
 )
 def test_a_rollback_to_nowhere_changes_nothing(
-    client: MlflowClient, uri: str, model: Callable[..., str], aliases_before: dict[str, int], to: str | None, reason: str
+    client: MlflowClient,
+    uri: str,
+    model: Callable[..., str],
+    aliases_before: dict[str, int],
+    to: str | None,
+    reason: str,
 ) -> None:
     name = model(3, **aliases_before)
     with pytest.raises(RegistryError, match=reason):
         rollback(uri, name, to)
-    assert aliases(client, name) == {alias: str(version) for alias, version in aliases_before.items()}
+    assert aliases(client, name) == {
+        alias: str(version) for alias, version in aliases_before.items()
+    }
 
 
 def test_a_champion_that_moves_during_a_rollback_stays(
@@ -346,13 +435,20 @@ def test_a_champion_that_moves_during_a_rollback_stays(
 def test_the_command_rolls_back_where_the_recipe_says(
     recipe: Recipe, client: MlflowClient, model: Callable[..., str], tmp_path: Path
 ) -> None:
-    name, file = model(2, champion=2, previous=1), tmp_path / "recipe.yaml"
+    name = model(2, champion=2, previous=1)
+    file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({"output": recipe.output, "promotion": {"model_name": name}}))
     done = CliRunner().invoke(main, ["rollback", str(file)])
-    assert (done.exit_code, done.output.splitlines()[0]) == (0, f"{name}: version 1 is champion again and replaces version 2")
+    assert (done.exit_code, done.output.splitlines()[0]) == (
+        0,
+        f"{name}: version 1 is champion again and replaces version 2",
+    )
     assert aliases(client, name) == {"champion": "1", "previous": "2"}
     done = CliRunner().invoke(main, ["rollback", str(file), "--to", "1"])
-    assert (done.exit_code, done.output) == (1, f"'{name}' version 1 is the champion already; nothing was changed\n")
+    assert (done.exit_code, done.output) == (
+        1,
+        f"'{name}' version 1 is the champion already; nothing was changed\n",
+    )
 
 
 def test_the_command_makes_no_store(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The registry against a real SQLite store: one version per run, aliases move only through the gate and never by surprise."""
+"""The registry against a real SQLite store: one version per run, aliases move only through the gate
+and never by surprise.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,16 @@ from ebbflow.tracking.registry import (
 )
 from ebbflow.tracking.store import connect
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import ITERATE, STATISTICS, PolicyMetadata, read_policy_metadata
+from ebbflow.training.policy_metadata import (
+    ITERATE,
+    STATISTICS,
+    PolicyMetadata,
+    read_policy_metadata,
+)
 
-TARGET = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
+TARGET = Comparison(
+    metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128
+)
 
 
 def decision(promote: bool, reasons: list[str] | None = None) -> GateDecision:
@@ -61,7 +70,11 @@ def name() -> str:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -91,12 +104,24 @@ def crown(
     expected_champion: str | None,
 ) -> Registration:
     """Registered and made champion, as after a yes of the gate."""
-    made = register(tracked, policy, base, decision(True), lineage, model_name=model_name, expected_champion=expected_champion)
-    return promote(tracked, made, {"promoted_in": "an execution"}, expected_champion=expected_champion)
+    made = register(
+        tracked,
+        policy,
+        base,
+        decision(True),
+        lineage,
+        model_name=model_name,
+        expected_champion=expected_champion,
+    )
+    return promote(
+        tracked, made, {"promoted_in": "an execution"}, expected_champion=expected_champion
+    )
 
 
 def aliases(client: MlflowClient, name: str) -> dict[str, str]:
-    return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
+    return {
+        alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()
+    }
 
 
 def test_the_first_policy_becomes_champion_with_its_lineage(
@@ -104,11 +129,17 @@ def test_the_first_policy_becomes_champion_with_its_lineage(
 ) -> None:
     tracked = new_run(recipe)
     assert find_champion(tracked.tracking_uri, name) is None
-    made = crown(tracked, policy, base, {"base_digest": "b" * 64}, model_name=name, expected_champion=None)
+    made = crown(
+        tracked, policy, base, {"base_digest": "b" * 64}, model_name=name, expected_champion=None
+    )
     assert made == Registration(model_name=name, version="1", champion=True, previous=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
-    assert (champion.version, champion.run_id, champion.base_digest) == ("1", tracked.run_id, "b" * 64)
+    assert (champion.version, champion.run_id, champion.base_digest) == (
+        "1",
+        tracked.run_id,
+        "b" * 64,
+    )
     assert champion.recipe_digest == recipe.digest
     tags = client.get_model_version(name, "1").tags
     assert tags["flyte.execution_id"].startswith("execution-")
@@ -116,8 +147,12 @@ def test_the_first_policy_becomes_champion_with_its_lineage(
     assert GateDecision.model_validate_json(tags["ebbflow.decision"]) == decision(True)
 
 
-def test_registering_does_not_promote(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
-    made = register(new_run(recipe), policy, None, decision(True), {}, model_name=name, expected_champion=None)
+def test_registering_does_not_promote(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient
+) -> None:
+    made = register(
+        new_run(recipe), policy, None, decision(True), {}, model_name=name, expected_champion=None
+    )
     assert made == Registration(model_name=name, version="1", champion=False, previous=None)
     assert aliases(client, name) == {"challenger": "1"}
 
@@ -126,7 +161,9 @@ def test_promotion_moves_the_aliases_and_keeps_the_old_champion(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
     crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
-    refused = register(new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion="1")
+    refused = register(
+        new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion="1"
+    )
     assert refused == Registration(model_name=name, version="2", champion=False, previous=None)
     assert aliases(client, name) == {"champion": "1", "challenger": "2"}
     third = crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion="1")
@@ -135,11 +172,17 @@ def test_promotion_moves_the_aliases_and_keeps_the_old_champion(
     assert client.get_model_version(name, "3").tags["ebbflow.replaces"] == "1"
 
 
-def test_a_retry_gives_the_same_version(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
+def test_a_retry_gives_the_same_version(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient
+) -> None:
     crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
     tracked = new_run(recipe)
-    first, second = (crown(tracked, policy, None, {}, model_name=name, expected_champion="1") for _ in range(2))
-    assert first == second == Registration(model_name=name, version="2", champion=True, previous="1")
+    first, second = (
+        crown(tracked, policy, None, {}, model_name=name, expected_champion="1") for _ in range(2)
+    )
+    assert (
+        first == second == Registration(model_name=name, version="2", champion=True, previous="1")
+    )
     assert len(client.search_model_versions(f"name = '{name}'")) == 2
 
 
@@ -148,7 +191,9 @@ def test_a_late_retry_does_not_take_the_challenger_alias_back(
 ) -> None:
     early = new_run(recipe)
     register(early, policy, None, decision(False), {}, model_name=name, expected_champion=None)
-    register(new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion=None)
+    register(
+        new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion=None
+    )
     register(early, policy, None, decision(False), {}, model_name=name, expected_champion=None)
     assert aliases(client, name) == {"challenger": "2"}
 
@@ -200,7 +245,9 @@ def test_a_folder_without_policy_is_refused(recipe: Recipe, name: str, tmp_path:
         crown(new_run(recipe), tmp_path, None, {}, model_name=name, expected_champion=None)
 
 
-def test_a_long_verdict_still_fits_a_tag(recipe: Recipe, name: str, policy: Path, client: MlflowClient) -> None:
+def test_a_long_verdict_still_fits_a_tag(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient
+) -> None:
     long = decision(False, reasons=["x" * 9000])
     register(new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None)
     assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.decision"]
@@ -211,7 +258,8 @@ def test_a_creation_that_was_not_answered_is_not_there_twice(
     recipe: Recipe, name: str, policy: Path, monkeypatch: pytest.MonkeyPatch, create: str
 ) -> None:
     """MLflow's client asks again, as for a run."""
-    once, tracked = getattr(MlflowClient, create), new_run(recipe)
+    once = getattr(MlflowClient, create)
+    tracked = new_run(recipe)
 
     def twice(self: MlflowClient, *arguments: Any, **named: Any) -> Any:
         once(self, *arguments, **named)
@@ -219,17 +267,38 @@ def test_a_creation_that_was_not_answered_is_not_there_twice(
         return once(self, *arguments, **named)
 
     monkeypatch.setattr(MlflowClient, create, twice)
-    first = register(tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None)
+    first = register(
+        tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None
+    )
     monkeypatch.undo()
-    assert register(tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None) == first
+    assert (
+        register(
+            tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None
+        )
+        == first
+    )
     client = connect(tracked.tracking_uri)
     assert first.version == "1"
-    assert [int(version.version) for version in client.search_model_versions(f"name = '{name}'")] == [1]
-    assert len(client.search_logged_models([tracked.experiment_id], f"tags.`ebbflow.run_id` = '{tracked.run_id}'")) == 1
+    assert [
+        int(version.version) for version in client.search_model_versions(f"name = '{name}'")
+    ] == [1]
+    assert (
+        len(
+            client.search_logged_models(
+                [tracked.experiment_id], f"tags.`ebbflow.run_id` = '{tracked.run_id}'"
+            )
+        )
+        == 1
+    )
 
 
-@pytest.mark.parametrize("flavor", [{}, {"python_function": {"model_path": "model.pkl"}}, {"python_function": {"data": "data"}}])
-def test_a_champion_that_somebody_else_made_is_named(recipe: Recipe, name: str, tmp_path: Path, flavor: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "flavor",
+    [{}, {"python_function": {"model_path": "model.pkl"}}, {"python_function": {"data": "data"}}],
+)
+def test_a_champion_that_somebody_else_made_is_named(
+    recipe: Recipe, name: str, tmp_path: Path, flavor: dict[str, Any]
+) -> None:
     tracked = new_run(recipe)
     client = connect(tracked.tracking_uri)
     (tmp_path / "other").mkdir()
@@ -239,7 +308,10 @@ def test_a_champion_that_somebody_else_made_is_named(recipe: Recipe, name: str, 
     client.set_registered_model_alias(name, "champion", "1")
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
-    with pytest.raises(RegistryError, match="has no policy/policy.json, so Ebbflow did not register it; move the alias"):
+    with pytest.raises(
+        RegistryError,
+        match="has no policy/policy.json, so Ebbflow did not register it; move the alias",
+    ):
         download_champion(champion, tmp_path / "champion")
 
 
@@ -254,21 +326,36 @@ def test_the_champion_comes_back_as_it_was_registered(
     assert contents(data / "policy") == contents(policy)
     assert (data / "base" / "model_index.json").is_file()
     assert not (data / "policy").is_symlink()
-    assert not [path for path in tmp_path.joinpath("champion").rglob("*") if path.suffix in {".pkl", ".pickle"}]
+    assert not [
+        path
+        for path in tmp_path.joinpath("champion").rglob("*")
+        if path.suffix in {".pkl", ".pickle"}
+    ]
 
 
-CONFIGS = {"full": PolicyConfig(ema={}), "lora": PolicyConfig(train="lora", rank=4, alpha=8, ema={})}
+CONFIGS = {
+    "full": PolicyConfig(ema={}),
+    "lora": PolicyConfig(train="lora", rank=4, alpha=8, ema={}),
+}
 
 
 def in_training(base_folder: Path, folder: Path, config: PolicyConfig) -> Path:
-    """A policy folder as a stage leaves it behind for the next one: three sets of parameters that differ, and statistics."""
+    """A policy folder as a stage leaves it behind for the next one: three sets of parameters that
+    differ, and statistics.
+    """
     policy = Policy(load_model(base_folder), config, seed=0)
     for name in ("old", "ema"):
         policy.snapshot(name)
         with torch.no_grad():
             for value in policy.parameters.values():
                 value += 0.01
-    metadata = PolicyMetadata(base_digest="b" * 64, recipe_digest="r" * 64, config=config, version=3, copies=("old", ITERATE))
+    metadata = PolicyMetadata(
+        base_digest="b" * 64,
+        recipe_digest="r" * 64,
+        config=config,
+        version=3,
+        copies=("old", ITERATE),
+    )
     policy.save(folder, metadata, statistics={"of": "prompts"})
     return folder
 
@@ -285,12 +372,16 @@ def test_what_only_training_reads_is_not_registered(
     assert champion is not None
     served = download_champion(champion, tmp_path / "champion") / "policy"
     verify(served)
-    assert read_policy_metadata(served) == read_policy_metadata(trained).model_copy(update={"copies": ()})
+    assert read_policy_metadata(served) == read_policy_metadata(trained).model_copy(
+        update={"copies": ()}
+    )
     found = contents(served)
     dropped = {STATISTICS, "old/parameters.safetensors", f"{ITERATE}/parameters.safetensors"}
     assert found.keys() == before.keys() - dropped
     made_anew = {"policy.json", "manifest.json", "COMMIT"}
-    assert {path: found[path] for path in found.keys() - made_anew} == {path: before[path] for path in found.keys() - made_anew}
+    assert {path: found[path] for path in found.keys() - made_anew} == {
+        path: before[path] for path in found.keys() - made_anew
+    }
     assert not [path for path in served.rglob("*") if path.is_symlink()]
     assert contents(trained) == before
 
@@ -308,7 +399,9 @@ def test_the_same_policy_is_served_with_the_same_commit(base_folder: Path, tmp_p
     assert verify(tmp_path / "one-served") == verify(tmp_path / "other-served")
 
 
-def test_a_damaged_policy_gets_no_new_commit(recipe: Recipe, name: str, base_folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_policy_gets_no_new_commit(
+    recipe: Recipe, name: str, base_folder: Path, tmp_path: Path
+) -> None:
     trained = in_training(base_folder, tmp_path / "trained", CONFIGS["lora"])
     (trained / "old" / "parameters.safetensors").write_bytes(b"")
     with pytest.raises(ArtifactError, match="does not match its manifest"):
@@ -318,12 +411,22 @@ def test_a_damaged_policy_gets_no_new_commit(recipe: Recipe, name: str, base_fol
 
 
 def test_the_registered_model_renders_with_seeds(
-    recipe: Recipe, name: str, policy: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe,
+    name: str,
+    policy: Path,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def generate_images(base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]) -> list[serve.Drawn]:
+    def generate_images(
+        base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]
+    ) -> list[serve.Drawn]:
         assert (base / "model_index.json").is_file()
         assert (policy / "policy.json").is_file()
-        texts = [f"{p.prompt}/{p.negative_prompt}/{p.image == png}/{seed}" for p, seed in zip(prompts, seeds, strict=True)]
+        texts = [
+            f"{p.prompt}/{p.negative_prompt}/{p.image == png}/{seed}"
+            for p, seed in zip(prompts, seeds, strict=True)
+        ]
         return [serve.Drawn(text.encode()) for text in texts]
 
     (png,) = encode_png(np.zeros((1, 8, 8, 3), np.uint8))
@@ -333,18 +436,41 @@ def test_the_registered_model_renders_with_seeds(
     crown(tracked, policy, base, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
-    model = mlflow.pyfunc.load_model(str(download_champion(champion, tmp_path / "champion").parents[1]))
-    rows = pd.DataFrame({"prompt": ["AB", "CD"], "seed": [5, 6], "negative_prompt": ["dull", None], "image": [png, None]})
+    model = mlflow.pyfunc.load_model(
+        str(download_champion(champion, tmp_path / "champion").parents[1])
+    )
+    rows = pd.DataFrame(
+        {
+            "prompt": ["AB", "CD"],
+            "seed": [5, 6],
+            "negative_prompt": ["dull", None],
+            "image": [png, None],
+        }
+    )
     assert model.predict(rows)["image"].tolist() == [b"AB/dull/True/5", b"CD//False/6"]
     assert model.predict(pd.DataFrame({"prompt": ["AB"]}))["image"].tolist() == [b"AB//False/0"]
 
 
 def test_a_large_base_model_is_only_referred_to(
-    recipe: Recipe, name: str, policy: Path, base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe,
+    name: str,
+    policy: Path,
+    base_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_version, "MAX_STORED_BASE", model_version.folder_bytes(base_folder) - 1)
+    monkeypatch.setattr(
+        model_version, "MAX_STORED_BASE", model_version.folder_bytes(base_folder) - 1
+    )
     tracked = new_run(recipe)
-    crown(tracked, policy, base_folder, {"base_digest": verify(base_folder)}, model_name=name, expected_champion=None)
+    crown(
+        tracked,
+        policy,
+        base_folder,
+        {"base_digest": verify(base_folder)},
+        model_name=name,
+        expected_champion=None,
+    )
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     found, its_policy = champion_folders(champion, tmp_path / "champion", base_folder)
@@ -352,7 +478,9 @@ def test_a_large_base_model_is_only_referred_to(
     assert not (its_policy.parent / "base").exists()
 
 
-def test_a_model_without_its_base_says_so(recipe: Recipe, name: str, policy: Path, tmp_path: Path) -> None:
+def test_a_model_without_its_base_says_so(
+    recipe: Recipe, name: str, policy: Path, tmp_path: Path
+) -> None:
     tracked = new_run(recipe)
     crown(tracked, policy, None, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)

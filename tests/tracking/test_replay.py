@@ -48,17 +48,30 @@ class Ran(NamedTuple):
     def folder(self) -> Path:
         return Path(self.tracked.folder)
 
-    def replay(self, target: Path, *arguments: str, run: str | None = None, stage: str = "2.1", step: int = 1) -> Result:
+    def replay(
+        self,
+        target: Path,
+        *arguments: str,
+        run: str | None = None,
+        stage: str = "2.1",
+        step: int = 1,
+    ) -> Result:
         options = ["--stage", stage, "--step", str(step), "--output", str(target), *arguments]
         return CliRunner().invoke(main, ["replay", run or str(self.folder), *options])
 
     def dumped(self, stage: str, step: int) -> tuple[list[dict[str, Any]], list[bytes]]:
         """The samples of a step as the stage dumped them."""
         client = connect(self.tracked.tracking_uri)
-        node = find(client, self.tracked.experiment_id, {"ebbflow.node": stage, "mlflow.parentRunId": self.tracked.run_id})
+        node = find(
+            client,
+            self.tracked.experiment_id,
+            {"ebbflow.node": stage, "mlflow.parentRunId": self.tracked.run_id},
+        )
         assert node
         uri = f"{node.info.artifact_uri}/dumps/step-{step:05d}/rollouts"
-        folder = Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=self.tracked.tracking_uri))
+        folder = Path(
+            mlflow.artifacts.download_artifacts(uri, tracking_uri=self.tracked.tracking_uri)
+        )
         rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
         return rows, [(folder / row["image"]).read_bytes() for row in rows]
 
@@ -70,11 +83,18 @@ def ran(
     make_prompts: Callable[..., list[Prompt]],
     base_folder: Path,
 ) -> Ran:
-    """What a local run leaves in its folder and in MLflow, made by the functions that the tasks call."""
+    """What a local run leaves in its folder and in MLflow, made by the functions that the tasks
+    call.
+    """
     output = tmp_path_factory.mktemp("runs")
     watched = {"dumps": {"every": 1, "samples": 100}, "optimizer": {"lr": 1e-2}, "steps": STEPS}
     (online, _) = make_recipe(online=watched).model_dump(mode="json")["stages"]
-    settings = {"rewards": [{"name": "similarity"}], "guardrails": [], "evaluation": {"steps": 3}, "rounds": 2}
+    settings = {
+        "rewards": [{"name": "similarity"}],
+        "guardrails": [],
+        "evaluation": {"steps": 3},
+        "rounds": 2,
+    }
     recipe = Recipe.model_validate({"output": str(output), "stages": [online]} | settings)
     tracked = start_run(recipe, None)
     nodes = Path(tracked.folder) / "nodes"
@@ -86,9 +106,12 @@ def ran(
     folder = nodes / "ebbflow-start" / "policy"
     write_base_policy(folder, verify(base_folder), recipe.digest, recipe.policy)
     for index in range(recipe.rounds):
-        ctx, trained = StageContext(recipe, index, 0), nodes / f"ebbflow-{index}" / "policy"
+        ctx = StageContext(recipe, index, 0)
+        trained = nodes / f"ebbflow-{index}" / "policy"
         with node_run(tracked, ctx.label) as run_logger:
-            train_online_folder(ctx, base_folder, folder, table, trained, MetricsRecorder(run_logger))
+            train_online_folder(
+                ctx, base_folder, folder, table, trained, MetricsRecorder(run_logger)
+            )
         folder = trained
     path = output / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output": str(output)}))
@@ -106,7 +129,9 @@ def broken(ran: Ran, tmp_path: Path) -> Iterator[Ran]:
 
 
 @pytest.mark.parametrize(("stage", "step"), [("1.1", 0), ("1.1 online", 1), ("2.1", 1)])
-def test_a_step_has_the_bytes_scores_and_advantages_of_its_dump(ran: Ran, tmp_path: Path, stage: str, step: int) -> None:
+def test_a_step_has_the_bytes_scores_and_advantages_of_its_dump(
+    ran: Ran, tmp_path: Path, stage: str, step: int
+) -> None:
     done = ran.replay(tmp_path / "shown", stage=stage, step=step)
     assert done.exit_code == 0, done.output
     label = f"{stage.split()[0]} online"
@@ -114,7 +139,17 @@ def test_a_step_has_the_bytes_scores_and_advantages_of_its_dump(ran: Ran, tmp_pa
     rows, pictures = ran.dumped(label, step)
     table = read_table(tmp_path / "shown" / "samples.parquet").to_pylist()
     assert [row["image"] for row in table] == pictures
-    for name in ("prompt_id", "sample", "seed", "prompt", "target", "policy_version", "reward", "failure", "advantage"):
+    for name in (
+        "prompt_id",
+        "sample",
+        "seed",
+        "prompt",
+        "target",
+        "policy_version",
+        "reward",
+        "failure",
+        "advantage",
+    ):
         assert [row[name] for row in table] == [row[name] for row in rows], name
     assert [row["similarity"] for row in table] == [row["scores"]["similarity"] for row in rows]
     about = read_table_metadata(tmp_path / "shown" / "samples.parquet")
@@ -125,14 +160,20 @@ def test_a_step_has_the_bytes_scores_and_advantages_of_its_dump(ran: Ran, tmp_pa
 
 def test_the_page_shows_the_best_sample_first_and_prompts_as_text(ran: Ran, tmp_path: Path) -> None:
     assert ran.replay(tmp_path / "shown").exit_code == 0
-    assert sorted(path.name for path in (tmp_path / "shown").iterdir()) == ["index.html", "samples.parquet"]
+    assert sorted(path.name for path in (tmp_path / "shown").iterdir()) == [
+        "index.html",
+        "samples.parquet",
+    ]
     page = (tmp_path / "shown" / "index.html").read_text()
     assert HOSTILE not in page
     assert "target &lt;b&gt;&amp;" in page
     assert page.count("data:image/png;base64,") == 8
     assert "Scores and advantages have the statistics that the run logged." in page
     sections = re.split("<section[^>]*>", page)[1:3]
-    shown = [[float(value) for value in re.findall(r"<span>reward</span><b>([^<]*)</b>", text)] for text in sections]
+    shown = [
+        [float(value) for value in re.findall(r"<span>reward</span><b>([^<]*)</b>", text)]
+        for text in sections
+    ]
     assert all(rewards == sorted(rewards, reverse=True) and len(rewards) == 4 for rewards in shown)
     means = [sum(rewards) / len(rewards) for rewards in shown]
     assert means == sorted(means, reverse=True)
@@ -147,9 +188,16 @@ def test_a_run_is_found_by_its_id_too(ran: Ran, tmp_path: Path) -> None:
 
 def test_what_differs_from_the_log_is_named(ran: Ran, tmp_path: Path) -> None:
     client = connect(ran.tracked.tracking_uri)
-    node = find(client, ran.tracked.experiment_id, {"ebbflow.node": "1.1 online", "mlflow.parentRunId": ran.tracked.run_id})
+    node = find(
+        client,
+        ran.tracked.experiment_id,
+        {"ebbflow.node": "1.1 online", "mlflow.parentRunId": ran.tracked.run_id},
+    )
     assert node
-    logged = {metric.step: metric.value for metric in client.get_metric_history(node.info.run_id, "reward/max")}
+    logged = {
+        metric.step: metric.value
+        for metric in client.get_metric_history(node.info.run_id, "reward/max")
+    }
     client.log_metric(node.info.run_id, "reward/max", logged[0] + 1, step=0)
     done = ran.replay(tmp_path / "shown", stage="1.1", step=0)
     assert done.exit_code == 0
@@ -161,7 +209,8 @@ def test_what_differs_from_the_log_is_named(ran: Ran, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link to a folder", "dangling link"])
 def test_a_target_that_is_in_use_is_left_alone(ran: Ran, tmp_path: Path, kind: str) -> None:
-    target, other = tmp_path / "target", tmp_path / "other"
+    target = tmp_path / "target"
+    other = tmp_path / "other"
     other.mkdir()
     (other / "precious").write_text("mine")
     if kind == "folder":
@@ -171,7 +220,10 @@ def test_a_target_that_is_in_use_is_left_alone(ran: Ran, tmp_path: Path, kind: s
     else:
         target.symlink_to(other if kind == "link to a folder" else tmp_path / "nowhere")
     done = ran.replay(target)
-    assert (done.exit_code, done.output) == (1, f"{target} exists and is no empty folder; name a new one\n")
+    assert (done.exit_code, done.output) == (
+        1,
+        f"{target} exists and is no empty folder; name a new one\n",
+    )
     if kind == "file":
         assert target.read_text() == "mine"
     elif kind != "dangling link":
@@ -191,8 +243,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_there_is_named(ran: Ran, tmp_path: Path, options: dict[str, Any], says: str) -> None:
-    done = ran.replay(tmp_path / "shown", "--recipe", str(ran.recipe), **({"stage": "1.1"} | options))
+def test_what_is_not_there_is_named(
+    ran: Ran, tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    done = ran.replay(
+        tmp_path / "shown", "--recipe", str(ran.recipe), **({"stage": "1.1"} | options)
+    )
     assert done.exit_code == 1
     assert says in done.output
     assert not (tmp_path / "shown").exists()
@@ -238,7 +294,9 @@ def test_a_base_from_the_hub_is_the_one_in_its_cache(
 
     monkeypatch.setattr(replay, "cached_base", cached_base)
     model = ModelConfig(family="sd3", path="owner/name", revision="0" * 40)
-    policy = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r" * 64, config=PolicyConfig(), model=model)
+    policy = PolicyMetadata(
+        base_digest=verify(base_folder), recipe_digest="r" * 64, config=PolicyConfig(), model=model
+    )
     run = replay._open_run(str(broken.folder), None)
     if fails:
         with pytest.raises(ReplayError, match="name its folder with --base"):
@@ -249,7 +307,9 @@ def test_a_base_from_the_hub_is_the_one_in_its_cache(
 
 
 def test_another_base_is_not_taken(ran: Ran, tmp_path: Path) -> None:
-    done = ran.replay(tmp_path / "shown", "--base", str(ran.folder / "nodes" / "ebbflow-start" / "policy"))
+    done = ran.replay(
+        tmp_path / "shown", "--base", str(ran.folder / "nodes" / "ebbflow-start" / "policy")
+    )
     assert done.exit_code == 1
     assert "name its folder with --base" in done.output
 
@@ -258,7 +318,9 @@ def test_a_recipe_that_was_changed_in_the_store_is_refused(ran: Ran, tmp_path: P
     client = connect(ran.tracked.tracking_uri)
     place = Path(
         mlflow.artifacts.download_artifacts(
-            run_id=ran.tracked.run_id, artifact_path="recipe.yaml", tracking_uri=ran.tracked.tracking_uri
+            run_id=ran.tracked.run_id,
+            artifact_path="recipe.yaml",
+            tracking_uri=ran.tracked.tracking_uri,
         )
     )
     before = place.read_text()
@@ -275,6 +337,11 @@ def test_a_stage_of_a_branch_began_with_the_policy_before_all_branches():
     stages = [{"kind": "online"} | stage for stage in given]
     recipe = Recipe.model_validate({"rounds": 2, "branches": {"a": {}, "b": {}}, "stages": stages})
     first = ("1.1 online", "1.5 online", "1.6 online")
-    before = {2: ("2.1 online",), 3: ("2.1 online", "2.2 online a"), 4: ("2.1 online",), 5: ("2.1 online", "2.5 online")}
+    before = {
+        2: ("2.1 online",),
+        3: ("2.1 online", "2.2 online a"),
+        4: ("2.1 online",),
+        5: ("2.1 online", "2.5 online"),
+    }
     for stage, own in before.items():
         assert tuple(replay._labels_before(StageContext(recipe, 1, stage))) == (*first, *own)

@@ -1,4 +1,6 @@
-"""The report of an invented but lifelike run: nothing a user wrote becomes markup, and the summary says what was measured."""
+"""The report of an invented but lifelike run: nothing a user wrote becomes markup, and the summary
+says what was measured.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from page_structure import contrasts, parse, problems
 from PIL import Image, ImageDraw, ImageFont
 
 from ebbflow.data.images import decode_png, encode_png
-from ebbflow.data.records import CategoryMeans, Distribution, Evaluation, Registration, StageRecord, TrackedRun
+from ebbflow.data.records import (
+    CategoryMeans,
+    Distribution,
+    Evaluation,
+    Registration,
+    StageRecord,
+    TrackedRun,
+)
 from ebbflow.data.schema import evaluation_schema
 from ebbflow.evaluation.gate import decide
 from ebbflow.formatting import signed, significant
@@ -31,7 +40,13 @@ from ebbflow.plots.images import image_grid
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.promotion import MarginsConfig
 from ebbflow.tracking.glossary import OWN, glossary
-from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report, write_summary
+from ebbflow.tracking.report import (
+    ReportInputs,
+    summary,
+    summary_table,
+    write_report,
+    write_summary,
+)
 from ebbflow.tracking.run_facts import RunFacts
 from ebbflow.tracking.serving import how_to_load
 
@@ -40,7 +55,9 @@ HOSTILE = "<script>alert('prompt')</script>"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def picture(text: str, noise: float, generator: np.random.Generator, size: tuple[int, int] = (32, 16)) -> bytes:
+def picture(
+    text: str, noise: float, generator: np.random.Generator, size: tuple[int, int] = (32, 16)
+) -> bytes:
     canvas = Image.new("L", size, 235)
     font = ImageFont.truetype(font_manager.findfont("DejaVu Sans Mono:bold"), size[1] * 3 // 4)
     ImageDraw.Draw(canvas).text((size[0] // 16, 0), text, fill=20, font=font)
@@ -50,18 +67,39 @@ def picture(text: str, noise: float, generator: np.random.Generator, size: tuple
     return buffer.getvalue()
 
 
-def samples(path: Path, right: float, prompts: int = 128, size: tuple[int, int] = (32, 16)) -> pa.Table:
+def samples(
+    path: Path, right: float, prompts: int = 128, size: tuple[int, int] = (32, 16)
+) -> pa.Table:
     """An evaluation in which a share ``right`` of the letters is as it should be."""
     generator = np.random.default_rng(0)
     rows = []
     for prompt in range(prompts):
         target = HOSTILE if prompt == 3 else "".join(generator.choice(list(LETTERS), 4))
         draws = generator.random(4)
-        seen = "".join(a if draw < right else "X" for a, draw in zip(target[:4], draws, strict=True))
+        seen = "".join(
+            a if draw < right else "X" for a, draw in zip(target[:4], draws, strict=True)
+        )
         ocr = float(np.mean(draws < right))
-        row = {"prompt_id": prompt, "sample": 0, "split": "held_out", "prompt": f'The word "{target}"', "target": target}
-        row |= {"image": picture(seen, 0.25 * (1 - right), generator, size), "reward": ocr, "ocr": ocr}
-        rows.append(row | {"exact_match": float(ocr == 1), "tesseract": ocr * 0.8, "similarity": 0.5 + ocr / 2})
+        row = {
+            "prompt_id": prompt,
+            "sample": 0,
+            "split": "held_out",
+            "prompt": f'The word "{target}"',
+            "target": target,
+        }
+        row |= {
+            "image": picture(seen, 0.25 * (1 - right), generator, size),
+            "reward": ocr,
+            "ocr": ocr,
+        }
+        rows.append(
+            row
+            | {
+                "exact_match": float(ocr == 1),
+                "tesseract": ocr * 0.8,
+                "similarity": 0.5 + ocr / 2,
+            }
+        )
     table = pa.Table.from_pylist(rows, schema=evaluation_schema(METRICS))
     pq.write_table(table, path)
     return table
@@ -79,7 +117,11 @@ def evaluation(label: str, table: pa.Table, version: int) -> Evaluation:
         velocity_drift=version * 1.3e-4,
         seconds=seconds,
         statistics={"entropy": 0.25 + version / 1000, "edge_density": 0.125},
-        distributions={"ocr": Distribution(spread=0.111, worst_tenth=0.222 + version / 1000, best_of=0.999 if version else None)},
+        distributions={
+            "ocr": Distribution(
+                spread=0.111, worst_tenth=0.222 + version / 1000, best_of=0.999 if version else None
+            )
+        },
     )
 
 
@@ -88,10 +130,23 @@ def curves(steps: int, trajectory: bool) -> list[dict[str, float]]:
     rows = []
     for step in range(1, steps + 1):
         mean = 0.9 - 0.35 * math.exp(-step / 12) + generator.normal(0, 0.02)
-        row = {"step": step, "reward/mean": mean, "reward/min": mean - 0.4, "reward/max": min(1.0, mean + 0.25)}
-        row |= {"velocity_drift": 2e-4 * step, "grad_norm": 0.4 + generator.random() / 3, "loss": 0.2 + generator.random() / 50}
+        row = {
+            "step": step,
+            "reward/mean": mean,
+            "reward/min": mean - 0.4,
+            "reward/max": min(1.0, mean + 0.25),
+        }
+        row |= {
+            "velocity_drift": 2e-4 * step,
+            "grad_norm": 0.4 + generator.random() / 3,
+            "loss": 0.2 + generator.random() / 50,
+        }
         if trajectory:
-            row |= {"ratio/deviation": generator.random() * 1e-3, "kl/reference": 1e-3 * step, "group/zero_std_share": step / 200}
+            row |= {
+                "ratio/deviation": generator.random() * 1e-3,
+                "kl/reference": 1e-3 * step,
+                "group/zero_std_share": step / 200,
+            }
             row |= {"clip/down": generator.random() / 9, "clip/up": generator.random() / 9}
         rows.append(row)
     return rows
@@ -102,7 +157,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
     folder = tmp_path_factory.mktemp("report")
     recipe = Recipe.model_validate({"output": str(folder), "evaluation": {"resamples": 1000}})
     shares = {"before": 0.58, "1.1 online": 0.82, "1.2 offline": 0.95}
-    evaluations, tables = [], []
+    evaluations = []
+    tables = []
     for index, (label, share) in enumerate(shares.items()):
         path = folder / f"{index}.parquet"
         tables.append(samples(path, share))
@@ -121,7 +177,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
         evaluations=evaluations,
         stages=[
             (
-                StageRecord(label="1.1 online", algorithm="flow_grpo", samples=5120, optimizer_steps=80, seconds=phases),
+                StageRecord(
+                    label="1.1 online",
+                    algorithm="flow_grpo",
+                    samples=5120,
+                    optimizer_steps=80,
+                    seconds=phases,
+                ),
                 curves(40, True),
             ),
             (
@@ -136,7 +198,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
             ),
         ],
         decision=decide(recipe, evaluations[2][0], evaluations[0][0], tables[2], tables[0]),
-        registration=Registration(model_name="ebbflow-glyph", version="1", champion=True, previous=None),
+        registration=Registration(
+            model_name="ebbflow-glyph", version="1", champion=True, previous=None
+        ),
         base_seconds=74.3,
     )
 
@@ -150,7 +214,11 @@ def page(inputs: ReportInputs, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are not drawn; only what they say to a screen reader is there."""
-    monkeypatch.setattr(charts, "_svg", lambda figure, text: Markup('<svg role="img" aria-label="{}"></svg>').format(text))
+    monkeypatch.setattr(
+        charts,
+        "_svg",
+        lambda figure, text: Markup('<svg role="img" aria-label="{}"></svg>').format(text),
+    )
 
 
 class Tags(HTMLParser):
@@ -164,7 +232,9 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.outside += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
+        self.outside += [
+            value or "" for name, value in attributes if name in ("src", "href", "xlink:href")
+        ]
         if tag not in ("meta", "img", "br", "link"):
             self.open.append(tag)
 
@@ -204,13 +274,21 @@ def test_the_page_tells_the_run(inputs: ReportInputs, page: str) -> None:
     for known in (inputs.tracked.run_id, inputs.recipe.digest, "Where the time went", "flow_grpo"):
         assert known in text
     changed = text.count('id="fell-') + text.count('id="rose-')
-    assert text.count("<img ") == 2 * (16 * 3 + changed), "each picture is there as it stands and enlarged"
-    assert len(re.findall(r"<figure>", text)) == 8 + 4 + 4, "a panel is drawn only for what a stage reported, and for each metric"
+    assert text.count("<img ") == 2 * (16 * 3 + changed), (
+        "each picture is there as it stands and enlarged"
+    )
+    assert len(re.findall(r"<figure>", text)) == 8 + 4 + 4, (
+        "a panel is drawn only for what a stage reported, and for each metric"
+    )
 
 
 def test_the_page_shows_what_stands_behind_the_means(inputs: ReportInputs, page: str) -> None:
     text = re.sub(r"\s+", " ", page)
-    rows = re.findall(r"<tr(?: class=\"chosen\")?><th scope=\"row\">([^<]*)</th>((?:\s*<td[^>]*>[^<]*</td>)+)\s*</tr>", text)
+    rows = re.findall(
+        r"<tr(?: class=\"chosen\")?><th"
+        r" scope=\"row\">([^<]*)</th>((?:\s*<td[^>]*>[^<]*</td>)+)\s*</tr>",
+        text,
+    )
     cells = [(name, *re.findall(r"<td[^>]*>([^<]*)</td>", rest)) for name, rest in rows]
     ocr = [significant(evaluation.held_out["ocr"]) for evaluation, _ in inputs.evaluations]
     assert ("before", "OCR", ocr[0], "0.111", "0.222", "–") in cells
@@ -222,16 +300,31 @@ def test_the_page_shows_what_stands_behind_the_means(inputs: ReportInputs, page:
 @pytest.mark.usefixtures("no_charts")
 def test_scores_by_tag_are_shown_with_their_mean(inputs: ReportInputs, tmp_path: Path) -> None:
     def tagged(evaluation: Evaluation, ocr: dict[str, float]) -> Evaluation:
-        categories = [CategoryMeans(column="tag", value=tag, prompts=3, means={"ocr": mean}) for tag, mean in ocr.items()]
+        categories = [
+            CategoryMeans(column="tag", value=tag, prompts=3, means={"ocr": mean})
+            for tag, mean in ocr.items()
+        ]
         return evaluation.model_copy(update={"categories": categories})
 
     (before, first), (between, second), (after, last) = inputs.evaluations
-    was, now = {"counting": 0.25, HOSTILE: 0.5}, {"counting": 0.75, HOSTILE: 0.625}
+    was = {"counting": 0.25, HOSTILE: 0.5}
+    now = {"counting": 0.75, HOSTILE: 0.625}
     evaluations = [(tagged(before, was), first), (between, second), (tagged(after, now), last)]
-    text = re.sub(r"\s+", " ", html.unescape(written(replace(inputs, evaluations=evaluations), tmp_path / "report.html")))
-    for row in (("counting", 3, 0.25, 0.75), (HOSTILE, 3, 0.5, 0.625), ("mean of these", "", 0.375, 0.6875)):
+    text = re.sub(
+        r"\s+",
+        " ",
+        html.unescape(written(replace(inputs, evaluations=evaluations), tmp_path / "report.html")),
+    )
+    for row in (
+        ("counting", 3, 0.25, 0.75),
+        (HOSTILE, 3, 0.5, 0.625),
+        ("mean of these", "", 0.375, 0.6875),
+    ):
         name, prompts, old, new = row
-        assert f'<th scope="row">{name}</th><td>{prompts}</td> <td>{significant(old)} → {significant(new)}</td>' in text
+        assert (
+            f'<th scope="row">{name}</th><td>{prompts}</td> <td>{significant(old)} →'
+            f" {significant(new)}</td>" in text
+        )
     found = summary(replace(inputs, evaluations=evaluations))["categories"]
     assert found["tag"]["before"] == {
         "overall": {"ocr": 0.375},
@@ -248,21 +341,33 @@ def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, page: str, tmp_
 
 @pytest.mark.usefixtures("no_charts")
 def test_a_run_that_was_not_promoted_says_so(inputs: ReportInputs, tmp_path: Path) -> None:
-    registration = Registration(model_name="ebbflow-glyph", version="2", champion=False, previous=None)
+    registration = Registration(
+        model_name="ebbflow-glyph", version="2", champion=False, previous=None
+    )
     decision = inputs.decision.model_copy(
         update={"promote": False, "reasons": ("Refused: Guardrail x fell.", "Coverage is full.")}
     )
-    page = written(replace(inputs, registration=registration, decision=decision), tmp_path / "report.html")
+    page = written(
+        replace(inputs, registration=registration, decision=decision), tmp_path / "report.html"
+    )
     assert "v2 stays challenger" in page
-    assert re.search(r'<li class="bad">✗ Refused: Guardrail x fell.</li>\s*<li class="good">✓ Coverage is full.</li>', page)
+    assert re.search(
+        r'<li class="bad">✗ Refused: Guardrail x fell.</li>\s*<li class="good">✓ Coverage is'
+        r" full.</li>",
+        page,
+    )
     assert "Not registered" in written(replace(inputs, registration=None), tmp_path / "report.html")
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(inputs: ReportInputs, tmp_path: Path) -> None:
+def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
     quiet = written(inputs, tmp_path / "quiet.html")
     (record, steps), *rest = inputs.stages
-    alarmed = record.model_copy(update={"alarms": ["velocity drift 1.9 above drift_alarm = 1 after 12 optimiser steps"]})
+    alarmed = record.model_copy(
+        update={"alarms": ["velocity drift 1.9 above drift_alarm = 1 after 12 optimiser steps"]}
+    )
     page = written(replace(inputs, stages=[(alarmed, steps), *rest]), tmp_path / "loud.html")
     assert "velocity drift 1.9" not in quiet
     assert page.count("velocity drift 1.9") == 2
@@ -273,12 +378,22 @@ def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(inputs: Report
 def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_path: Path) -> None:
     large = tmp_path / "large.parquet"
     table = samples(large, 0.9, prompts=20, size=(512, 256))
-    labels = [f"{round_}.{stage} {kind}" for round_ in range(1, 21) for stage, kind in ((1, "online"), (2, "offline"))]
-    evaluations = [inputs.evaluations[0], *((evaluation(label, table, index), large) for index, label in enumerate(labels))]
+    labels = [
+        f"{round_}.{stage} {kind}"
+        for round_ in range(1, 21)
+        for stage, kind in ((1, "online"), (2, "offline"))
+    ]
+    evaluations = [
+        inputs.evaluations[0],
+        *((evaluation(label, table, index), large) for index, label in enumerate(labels)),
+    ]
     record, metrics = inputs.stages[0]
     stages = [(record.model_copy(update={"label": label}), metrics * 20) for label in labels]
     many = replace(
-        inputs, evaluations=evaluations, stages=stages, decision=inputs.decision.model_copy(update={"candidate": labels[7]})
+        inputs,
+        evaluations=evaluations,
+        stages=stages,
+        decision=inputs.decision.model_copy(update={"candidate": labels[7]}),
     )
     page = written(many, tmp_path / "report.html")
     assert len(page) < 5_000_000
@@ -291,7 +406,12 @@ def as_videos(table: pa.Table, path: Path) -> None:
     """The same samples as videos of three frames, which end upside down."""
     images = decode_png(table["image"].to_pylist())
     videos = encode_png(np.stack([images, images, images[:, ::-1]], 1))
-    pq.write_table(table.set_column(table.schema.get_field_index("image"), table.schema.field("image"), [videos]), path)
+    pq.write_table(
+        table.set_column(
+            table.schema.get_field_index("image"), table.schema.field("image"), [videos]
+        ),
+        path,
+    )
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -305,7 +425,10 @@ def test_videos_are_shown_as_stills_of_their_first_frames(
     for name in ("images", "videos"):
         path = tmp_path / f"{name}.parquet"
         pages.append(
-            written(replace(inputs, evaluations=[(entry, path) for entry, _ in inputs.evaluations]), tmp_path / f"{name}.html")
+            written(
+                replace(inputs, evaluations=[(entry, path) for entry, _ in inputs.evaluations]),
+                tmp_path / f"{name}.html",
+            )
         )
     assert pages[0] == pages[1]
     first, *rest = re.findall(r'<img [^>]*src="data:image/(?:png|jpeg);base64,([^"]+)"', pages[1])
@@ -315,7 +438,9 @@ def test_videos_are_shown_as_stills_of_their_first_frames(
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(inputs: ReportInputs, tmp_path: Path) -> None:
+def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
     without = [
         (entry.model_copy(update={"held_out": entry.held_out | {"tesseract": float("nan")}}), path)
         for entry, path in inputs.evaluations
@@ -327,7 +452,9 @@ def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(inputs: 
 
 
 def test_the_verdict_must_be_about_one_of_the_evaluations(inputs: ReportInputs) -> None:
-    with pytest.raises(ValueError, match=r"about '9\.9 online', but the evaluations are \['before'"):
+    with pytest.raises(
+        ValueError, match=r"about '9\.9 online', but the evaluations are \['before'"
+    ):
         replace(inputs, decision=inputs.decision.model_copy(update={"candidate": "9.9 online"}))
 
 
@@ -335,16 +462,32 @@ def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path)
     write_summary(tmp_path / "summary.json", inputs)
     written = json.loads((tmp_path / "summary.json").read_text())
     assert set(written) == {
-        *("before", "after", "seconds", "candidate", "champion", "promoted", "mlflow_run_id", "model_version"),
+        *(
+            "before",
+            "after",
+            "seconds",
+            "candidate",
+            "champion",
+            "promoted",
+            "mlflow_run_id",
+            "model_version",
+        ),
         *("policy", "base", "load"),
     }
-    assert (written["candidate"], written["champion"]) == (inputs.decision.candidate, inputs.decision.champion)
+    assert (written["candidate"], written["champion"]) == (
+        inputs.decision.candidate,
+        inputs.decision.champion,
+    )
     for side in ("before", "after"):
         assert set(written[side]) >= {"ocr", "exact_match", "tesseract", "similarity"}
     assert written["after"]["ocr"] == inputs.evaluations[2][0].held_out["ocr"]
     assert written["seconds"]["1.1 online"] == pytest.approx(32.9)
     assert written["seconds"]["total"] == pytest.approx(74.3 + 32.9 + 33.3 + 3 * 3.5)
-    assert (written["promoted"], written["model_version"], written["mlflow_run_id"]) == (True, "1", inputs.tracked.run_id)
+    assert (written["promoted"], written["model_version"], written["mlflow_run_id"]) == (
+        True,
+        "1",
+        inputs.tracked.run_id,
+    )
 
 
 def test_the_summary_names_the_folders_and_the_line_that_loads_them(inputs: ReportInputs) -> None:
@@ -364,7 +507,9 @@ def test_the_terminal_table_lines_up(inputs: ReportInputs) -> None:
 def test_an_image_grid_enlarges_by_whole_pixels() -> None:
     generator = np.random.default_rng(0)
     grid = image_grid(
-        [picture("ABCD", 0.0, generator)] * 5, ["ABCD 1.00", "a caption that is far too long"] + ["x"] * 3, columns=4
+        [picture("ABCD", 0.0, generator)] * 5,
+        ["ABCD 1.00", "a caption that is far too long"] + ["x"] * 3,
+        columns=4,
     )
     assert grid.width == 4 * (128 + 8) + 8
     assert grid.height == 2 * (64 + 8 + 19) + 8
@@ -374,18 +519,27 @@ def test_an_image_grid_enlarges_by_whole_pixels() -> None:
 
 def test_an_image_grid_shows_the_first_frames_of_videos() -> None:
     videos = np.random.default_rng(0).integers(0, 256, (3, 4, 16, 32, 3), np.uint8)
-    moving, still = (image_grid(encode_png(pictures), ["a", "b", "c"], columns=2) for pictures in (videos, videos[:, 0]))
+    moving, still = (
+        image_grid(encode_png(pictures), ["a", "b", "c"], columns=2)
+        for pictures in (videos, videos[:, 0])
+    )
     assert np.array_equal(np.asarray(moving), np.asarray(still))
 
 
-@pytest.mark.parametrize(("pngs", "captions", "columns"), [([], [], 4), ([b"x"], [], 4), ([b"x"], ["x"], 0)])
-def test_an_image_grid_needs_pictures_and_captions(pngs: list[bytes], captions: list[str], columns: int) -> None:
+@pytest.mark.parametrize(
+    ("pngs", "captions", "columns"), [([], [], 4), ([b"x"], [], 4), ([b"x"], ["x"], 0)]
+)
+def test_an_image_grid_needs_pictures_and_captions(
+    pngs: list[bytes], captions: list[str], columns: int
+) -> None:
     with pytest.raises(ValueError, match="pass a caption per image"):
         image_grid(pngs, captions, columns)
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_a_keyboard_and_a_screen_reader_reach_everything(inputs: ReportInputs, tmp_path: Path) -> None:
+def test_a_keyboard_and_a_screen_reader_reach_everything(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
     facts = RunFacts(120.0, "a machine", {"torch": "2"}, nodes={"1.1 online": (0.0, 60.0)})
     page = written(replace(inputs, facts=facts, policy="/runs/policy"), tmp_path / "report.html")
     assert problems(page) == []
@@ -393,9 +547,15 @@ def test_a_keyboard_and_a_screen_reader_reach_everything(inputs: ReportInputs, t
     landmarks = [element.tag for element in root.all("header", "nav", "main", "footer")]
     assert landmarks == ["header", "nav", "main", "footer"]
     tips = [element for element in root.all("a") if element.attributes.get("class") == "term"]
-    texts = {element.attributes["id"]: element.whole_text for element in root.all("dd") if "id" in element.attributes}
+    texts = {
+        element.attributes["id"]: element.whole_text
+        for element in root.all("dd")
+        if "id" in element.attributes
+    }
     assert len(tips) > 20
-    assert all(texts[tip.attributes["aria-describedby"]] == tip.attributes["data-tip"] for tip in tips)
+    assert all(
+        texts[tip.attributes["aria-describedby"]] == tip.attributes["data-tip"] for tip in tips
+    )
 
 
 @pytest.mark.parametrize(
@@ -407,7 +567,9 @@ def test_a_keyboard_and_a_screen_reader_reach_everything(inputs: ReportInputs, t
         ('id="gate"', 'id="gate2"', "a link to #gate"),
     ],
 )
-def test_the_check_of_the_structure_sees_what_is_wrong(page: str, old: str, new: str, problem: str) -> None:
+def test_the_check_of_the_structure_sees_what_is_wrong(
+    page: str, old: str, new: str, problem: str
+) -> None:
     assert problems(page) == []
     assert old in page
     assert any(found.startswith(problem) for found in problems(page.replace(old, new)))
@@ -416,14 +578,24 @@ def test_the_check_of_the_structure_sees_what_is_wrong(page: str, old: str, new:
 def test_colours_can_be_told_from_what_they_stand_on(page: str) -> None:
     found = contrasts(page)
     assert len(found) > 40
-    assert {pair: ratio for pair, ratio in found.items() if ratio < (4.5 if "text" in pair else 3)} == {}
+    assert {
+        pair: ratio for pair, ratio in found.items() if ratio < (4.5 if "text" in pair else 3)
+    } == {}
 
 
 def changed(inputs: ReportInputs, path: Path, rewards: dict[int, float | None]) -> ReportInputs:
     """The candidate's rewards of single prompts are others."""
     table = pq.read_table(inputs.evaluations[2][1])
-    values = [rewards.get(row["prompt_id"], row["reward"]) for row in table.select(["prompt_id", "reward"]).to_pylist()]
-    pq.write_table(table.set_column(table.schema.get_field_index("reward"), "reward", pa.array(values, pa.float64())), path)
+    values = [
+        rewards.get(row["prompt_id"], row["reward"])
+        for row in table.select(["prompt_id", "reward"]).to_pylist()
+    ]
+    pq.write_table(
+        table.set_column(
+            table.schema.get_field_index("reward"), "reward", pa.array(values, pa.float64())
+        ),
+        path,
+    )
     return replace(inputs, evaluations=[*inputs.evaluations[:2], (inputs.evaluations[2][0], path)])
 
 
@@ -442,35 +614,53 @@ def test_the_worst_and_the_best_changes_are_pictured(inputs: ReportInputs, tmp_p
     assert captions[0].startswith(f"before OCR {significant(before[100]['reward'])}")
     assert captions[1].startswith("1.2 offline ★ OCR -5.00")
     words = section.whole_text
-    counts = [int(re.search(rf"(\d+) {word}", words)[1]) for word in ("rose", "fell", "stayed the same")]
+    counts = [
+        int(re.search(rf"(\d+) {word}", words)[1]) for word in ("rose", "fell", "stayed the same")
+    ]
     assert sum(counts) == 127
     assert "of 127 prompts" in section.all("svg")[0].attributes["aria-label"]
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_the_number_under_a_picture_is_what_was_trained_on(inputs: ReportInputs, tmp_path: Path) -> None:
+def test_the_number_under_a_picture_is_what_was_trained_on(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
     """Not the OCR, when the reward is another sum."""
-    settings = inputs.recipe.model_dump() | {"rewards": [{"name": "similarity", "weight": 2}, {"name": "ocr"}], "guardrails": []}
+    settings = inputs.recipe.model_dump() | {
+        "rewards": [{"name": "similarity", "weight": 2}, {"name": "ocr"}],
+        "guardrails": [],
+    }
     page = written(
-        replace(changed(inputs, tmp_path / "a.parquet", {0: 2.25}), recipe=Recipe.model_validate(settings)), tmp_path / "r.html"
+        replace(
+            changed(inputs, tmp_path / "a.parquet", {0: 2.25}),
+            recipe=Recipe.model_validate(settings),
+        ),
+        tmp_path / "r.html",
     )
     first = parse(page).all("ol")[0].all("li")[0]
     assert first.all("figcaption")[2].whole_text.startswith("1.2 offline ★ Reward 2.25")
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_prompts_are_whole_and_pictures_have_their_size(inputs: ReportInputs, tmp_path: Path) -> None:
+def test_prompts_are_whole_and_pictures_have_their_size(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
     long = "A very long prompt, " * 40 + "with its end"
     path = tmp_path / "large.parquet"
     table = samples(path, 0.9, prompts=3, size=(512, 256))
     prompts = pa.array([long] * 3, pa.string())
-    pq.write_table(table.set_column(table.schema.get_field_index("prompt"), "prompt", prompts), path)
+    pq.write_table(
+        table.set_column(table.schema.get_field_index("prompt"), "prompt", prompts), path
+    )
     large = replace(inputs, evaluations=[(entry, path) for entry, _ in inputs.evaluations])
     root = parse(written(large, tmp_path / "report.html"))
     assert root.all("ol")[0].all("h3")[0].whole_text == long
-    (picture, *_) = root.all("ol")[0].all("figure")
+    picture, *_ = root.all("ol")[0].all("figure")
     preview, whole = picture.all("img")
-    sizes = [Image.open(io.BytesIO(base64.b64decode(each.attributes["src"].split(",")[1]))).size for each in (preview, whole)]
+    sizes = [
+        Image.open(io.BytesIO(base64.b64decode(each.attributes["src"].split(",")[1]))).size
+        for each in (preview, whole)
+    ]
     assert sizes == [(320, 160), (512, 256)]
     assert picture.all("button")[0].attributes["popovertarget"] == next(
         each.attributes["id"] for each in picture.all("div") if "popover" in each.attributes
@@ -492,14 +682,26 @@ def test_times_are_those_of_the_clock(inputs: ReportInputs, tmp_path: Path) -> N
     seconds = summary(timed)["seconds"]
     assert (seconds["1.2 offline"], seconds["evaluations"], seconds["run"]) == (27.0, 10.0, 3700.0)
     assert seconds["total"] == pytest.approx(74.3 + 32.9 + 27 + 10)
-    assert seconds["1.1 online"] == pytest.approx(32.9), "what is not known is the sum of the phases"
+    assert seconds["1.1 online"] == pytest.approx(32.9), (
+        "what is not known is the sum of the phases"
+    )
     text = parse(written(timed, tmp_path / "report.html")).whole_text
-    for known in ("1 h 01 min", "27.0 s", "a machine", "torch 2.13.0", "c0ffee", "by ada", "1 January 1970, 01:01 UTC"):
+    for known in (
+        "1 h 01 min",
+        "27.0 s",
+        "a machine",
+        "torch 2.13.0",
+        "c0ffee",
+        "by ada",
+        "1 January 1970, 01:01 UTC",
+    ):
         assert known in text
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_the_page_says_how_to_load_the_version_and_where_the_policy_is(inputs: ReportInputs, tmp_path: Path) -> None:
+def test_the_page_says_how_to_load_the_version_and_where_the_policy_is(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
     folders = {"policy": "/runs/x/policy", "base": "/runs/flyte/base"}
     page = html.unescape(written(replace(inputs, **folders), tmp_path / "report.html"))
     assert f"mlflow.set_tracking_uri({inputs.tracked.tracking_uri!r})" in page
@@ -508,12 +710,23 @@ def test_the_page_says_how_to_load_the_version_and_where_the_policy_is(inputs: R
 
 
 def test_every_name_of_the_page_is_explained() -> None:
-    rewards = ["ocr", "pickscore", "jpeg_compressibility", {"name": "vision_judge", "url": "http://127.0.0.1", "model": "m"}]
+    rewards = [
+        "ocr",
+        "pickscore",
+        "jpeg_compressibility",
+        {"name": "vision_judge", "url": "http://127.0.0.1", "model": "m"},
+    ]
     recipe = Recipe.model_validate({"rewards": rewards, "guardrails": ["tesseract", "a.b:Own"]})
     statistics = list(MarginsConfig.model_fields)
-    metrics = ["reward", "exact_match", *(config.column for config in (*recipe.rewards, *recipe.guardrails))]
+    metrics = [
+        "reward",
+        "exact_match",
+        *(config.column for config in (*recipe.rewards, *recipe.guardrails)),
+    ]
     found = glossary(recipe, metrics, statistics)
-    assert {charts.label(name) for name in (*metrics, *statistics)} | {panel.title for panel in charts.PANELS} <= found.keys()
+    assert {charts.label(name) for name in (*metrics, *statistics)} | {
+        panel.title for panel in charts.PANELS
+    } <= found.keys()
     assert [name for name, text in found.items() if not text.endswith(".") or len(text) < 10] == []
     assert [name for name, text in found.items() if text == OWN] == ["Own"]
 
@@ -521,7 +734,9 @@ def test_every_name_of_the_page_is_explained() -> None:
 def test_the_report_says_whose_prompts_a_metric_is_of() -> None:
     mixture = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
     rewards = [{"name": "jpeg_compressibility"}, {"name": "similarity", "prompts": ["words"]}]
-    recipe = Recipe.model_validate({"prompts": {"mixture": mixture}, "rewards": rewards, "guardrails": []})
+    recipe = Recipe.model_validate(
+        {"prompts": {"mixture": mixture}, "rewards": rewards, "guardrails": []}
+    )
     found = glossary(recipe, ["jpeg_compressibility", "similarity"], [])
     assert "Only of prompts" not in found["Jpeg compressibility"]
     assert found["Similarity"].endswith(" Only of prompts of words.")

@@ -15,22 +15,31 @@ from ebbflow.tracking.store import connect
 
 
 def test_the_facts_are_those_of_the_run(recipe: Recipe) -> None:
-    tracked, other = start_run(recipe, None), start_run(recipe, None)
+    tracked = start_run(recipe, None)
+    other = start_run(recipe, None)
     before = time.time()
-    for run, node in ((tracked, "before evaluation"), (tracked, "1.1 online"), (other, "1.2 offline")):
+    for run, node in (
+        (tracked, "before evaluation"),
+        (tracked, "1.1 online"),
+        (other, "1.2 offline"),
+    ):
         with node_run(run, node):
             pass
     for name, value in (("mlflow.source.git.commit", "c0ffee"), ("mlflow.user", "ada")):
         connect(tracked.tracking_uri).set_tag(tracked.run_id, name, value)
     facts = run_facts(tracked)
     assert facts.nodes.keys() == {"before evaluation", "1.1 online"}
-    assert all(before - 1 <= start <= end <= facts.written_at for start, end in facts.nodes.values())
+    assert all(
+        before - 1 <= start <= end <= facts.written_at for start, end in facts.nodes.values()
+    )
     assert (facts.commit, facts.user) == ("c0ffee", "ada")
     assert {"Python", "torch", "mlflow"} <= facts.versions.keys()
     assert "cores" in facts.machine
 
 
-def test_a_store_that_is_away_leaves_the_rest(recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_away_leaves_the_rest(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tracked = start_run(recipe, None).model_copy(update={"tracking_uri": f"sqlite:///{tmp_path}"})
     facts = run_facts(tracked)
     assert (facts.nodes, facts.commit) == ({}, None)

@@ -1,4 +1,6 @@
-"""Runs against a real SQLite store: retries resume, metrics never appear twice, and a store that is away stops nothing."""
+"""Runs against a real SQLite store: retries resume, metrics never appear twice, and a store that is
+away stops nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from ebbflow.tracking.delivery import MAX_PARAM_LENGTH, flatten
 from ebbflow.tracking.outage import deliver_saved
 from ebbflow.tracking.parent_run import finish_run, start_run
 from ebbflow.tracking.pending import PendingRecords
-from ebbflow.tracking.store import TrackingError, check_store, connect, resolve_tracking_uri, uploading
+from ebbflow.tracking.store import (
+    TrackingError,
+    check_store,
+    connect,
+    resolve_tracking_uri,
+    uploading,
+)
 
 
 @pytest.fixture
@@ -54,7 +62,9 @@ def test_the_store_is_the_recipes_else_the_environments_else_a_file_in_the_outpu
     assert resolve_tracking_uri(recipe) == f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     assert resolve_tracking_uri(recipe) == "http://server:5000"
-    named = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"uri": "http://other:5000"})})
+    named = recipe.model_copy(
+        update={"tracking": recipe.tracking.model_copy(update={"uri": "http://other:5000"})}
+    )
     assert resolve_tracking_uri(named) == "http://other:5000"
 
 
@@ -63,7 +73,9 @@ def test_a_remote_output_needs_a_server() -> None:
         resolve_tracking_uri(Recipe(output="s3://bucket/runs"))
 
 
-def test_the_parent_run_carries_the_recipe(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+def test_the_parent_run_carries_the_recipe(
+    recipe: Recipe, tracked: TrackedRun, client: MlflowClient
+) -> None:
     run = client.get_run(tracked.run_id)
     assert run.data.params["stages.1.algorithm.name"] == "diffusion_nft"
     assert run.data.params["guardrails.0.name"] == "tesseract"
@@ -99,17 +111,23 @@ def test_runs_of_a_recipe_have_names_of_their_own(recipe: Recipe, client: Mlflow
     assert [Path(run.folder).name[-8:] for run in (one, other)] == [name[-8:] for name in names]
 
 
-def test_a_name_that_the_user_gave_a_run_stays(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+def test_a_name_that_the_user_gave_a_run_stays(
+    recipe: Recipe, tracked: TrackedRun, client: MlflowClient
+) -> None:
     client.update_run(tracked.run_id, name="the good one")
     start_run(recipe, client.get_run(tracked.run_id).data.tags["flyte.execution_id"])
     assert client.get_run(tracked.run_id).info.run_name == "the good one"
 
 
-def test_the_experiment_says_that_it_trains_models(store: Path, tracked: TrackedRun, client: MlflowClient) -> None:
+def test_the_experiment_says_that_it_trains_models(
+    store: Path, tracked: TrackedRun, client: MlflowClient
+) -> None:
     kind = "mlflow.experimentKind"
     assert client.get_experiment(tracked.experiment_id).tags[kind] == "custom_model_development"
     older = client.create_experiment(f"older-{uuid.uuid4().hex[:8]}")
-    recipe = Recipe.model_validate({"output": str(store), "tracking": {"experiment": client.get_experiment(older).name}})
+    recipe = Recipe.model_validate(
+        {"output": str(store), "tracking": {"experiment": client.get_experiment(older).name}}
+    )
     start_run(recipe, None)
     assert client.get_experiment(older).tags[kind] == "custom_model_development"
     client.set_experiment_tag(older, kind, "finetuning")
@@ -117,7 +135,9 @@ def test_the_experiment_says_that_it_trains_models(store: Path, tracked: Tracked
     assert client.get_experiment(older).tags[kind] == "finetuning", "what the user chose stays"
 
 
-def test_a_retry_of_the_same_execution_resumes_its_parent_run(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+def test_a_retry_of_the_same_execution_resumes_its_parent_run(
+    recipe: Recipe, tracked: TrackedRun, client: MlflowClient
+) -> None:
     execution = client.get_run(tracked.run_id).data.tags["flyte.execution_id"]
     finish_run(tracked, "FAILED")
     assert start_run(recipe, execution) == tracked
@@ -130,13 +150,17 @@ def test_without_an_execution_every_start_is_a_new_run(recipe: Recipe) -> None:
     assert start_run(recipe, None).run_id != start_run(recipe, None).run_id
 
 
-def test_one_execution_cannot_change_its_recipe(recipe: Recipe, tracked: TrackedRun, client: MlflowClient) -> None:
+def test_one_execution_cannot_change_its_recipe(
+    recipe: Recipe, tracked: TrackedRun, client: MlflowClient
+) -> None:
     execution = client.get_run(tracked.run_id).data.tags["flyte.execution_id"]
     with pytest.raises(TrackingError, match="a changed recipe needs a new execution"):
         start_run(recipe.model_copy(update={"seed": 1}), execution)
 
 
-def test_a_child_is_resumed_and_ends_as_its_body_ends(tracked: TrackedRun, client: MlflowClient) -> None:
+def test_a_child_is_resumed_and_ends_as_its_body_ends(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
     def attempt(fails: bool) -> str:
         with node_run(tracked, "train") as run_logger:
             assert run_logger.run_id is not None
@@ -147,13 +171,17 @@ def test_a_child_is_resumed_and_ends_as_its_body_ends(tracked: TrackedRun, clien
 
     with pytest.raises(RuntimeError, match="preempted"):
         attempt(fails=True)
-    children = client.search_runs([tracked.experiment_id], f"tags.`mlflow.parentRunId` = '{tracked.run_id}'")
+    children = client.search_runs(
+        [tracked.experiment_id], f"tags.`mlflow.parentRunId` = '{tracked.run_id}'"
+    )
     assert [child.info.status for child in children] == ["FAILED"]
     assert attempt(fails=False) == children[0].info.run_id
     assert client.get_run(children[0].info.run_id).info.status == "FINISHED"
 
 
-def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(tracked: TrackedRun, client: MlflowClient) -> None:
+def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
     with node_run(tracked, "train") as run_logger:
         for step in range(1, 6):
             run_logger.log_metrics({"reward/mean": step / 10}, step)
@@ -161,7 +189,9 @@ def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(tracked: Tr
         for step in range(4, 9):  # its checkpoint was two steps behind
             run_logger.log_metrics({"reward/mean": step / 10, "kl": 0.0}, step)
     assert steps(client, run_logger.run_id, "reward/mean") == list(range(1, 9))
-    assert steps(client, run_logger.run_id, "kl") == list(range(4, 9)), "a metric that is new after the resume is not held back"
+    assert steps(client, run_logger.run_id, "kl") == list(range(4, 9)), (
+        "a metric that is new after the resume is not held back"
+    )
 
 
 def test_non_finite_values_are_counted_and_not_sent(
@@ -171,7 +201,9 @@ def test_non_finite_values_are_counted_and_not_sent(
         for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0]):
             run_logger.log_metrics({"kl": value}, step)
     assert steps(client, run_logger.run_id, "kl") == [0, 3]
-    assert json.loads(client.get_run(run_logger.run_id).data.tags["ebbflow.non_finite_metrics"]) == {"kl": 2}
+    assert json.loads(
+        client.get_run(run_logger.run_id).data.tags["ebbflow.non_finite_metrics"]
+    ) == {"kl": 2}
     assert sum("kl is nan" in message for message in caplog.messages) == 1
 
 
@@ -192,7 +224,10 @@ def test_metrics_travel_in_batches(tracked: TrackedRun, monkeypatch: pytest.Monk
 
 
 def test_a_store_that_goes_away_stops_nothing_and_gets_everything_later(
-    tracked: TrackedRun, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tracked: TrackedRun,
+    client: MlflowClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def away(*_: object, **__: object) -> None:
         raise ConnectionError("connection refused")
@@ -208,7 +243,10 @@ def test_a_store_that_goes_away_stops_nothing_and_gets_everything_later(
             assert steps_before_recovery(client, run_logger.run_id) == 0
         assert run_logger.flush()
         assert steps(client, run_logger.run_id, "reward/mean") == list(range(600))
-        assert any(entry.path.startswith("images/samples+step+5") for entry in client.list_artifacts(run_logger.run_id, "images"))
+        assert any(
+            entry.path.startswith("images/samples+step+5")
+            for entry in client.list_artifacts(run_logger.run_id, "images")
+        )
     assert sum("is away" in message for message in caplog.messages) == 1
     assert client.get_run(run_logger.run_id).info.status == "FINISHED"
 
@@ -217,9 +255,15 @@ def steps_before_recovery(client: MlflowClient, run_id: str) -> int:
     return len(client.get_run(run_id).data.metrics)
 
 
-def test_a_child_that_could_not_be_opened_is_opened_later(tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_could_not_be_opened_is_opened_later(
+    tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as outage:
-        outage.setattr(MlflowClient, "create_run", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")))
+        outage.setattr(
+            MlflowClient,
+            "create_run",
+            lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")),
+        )
         manager = node_run(tracked, "late")
         node = manager.__enter__()
         node.log_metrics({"loss": 1.0}, 1)
@@ -232,7 +276,11 @@ def test_what_is_too_much_to_keep_is_reported_as_lost(
     tracked: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("ebbflow.tracking.pending.MAX_METRICS", 3)
-    monkeypatch.setattr(MlflowClient, "search_runs", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")))
+    monkeypatch.setattr(
+        MlflowClient,
+        "search_runs",
+        lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")),
+    )
     with caplog.at_level(logging.WARNING), node_run(tracked, "lost") as run_logger:
         for step in range(5):
             run_logger.log_metrics({"loss": 1.0}, step)
@@ -263,10 +311,14 @@ def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
             run_logger.flush()
     assert steps(client, run_logger.run_id, "loss") == [0, 1, 2]
     assert sum("refuses metric score/P(yes)" in message for message in caplog.messages) == 1
-    assert deliver_saved(tracked) == ["train: MLflow refused metric score/P(yes) (3); the run lacks them"]
+    assert deliver_saved(tracked) == [
+        "train: MLflow refused metric score/P(yes) (3); the run lacks them"
+    ]
 
 
-def test_what_was_refused_adds_up_and_fits_into_a_tag(tracked: TrackedRun, client: MlflowClient) -> None:
+def test_what_was_refused_adds_up_and_fits_into_a_tag(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
     for _ in range(2):
         with node_run(tracked, "train") as run_logger:
             run_logger.log_metrics({f"P({index}) {'x' * 300}": 0.5 for index in range(60)}, 0)
@@ -277,7 +329,9 @@ def test_what_was_refused_adds_up_and_fits_into_a_tag(tracked: TrackedRun, clien
     assert len(deliver_saved(tracked)) == 1
 
 
-def test_runs_of_other_people_below_the_parent_are_passed_over(tracked: TrackedRun, client: MlflowClient) -> None:
+def test_runs_of_other_people_below_the_parent_are_passed_over(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
     parent = {"mlflow.parentRunId": tracked.run_id}
     for tags in ({}, {"ebbflow.node": "twice"}, {"ebbflow.node": "twice"}):
         client.create_run(tracked.experiment_id, tags=parent | tags)
@@ -306,7 +360,8 @@ def test_a_run_whose_creation_was_not_answered_is_not_made_twice(
     recipe: Recipe, node: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLflow's client asks again: the first run is there, and nobody knows its number."""
-    create, execution = MlflowClient.create_run, f"execution-{uuid.uuid4().hex[:8]}"
+    create = MlflowClient.create_run
+    execution = f"execution-{uuid.uuid4().hex[:8]}"
 
     def twice(self: MlflowClient, *arguments: Any, **named: Any) -> Any:
         create(self, *arguments, **named)
@@ -331,54 +386,87 @@ def test_a_run_whose_creation_was_not_answered_is_not_made_twice(
     assert attempt() == first
     client = connect(resolve_tracking_uri(recipe))
     assert steps(client, first[1] or "", "loss") == [0]
-    children = client.search_runs([start_run(recipe, execution).experiment_id], f"tags.`mlflow.parentRunId` = '{first[0]}'")
+    children = client.search_runs(
+        [start_run(recipe, execution).experiment_id], f"tags.`mlflow.parentRunId` = '{first[0]}'"
+    )
     assert [child.info.run_id for child in children] == [first[1]]
 
 
 def test_pictures_tables_datasets_and_files_survive_a_retry_once(
     tracked: TrackedRun, client: MlflowClient, tmp_path: Path
 ) -> None:
-    table = pa.table({"prompt_id": [1, 2], "prompt": ["AB", "CD"], "image": pa.array([b"x", b"y"], pa.binary())})
+    table = pa.table(
+        {"prompt_id": [1, 2], "prompt": ["AB", "CD"], "image": pa.array([b"x", b"y"], pa.binary())}
+    )
     (tmp_path / "note.txt").write_text("hello")
     for _ in range(2):
         with node_run(tracked, "evaluate") as run_logger:
             for key in ("grid", "grid/noise"):
                 run_logger.log_image(key, Image.new("RGB", (8, 8)), step=3)
             run_logger.log_table("rewards/held_out", table)
-            run_logger.log_dataset("held-out prompts", table, context="evaluation", source=str(tmp_path))
+            run_logger.log_dataset(
+                "held-out prompts", table, context="evaluation", source=str(tmp_path)
+            )
             run_logger.log_artifact(tmp_path / "note.txt", "notes")
             run_logger.log_file("dumps/step-00000/bytes.bin", b"\x00\xff")
             run_logger.log_file("timeline.json", b"{}")
-    images = [entry.path for entry in client.list_artifacts(run_logger.run_id, "images") if entry.path.endswith(".png")]
+    images = [
+        entry.path
+        for entry in client.list_artifacts(run_logger.run_id, "images")
+        if entry.path.endswith(".png")
+    ]
     assert len(images) == 2
-    logged = json.loads(Path(client.download_artifacts(run_logger.run_id, "rewards/held_out.json")).read_text())
+    logged = json.loads(
+        Path(client.download_artifacts(run_logger.run_id, "rewards/held_out.json")).read_text()
+    )
     assert logged["columns"] == ["prompt_id", "prompt"]
     assert logged["data"] == [[1, "AB"], [2, "CD"]]
     inputs = client.get_run(run_logger.run_id).inputs.dataset_inputs
-    assert [(entry.dataset.name, entry.tags[0].value) for entry in inputs] == [("held-out prompts", "evaluation")]
-    assert Path(client.download_artifacts(run_logger.run_id, "notes/note.txt")).read_text() == "hello"
-    assert Path(client.download_artifacts(run_logger.run_id, "dumps/step-00000/bytes.bin")).read_bytes() == b"\x00\xff"
+    assert [(entry.dataset.name, entry.tags[0].value) for entry in inputs] == [
+        ("held-out prompts", "evaluation")
+    ]
+    assert (
+        Path(client.download_artifacts(run_logger.run_id, "notes/note.txt")).read_text() == "hello"
+    )
+    assert (
+        Path(
+            client.download_artifacts(run_logger.run_id, "dumps/step-00000/bytes.bin")
+        ).read_bytes()
+        == b"\x00\xff"
+    )
     assert Path(client.download_artifacts(run_logger.run_id, "timeline.json")).read_bytes() == b"{}"
 
 
 def test_a_file_that_is_not_there_is_the_callers_error(tracked: TrackedRun, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no file at"), node_run(tracked, "files") as run_logger:
+    with (
+        pytest.raises(FileNotFoundError, match="no file at"),
+        node_run(tracked, "files") as run_logger,
+    ):
         run_logger.log_artifact(tmp_path / "missing.txt")
 
 
-def test_a_server_that_is_down_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_down_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-    with pytest.raises(TrackingError, match=rf"127\.0\.0\.1:{port} does not answer.*(?s:.*)MLFLOW_TRACKING_URI"):
+    with pytest.raises(
+        TrackingError, match=rf"127\.0\.0\.1:{port} does not answer.*(?s:.*)MLFLOW_TRACKING_URI"
+    ):
         start_run(Recipe(output=str(tmp_path)), None)
 
 
-def test_a_database_without_its_driver_is_told_which_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_without_its_driver_is_told_which_package_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)  # as if it were not installed
-    with pytest.raises(TrackingError, match=r"needs the database driver psycopg, .* `pip install 'ebbflow\[postgresql\]'`"):
+    with pytest.raises(
+        TrackingError,
+        match=r"needs the database driver psycopg, .* `pip install 'ebbflow\[postgresql\]'`",
+    ):
         check_store("postgresql://mlflow@127.0.0.1:1/mlflow")
 
 
@@ -407,7 +495,10 @@ def test_an_upload_has_an_hour(monkeypatch: pytest.MonkeyPatch, usual: str, duri
 
 def test_a_sqlite_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(TrackingError, match=r"cannot write the MLflow store .*mlflow\.db.*'output' to a writable folder"):
+    with pytest.raises(
+        TrackingError,
+        match=r"cannot write the MLflow store .*mlflow\.db.*'output' to a writable folder",
+    ):
         start_run(Recipe(output=str(tmp_path / "file")), None)
 
 
@@ -426,7 +517,11 @@ def test_a_deleted_experiment_is_named(store: Path) -> None:
 
 
 def test_params_are_flat_and_short_enough(tracked: TrackedRun, client: MlflowClient) -> None:
-    assert flatten({"a": {"b": [1, {"c": None}]}, "d": []}) == {"a.b.0": "1", "a.b.1.c": "None", "d": "[]"}
+    assert flatten({"a": {"b": [1, {"c": None}]}, "d": []}) == {
+        "a.b.0": "1",
+        "a.b.1.c": "None",
+        "d": "[]",
+    }
     with node_run(tracked, "long") as run_logger:
         run_logger.log_params({"text": "x" * 10_000})
     value = client.get_run(run_logger.run_id).data.params["text"]
@@ -434,7 +529,9 @@ def test_params_are_flat_and_short_enough(tracked: TrackedRun, client: MlflowCli
     assert value.endswith("(10000 characters)")
 
 
-def test_an_attempt_that_was_killed_while_it_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_that_was_killed_while_it_saved_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 

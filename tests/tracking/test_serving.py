@@ -1,4 +1,6 @@
-"""A registered version on its own: in Python, over HTTP, from the command line, and by the commands of docs/serving.md."""
+"""A registered version on its own: in Python, over HTTP, from the command line, and by the commands
+of docs/serving.md.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ TOO_LONG = "this glyph model draws 4 letters at most and was asked for 'TOOLONG'
 
 
 class Served(NamedTuple):
-    """A registered champion: the store, its version, and the folders of MLflow's model and of the policy."""
+    """A registered champion: the store, its version, and the folders of MLflow's model and of the
+    policy.
+    """
 
     uri: str
     version: str
@@ -58,24 +62,55 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def serve(store: Path, base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
+def serve(
+    store: Path, base_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Served]:
     """``serve(name, model)``: the policy of the untouched base model as champion."""
 
     def make(name: str, model: ModelConfig = ModelConfig()) -> Served:
         folder = tmp_path_factory.mktemp("served")
-        write_base_policy(folder / "policy", verify(base_folder), "recipe", PolicyConfig(), model, EvaluationConfig(steps=2))
+        write_base_policy(
+            folder / "policy",
+            verify(base_folder),
+            "recipe",
+            PolicyConfig(),
+            model,
+            EvaluationConfig(steps=2),
+        )
         tracked = start_run(Recipe(output=str(store)), None)
-        target = Comparison(metric="reward", champion=0.5, candidate=0.9, difference=0.4, low=0.3, high=0.5, prompts=128)
+        target = Comparison(
+            metric="reward",
+            champion=0.5,
+            candidate=0.9,
+            difference=0.4,
+            low=0.3,
+            high=0.5,
+            prompts=128,
+        )
         decision = GateDecision(
-            promote=True, candidate="c", champion="before", target=target, guardrails=[], coverage=1.0, reasons=["It won."]
+            promote=True,
+            candidate="c",
+            champion="before",
+            target=target,
+            guardrails=[],
+            coverage=1.0,
+            reasons=["It won."],
         )
         lineage = {"base_digest": verify(base_folder)}
         made = registry.register(
-            tracked, folder / "policy", base_folder, decision, lineage, model_name=name, expected_champion=None
+            tracked,
+            folder / "policy",
+            base_folder,
+            decision,
+            lineage,
+            model_name=name,
+            expected_champion=None,
         )
         registry.promote(tracked, made, {}, expected_champion=None)
         downloaded = registry.download_version(tracked.tracking_uri, name, made.version, folder)
-        return Served(tracked.tracking_uri, made.version, downloaded, base_folder, folder / "policy")
+        return Served(
+            tracked.tracking_uri, made.version, downloaded, base_folder, folder / "policy"
+        )
 
     return make
 
@@ -110,19 +145,32 @@ print(json.dumps([ours, [image is not None for image in drawn["image"]], list(dr
 """
 
 
-def test_a_version_is_served_by_its_own_code_and_requirements(served: Served, tmp_path: Path) -> None:
+def test_a_version_is_served_by_its_own_code_and_requirements(
+    served: Served, tmp_path: Path
+) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-B", "-c", ALONE, str(served.model)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     ours, drawn, errors = json.loads(done.stdout.splitlines()[-1])
     assert (drawn, errors) == ([True, False], [None, TOO_LONG])
     assert len(ours) > 30
     assert [path for path in ours if not Path(path).is_relative_to(served.model / "code")] == []
     packages = packages_distributions()
-    needed = {name for path in ours for name in _imported(Path(path)) if name not in sys.stdlib_module_names} - {"ebbflow"}
+    needed = {
+        name
+        for path in ours
+        for name in _imported(Path(path))
+        if name not in sys.stdlib_module_names
+    } - {"ebbflow"}
     known = {name.replace("-", "_").lower() for name in [*REQUIREMENTS, "mlflow"]}
-    missing = [name for name in needed if not known & {found.replace("-", "_").lower() for found in packages[name]}]
+    missing = [
+        name
+        for name in needed
+        if not known & {found.replace("-", "_").lower() for found in packages[name]}
+    ]
     assert missing == []
 
 
@@ -138,17 +186,34 @@ def _imported(path: Path) -> set[str]:
 
 
 def test_the_sources_of_an_own_family_come_along_and_nothing_else_of_its_package(
-    serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., Served],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     package = tmp_path / "path" / "mypackage"
     (package / "deep").mkdir(parents=True)
-    source = "from ebbflow.models.families.glyph import GlyphModel\nclass Mine(GlyphModel):\n    pass\n"
-    for name, text in {"__init__.py": "", "deep/family.py": source, "weights.bin": "0", ".env": "TOKEN=1"}.items():
+    source = (
+        "from ebbflow.models.families.glyph import GlyphModel\nclass Mine(GlyphModel):\n    pass\n"
+    )
+    for name, text in {
+        "__init__.py": "",
+        "deep/family.py": source,
+        "weights.bin": "0",
+        ".env": "TOKEN=1",
+    }.items():
         (package / name).write_text(text)
     monkeypatch.syspath_prepend(package.parent)
-    code = serve("own-family", ModelConfig(family="mypackage.deep.family:Mine", path="x")).model / "code"
+    code = (
+        serve("own-family", ModelConfig(family="mypackage.deep.family:Mine", path="x")).model
+        / "code"
+    )
     assert sorted(path.name for path in code.iterdir()) == ["ebbflow", "mypackage"]
-    found = {path.relative_to(code / "mypackage").as_posix() for path in (code / "mypackage").rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(code / "mypackage").as_posix()
+        for path in (code / "mypackage").rglob("*")
+        if path.is_file()
+    }
     assert found == {"__init__.py", "deep/family.py"}
     assert (code / "ebbflow" / "tracking" / "report.html").is_file()
     assert not [path for path in code.rglob("*") if path.is_symlink() or path.suffix == ".pyc"]
@@ -157,7 +222,9 @@ def test_the_sources_of_an_own_family_come_along_and_nothing_else_of_its_package
     assert "the version lacks nowhere.family, which is not installed here" in caplog.text
 
 
-def test_the_digest_covers_the_code_but_not_what_python_makes_of_it(served: Served, tmp_path: Path) -> None:
+def test_the_digest_covers_the_code_but_not_what_python_makes_of_it(
+    served: Served, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     (model / "code" / "ebbflow").mkdir(parents=True)
     (model / "MLmodel").write_text("{}")
@@ -178,19 +245,41 @@ def test_the_digest_covers_the_code_but_not_what_python_makes_of_it(served: Serv
 
 def test_every_row_has_an_image_or_an_error(served: Served) -> None:
     model = mlflow.pyfunc.load_model(str(served.model))
-    rows = pd.DataFrame({"prompt": ["EBBS", "TOOLONG", None, "ebbs", "TIDE"], "seed": [0, 0, 0, 1, -1]})
+    rows = pd.DataFrame(
+        {"prompt": ["EBBS", "TOOLONG", None, "ebbs", "TIDE"], "seed": [0, 0, 0, 1, -1]}
+    )
     drawn = model.predict(rows)
-    assert list(drawn.columns) == model.metadata.get_output_schema().input_names() == ["image", "error", "warning"]
-    assert [image and size(image) for image in drawn["image"]] == [(32, 16), None, None, (32, 16), None]
-    expected = [None, TOO_LONG, "the row has no prompt; give it one", None, "seed = -1: give 0 or more"]
+    assert (
+        list(drawn.columns)
+        == model.metadata.get_output_schema().input_names()
+        == ["image", "error", "warning"]
+    )
+    assert [image and size(image) for image in drawn["image"]] == [
+        (32, 16),
+        None,
+        None,
+        (32, 16),
+        None,
+    ]
+    expected = [
+        None,
+        TOO_LONG,
+        "the row has no prompt; give it one",
+        None,
+        "seed = -1: give 0 or more",
+    ]
     assert drawn["error"].tolist() == expected
     warning = "it was trained on 4 capital letters A-Z and reads 'EBBS' in 'ebbs'"
     assert drawn["warning"].tolist() == [None, None, None, warning, None]
 
 
-def test_loading_a_version_loads_its_model_and_not_its_first_prediction(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_version_loads_its_model_and_not_its_first_prediction(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads = []
-    monkeypatch.setattr(evaluation, "load_model", lambda *given: loads.append(given) or load_model(*given))
+    monkeypatch.setattr(
+        evaluation, "load_model", lambda *given: loads.append(given) or load_model(*given)
+    )
     evaluation._loaded.cache_clear()
     model = mlflow.pyfunc.load_model(str(served.model))
     assert len(loads) == 1
@@ -219,14 +308,28 @@ def draw(*arguments: object, **environment: str) -> Result:
 
 
 def test_a_registered_model_is_drawn(served: Served, tmp_path: Path) -> None:
-    done = draw(NAME, "EBBS", 'a "B"', "--samples", 2, "--seed", 7, "--out", tmp_path / "out", MLFLOW_TRACKING_URI=served.uri)
+    done = draw(
+        NAME,
+        "EBBS",
+        'a "B"',
+        "--samples",
+        2,
+        "--seed",
+        7,
+        "--out",
+        tmp_path / "out",
+        MLFLOW_TRACKING_URI=served.uri,
+    )
     assert done.exit_code == 0, done.output
     names = ["EBBS-7.png", "EBBS-8.png", "a-B-7.png", "a-B-8.png"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert done.stdout.splitlines() == [str(tmp_path / "out" / name) for name in names]
     assert done.stderr.count("it was trained on 4 capital letters A-Z and reads 'AB'") == 2
-    predicted = mlflow.pyfunc.load_model(str(served.model)).predict(pd.DataFrame({"prompt": ["EBBS"], "seed": [8]}))
-    drawn, same = Image.open(tmp_path / "out" / "EBBS-8.png"), Image.open(io.BytesIO(predicted["image"][0]))
+    predicted = mlflow.pyfunc.load_model(str(served.model)).predict(
+        pd.DataFrame({"prompt": ["EBBS"], "seed": [8]})
+    )
+    drawn = Image.open(tmp_path / "out" / "EBBS-8.png")
+    same = Image.open(io.BytesIO(predicted["image"][0]))
     assert max(abs(a - b) for a, b in zip(drawn.tobytes(), same.tobytes(), strict=True)) <= 1
 
 
@@ -236,14 +339,22 @@ def test_a_policy_folder_is_drawn_with_the_base_of_its_run(served: Served, tmp_p
     elsewhere = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/elsewhere.db"}
     refused = draw(policy, "EBBS", "--out", tmp_path / "out", **elsewhere)
     assert (refused.exit_code, (tmp_path / "out").exists()) == (1, False)
-    assert "neither in its run nor in a registered version; give its folder with --base" in refused.output
-    registered = draw(policy, "EBBS", "--out", tmp_path / "registered", MLFLOW_TRACKING_URI=served.uri)
+    assert (
+        "neither in its run nor in a registered version; give its folder with --base"
+        in refused.output
+    )
+    registered = draw(
+        policy, "EBBS", "--out", tmp_path / "registered", MLFLOW_TRACKING_URI=served.uri
+    )
     assert registered.exit_code == 0, registered.output
     named = draw(policy, "EBBS", "--out", tmp_path / "named", "--base", served.base)
     shutil.copytree(served.base, nodes / "base-model" / "base")
     found = draw(policy, "EBBS", "--out", tmp_path / "found", **elsewhere)
     assert (named.exit_code, found.exit_code) == (0, 0), named.output + found.output
-    (picture,) = {(tmp_path / folder / "EBBS-0.png").read_bytes() for folder in ("named", "found", "registered")}
+    (picture,) = {
+        (tmp_path / folder / "EBBS-0.png").read_bytes()
+        for folder in ("named", "found", "registered")
+    }
     assert picture.startswith(b"\x89PNG")
 
 
@@ -255,7 +366,11 @@ def test_no_file_is_overwritten(served: Served, tmp_path: Path) -> None:
         done = draw(*command)
         assert done.stdout.split() == [str(tmp_path / "EBBS-0-3.png")]
     assert (tmp_path / "EBBS-0.png").read_text() == "somebody's"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["EBBS-0-2.png", "EBBS-0-3.png", "EBBS-0.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "EBBS-0-2.png",
+        "EBBS-0-3.png",
+        "EBBS-0.png",
+    ]
 
 
 def test_names_of_files_are_safe(served: Served, tmp_path: Path) -> None:
@@ -267,7 +382,9 @@ def test_names_of_files_are_safe(served: Served, tmp_path: Path) -> None:
     assert names == {"AB-0.png", "prompt-0.png", "A-0.png", "水-A-0.png", "AAA-0.png"}
 
 
-def test_a_prompt_that_cannot_be_drawn_is_reported_and_the_others_are_drawn(served: Served, tmp_path: Path) -> None:
+def test_a_prompt_that_cannot_be_drawn_is_reported_and_the_others_are_drawn(
+    served: Served, tmp_path: Path
+) -> None:
     done = draw(served.policy, "EBBS", "TOOLONG", "--out", tmp_path, "--base", served.base)
     assert done.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["EBBS-0.png"]
@@ -277,24 +394,36 @@ def test_a_prompt_that_cannot_be_drawn_is_reported_and_the_others_are_drawn(serv
 
 def test_a_model_that_is_not_there_is_named(served: Served, tmp_path: Path) -> None:
     done = draw("nobody", "EBBS", "--out", tmp_path, MLFLOW_TRACKING_URI=served.uri)
-    assert (done.exit_code, "no version of 'nobody' has the alias 'champion'" in done.output) == (1, True)
+    assert (done.exit_code, "no version of 'nobody' has the alias 'champion'" in done.output) == (
+        1,
+        True,
+    )
 
 
 # What is printed for people
 
 
 def test_the_line_that_loads_a_version_loads_it(served: Served) -> None:
-    before, names = mlflow.get_tracking_uri(), {}
+    before = mlflow.get_tracking_uri()
+    names = {}
     try:
         exec(how_to_load(served.uri, NAME, served.version), names)
     finally:
         mlflow.set_tracking_uri(before)
-    assert names["model"].predict(pd.DataFrame({"prompt": ["EBBS"]}))["image"][0].startswith(b"\x89PNG")
+    assert (
+        names["model"]
+        .predict(pd.DataFrame({"prompt": ["EBBS"]}))["image"][0]
+        .startswith(b"\x89PNG")
+    )
 
 
-def test_the_line_that_draws_draws(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_that_draws_draws(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    store, command, *arguments = shlex.split(how_to_draw(served.uri, NAME, served.version, '"EBBS"'))
+    store, command, *arguments = shlex.split(
+        how_to_draw(served.uri, NAME, served.version, '"EBBS"')
+    )
     key, _, value = store.partition("=")
     assert (command, arguments[0]) == ("ebbflow", "draw")
     assert CliRunner().invoke(main, arguments, env={key: value}).exit_code == 0
@@ -313,7 +442,9 @@ def workplace(served: Served, store: Path, tmp_path: Path, monkeypatch: pytest.M
     """A folder where a run was, with the environment that the page asks for."""
     (tmp_path / "runs").symlink_to(store, target_is_directory=True)
     monkeypatch.chdir(tmp_path)
-    (name, value), *_ = [line.removeprefix("export ").split("=", 1) for line in blocks("sh")[0].splitlines()]
+    (name, value), *_ = [
+        line.removeprefix("export ").split("=", 1) for line in blocks("sh")[0].splitlines()
+    ]
     monkeypatch.setenv(name, value)
     return tmp_path
 
@@ -326,7 +457,9 @@ def test_the_command_of_the_page_draws_what_the_page_says(workplace: Path) -> No
     assert written == re.findall(r"(\w+-\d\.png)`", DOCS.read_text())[:4]
 
 
-def test_the_python_of_the_page_prints_what_the_page_says(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_of_the_page_prints_what_the_page_says(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = mlflow.get_tracking_uri()
     try:
         exec(blocks("python")[0], {})
@@ -336,7 +469,9 @@ def test_the_python_of_the_page_prints_what_the_page_says(workplace: Path, capsy
     assert sorted(path.name for path in workplace.glob("*.png")) == ["0.png", "1.png", "3.png"]
 
 
-def test_the_request_of_the_page_is_answered_as_the_page_says(served: Served, workplace: Path) -> None:
+def test_the_request_of_the_page_is_answered_as_the_page_says(
+    served: Served, workplace: Path
+) -> None:
     """The server's own application, in this process: ``mlflow models serve`` runs it."""
     (shown,) = [block for block in blocks("sh") if block.startswith("curl")]
     request, _, picture = shown.partition("\npython")

@@ -22,7 +22,9 @@ from ebbflow.tracking.sinks import NodeSinks, require_sinks
 
 
 def tracked_with(recipe: Recipe, *names: str) -> TrackedRun:
-    return start_run(Recipe.model_validate({"output": recipe.output, "tracking": {"sinks": list(names)}}), None)
+    return start_run(
+        Recipe.model_validate({"output": recipe.output, "tracking": {"sinks": list(names)}}), None
+    )
 
 
 class Kept:
@@ -56,7 +58,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
 def train(tracked: TrackedRun, steps: int) -> None:
     with node_run(tracked, "1.1 online", 10) as run_logger:
         for step in range(steps):
-            run_logger.log_metrics({"reward/mean": 0.5, "loss": float("nan"), "seconds/step": 1.0}, step)
+            run_logger.log_metrics(
+                {"reward/mean": 0.5, "loss": float("nan"), "seconds/step": 1.0}, step
+            )
 
 
 def test_a_sink_gets_the_curves_of_the_parent(recipe: Recipe, kept: type[Kept]) -> None:
@@ -72,7 +76,10 @@ def test_sinks_are_off_by_default(recipe: Recipe, kept: type[Kept]) -> None:
 
 
 def test_a_sink_that_fails_is_named_once_and_stops_nothing(
-    recipe: Recipe, kept: type[Kept], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recipe: Recipe,
+    kept: type[Kept],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(kept, "fails_at", 11)
     with caplog.at_level(logging.WARNING):
@@ -91,25 +98,34 @@ def test_a_sink_that_cannot_open_stops_nothing(
     assert sum("wandb of tracking.sinks fails" in message for message in caplog.messages) == 1
 
 
-def test_check_names_the_package_that_a_sink_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_the_package_that_a_sink_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("tracking: {sinks: [tensorboard]}\n")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = CliRunner().invoke(main, ["check", str(path)])
     assert done.exit_code == 1
     assert (
-        "tracking.sinks = 'tensorboard' needs the package tensorboard: install it with `pip install tensorboard`" in done.output
+        "tracking.sinks = 'tensorboard' needs the package tensorboard: install it with `pip install"
+        " tensorboard`" in done.output
     )
     with pytest.raises(RecipeError, match="needs the package wandb"):
         require_sinks(Recipe.model_validate({"tracking": {"sinks": ["wandb"]}}))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed"
+)
 def test_tensorboard_shows_a_retried_node_once(recipe: Recipe) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracked = tracked_with(recipe, "tensorboard")
-    for node, first, steps in (("1.1 online", 0, 2), ("1.1 online", 0, 3), ("1.1 online evaluation", 3, 1)):
+    for node, first, steps in (
+        ("1.1 online", 0, 2),
+        ("1.1 online", 0, 3),
+        ("1.1 online evaluation", 3, 1),
+    ):
         opened = NodeSinks(tracked, node)
         for step in range(first, first + steps):
             opened.log({"train/reward": step / 10}, step)
@@ -123,11 +139,14 @@ def test_tensorboard_shows_a_retried_node_once(recipe: Recipe) -> None:
 
 
 class StandIn(types.ModuleType):
-    """As much of ``wandb`` as the sink calls; ``last`` is the summary that W&B keeps between attempts."""
+    """As much of ``wandb`` as the sink calls; ``last`` is the summary that W&B keeps between
+    attempts.
+    """
 
     def __init__(self, mode: str, logged_in: bool) -> None:
         super().__init__("wandb")
-        self.mode, self.logged_in = mode, logged_in
+        self.mode = mode
+        self.logged_in = logged_in
         self.rows: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.opened: list[dict[str, Any]] = []
@@ -146,7 +165,10 @@ class StandIn(types.ModuleType):
     def init(self, **arguments: Any) -> Any:
         self.opened.append(arguments)
         return types.SimpleNamespace(
-            summary=self.summary, define_metric=lambda *_, **__: None, log=self._log, finish=self._finish
+            summary=self.summary,
+            define_metric=lambda *_, **__: None,
+            log=self._log,
+            finish=self._finish,
         )
 
     def _log(self, row: dict[str, Any]) -> None:
@@ -157,18 +179,30 @@ class StandIn(types.ModuleType):
         self.finished += 1
 
 
-def test_wandb_gets_one_run_for_all_nodes_and_no_step_twice(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_one_run_for_all_nodes_and_no_step_twice(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = StandIn("online", logged_in=True)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     tracked = tracked_with(recipe, "wandb")
     train(tracked, 2)
     train(tracked, 4)
-    assert {(one["id"], one["name"], one["project"]) for one in wandb.opened} == {(tracked.run_id, tracked.name, "ebbflow")}
-    assert [row["global_step"] for row in wandb.rows] == [10, 11, 11, 12, 13], "the last step may have been delivered in part"
+    assert {(one["id"], one["name"], one["project"]) for one in wandb.opened} == {
+        (tracked.run_id, tracked.name, "ebbflow")
+    }
+    assert [row["global_step"] for row in wandb.rows] == [
+        10,
+        11,
+        11,
+        12,
+        13,
+    ], "the last step may have been delivered in part"
     assert wandb.finished == 2
 
 
-def test_wandb_never_asks_for_a_key(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_never_asks_for_a_key(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     wandb = StandIn("online", logged_in=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     train(tracked_with(recipe, "wandb"), 1)

@@ -80,7 +80,9 @@ def test_a_first_start_that_is_killed_leaves_no_store_and_the_next_makes_it(tmp_
         assert not (tmp_path / "mlflow.db").exists()
     start_run(Recipe(output=str(tmp_path)), None)
     assert number_of_runs(tmp_path) == 1
-    assert files(tmp_path) == {"mlflow.db", "mlartifacts"}, "no journal, and nothing of the killed ones"
+    assert files(tmp_path) == {"mlflow.db", "mlartifacts"}, (
+        "no journal, and nothing of the killed ones"
+    )
 
 
 def test_two_first_starts_at_once(tmp_path: Path) -> None:
@@ -93,7 +95,12 @@ def test_a_full_disk_leaves_no_store(tmp_path: Path) -> None:
     def fill(cursor: Any) -> None:
         cursor.connection.execute("PRAGMA max_page_count = 20").close()
 
-    with at_each_statement(fill), pytest.raises(DiskFullError, match=rf"{tmp_path}/mlflow\.db could not be written.*free space"):
+    with (
+        at_each_statement(fill),
+        pytest.raises(
+            DiskFullError, match=rf"{tmp_path}/mlflow\.db could not be written.*free space"
+        ),
+    ):
         start_run(Recipe(output=str(tmp_path)), None)
     assert files(tmp_path) == set()
     start_run(Recipe(output=str(tmp_path)), None)
@@ -104,7 +111,10 @@ def test_an_error_while_it_is_made_leaves_no_store(tmp_path: Path) -> None:
     def fail(_: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    with at_each_statement(fail), pytest.raises(TrackingError, match=r"cannot write the MLflow store .*disk I/O error"):
+    with (
+        at_each_statement(fail),
+        pytest.raises(TrackingError, match=r"cannot write the MLflow store .*disk I/O error"),
+    ):
         connect(f"sqlite:///{tmp_path}/mlflow.db")
     assert files(tmp_path) == set()
 
@@ -135,15 +145,21 @@ def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
         ("UPDATE alembic_version SET version_num = '451aebb31d03'", "out-of-date database schema"),
     ],
 )
-def test_a_store_that_is_not_whole_is_named_and_stays_as_it_is(store: Path, tmp_path: Path, damage: str, said: str) -> None:
+def test_a_store_that_is_not_whole_is_named_and_stays_as_it_is(
+    store: Path, tmp_path: Path, damage: str, said: str
+) -> None:
     copy = tmp_path / "mlflow.db"
-    with closing(sqlite3.connect(store / "mlflow.db")) as whole, closing(sqlite3.connect(copy)) as broken:
+    with (
+        closing(sqlite3.connect(store / "mlflow.db")) as whole,
+        closing(sqlite3.connect(copy)) as broken,
+    ):
         whole.backup(broken)
         broken.execute(damage)
         broken.commit()
     before = copy.read_bytes()
     with pytest.raises(
-        TrackingError, match=rf"{copy} is not a whole store.*{said}.*mlflow db upgrade sqlite:///{copy}.*move the"
+        TrackingError,
+        match=rf"{copy} is not a whole store.*{said}.*mlflow db upgrade sqlite:///{copy}.*move the",
     ):
         start_run(Recipe(output=str(tmp_path)), None)
     assert copy.read_bytes() == before

@@ -20,7 +20,9 @@ from ebbflow.tracking.ui import pages, serve_ui
 def test_every_page_is_in_the_mode_that_has_the_registry(recipe: Recipe) -> None:
     run = start_run(recipe, None)
     addresses = pages("http://127.0.0.1:5000", run.tracking_uri, "ebbflow")
-    assert addresses["runs"].startswith(f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs?")
+    assert addresses["runs"].startswith(
+        f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs?"
+    )
     assert all("workflowType=machine_learning" in address for address in addresses.values())
     assert "/#/models?" in addresses["registry"]
 
@@ -31,7 +33,9 @@ def test_a_store_without_runs_is_named(recipe: Recipe) -> None:
 
 
 def test_the_pages_of_a_server_are_its_own(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, shown, opened = start_run(recipe, None), [], []
+    run = start_run(recipe, None)
+    shown = []
+    opened = []
     monkeypatch.setattr("ebbflow.tracking.ui.connect", lambda uri: connect(run.tracking_uri))
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setenv("DISPLAY", ":0")
@@ -41,8 +45,11 @@ def test_the_pages_of_a_server_are_its_own(recipe: Recipe, monkeypatch: pytest.M
     assert opened == [shown[0].split()[-1]]
 
 
-def test_no_browser_is_opened_without_a_display(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, opened = start_run(recipe, None), []
+def test_no_browser_is_opened_without_a_display(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(recipe, None)
+    opened = []
     monkeypatch.setattr("ebbflow.tracking.ui.connect", lambda uri: connect(run.tracking_uri))
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr("sys.platform", "linux")
@@ -54,7 +61,10 @@ def test_no_browser_is_opened_without_a_display(recipe: Recipe, monkeypatch: pyt
 
 def test_another_server_at_the_port_is_not_taken_for_its_own(recipe: Recipe) -> None:
     uri = start_run(recipe, None).tracking_uri
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(TrackingError, match="is taken .*; set another --port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(TrackingError, match="is taken .*; set another --port"),
+    ):
         serve_ui(uri, recipe.tracking.experiment, other.getsockname()[1], False, print)
 
 
@@ -72,7 +82,9 @@ def test_the_command_serves_what_it_prints(store: Path, recipe: Recipe, tmp_path
         "--port",
         str(port),
     ]
-    process = subprocess.Popen([*command, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [*command, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout
     try:
         line = next(line for line in process.stdout if line.startswith("registry"))

@@ -1,4 +1,6 @@
-"""A registered version verifies itself: every single change to what was registered is found, and named."""
+"""A registered version verifies itself: every single change to what was registered is found, and
+named.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,18 @@ def test_a_prompt_with_several_samples_counts_once(make_version: Callable[..., V
     assert make_version(repeated=5).failed() == set()
 
 
-def test_one_that_the_gate_refused_verifies_as_challenger(make_version: Callable[..., Version]) -> None:
+def test_one_that_the_gate_refused_verifies_as_challenger(
+    make_version: Callable[..., Version],
+) -> None:
     checks = make_version(gain=0.0).checks()
     assert {check.status for check in checks.values()} == {"ok"}
     assert ": do not promote" in checks["gate"].detail
     assert checks["alias"].detail == "the version is not champion"
 
 
-def test_one_of_a_run_with_branches_verifies(make_version: Callable[..., Version], gated_recipe: Recipe) -> None:
+def test_one_of_a_run_with_branches_verifies(
+    make_version: Callable[..., Version], gated_recipe: Recipe
+) -> None:
     """Its stages are not read, and branches without stages would be no recipe."""
     mixture = [{"name": "words", "source": "words.txt"}]
     branched = gated_recipe.model_dump() | {
@@ -64,14 +70,21 @@ def test_one_of_a_run_with_branches_verifies(make_version: Callable[..., Version
 
 
 def test_code_that_it_names_is_not_imported(
-    make_version: Callable[..., Version], gated_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_version: Callable[..., Version],
+    gated_recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sampler of the user's own draws the evaluation; without ``--again`` nothing draws, and what may run is asked first."""
+    """A sampler of the user's own draws the evaluation; without ``--again`` nothing draws, and what
+    may run is asked first.
+    """
     module = tmp_path / "drawn_by.py"
     module.write_text("class Own:\n    eta = None\n    step = None\n\nOWN = Own()\n")
     monkeypatch.syspath_prepend(tmp_path)
     evaluation = gated_recipe.evaluation.model_dump() | {"sampler": "drawn_by:OWN"}
-    version = make_version(recipe=Recipe.model_validate(gated_recipe.model_dump() | {"evaluation": evaluation}))
+    version = make_version(
+        recipe=Recipe.model_validate(gated_recipe.model_dump() | {"evaluation": evaluation})
+    )
     monkeypatch.delitem(sys.modules, "drawn_by")
     checks = version.checks(again=True)
     assert {name for name, check in checks.items() if check.status == "FAILED"} == {"samples again"}
@@ -97,9 +110,15 @@ TAMPERED_FILES: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize(("file", "check"), TAMPERED_FILES.values(), ids=TAMPERED_FILES)
 @pytest.mark.parametrize(
-    "change", [pytest.param(flip, id="flipped"), pytest.param(Path.unlink, id="deleted", marks=pytest.mark.exhaustive)]
+    "change",
+    [
+        pytest.param(flip, id="flipped"),
+        pytest.param(Path.unlink, id="deleted", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_a_byte_of_a_file_is_found(version: Version, file: str, check: str, change: Callable[[Path], None]) -> None:
+def test_a_byte_of_a_file_is_found(
+    version: Version, file: str, check: str, change: Callable[[Path], None]
+) -> None:
     change(version.folder / file)
     assert check in version.failed()
 
@@ -112,7 +131,9 @@ def committed_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("part", "check"), [("policy", "policy"), ("base", "base model")])
-def test_a_folder_that_was_committed_again_is_found(version: Version, part: str, check: str) -> None:
+def test_a_folder_that_was_committed_again_is_found(
+    version: Version, part: str, check: str
+) -> None:
     folder = version.folder / "data" / "ebbflow" / part
     flip(folder / "weights.safetensors")
     committed_again(folder)
@@ -122,11 +143,17 @@ def test_a_folder_that_was_committed_again_is_found(version: Version, part: str,
 def test_a_stored_base_that_is_gone_is_found(version: Version) -> None:
     base = version.folder / "data" / "ebbflow" / "base"
     base.rename(version.folder / "elsewhere")
-    assert version.checks()["base model"] == Check("base model", "FAILED", "it was stored with the version and is missing")
+    assert version.checks()["base model"] == Check(
+        "base model", "FAILED", "it was stored with the version and is missing"
+    )
 
 
-def changed_scores(version: Version, side: str, change: Callable[[dict[str, Any]], None], tag: bool) -> None:
-    """Change the first row of a table of scores; with ``tag``, its digest too, as who can write both would."""
+def changed_scores(
+    version: Version, side: str, change: Callable[[dict[str, Any]], None], tag: bool
+) -> None:
+    """Change the first row of a table of scores; with ``tag``, its digest too, as who can write
+    both would.
+    """
     path = version.folder / "evidence" / f"{side}.parquet"
     table = read_table(path)
     rows = table.to_pylist()
@@ -151,17 +178,25 @@ SCORES = {
 
 
 @pytest.mark.parametrize(("change", "checks"), SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("side", ["candidate", pytest.param("champion", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "side", ["candidate", pytest.param("champion", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("tag", [False, True], ids=["file", "file and tag"])
 def test_a_score_in_a_table_is_found(
-    version: Version, change: Callable[[dict[str, Any]], None], checks: set[str], side: str, tag: bool
+    version: Version,
+    change: Callable[[dict[str, Any]], None],
+    checks: set[str],
+    side: str,
+    tag: bool,
 ) -> None:
     changed_scores(version, side, change, tag)
     assert version.failed() >= checks
     assert tag or f"{side} scores" in version.failed()
 
 
-def test_a_decision_that_the_scores_do_not_give_is_found(make_version: Callable[..., Version]) -> None:
+def test_a_decision_that_the_scores_do_not_give_is_found(
+    make_version: Callable[..., Version],
+) -> None:
     """All that says so is changed: the file, its digest and the tag of the decision."""
     version = make_version(gain=0.0)
     path = version.folder / "evidence" / "gate.json"
@@ -191,7 +226,9 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("change", RECIPES.values(), ids=RECIPES)
-def test_another_recipe_is_found(version: Version, change: Callable[[dict[str, Any]], None]) -> None:
+def test_another_recipe_is_found(
+    version: Version, change: Callable[[dict[str, Any]], None]
+) -> None:
     """Even where its digest was changed with it."""
     path = version.folder / "evidence" / "recipe.json"
     settings = json.loads(path.read_text())
@@ -213,7 +250,9 @@ def test_another_recipe_is_found(version: Version, change: Callable[[dict[str, A
         *((tag, None) for file, tag in evidence.TAGS.items() if file != evidence.PICTURES),
     ],
 )
-def test_a_tag_that_was_changed_or_deleted_is_found(version: Version, tag: str, check: str | None) -> None:
+def test_a_tag_that_was_changed_or_deleted_is_found(
+    version: Version, tag: str, check: str | None
+) -> None:
     version.set_tag(tag, "3")
     assert version.failed() >= ({check} if check else set())
     assert version.failed()
@@ -222,7 +261,9 @@ def test_a_tag_that_was_changed_or_deleted_is_found(version: Version, tag: str, 
     assert version.failed()
 
 
-def test_an_alias_on_a_version_that_the_gate_refused_is_found(make_version: Callable[..., Version]) -> None:
+def test_an_alias_on_a_version_that_the_gate_refused_is_found(
+    make_version: Callable[..., Version],
+) -> None:
     version = make_version(gain=0.0)
     version.client.set_registered_model_alias(version.name, "champion", version.version)
     assert version.failed() == {"alias"}
@@ -237,19 +278,36 @@ def test_an_alias_that_no_promotion_moved_is_found(make_version: Callable[..., V
 
 
 def test_a_rollback_moves_the_alias_lawfully(make_version: Callable[..., Version]) -> None:
-    version, other = make_version(), make_version(promoted=False)
+    version = make_version()
+    other = make_version(promoted=False)
     rollback(version.uri, version.name, other.version)
     assert REPLACES in other.tags
     assert (version.failed(), other.failed()) == (set(), set())
 
 
-def test_a_version_from_before_says_what_cannot_be_verified(recipe: Recipe, name: str, version: Version, tmp_path: Path) -> None:
+def test_a_version_from_before_says_what_cannot_be_verified(
+    recipe: Recipe, name: str, version: Version, tmp_path: Path
+) -> None:
     tracked = start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}")
-    decision = GateDecision.model_validate(json.loads((version.folder / "evidence" / "gate.json").read_text())["decision"])
+    decision = GateDecision.model_validate(
+        json.loads((version.folder / "evidence" / "gate.json").read_text())["decision"]
+    )
     data = version.folder / "data" / "ebbflow"
     lineage = {"base_digest": verify(data / "base")}
-    made = register(tracked, data / "policy", data / "base", decision, lineage, model_name=name, expected_champion="1")
-    for tag in (model_version.POLICY_DIGEST, model_version.MODEL_FILES_DIGEST, model_version.BASE_STORED):
+    made = register(
+        tracked,
+        data / "policy",
+        data / "base",
+        decision,
+        lineage,
+        model_name=name,
+        expected_champion="1",
+    )
+    for tag in (
+        model_version.POLICY_DIGEST,
+        model_version.MODEL_FILES_DIGEST,
+        model_version.BASE_STORED,
+    ):
         version.client.delete_model_version_tag(name, made.version, tag)
     _, checks = verify_version(version.uri, f"{name}/{made.version}", again=True)
     status = {check.name: check.status for check in checks}
@@ -271,15 +329,22 @@ def test_a_base_that_is_only_referenced_is_not_stored(
 def test_one_whose_prompt_sets_have_their_own_rewards_verifies(
     make_version: Callable[..., Version], gated_recipe: Recipe, prompts: list[Prompt]
 ) -> None:
-    """And one that says that a prompt is of another set does not: that would change which reward counts."""
+    """And one that says that a prompt is of another set does not: that would change which reward
+    counts.
+    """
     sets = {"mixture": [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]}
     keys = {
         "prompts": gated_recipe.prompts.model_dump(exclude={"source", "mixture"}) | sets,
-        "rewards": [{"name": name, "weight": 2, "prompts": [of]} for name, of in (("similarity", "words"), ("ocr", "signs"))],
+        "rewards": [
+            {"name": name, "weight": 2, "prompts": [of]}
+            for name, of in (("similarity", "words"), ("ocr", "signs"))
+        ],
         "guardrails": [],
     }
     mixed = [replace(prompt, source=("words", "signs")[prompt.prompt_id % 2]) for prompt in prompts]
-    version = make_version(recipe=Recipe.model_validate(gated_recipe.model_dump() | keys), shown=mixed)
+    version = make_version(
+        recipe=Recipe.model_validate(gated_recipe.model_dump() | keys), shown=mixed
+    )
     assert version.failed() == set()
     path = version.folder / "evidence" / "candidate.parquet"
     table = read_table(path)

@@ -1,4 +1,6 @@
-"""``ebbflow verify``: what the command prints, and what ``--again`` finds by generating the samples again."""
+"""``ebbflow verify``: what the command prints, and what ``--again`` finds by generating the samples
+again.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def recipe(gated_recipe: Recipe) -> Recipe:
     return gated_recipe
 
 
-def test_the_command_prints_a_line_per_check(recipe: Recipe, name: str, version: Version, tmp_path: Path) -> None:
+def test_the_command_prints_a_line_per_check(
+    recipe: Recipe, name: str, version: Version, tmp_path: Path
+) -> None:
     for named in (name, f"{name}@champion", f"{name}@challenger", f"{name}/1"):
         done = invoke(recipe, tmp_path, named)
         assert done.exit_code == 0, done.output
@@ -56,7 +60,9 @@ def test_the_command_prints_a_line_per_check(recipe: Recipe, name: str, version:
         ("{}@champion/1", "in two ways"),
     ],
 )
-def test_a_version_that_is_not_there(recipe: Recipe, name: str, version: Version, tmp_path: Path, named: str, says: str) -> None:
+def test_a_version_that_is_not_there(
+    recipe: Recipe, name: str, version: Version, tmp_path: Path, named: str, says: str
+) -> None:
     done = invoke(recipe, tmp_path, named.format(name))
     assert done.exit_code == 1
     assert says in done.output
@@ -74,24 +80,37 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 def trained(
     recipe: Recipe, name: str, base_folder: Path, prompts: list[Prompt], tmp_path: Path
 ) -> Callable[[Callable[[list[dict[str, Any]]], None]], Version]:
-    """``trained(change)``: a policy that draws, registered with its own samples after ``change`` was made to them."""
+    """``trained(change)``: a policy that draws, registered with its own samples after ``change``
+    was made to them.
+    """
 
     def make(change: Callable[[list[dict[str, Any]]], None]) -> Version:
         policy = Policy(load_model(base_folder), recipe.policy, 0)
         move(policy, 0.01)
         metadata = PolicyMetadata(
-            base_digest=verify(base_folder), recipe_digest=recipe.digest, config=recipe.policy, version=5, steps=2
+            base_digest=verify(base_folder),
+            recipe_digest=recipe.digest,
+            config=recipe.policy,
+            version=5,
+            steps=2,
         )
         policy.save(tmp_path / "policy", metadata)
         table = prompt_table(tmp_path / "prompts.parquet", prompts)
         path = tmp_path / "samples.parquet"
-        evaluation = evaluate_folder(recipe, base_folder, tmp_path / "policy", table, "1.1 online", path)
+        evaluation = evaluate_folder(
+            recipe, base_folder, tmp_path / "policy", table, "1.1 online", path
+        )
         samples = read_table(path)
         rows = samples.to_pylist()
         change(rows)
-        write_table(path, samples.schema, pa.Table.from_pylist(rows, samples.schema).to_batches(), {})
+        write_table(
+            path, samples.schema, pa.Table.from_pylist(rows, samples.schema).to_batches(), {}
+        )
         held_out = [row for row in rows if row["split"] == "held_out"]
-        means = {metric: float(np.mean([row[metric] for row in held_out])) for metric in evaluation.held_out}
+        means = {
+            metric: float(np.mean([row[metric] for row in held_out]))
+            for metric in evaluation.held_out
+        }
         sides = {
             "candidate": (evaluation.model_copy(update={"held_out": means}), path),
             "champion": evaluated(tmp_path / "champion.parquet", prompts, 0.0, "before"),
@@ -106,10 +125,16 @@ def lighter(rows: list[dict[str, Any]]) -> None:
     row = next(row for row in rows if row["split"] == "held_out")
     picture = decode_png([row["image"]])
     picture[0, 0, 0, 0] ^= 4
-    row.update(image=encode_png(picture)[0], similarity=row["similarity"] - 0.25, reward=row["reward"] - 0.5)
+    row.update(
+        image=encode_png(picture)[0],
+        similarity=row["similarity"] - 0.25,
+        reward=row["reward"] - 0.5,
+    )
 
 
-def test_samples_that_are_generated_again_have_the_same_bytes(trained: Callable[..., Version]) -> None:
+def test_samples_that_are_generated_again_have_the_same_bytes(
+    trained: Callable[..., Version],
+) -> None:
     checks = trained(lambda rows: None).checks(again=True)
     assert {check.status for check in checks.values()} == {"ok"}
     assert checks["pictures again"].detail == "all 48 have the same bytes"
@@ -119,8 +144,13 @@ def test_samples_of_another_policy_are_found(trained: Callable[..., Version]) ->
     version = trained(lighter)
     assert version.failed() == set(), "only the policy itself can tell"
     checks = version.checks(again=True)
-    assert {name for name, check in checks.items() if check.status == "FAILED"} == {"pictures again", "scores again"}
-    assert checks["pictures again"].detail.startswith("1 of 48 differ: by up to 4 of 255 in a pixel, by ")
+    assert {name for name, check in checks.items() if check.status == "FAILED"} == {
+        "pictures again",
+        "scores again",
+    }
+    assert checks["pictures again"].detail.startswith(
+        "1 of 48 differ: by up to 4 of 255 in a pixel, by "
+    )
     assert checks["scores again"].detail.endswith("differ, by up to 0.5")
 
 
@@ -140,7 +170,11 @@ def test_a_policy_that_does_not_verify_is_not_loaded(trained: Callable[..., Vers
 
 NAMED = {
     "family": ({"family": "shutil:rmtree", "path": "x"}, "shutil:rmtree", "shutil"),
-    "attention from the hub": ({"family": "sd3", "path": "x", "attention": "_flash_3_hub"}, "_flash_3_hub", "_flash_3_hub"),
+    "attention from the hub": (
+        {"family": "sd3", "path": "x", "attention": "_flash_3_hub"},
+        "_flash_3_hub",
+        "_flash_3_hub",
+    ),
 }
 
 
@@ -155,9 +189,16 @@ def test_code_that_a_version_names_runs_only_if_it_is_allowed(
     version.set_tag(evidence.TAGS[evidence.RECIPE], evidence.sha256_of(path))
     asked = version.checks(again=True)["samples again"]
     assert asked.status == "FAILED"
-    assert asked.detail == f"the version names code to run, {code}; if you trust it, give --allow-code {code}"
-    _, allowed = verify_version(version.uri, f"{version.name}/{version.version}", again=True, allowed_code=[allowed_code])
-    assert "pictures again" in {check.name for check in allowed}, "which the policy, of another family, does not need"
+    assert (
+        asked.detail
+        == f"the version names code to run, {code}; if you trust it, give --allow-code {code}"
+    )
+    _, allowed = verify_version(
+        version.uri, f"{version.name}/{version.version}", again=True, allowed_code=[allowed_code]
+    )
+    assert "pictures again" in {check.name for check in allowed}, (
+        "which the policy, of another family, does not need"
+    )
 
 
 def test_code_listing_is_what_the_digest_is_of(tmp_path: Path) -> None:

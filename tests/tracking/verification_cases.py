@@ -1,4 +1,5 @@
-"""Registered versions with evidence, from made-up scores, which the tests of verification change."""
+"""Registered versions with evidence, from made-up scores, which the tests of verification
+change."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def prompt_table(path: Path, prompts: list[Prompt]) -> Path:
     return path
 
 
-def evaluated(path: Path, prompts: list[Prompt], gain: float, label: str, repeated: int = 0) -> tuple[Evaluation, Path]:
+def evaluated(
+    path: Path, prompts: list[Prompt], gain: float, label: str, repeated: int = 0
+) -> tuple[Evaluation, Path]:
     """An evaluation with made-up scores; of the candidate they are higher by about ``gain``.
 
     Args:
@@ -80,11 +83,23 @@ def evaluated(path: Path, prompts: list[Prompt], gain: float, label: str, repeat
     numbers = [0] * len(drawn) + [1] * repeated + [2] * repeated
     shown = [*drawn, *drawn[:repeated], *drawn[:repeated]]
     scores = np.random.default_rng(len(label)).uniform(0.2, 0.4, len(shown)) + gain
-    pictures = encode_png(np.arange(len(shown), dtype=np.uint8)[:, None, None, None].repeat(8, 1).repeat(8, 2).repeat(3, 3))
+    pictures = encode_png(
+        np.arange(len(shown), dtype=np.uint8)[:, None, None, None]
+        .repeat(8, 1)
+        .repeat(8, 2)
+        .repeat(3, 3)
+    )
     keys = ("prompt_id", "prompt", "target", "split", "source")
     rows = [
         {key: vars(prompt)[key] for key in keys}
-        | {"sample": number, "image": picture, "reward": 2 * score, "similarity": score, "ocr": 0.5, "failure": None}
+        | {
+            "sample": number,
+            "image": picture,
+            "reward": 2 * score,
+            "similarity": score,
+            "ocr": 0.5,
+            "failure": None,
+        }
         | ({"similarity": None, "ocr": score} if prompt.source == "signs" else {})
         for prompt, number, picture, score in zip(shown, numbers, pictures, scores, strict=True)
     ]
@@ -93,7 +108,13 @@ def evaluated(path: Path, prompts: list[Prompt], gain: float, label: str, repeat
     held_out = table.to_pandas().query("split == 'held_out'")
     means = held_out.groupby("prompt_id")[METRICS].mean().mean().to_dict()
     record = Evaluation(
-        label=label, policy_version=1, held_out=means, validation={}, coverage=1.0, velocity_drift=0.0, seconds={"sampling": 1.0}
+        label=label,
+        policy_version=1,
+        held_out=means,
+        validation={},
+        coverage=1.0,
+        velocity_drift=0.0,
+        seconds={"sampling": 1.0},
     )
     return record, path
 
@@ -110,11 +131,26 @@ def registered(
     (candidate, its), (champion, other) = sides["candidate"], sides["champion"]
     decision = decide(recipe, candidate, champion, read_table(its), read_table(other))
     evaluations = {side: evaluation for side, (evaluation, _) in sides.items()}
-    inputs = GateInputs(recipe, decision, evaluations, {side: path for side, (_, path) in sides.items()}, prompts, CODE)
+    inputs = GateInputs(
+        recipe,
+        decision,
+        evaluations,
+        {side: path for side, (_, path) in sides.items()},
+        prompts,
+        CODE,
+    )
     tags = write_evidence(policy.parent / "evidence", inputs) | {"base_digest": verify(base)}
-    tracked, uri = start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}"), resolve_tracking_uri(recipe)
+    tracked = start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}")
+    uri = resolve_tracking_uri(recipe)
     made = register(
-        tracked, policy, base, decision, tags, model_name=name, expected_champion=None, evidence=policy.parent / "evidence"
+        tracked,
+        policy,
+        base,
+        decision,
+        tags,
+        model_name=name,
+        expected_champion=None,
+        evidence=policy.parent / "evidence",
     )
     if promoted and decision.promote:
         promote(tracked, made, {"promoted_in": "an execution"}, expected_champion=None)

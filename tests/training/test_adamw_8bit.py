@@ -1,4 +1,6 @@
-"""AdamW with moments of 8 bits: refused where it cannot be, and where bitsandbytes is, close to AdamW."""
+"""AdamW with moments of 8 bits: refused where it cannot be, and where bitsandbytes is, close to
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from tests.parameters import same, values
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: `make test-8bit` installs it into a folder of its own and runs these tests",
+    reason=(
+        "bitsandbytes is not installed: `make test-8bit` installs it into a folder of its own and"
+        " runs these tests"
+    ),
 )
 EIGHT = {"name": "adamw_8bit", "lr": 0.01}
 LORA = PolicyConfig(train="lora", rank=128, alpha=128)
@@ -40,10 +45,15 @@ def recipe_of(stage, **keys):
 
 def test_nothing_but_one_process_with_its_state_beside_it_takes_it():
     several = {"kind": "online", "placement": "ray", "resources": {"training": {"count": 2}}}
-    with pytest.raises(RecipeError, match=r"stages\.0\.optimizer\.name = 'adamw_8bit' .* processes; train with one"):
+    with pytest.raises(
+        RecipeError, match=r"stages\.0\.optimizer\.name = 'adamw_8bit' .* processes; train with one"
+    ):
         recipe_of(several)
     for kind in ("online", "offline"):
-        with pytest.raises(RecipeError, match=r"stages\.0\.optimizer\.name .* main memory; leave model\.cpu_offload out"):
+        with pytest.raises(
+            RecipeError,
+            match=r"stages\.0\.optimizer\.name .* main memory; leave model\.cpu_offload out",
+        ):
             recipe_of({"kind": kind}, model={"cpu_offload": True})
         recipe_of({"kind": kind})
     recipe_of({**several, "optimizer": {"name": "adamw"}}, model={"cpu_offload": True})
@@ -51,39 +61,59 @@ def test_nothing_but_one_process_with_its_state_beside_it_takes_it():
 
 def test_an_offline_stage_of_several_processes_is_refused_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    offline, online = (recipe_of({"kind": kind}, output=str(tmp_path)) for kind in ("offline", "online"))
-    with pytest.raises(RecipeError, match=r"stages\.0\.optimizer\.name = 'adamw_8bit' .*EBBFLOW_TRAIN_PROCESSES=1"):
+    offline, online = (
+        recipe_of({"kind": kind}, output=str(tmp_path)) for kind in ("offline", "online")
+    )
+    with pytest.raises(
+        RecipeError, match=r"stages\.0\.optimizer\.name = 'adamw_8bit' .*EBBFLOW_TRAIN_PROCESSES=1"
+    ):
         check_recipe(offline, "", on_cluster=False, processes=2)
     for recipe, processes in ((offline, 1), (online, 2)):
-        with pytest.raises(RecipeError, match=r"stages\.0\.optimizer\.name = 'adamw_8bit' needs bitsandbytes"):
+        with pytest.raises(
+            RecipeError, match=r"stages\.0\.optimizer\.name = 'adamw_8bit' needs bitsandbytes"
+        ):
             check_recipe(recipe, "", on_cluster=False, processes=processes)
 
 
 def test_a_policy_that_is_sharded_or_offloaded_has_none():
-    config, parameters = OptimizerConfig.model_validate(EIGHT), {"a": torch.nn.Parameter(torch.zeros(1))}
+    config = OptimizerConfig.model_validate(EIGHT)
+    parameters = {"a": torch.nn.Parameter(torch.zeros(1))}
     for sharded, named in ((True, "processes"), (False, "memory")):
         with pytest.raises(RecipeError, match=f"optimizer.name = 'adamw_8bit' .* {named}"):
-            make_optimizer(SimpleNamespace(parameters=parameters, sharded=sharded, offloaded=not sharded), config)
+            make_optimizer(
+                SimpleNamespace(parameters=parameters, sharded=sharded, offloaded=not sharded),
+                config,
+            )
 
 
 def test_the_extra_is_named_where_the_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(RecipeError, match=r'^optimizer\.name .* run `pip install "ebbflow\[8bit\]"`, or take adamw'):
+    with pytest.raises(
+        RecipeError, match=r'^optimizer\.name .* run `pip install "ebbflow\[8bit\]"`, or take adamw'
+    ):
         make_optimizer(plain(), OptimizerConfig.model_validate(EIGHT))
 
 
 def plain():
-    """What an optimiser needs of a policy: parameters with and without 4,096 elements, and one whose last block is not full."""
+    """What an optimiser needs of a policy: parameters with and without 4,096 elements, and one
+    whose last block is not full.
+    """
     draws = torch.Generator().manual_seed(0)
     shapes = {"large": (64, 128), "odd": (65, 67), "small": (16,)}
-    parameters = {name: torch.nn.Parameter(torch.randn(shape, generator=draws)) for name, shape in shapes.items()}
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=draws))
+        for name, shape in shapes.items()
+    }
     return SimpleNamespace(parameters=parameters, sharded=False, offloaded=False)
 
 
 def descend(name, steps, **keys):
     """(parameters, losses) on the way to 1."""
-    policy, losses = plain(), []
-    optimizer = make_optimizer(policy, OptimizerConfig.model_validate({**EIGHT, "name": name, **keys}))
+    policy = plain()
+    losses = []
+    optimizer = make_optimizer(
+        policy, OptimizerConfig.model_validate({**EIGHT, "name": name, **keys})
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         loss = sum(((value - 1) ** 2).sum() / 2 for value in policy.parameters.values())
@@ -94,9 +124,13 @@ def descend(name, steps, **keys):
 
 
 @installed
-@pytest.mark.parametrize("keys", [{}, {"betas": [0.5, 0.9], "weight_decay": 0.1}], ids=["defaults", "other betas"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"betas": [0.5, 0.9], "weight_decay": 0.1}], ids=["defaults", "other betas"]
+)
 def test_on_a_quadratic_it_stays_close_to_adamw(keys):
-    (exact, expected), (found, losses) = (descend(name, 30, **keys) for name in ("adamw", "adamw_8bit"))
+    (exact, expected), (found, losses) = (
+        descend(name, 30, **keys) for name in ("adamw", "adamw_8bit")
+    )
     assert losses[-1] == pytest.approx(expected[-1], rel=0.01)
     assert losses[-1] < 0.8 * losses[0]
     for name, value in found.items():
@@ -109,7 +143,8 @@ def test_weights_decay_by_the_rate_and_patterns_have_their_own():
     policy = plain()
     factors = [{"parameters": "odd", "factor": 0.5}]
     config = OptimizerConfig.model_validate({**EIGHT, "weight_decay": 0.5, "lr_factors": factors})
-    optimizer, before = make_optimizer(policy, config), values(policy)
+    optimizer = make_optimizer(policy, config)
+    before = values(policy)
     for parameter in policy.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -126,9 +161,14 @@ def test_moments_of_large_parameters_take_a_quarter():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for name, parameter in policy.parameters.items():
-        state, count = state_tensors(optimizer.state[parameter]), parameter.numel()
-        taken = sum(value.nbytes for key, value in state.items() if value.ndim and "qmap" not in key)
-        assert taken == (8 * count if name == "small" else 2 * (count + 4 * math.ceil(count / 256))), name
+        state = state_tensors(optimizer.state[parameter])
+        count = parameter.numel()
+        taken = sum(
+            value.nbytes for key, value in state.items() if value.ndim and "qmap" not in key
+        )
+        assert taken == (
+            8 * count if name == "small" else 2 * (count + 4 * math.ceil(count / 256))
+        ), name
 
 
 @installed
@@ -137,15 +177,24 @@ def test_it_learns_with_the_rates_of_its_schedule(model, config):
     policy = Policy(model, config, 0)
     policy.ensure("old")
     schedule = {"kind": "linear", "warmup": 1, "updates": 11}
-    updater = PolicyUpdater(policy, stage_of(NFT, optimizer={**EIGHT, "lr": 2e-3, "schedule": schedule}))
-    rows, found, seen = forward_rows(model, updater.stage), [], [values(policy)]
+    updater = PolicyUpdater(
+        policy, stage_of(NFT, optimizer={**EIGHT, "lr": 2e-3, "schedule": schedule})
+    )
+    rows = forward_rows(model, updater.stage)
+    found = []
+    seen = [values(policy)]
     for _ in range(12):
         found.append(updater.update(rows, 2))
         seen.append(values(policy))
-    assert [row["lr"] for row in found] == pytest.approx([1e-3, *(2e-3 * left / 10 for left in range(10, -1, -1))])
+    assert [row["lr"] for row in found] == pytest.approx(
+        [1e-3, *(2e-3 * left / 10 for left in range(10, -1, -1))]
+    )
     assert [same(*pair) for pair in pairwise(seen)] == [False] * 11 + [True]
     assert found[-1]["loss"] < found[0]["loss"]
-    assert {updater.optimizer.state[parameter]["state1"].dtype for parameter in policy.parameters.values()} >= {torch.uint8}
+    assert {
+        updater.optimizer.state[parameter]["state1"].dtype
+        for parameter in policy.parameters.values()
+    } >= {torch.uint8}
 
 
 def begin(base_folder, config):
@@ -176,6 +225,9 @@ def test_its_checkpoints_bring_back_every_bit(base_folder, tmp_path, config):
         push(updater, 2, seed=2)
     assert same(values(through.policy), values(second.policy))
     for name, parameter in through.policy.parameters.items():
-        expected, found = through.optimizer.state[parameter], second.optimizer.state[second.policy.parameters[name]]
+        expected = through.optimizer.state[parameter]
+        found = second.optimizer.state[second.policy.parameters[name]]
         assert same(state_tensors(expected), state_tensors(found)), name
-        assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in expected.items()}
+        assert {key: type(value) for key, value in found.items()} == {
+            key: type(value) for key, value in expected.items()
+        }

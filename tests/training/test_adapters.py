@@ -35,12 +35,16 @@ def predict(of):
     """The velocity at fixed points."""
     latents = torch.randn(3, *of.latent_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return of.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"]))
+        return of.velocity(
+            latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"])
+        )
 
 
 def saved(policy, folder):
     config = policy.config
-    policy.save(folder, PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=3))
+    policy.save(
+        folder, PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=3)
+    )
     return folder
 
 
@@ -71,7 +75,9 @@ def test_diffusers_computes_the_same(base_folder, open_pipeline, model, tmp_path
         pipeline.load_lora_weights(tmp_path / "policy")
         peer.transformer = pipeline.transformer
     else:
-        peer.transformer = SD3Transformer2DModel.from_pretrained(tmp_path / "policy" / "transformer").eval()
+        peer.transformer = SD3Transformer2DModel.from_pretrained(
+            tmp_path / "policy" / "transformer"
+        ).eval()
     assert (predict(peer) - predict(model)).abs().max() < 1e-5
 
 
@@ -87,7 +93,8 @@ def test_the_closed_form(base_folder, model, name):
             if ".lora_A." not in key:
                 continue
             layer = key.removesuffix(".lora_A.default.weight")
-            second, weight = policy.parameters[f"{layer}.lora_B.default.weight"], weights[f"{layer}.weight"]
+            second = policy.parameters[f"{layer}.lora_B.default.weight"]
+            weight = weights[f"{layer}.weight"]
             weight += 12 / math.sqrt(4) * second @ first
             if config.dora:
                 length = policy.parameters[f"{layer}.lora_magnitude_vector.default.weight"]
@@ -99,9 +106,16 @@ def test_dora_starts_at_a_rounded_base(base_folder):
     rounded = {}
     for name, config in {"dora": VARIANTS["dora"], "lora": PolicyConfig(**SMALL)}.items():
         policy = Policy(load_model(base_folder, ModelConfig(precision="bfloat16")), config, 0)
-        latents = torch.randn(2, *policy.model.latent_shape, generator=torch.Generator().manual_seed(1))
+        latents = torch.randn(
+            2, *policy.model.latent_shape, generator=torch.Generator().manual_seed(1)
+        )
         with torch.no_grad():
-            rounded[name] = velocity(policy.model, latents, torch.tensor([1.0, 0.1]), policy.model.encode_texts(["ABCD", "Q"]))
+            rounded[name] = velocity(
+                policy.model,
+                latents,
+                torch.tensor([1.0, 0.1]),
+                policy.model.encode_texts(["ABCD", "Q"]),
+            )
         assert all(value.dtype == torch.float32 for value in policy.parameters.values())
     assert torch.equal(rounded["dora"], rounded["lora"])
 
@@ -116,7 +130,10 @@ def test_dora_is_never_merged(model):
 
 @pytest.mark.parametrize("name", ["some layers", "full, some layers"])
 def test_only_the_chosen_layers_are_trained(model, name):
-    layers = {key.rpartition(".attn.")[2].partition(".")[0] for key in Policy(model, VARIANTS[name], 0).parameters}
+    layers = {
+        key.rpartition(".attn.")[2].partition(".")[0]
+        for key in Policy(model, VARIANTS[name], 0).parameters
+    }
     assert layers == {"to_q", "to_k", "to_v", "add_v_proj"}
 
 
@@ -132,7 +149,10 @@ def test_kaiming_is_uniform_and_gaussian_is_not(base_folder):
 
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_layers_that_do_not_exist_are_named(model, train):
-    with pytest.raises(PolicyError, match=r"policy.layers = \['blocks.9.\*'\]: no layer .*has such a name. Layers are called "):
+    with pytest.raises(
+        PolicyError,
+        match=r"policy.layers = \['blocks.9.\*'\]: no layer .*has such a name. Layers are called ",
+    ):
         Policy(model, PolicyConfig(train=train, layers=["blocks.9.*"]), 0)
 
 
@@ -162,17 +182,28 @@ def test_parameters_are_counted(model):
         if isinstance(layer, torch.nn.Linear)
     }
     policy = Policy(model, VARIANTS["dora"], 0)
-    assert lora_parameters(linears, model.lora_targets, 4, dora=True) == sum(map(torch.numel, policy.parameters.values()))
+    assert lora_parameters(linears, model.lora_targets, 4, dora=True) == sum(
+        map(torch.numel, policy.parameters.values())
+    )
 
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"policy": {"dora": True, "init": "kaiming"}}, "init, dora: is for adapters; set train to lora"),
-        ({"policy": {"train": "lora", "rslora": True}, "model": {"family": "sd3", "path": "base"},
-          "stages": [{"kind": "online", "engine": "vllm_omni"}]}, "knows adapters without policy.rslora and policy.dora"),
+        (
+            {"policy": {"dora": True, "init": "kaiming"}},
+            "init, dora: is for adapters; set train to lora",
+        ),
+        (
+            {
+                "policy": {"train": "lora", "rslora": True},
+                "model": {"family": "sd3", "path": "base"},
+                "stages": [{"kind": "online", "engine": "vllm_omni"}],
+            },
+            "knows adapters without policy.rslora and policy.dora",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_explained(recipe, message):
     with pytest.raises(RecipeError, match=message):
         Recipe.model_validate(recipe)

@@ -1,4 +1,6 @@
-"""From samples to rows: every row belongs to its sample, groups stay whole, and a sample's draws are its own."""
+"""From samples to rows: every row belongs to its sample, groups stay whole, and a sample's draws
+are its own.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_cases import ALONE, GROUPS, PAIRS, TEXTS, forward_rows, rollout, samples, schedule_of, stage_of, trajectory_rows
+from training_cases import (
+    ALONE,
+    GROUPS,
+    PAIRS,
+    TEXTS,
+    forward_rows,
+    rollout,
+    samples,
+    schedule_of,
+    stage_of,
+    trajectory_rows,
+)
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.seeding import Stream, generator
-from ebbflow.training.batches import CorrectedRollout, forward_batch, micro_batches, parts, passes, trajectory_batch
+from ebbflow.training.batches import (
+    CorrectedRollout,
+    forward_batch,
+    micro_batches,
+    parts,
+    passes,
+    trajectory_batch,
+)
 
 STAGE = stage_of("mix_grpo", sampler={"steps": 5})
 
@@ -39,15 +59,22 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
         assert torch.equal(batch.next_latents[row], trajectory.next_latents[sample, index])
         assert torch.equal(batch.old_mean[row], trajectory.means[sample, index])
         assert torch.equal(batch.old_log_prob[row], trajectory.log_probs[sample, index])
-        assert torch.equal(batch.inputs.at(slice(row, row + 1))[2]["embeds"][0], conditioning["embeds"][sample])
-    assert batch.describe(1) == f"prompt 2, sample 7, denoising step 2 (sigma {model.sigmas(5)[2].item():.4f})"
+        assert torch.equal(
+            batch.inputs.at(slice(row, row + 1))[2]["embeds"][0], conditioning["embeds"][sample]
+        )
+    assert (
+        batch.describe(1)
+        == f"prompt 2, sample 7, denoising step 2 (sigma {model.sigmas(5)[2].item():.4f})"
+    )
 
 
 def test_terms_that_the_correction_rejects_are_not_there(model):
     trajectory, conditioning, keys = rollout(model, STAGE.sampler, (0, 2))
     keep = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 0], [1, 0], [1, 1]]).bool()
     weight = torch.arange(12.0).view(6, 2)
-    apply_rollout_correction = dataclasses.replace(CorrectedRollout.nothing(trajectory), keep=keep, weight=weight)
+    apply_rollout_correction = dataclasses.replace(
+        CorrectedRollout.nothing(trajectory), keep=keep, weight=weight
+    )
     advantage = torch.arange(6.0)
     batch = trajectory_batch(apply_rollout_correction, conditioning, advantage, keys, STAGE.sampler)
     assert batch.weight.tolist() == [0, 1, 3, 4, 5, 8, 10, 11]
@@ -73,9 +100,12 @@ def test_the_terms_of_a_part_are_those_rows_of_the_whole(model):
 
 def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     clean, conditioning, _, keys = samples(model)
-    advantage, stage = torch.arange(6.0), stage_of({"name": "sft", "noise_levels": 3, "sigma": {"kind": "uniform"}})
+    advantage = torch.arange(6.0)
+    stage = stage_of({"name": "sft", "noise_levels": 3, "sigma": {"kind": "uniform"}})
     schedule = schedule_of(model, stage)
-    batch = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=0)
+    batch = forward_batch(
+        clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=0
+    )
     sigma = batch.inputs.sigma.view(6, 3)  # the draws of a sample are adjacent
     for draw in range(3):
         assert ((sigma[:, draw] >= draw / 3) & (sigma[:, draw] <= (draw + 1) / 3)).all()
@@ -85,18 +115,33 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
         assert torch.equal(batch.clean[row], clean[row // 3])
         assert batch.advantage[row] == row // 3
         assert batch.keys.prompt_ids[row] == row // 3
-        assert torch.equal(batch.inputs.at(slice(row, row + 1))[2]["pooled"][0], conditioning["pooled"][row // 3])
+        assert torch.equal(
+            batch.inputs.at(slice(row, row + 1))[2]["pooled"][0], conditioning["pooled"][row // 3]
+        )
     assert len({tuple(row.flatten()[:4].tolist()) for row in batch.noise}) == 18
     assert batch.group_index.tolist() == list(range(18))
     assert batch.weight.tolist() == [1.0] * 18
-    later = forward_batch(clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=1)
+    later = forward_batch(
+        clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=1
+    )
     assert not (later.noise == batch.noise).flatten(1).all(1).any()
     # A sample's draws are its own: they do not depend on who else is in the batch.
-    alone = forward_batch(*(of[4:5] for of in (clean,)), conditioning.rows(slice(4, 5)), advantage[4:5],
-                          keys.rows(slice(4, 5)), ALONE[:1], stage.hyper, schedule, visit=0)  # fmt: skip
+    alone = forward_batch(
+        *(of[4:5] for of in (clean,)),
+        conditioning.rows(slice(4, 5)),
+        advantage[4:5],
+        keys.rows(slice(4, 5)),
+        ALONE[:1],
+        stage.hyper,
+        schedule,
+        visit=0,
+    )
     assert torch.equal(alone.noise, batch.noise[12:15])
     assert torch.equal(alone.inputs.sigma, batch.inputs.sigma[12:15])
-    assert batch.describe(13) == f"prompt 4, sample 7, noised to sigma {batch.inputs.sigma[13].item():.4f}"
+    assert (
+        batch.describe(13)
+        == f"prompt 4, sample 7, noised to sigma {batch.inputs.sigma[13].item():.4f}"
+    )
 
 
 @pytest.mark.parametrize("group_index", [PAIRS, GROUPS], ids=["pairs", "groups"])
@@ -121,7 +166,9 @@ def test_a_unit_shares_sigma_and_noise_and_stays_together(model, group_index):
 
 def test_samples_of_a_group_can_have_noise_of_their_own(model):
     keys = {"noise_levels": 2, "sigma": {"kind": "uniform"}}
-    shared, own = (forward_rows(model, stage_of({"name": name, **keys}), GROUPS) for name in ("dgpo", "crd"))
+    shared, own = (
+        forward_rows(model, stage_of({"name": name, **keys}), GROUPS) for name in ("dgpo", "crd")
+    )
     assert torch.equal(own.inputs.sigma, shared.inputs.sigma)
     assert torch.equal(own.group_index, shared.group_index)
     assert len({tuple(noise.flatten()[:4].tolist()) for noise in own.noise}) == len(own.noise) == 12
@@ -132,31 +179,47 @@ def test_samples_of_a_group_can_have_noise_of_their_own(model):
 
 def numbered(batch):
     """(sample, number of its draw, noise) of each row."""
-    return [(sample, int(group) % 2, noise) for sample, group, noise in
-            zip(batch.keys.prompt_ids, batch.group_index, batch.noise, strict=True)]  # fmt: skip
+    return [
+        (sample, int(group) % 2, noise)
+        for sample, group, noise in zip(
+            batch.keys.prompt_ids, batch.group_index, batch.noise, strict=True
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", ["dgpo", "crd"])
 def test_a_unit_draws_the_same_alone(model, name):
     stage = stage_of({"name": name, "noise_levels": 2})
-    whole, last = forward_rows(model, stage, GROUPS), forward_rows(model, stage, GROUPS, 3, 6)
+    whole = forward_rows(model, stage, GROUPS)
+    last = forward_rows(model, stage, GROUPS, 3, 6)
     rows = [row for row in range(12) if whole.keys.prompt_ids[row] >= 3]
     assert torch.equal(last.noise, whole.noise[rows])
     assert torch.equal(last.inputs.sigma, whole.inputs.sigma[rows])
 
 
 def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
-    count, draws = 400, 4
-    stage = stage_of({"name": "diffusion_dpo", "noise_levels": draws, "sigma": {"kind": "logit_normal"}})
+    count = 400
+    draws = 4
+    stage = stage_of(
+        {"name": "diffusion_dpo", "noise_levels": draws, "sigma": {"kind": "logit_normal"}}
+    )
     keys = SampleKeys(1, list(range(count)), [0] * count)
-    clean, conditioning = torch.zeros(count, 1, 1, 1), model.encode_texts(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
-    advantage, schedule = torch.zeros(count), schedule_of(model, stage)
-    batch = forward_batch(clean, conditioning, advantage, keys, np.arange(count), stage.hyper, schedule, visit=0)
+    clean = torch.zeros(count, 1, 1, 1)
+    conditioning = model.encode_texts(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
+    advantage = torch.zeros(count)
+    schedule = schedule_of(model, stage)
+    batch = forward_batch(
+        clean, conditioning, advantage, keys, np.arange(count), stage.hyper, schedule, visit=0
+    )
     logit = torch.logit(batch.inputs.sigma.double())
     quantile = torch.special.ndtr(logit).view(count, draws)
     for draw in range(draws):
-        assert ((quantile[:, draw] >= draw / draws - 1e-5) & (quantile[:, draw] <= (draw + 1) / draws + 1e-5)).all()
-    # Stratified draws of N(0, 1): closer to it than independent ones, whose mean would be off by 1 / 40.
+        assert (
+            (quantile[:, draw] >= draw / draws - 1e-5)
+            & (quantile[:, draw] <= (draw + 1) / draws + 1e-5)
+        ).all()
+    # Stratified draws of N(0, 1): closer to it than independent ones, whose mean would be off by 1
+    # / 40.
     assert logit.mean().item() == pytest.approx(0, abs=0.05)
     assert logit.std().item() == pytest.approx(1, abs=0.05)
     assert logit.median().item() == pytest.approx(NormalDist().inv_cdf(0.5), abs=0.05)
@@ -169,15 +232,21 @@ def test_sigma_and_noise_are_the_first_numbers_of_the_samples_own_generator(mode
     batch = forward_batch(*samples(model), ALONE, stage.hyper, schedule_of(model, stage), visit=2)
     for row in range(18):
         sample, draw = divmod(row, 3)
-        own = generator(keys.seed, keys.prompt_ids[sample], keys.samples[sample], 2 * 3 + draw, Stream.TRAINING)
+        own = generator(
+            keys.seed, keys.prompt_ids[sample], keys.samples[sample], 2 * 3 + draw, Stream.TRAINING
+        )
         expected = (np.float32(draw) + own.random(dtype=np.float32)) / np.float32(3)
         assert batch.inputs.sigma[row].item() == expected.item()
-        assert np.array_equal(batch.noise[row].numpy(), own.standard_normal(model.latent_shape, dtype=np.float32))
+        assert np.array_equal(
+            batch.noise[row].numpy(), own.standard_normal(model.latent_shape, dtype=np.float32)
+        )
 
 
 @pytest.mark.parametrize("group_index", [ALONE, GROUPS], ids=["alone", "groups"])
 def test_sigmas_of_the_schedule_are_those_of_the_stages_sampler(model, group_index):
-    stage = stage_of({"name": "diffusion_nft", "noise_levels": 4}, sampler={"name": "ode", "steps": 5})
+    stage = stage_of(
+        {"name": "diffusion_nft", "noise_levels": 4}, sampler={"name": "ode", "steps": 5}
+    )
     batch = forward_rows(model, stage, group_index)
     for sample in range(6):
         drawn = batch.inputs.sigma[[prompt_id == sample for prompt_id in batch.keys.prompt_ids]]
@@ -198,7 +267,9 @@ def test_parts_cover_every_row_once_and_tear_no_unit(sizes, data):
     group_index = as_units(sizes)
     found = parts(group_index, count)
     assert len(found) == count
-    assert [row for part in found for row in range(len(group_index))[part]] == list(range(len(group_index)))
+    assert [row for part in found for row in range(len(group_index))[part]] == list(
+        range(len(group_index))
+    )
     units_of = [set(group_index[part].tolist()) for part in found]
     assert all(units_of)
     assert sum(map(len, units_of)) == len(sizes)
@@ -211,7 +282,10 @@ def test_micro_batches_hold_at_most_their_size(sizes, size):
     count = micro_batches(group_index, size)
     assert 1 <= count <= len(sizes)
     assert count == passes(len(sizes), max(sizes), size)
-    assert all(len(range(len(group_index))[part]) <= max(size, *sizes) for part in parts(group_index, count))
+    assert all(
+        len(range(len(group_index))[part]) <= max(size, *sizes)
+        for part in parts(group_index, count)
+    )
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 6), (4, 2), (6, 1), (100, 1)])

@@ -1,4 +1,5 @@
-"""Training that goes on from a checkpoint ends with the same bytes as training that never stopped."""
+"""Training that goes on from a checkpoint ends with the same bytes as training that never
+stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def start(make_recipe, base_folder):
 @pytest.fixture
 def checkpoints(make_recipe, tmp_path):
     """``checkpoints(**online)``: those of a stage, in the same folder each time."""
-    return lambda **online: Checkpoints(StageContext(make_recipe(online=online), 0, 0), tmp_path / "kept")
+    return lambda **online: Checkpoints(
+        StageContext(make_recipe(online=online), 0, 0), tmp_path / "kept"
+    )
 
 
 def push(updater, count, seed):
@@ -50,9 +53,13 @@ def push(updater, count, seed):
 
 def everything(updater):
     values = {"parameters": updater.policy.parameters, **updater.policy.copies}
-    tensors = {f"{name}/{key}": value for name, copy in values.items() for key, value in copy.items()}
+    tensors = {
+        f"{name}/{key}": value for name, copy in values.items() for key, value in copy.items()
+    }
     for name, parameter in updater.policy.parameters.items():
-        tensors |= {f"{name}/{key}": value for key, value in updater.optimizer.state[parameter].items()}
+        tensors |= {
+            f"{name}/{key}": value for key, value in updater.optimizer.state[parameter].items()
+        }
     return tensors
 
 
@@ -61,7 +68,10 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, 
     through, first, second = (start(policy) for _ in range(3))
     push(through, 3, seed=1)
     push(first, 3, seed=1)
-    first.steps, first.alarms, first.drift, first.drifted = 2, ["velocity drift"], 0.5, True
+    first.steps = 2
+    first.alarms = ["velocity drift"]
+    first.drift = 0.5
+    first.drifted = True
     with checkpoints().saving(2, {"samples": 16}) as folder:
         write_part(folder, first)
     folder, state = checkpoints().newest()
@@ -71,7 +81,8 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, 
     assert counted == (3, 2, ["velocity drift"], 0.5, True)
     for updater in (through, second):
         push(updater, 2, seed=2)
-    expected, found = everything(through), everything(second)
+    expected = everything(through)
+    found = everything(second)
     assert expected.keys() == found.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
@@ -143,7 +154,15 @@ def test_the_best_one_is_whole(checkpoints, tmp_path, caplog):
     assert re.search("passed over.*step-00002", caplog.text)
 
 
-DAMAGED = ['{"score": 99.0}', '{"score": "high"}', '{"score": NaN}', "[]", "null", "{", "[" * 100_000]
+DAMAGED = [
+    '{"score": 99.0}',
+    '{"score": "high"}',
+    '{"score": NaN}',
+    "[]",
+    "null",
+    "{",
+    "[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -163,7 +182,9 @@ def test_a_damaged_state_of_an_older_one_is_never_the_best(checkpoints, tmp_path
 def test_a_state_of_another_version_is_named(checkpoints, tmp_path, content):
     with new_folder(tmp_path / "kept" / "step-00001") as unfinished:
         (unfinished / "state.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"step-00001/state\.json is damaged, or of another version.*; remove"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00001/state\.json is damaged, or of another version.*; remove"
+    ):
         checkpoints().newest()
 
 
@@ -181,7 +202,9 @@ def test_what_lies_beside_checkpoints_is_left_alone(checkpoints, tmp_path):
 
 @pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), (3, [3])])
 def test_they_are_due_every_so_many_steps(checkpoints, every, due):
-    assert [step for step in range(1, 6) if checkpoints(checkpoints={"every": every}).due(step)] == due
+    assert [
+        step for step in range(1, 6) if checkpoints(checkpoints={"every": every}).due(step)
+    ] == due
 
 
 def test_none_is_due_where_none_is_wanted(checkpoints):

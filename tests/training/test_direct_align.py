@@ -1,4 +1,6 @@
-"""SRPO and Direct-Align: against the published recovery written by hand, closed forms, and a tiny CLIP that reads the words."""
+"""SRPO and Direct-Align: against the published recovery written by hand, closed forms, and a tiny
+CLIP that reads the words.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,24 @@ def waves(images, prompts):
 
 def make(base_folder, score=waves, update=0, keys=KEYS, lr=1.0, **hyper):
     """(updater, its batch) of rows for ``PROMPTS``; plain descent with a rate."""
-    stage = {"algorithm": {"name": "srpo", **hyper}, "sampler": {"steps": 4}, "reference": {"weight": 0.0}}
+    stage = {
+        "algorithm": {"name": "srpo", **hyper},
+        "sampler": {"steps": 4},
+        "reference": {"weight": 0.0},
+    }
     config = OnlineStageConfig.model_validate(stage | {"optimizer": {"max_grad_norm": 1e9}})
     model = load_model(base_folder)
     policy = Policy(model, PolicyConfig(), 0)
-    updater = PolicyUpdater(policy, config, optimizer=torch.optim.SGD(policy.parameters.values(), lr))
+    updater = PolicyUpdater(
+        policy, config, optimizer=torch.optim.SGD(policy.parameters.values(), lr)
+    )
     clean = initial_noise(model.latent_shape, SampleKeys(5, keys.prompt_ids, keys.samples)) / 2
-    samples = (clean, model.encode_texts(TEXTS).rows(torch.tensor(keys.prompt_ids)), torch.zeros(len(keys)), keys)
+    samples = (
+        clean,
+        model.encode_texts(TEXTS).rows(torch.tensor(keys.prompt_ids)),
+        torch.zeros(len(keys)),
+        keys,
+    )
     prompts = [PROMPTS[index] for index in keys.prompt_ids]
     scored = lambda latents, prompts, decode: score(decode(latents), prompts)  # noqa: E731
     return updater, direct_align_batch(model, *samples, prompts, config.hyper, update, scored)
@@ -61,16 +74,21 @@ def by_hand(base_folder, batch, config, words):
     policy = Policy(model, PolicyConfig(), 0)
     losses = []
     for row in range(2 * COUNT):
-        prompt, inversion = PROMPTS[row // 2], row % 2
-        clean, noise = batch.clean[row], initial_noise(model.latent_shape, KEYS)[row // 2]
-        start, end = batch.inputs.sigma[row], batch.end_sigma[row]
+        prompt = PROMPTS[row // 2]
+        inversion = row % 2
+        clean = batch.clean[row]
+        noise = initial_noise(model.latent_shape, KEYS)[row // 2]
+        start = batch.inputs.sigma[row]
+        end = batch.end_sigma[row]
         noisy = start * noise + (1 - start) * clean
         velocity = predict(model, noisy[None], start[None], model.encode_texts([prompt.prompt]))[0]
         image = model.pixels(((noisy + (end - start) * velocity - end * noise) / (1 - end))[None])
         ends = config.inversion_discount if inversion else config.discount
         discount = np.interp(min(start, end), [config.min_sigma, config.max_sigma], ends)
         texts = [f"{word}. {prompt.prompt}" for word in (reversed(words) if inversion else words)]
-        raised, lowered = (waves(image, [Prompt(0, text, "", None, "", "train", "{}")]) for text in texts)
+        raised, lowered = (
+            waves(image, [Prompt(0, text, "", None, "", "train", "{}")]) for text in texts
+        )
         losses.append((config.target - (1 + discount) * raised + lowered).clamp_min(0))
     return torch.cat(losses), policy
 
@@ -84,7 +102,9 @@ def test_the_gradient_is_that_of_the_published_recovery(base_folder, passes):
     losses.mean().backward()
     assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     assert metrics["srpo/active"] == 1
-    moved = {name: before[name] - value.detach() for name, value in updater.policy.parameters.items()}
+    moved = {
+        name: before[name] - value.detach() for name, value in updater.policy.parameters.items()
+    }
     assert max(value.abs().max() for value in moved.values()) > 1e-5
     for key, parameter in policy.parameters.items():
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -94,7 +114,8 @@ def test_the_gradient_is_that_of_the_published_recovery(base_folder, passes):
 def test_rows_end_in_the_band_and_start_on_both_sides(base_folder):
     keys = SampleKeys(3, [0, 1, 2] * 20, list(range(60)))
     _, batch = make(base_folder, keys=keys, min_sigma=0.2, max_sigma=0.7, jump=0.3)
-    start, end = batch.inputs.sigma.view(-1, 2), batch.end_sigma.view(-1, 2)
+    start = batch.inputs.sigma.view(-1, 2)
+    end = batch.end_sigma.view(-1, 2)
     assert (start[:, 0] > end[:, 0]).all()
     assert (start[:, 1] < end[:, 1]).all()
     torch.testing.assert_close(start[:, 0] - end[:, 0], end[:, 1] - start[:, 1])
@@ -106,8 +127,12 @@ def test_rows_end_in_the_band_and_start_on_both_sides(base_folder):
     assert end[:, 0].quantile(0.5).item() == pytest.approx(0.45, abs=0.1)
     assert batch.group_index.tolist() == list(range(120))
     assert list(batch.keys.samples) == [row // 2 for row in range(120)]
-    assert batch.describe(1).startswith(f"prompt 0, sample 0, step from sigma {start[0, 1]:.4f} to {end[0, 1]:.4f}")
-    _, alone = make(base_folder, keys=keys.rows(slice(7, 8)), min_sigma=0.2, max_sigma=0.7, jump=0.3)
+    assert batch.describe(1).startswith(
+        f"prompt 0, sample 0, step from sigma {start[0, 1]:.4f} to {end[0, 1]:.4f}"
+    )
+    _, alone = make(
+        base_folder, keys=keys.rows(slice(7, 8)), min_sigma=0.2, max_sigma=0.7, jump=0.3
+    )
     torch.testing.assert_close(alone.inputs.latents, batch.inputs.latents[14:16])
 
 
@@ -139,17 +164,26 @@ def linear_rows(sigma, end):
 
 
 def test_the_loss_is_its_closed_form():
-    config = SRPOConfig(min_sigma=0.5, max_sigma=0.9, discount=[0.1, 0.3], inversion_discount=[0.6, 0.2], target=None)
+    config = SRPOConfig(
+        min_sigma=0.5,
+        max_sigma=0.9,
+        discount=[0.1, 0.3],
+        inversion_discount=[0.6, 0.2],
+        target=None,
+    )
     rows, positive, negative = linear_rows([0.8, 0.6], [0.7, 0.7])
     loss, metrics = srpo.loss(rows, config)
     (gradient,) = torch.autograd.grad(loss.sum(), rows.velocity)
     reach = 0.1 / 0.3  # of the step, over 1 - .7
-    # The denoising branch has the discount of sigma .7, halfway; the inversion branch that of sigma .6, a quarter of the way.
+    # The denoising branch has the discount of sigma .7, halfway; the inversion branch that of sigma
+    # .6, a quarter of the way.
     torch.testing.assert_close(gradient[0], reach * (1.2 * positive[0] - negative[0]))
     torch.testing.assert_close(gradient[1], -reach * (1.5 * negative[1] - positive[1]))
     both = [metrics["srpo/reward"], metrics["srpo/reward"] - metrics["srpo/margin"]]
     recovered = rows.recovered
-    torch.testing.assert_close(both, [(weights * recovered).sum((1, 2)) for weights in (positive, negative)])
+    torch.testing.assert_close(
+        both, [(weights * recovered).sum((1, 2)) for weights in (positive, negative)]
+    )
     relative = -loss.detach()
 
     target = relative.mean().item()  # between the two
@@ -159,7 +193,13 @@ def test_the_loss_is_its_closed_form():
 
 
 def test_without_words_the_two_branches_pull_at_one_reward_by_their_discounts():
-    config = SRPOConfig(min_sigma=0.5, max_sigma=0.9, discount=[0.3, 0.3], inversion_discount=[0.1, 0.1], target=None)
+    config = SRPOConfig(
+        min_sigma=0.5,
+        max_sigma=0.9,
+        discount=[0.3, 0.3],
+        inversion_discount=[0.1, 0.1],
+        target=None,
+    )
     rows, weights, _ = linear_rows([0.8, 0.6], [0.7, 0.7])
     same = DirectAlignRows(**{**vars(rows), "rewards": lambda x: ((weights * x).sum((1, 2)),) * 2})
     loss, metrics = srpo.loss(same, config)
@@ -189,7 +229,11 @@ def test_updates_take_the_words_in_turn(base_folder):
     assert DirectAlignConfig.words(config, 0) == ("", "")
     seen = []
     for hyper in (WORDS, {"positive_words": [], "negative_words": []}):
-        updater, batch = make(base_folder, lambda images, prompts: seen.append(prompts) or waves(images, prompts), **hyper)
+        updater, batch = make(
+            base_folder,
+            lambda images, prompts: seen.append(prompts) or waves(images, prompts),
+            **hyper,
+        )
         updater.update(batch, 1)
     texts = [[prompt.prompt for prompt in prompts] for prompts in seen]
     of = [text for text in TEXTS for _ in range(2)]
@@ -198,7 +242,13 @@ def test_updates_take_the_words_in_turn(base_folder):
 
 def test_a_clip_moves_samples_from_the_negative_word_to_the_positive(base_folder, tmp_path):
     reward = load_reward(make_reward("clipscore", tmp_path / "clip"))
-    words = {"positive_words": ["cat"], "negative_words": ["dog 3 birds"], "target": None, "min_sigma": 0.3, "max_sigma": 0.8}
+    words = {
+        "positive_words": ["cat"],
+        "negative_words": ["dog 3 birds"],
+        "target": None,
+        "min_sigma": 0.3,
+        "max_sigma": 0.8,
+    }
     updater, batch = make(base_folder, reward.with_gradient, lr=3.0, **words)
     before = margin(updater.policy.model, reward)
     for _ in range(3):
@@ -209,15 +259,22 @@ def test_a_clip_moves_samples_from_the_negative_word_to_the_positive(base_folder
 @torch.no_grad()
 def margin(model, reward):
     """How much more samples of a policy look like the positive word than like the negative one."""
-    latents = generate(model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=4)).latents
+    latents = generate(
+        model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=4)
+    ).latents
     images = model.pixels(latents)
-    prompts = ([Prompt(0, f"{word}. {text}", "", None, "", "train", "{}") for text in TEXTS] for word in ("cat", "dog 3 birds"))
+    prompts = (
+        [Prompt(0, f"{word}. {text}", "", None, "", "train", "{}") for text in TEXTS]
+        for word in ("cat", "dog 3 birds")
+    )
     positive, negative = (reward.with_gradient(images, shown) for shown in prompts)
     return (positive - negative).mean().item()
 
 
 def test_a_band_without_width_is_refused_and_a_user_s_own_loss_is_tried():
-    with pytest.raises(ValidationError, match=re.escape("min_sigma = 0.8 is not below max_sigma = 0.5")):
+    with pytest.raises(
+        ValidationError, match=re.escape("min_sigma = 0.8 is not below max_sigma = 0.5")
+    ):
         SRPOConfig(min_sigma=0.8, max_sigma=0.5)
     with pytest.raises(ValidationError):
         SRPOConfig(discount=[0.1])

@@ -1,4 +1,6 @@
-"""``ebbflow export`` prints the line of Python that loads what it wrote; tests/models has diffusers' families."""
+"""``ebbflow export`` prints the line of Python that loads what it wrote; tests/models has
+diffusers' families.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ def test_the_line_that_is_printed_loads_the_export(base_folder, tmp_path, monkey
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     config = ModelConfig(family=family, path=None if family == "glyph" else "x")
     write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", PolicyConfig(), config)
-    command = ["export", tmp_path / "policy", tmp_path / "exported", "--base", base_folder, "--allow-code", family]
+    command = [
+        "export",
+        tmp_path / "policy",
+        tmp_path / "exported",
+        "--base",
+        base_folder,
+        "--allow-code",
+        family,
+    ]
     done = CliRunner().invoke(main, list(map(str, command)))
     assert done.exit_code == 0, done.output
     names = {}

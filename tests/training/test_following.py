@@ -1,4 +1,6 @@
-"""The copies that follow the policy: each by its algorithm's schedule for it, and the average that is evaluated and served."""
+"""The copies that follow the policy: each by its algorithm's schedule for it, and the average that
+is evaluated and served.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from training_cases import FULL, GROUPS, LORA, PAIRS, farthest, forward_rows, sgd, stage_of, updater_of
+from training_cases import (
+    FULL,
+    GROUPS,
+    LORA,
+    PAIRS,
+    farthest,
+    forward_rows,
+    sgd,
+    stage_of,
+    updater_of,
+)
 
 from ebbflow.data.records import StageRecord
 from ebbflow.models import load_model
@@ -17,7 +29,13 @@ from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy, save_policy
-from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, Progress, read_policy_metadata, write_base_policy
+from ebbflow.training.policy_metadata import (
+    PolicyError,
+    PolicyMetadata,
+    Progress,
+    read_policy_metadata,
+    write_base_policy,
+)
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move, same, values
 
@@ -31,7 +49,9 @@ def averaged(config):
 
 def take_steps(updater, count, group_index=None):
     """The parameters after each of some steps of one update on the same samples."""
-    batch = forward_rows(updater.policy.model, updater.stage, *(() if group_index is None else (group_index,)))
+    batch = forward_rows(
+        updater.policy.model, updater.stage, *(() if group_index is None else (group_index,))
+    )
     seen = []
     for _ in range(count):
         updater.update(batch, 2)
@@ -78,7 +98,9 @@ CRD = {
 @pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
 def test_the_sampler_and_the_moving_reference_follow_each_by_its_own_schedule(model, config):
     updater = updater_of(model, CRD, config, lr=0.5)
-    start, batch, seen = values(updater.policy), forward_rows(model, updater.stage, GROUPS), []
+    start = values(updater.policy)
+    batch = forward_rows(model, updater.stage, GROUPS)
+    seen = []
     for step in range(4):
         for _ in range(2):  # the copies wait for the end of the rollout step
             before = {name: dict(updater.policy.copies[name]) for name in ("old", "sampling")}
@@ -89,15 +111,24 @@ def test_the_sampler_and_the_moving_reference_follow_each_by_its_own_schedule(mo
         on_policy = same(updater.policy.copies["sampling"], seen[-1])
         assert on_policy == (step < 2)
         assert farthest(updater.policy.copies["old"], updater.policy.copies["sampling"]) > 1e-6
-    assert farthest(updater.policy.copies["old"], followed(start, seen, [0.5, 0.7, 0.7, 0.7])) < 1e-6
-    assert farthest(updater.policy.copies["sampling"], followed(start, seen, [0, 0, 0.5, 0.9])) < 1e-6
+    assert (
+        farthest(updater.policy.copies["old"], followed(start, seen, [0.5, 0.7, 0.7, 0.7])) < 1e-6
+    )
+    assert (
+        farthest(updater.policy.copies["sampling"], followed(start, seen, [0, 0, 0.5, 0.9])) < 1e-6
+    )
     assert same(updater.policy.copies["reference"], start)
 
 
-@pytest.mark.parametrize(("algorithm", "stays"), [("diffusion_nft", True), ("crd", True), ("awm", False)])
-def test_an_old_copy_that_generates_stays_until_its_rollouts_are_learnt_from(model, algorithm, stays):
+@pytest.mark.parametrize(
+    ("algorithm", "stays"), [("diffusion_nft", True), ("crd", True), ("awm", False)]
+)
+def test_an_old_copy_that_generates_stays_until_its_rollouts_are_learnt_from(
+    model, algorithm, stays
+):
     updater = updater_of(model, {"name": algorithm, "old": {"max_decay": 0}})
-    start, batch = values(updater.policy), forward_rows(model, updater.stage, GROUPS)
+    start = values(updater.policy)
+    batch = forward_rows(model, updater.stage, GROUPS)
     for _ in range(2):
         updater.update(batch, 1)
         assert same(updater.policy.copies["old"], start) == stays
@@ -111,7 +142,10 @@ def test_the_reference_of_pairs_is_refreshed_every_so_often(model):
     start = values(updater.policy)
     (after_one,) = take_steps(updater, 1, PAIRS)
     assert same(updater.policy.copies["old"], start)
-    after_two, after_three, after_four = take_steps(updater, 1, PAIRS)[0], *take_steps(updater, 2, PAIRS)
+    after_two, after_three, after_four = (
+        take_steps(updater, 1, PAIRS)[0],
+        *take_steps(updater, 2, PAIRS),
+    )
     assert not same(after_three, after_two)
     assert same(updater.policy.copies["old"], after_four)
     assert same(updater.policy.copies["reference"], start)
@@ -160,7 +194,11 @@ def test_the_average_follows_every_update_of_the_policy(model, config, version):
 def ctx(make_recipe):
     def of(config=FULL, online=None, **rest):
         return StageContext(
-            make_recipe(online=online or {"algorithm": {"name": "sft"}}, policy=config.model_dump(), **rest), 0, 0
+            make_recipe(
+                online=online or {"algorithm": {"name": "sft"}}, policy=config.model_dump(), **rest
+            ),
+            0,
+            0,
         )
 
     return of
@@ -178,12 +216,16 @@ def start(base_folder, tmp_path):
 
 
 def train(ctx, base_folder, folder, trained, updates):
-    """Train a policy folder into another with plain gradient descent; returns (parameters, average) as they were left."""
+    """Train a policy folder into another with plain gradient descent; returns (parameters, average)
+    as they were left.
+    """
     model = load_model(base_folder)
     policy, metadata = open_policy(ctx, model, folder)
     updater = PolicyUpdater(policy, ctx.online, metadata, sgd(policy, 0.5))
     take_steps(updater, updates)
-    record = StageRecord(label="x", algorithm="sft", samples=0, optimizer_steps=updater.updates, seconds={})
+    record = StageRecord(
+        label="x", algorithm="sft", samples=0, optimizer_steps=updater.updates, seconds={}
+    )
     save_policy(ctx, updater, metadata, record, trained)
     return values(policy), policy.copies.get("ema")
 
@@ -198,9 +240,14 @@ def train(ctx, base_folder, folder, trained, updates):
     ],
     ids=lambda algorithm: algorithm["name"],
 )
-def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(base_folder, start, ctx, tmp_path, algorithm):
-    """Three steps in one stage, or one and two in two: the copies are the same, so their schedules did not start again."""
-    ctx, ends = ctx(online={"algorithm": algorithm}), []
+def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(
+    base_folder, start, ctx, tmp_path, algorithm
+):
+    """Three steps in one stage, or one and two in two: the copies are the same, so their schedules
+    did not start again.
+    """
+    ctx = ctx(online={"algorithm": algorithm})
+    ends = []
     for stages in ((3,), (1, 2)):
         folder = start(FULL)
         for number, steps in enumerate(stages):
@@ -208,19 +255,26 @@ def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(base_folder, star
             updater = PolicyUpdater(policy, ctx.online, metadata, sgd(policy, 1e-3))
             take_steps(updater, steps, PAIRS)
             folder = tmp_path / f"{len(stages)}-{number}"
-            record = StageRecord(label="x", algorithm="x", samples=0, optimizer_steps=steps, seconds={})
+            record = StageRecord(
+                label="x", algorithm="x", samples=0, optimizer_steps=steps, seconds={}
+            )
             save_policy(ctx, updater, metadata, record, folder)
         ends.append({name: policy.copies[name] for name in ctx.following})
-        assert read_policy_metadata(folder).progress == Progress(algorithm=algorithm["name"], steps=3, updates=3)
+        assert read_policy_metadata(folder).progress == Progress(
+            algorithm=algorithm["name"], steps=3, updates=3
+        )
         assert all(farthest(copy, values(policy)) > 1e-7 for copy in ends[-1].values())
     assert all(farthest(copy, ends[1][name]) < 1e-7 for name, copy in ends[0].items())
 
 
 @BOTH
 def test_two_stages_of_one_update_are_one_stage_of_two(base_folder, start, ctx, tmp_path, config):
-    """Through a folder in between: training goes on from the parameters themselves, and the average where it was."""
+    """Through a folder in between: training goes on from the parameters themselves, and the average
+    where it was.
+    """
     config = averaged(config)
-    ctx, first = ctx(config), start(config)
+    ctx = ctx(config)
+    first = start(config)
     whole = train(ctx, base_folder, first, tmp_path / "whole", 2)
     train(ctx, base_folder, first, tmp_path / "half", 1)
     halves = train(ctx, base_folder, tmp_path / "half", tmp_path / "halves", 1)
@@ -280,11 +334,17 @@ def save_with_copies(folder, model, algorithm, names=("old",), config=FULL):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "names"), [("diffusion_nft", ("old",)), ("awm", ("old",)), ("crd", ("old", "sampling"))], ids=str
+    ("algorithm", "names"),
+    [("diffusion_nft", ("old",)), ("awm", ("old",)), ("crd", ("old", "sampling"))],
+    ids=str,
 )
-def test_the_copies_of_the_same_algorithm_go_on(base_folder, model, ctx, tmp_path, algorithm, names):
+def test_the_copies_of_the_same_algorithm_go_on(
+    base_folder, model, ctx, tmp_path, algorithm, names
+):
     parameters, copies = save_with_copies(tmp_path / "policy", model, algorithm, names)
-    policy, _ = open_policy(ctx(online={"algorithm": {"name": algorithm}}), load_model(base_folder), tmp_path / "policy")
+    policy, _ = open_policy(
+        ctx(online={"algorithm": {"name": algorithm}}), load_model(base_folder), tmp_path / "policy"
+    )
     assert same(values(policy), parameters)
     assert all(same(policy.copies[name], copy) for name, copy in copies.items())
 
@@ -292,10 +352,16 @@ def test_the_copies_of_the_same_algorithm_go_on(base_folder, model, ctx, tmp_pat
 @pytest.mark.parametrize("before", ["awm", "mix_grpo", ""])
 def test_the_copies_of_another_algorithm_are_dropped(base_folder, model, ctx, tmp_path, before):
     parameters, copies = save_with_copies(tmp_path / "policy", model, before, ("old", "sampling"))
-    policy, _ = open_policy(ctx(online={"algorithm": {"name": "diffusion_nft"}}), load_model(base_folder), tmp_path / "policy")
+    policy, _ = open_policy(
+        ctx(online={"algorithm": {"name": "diffusion_nft"}}),
+        load_model(base_folder),
+        tmp_path / "policy",
+    )
     assert same(policy.copies["old"], parameters)
     assert not same(policy.copies["old"], copies["old"])
-    without, _ = open_policy(ctx(online={"algorithm": {"name": "sft"}}), load_model(base_folder), tmp_path / "policy")
+    without, _ = open_policy(
+        ctx(online={"algorithm": {"name": "sft"}}), load_model(base_folder), tmp_path / "policy"
+    )
     assert not {"old", "sampling"} & without.copies.keys()
 
 
@@ -313,12 +379,17 @@ def test_the_copies_of_another_algorithm_are_dropped(base_folder, model, ctx, tm
     ],
     ids=str,
 )
-def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(base_folder, start, ctx, tmp_path, algorithm, kept):
+def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(
+    base_folder, start, ctx, tmp_path, algorithm, kept
+):
     stage = ctx(online={"algorithm": algorithm})
     policy, metadata = open_policy(stage, load_model(base_folder), start(FULL))
-    record = StageRecord(label="1.1 online", algorithm="x", samples=0, optimizer_steps=4, seconds={})
+    record = StageRecord(
+        label="1.1 online", algorithm="x", samples=0, optimizer_steps=4, seconds={}
+    )
     updater = PolicyUpdater(policy, stage.online, metadata)
-    updater.updates, updater.steps = 4, 2
+    updater.updates = 4
+    updater.steps = 2
     save_policy(stage, updater, metadata, record, tmp_path / "trained")
     written = read_policy_metadata(tmp_path / "trained")
     assert (written.copies, written.version) == (kept, 4)
@@ -336,17 +407,26 @@ def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, ctx, tmp
     teacher.snapshot("ema")
     move(teacher, seed=1)
     base = verify(base_folder)
-    metadata = PolicyMetadata(base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",))
+    metadata = PolicyMetadata(
+        base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",)
+    )
     teacher.save(tmp_path / "teacher", metadata)
     stage = ctx(averaged(config), online={"algorithm": {"name": "distillation", "teacher": "x"}})
-    policy, _ = open_policy(stage, load_model(base_folder), start(averaged(config)), teachers={"teacher": tmp_path / "teacher"})
+    policy, _ = open_policy(
+        stage,
+        load_model(base_folder),
+        start(averaged(config)),
+        teachers={"teacher": tmp_path / "teacher"},
+    )
     assert same(policy.copies["teacher"], teacher.copies["ema"])
     assert same(values(policy), policy.copies["reference"])
     assert "iterate" not in policy.copies
 
 
 @BOTH
-def test_a_teacher_that_the_stage_starts_from_is_what_was_evaluated(base_folder, start, ctx, tmp_path, config):
+def test_a_teacher_that_the_stage_starts_from_is_what_was_evaluated(
+    base_folder, start, ctx, tmp_path, config
+):
     config = averaged(config)
     _, average = train(ctx(config), base_folder, start(config), tmp_path / "trained", 3)
     student = ctx(config, online={"algorithm": {"name": "dmd2"}, "sampler": {"steps": 2}})
@@ -356,14 +436,21 @@ def test_a_teacher_that_the_stage_starts_from_is_what_was_evaluated(base_folder,
     assert farthest(values(policy), average) > 1e-4
 
 
-@pytest.mark.parametrize("other", [{"base_digest": "another"}, {"model": ModelConfig(family="mine.models:load", path="base")}])
+@pytest.mark.parametrize(
+    "other",
+    [{"base_digest": "another"}, {"model": ModelConfig(family="mine.models:load", path="base")}],
+)
 def test_a_teacher_of_another_base_is_refused(base_folder, model, start, ctx, tmp_path, other):
     mine = {"base_digest": verify(base_folder), "recipe_digest": "r", "config": FULL, "version": 1}
     Policy(model, FULL, 0).save(tmp_path / "teacher", PolicyMetadata(**(mine | other)))
     stage = ctx(online={"algorithm": {"name": "distillation", "teacher": "x"}})
     named = other.get("base_digest", "mine.models:load")
-    with pytest.raises(PolicyError, match=f"teacher in .*{named}.* take a teacher of the same base"):
-        open_policy(stage, load_model(base_folder), start(FULL), teachers={"teacher": tmp_path / "teacher"})
+    with pytest.raises(
+        PolicyError, match=f"teacher in .*{named}.* take a teacher of the same base"
+    ):
+        open_policy(
+            stage, load_model(base_folder), start(FULL), teachers={"teacher": tmp_path / "teacher"}
+        )
 
 
 @BOTH
@@ -374,4 +461,6 @@ def test_the_base_can_be_the_teacher_of_a_trained_policy(base_folder, model, sta
     policy.load_copy("teacher", start(config))
     assert same(policy.copies["teacher"], policy.copies["reference"])
     assert same(values(policy), trained)
-    assert not torch.equal(next(iter(trained.values())), next(iter(policy.copies["teacher"].values())))
+    assert not torch.equal(
+        next(iter(trained.values())), next(iter(policy.copies["teacher"].values()))
+    )

@@ -1,4 +1,6 @@
-"""Distribution matching on a network: the student's own steps, what is noised again, and the fake score beside the policy."""
+"""Distribution matching on a network: the student's own steps, what is noised again, and the fake
+score beside the policy.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,19 @@ from ebbflow.training.update import PolicyUpdater
 from tests.training.training_cases import FULL, LORA, TEXTS, farthest, sgd
 
 KEYS = SampleKeys(5, list(range(6)), [3] * 6)
-SAMPLERS = {"dmd2": SamplerConfig(name="cps", eta=1.0, steps=3), "tdm": SamplerConfig(name="ode", steps=3)}
+SAMPLERS = {
+    "dmd2": SamplerConfig(name="cps", eta=1.0, steps=3),
+    "tdm": SamplerConfig(name="ode", steps=3),
+}
 CONFIGS = {"dmd2": DMD2Config(), "tdm": TDMConfig()}
 
 
 def steps_of(model, name, passes=2):
-    policy, sampler = SimpleNamespace(model=model, kept_gathered=nullcontext), SAMPLERS[name]
-    return student_steps(policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), passes)
+    policy = SimpleNamespace(model=model, kept_gathered=nullcontext)
+    sampler = SAMPLERS[name]
+    return student_steps(
+        policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), passes
+    )
 
 
 def batch_of(model, name, draw=0):
@@ -43,22 +51,29 @@ def updater_of(model, name, config=FULL, offload=False, **stage):
     policy.snapshot("teacher")
     policy.snapshot("fake")
     algorithm = {"name": name, "fake_lr_factor": 1.0} | stage.pop("algorithm", {})
-    optimizer = {"lr": 0.05, "weight_decay": 0.0, "eps": 1.0, "max_grad_norm": 1e9} | stage.pop("optimizer", {})
+    optimizer = {"lr": 0.05, "weight_decay": 0.0, "eps": 1.0, "max_grad_norm": 1e9} | stage.pop(
+        "optimizer", {}
+    )
     sampler = SAMPLERS[name].model_dump(exclude_unset=True)
-    config = OnlineStageConfig.model_validate({"algorithm": algorithm, "sampler": sampler, "optimizer": optimizer, **stage})
+    config = OnlineStageConfig.model_validate(
+        {"algorithm": algorithm, "sampler": sampler, "optimizer": optimizer, **stage}
+    )
     return PolicyUpdater(policy, config, optimizer=None if offload else sgd(policy))
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_steps_are_those_of_a_rollout(model, name):
-    steps, sampler = steps_of(model, name), SAMPLERS[name]
+    steps = steps_of(model, name)
+    sampler = SAMPLERS[name]
     end = steps.latents[:, -1] - steps.sigmas[-2] * steps.velocity[:, -1]
     latents = generate(model, model.encode_texts(TEXTS), KEYS, sampler, micro_batch=3).latents
     torch.testing.assert_close(end, latents, rtol=1e-5, atol=1e-6)
 
 
 def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypatch):
-    policy, states, gathered = SimpleNamespace(model=model), [], []
+    policy = SimpleNamespace(model=model)
+    states = []
+    gathered = []
 
     @contextmanager
     def kept_gathered():
@@ -67,7 +82,9 @@ def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypa
         gathered.pop()
 
     policy.kept_gathered = kept_gathered
-    monkeypatch.setattr(matching, "predict", lambda *inputs: states.append(bool(gathered)) or predict(*inputs))
+    monkeypatch.setattr(
+        matching, "predict", lambda *inputs: states.append(bool(gathered)) or predict(*inputs)
+    )
     sampler = SAMPLERS["tdm"]
     student_steps(policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), 2)
     assert states == [True] * 6
@@ -78,10 +95,14 @@ def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypa
 def test_a_sample_is_noised_again_from_where_its_step_leads(model, name):
     steps = steps_of(model, name)
     batches = [matching_batch(steps, torch.zeros(6), CONFIGS[name], draw) for draw in range(3)]
-    rows = [(batch, row, step) for batch in batches for row, step in enumerate(batch.steps.tolist())]
+    rows = [
+        (batch, row, step) for batch in batches for row, step in enumerate(batch.steps.tolist())
+    ]
     assert {step for _, _, step in rows} == {0, 1, 2}
     for batch, row, step in rows:
-        level, latents, velocity = batch.noised.sigma[row], steps.latents[row, step], steps.velocity[row, step]
+        level = batch.noised.sigma[row]
+        latents = steps.latents[row, step]
+        velocity = steps.velocity[row, step]
         low, high = (steps.sigmas[step + 1], steps.sigmas[step]) if name == "tdm" else (0.0, 1.0)
         assert max(low, 0.02) <= level <= min(high, 0.98)
         torch.testing.assert_close(batch.inputs.latents[row], latents, rtol=0, atol=0)
@@ -97,7 +118,8 @@ def test_a_sample_is_noised_again_from_where_its_step_leads(model, name):
 
 
 def test_rows_depend_on_their_sample_alone(model):
-    whole, steps = batch_of(model, "tdm"), steps_of(model, "tdm", passes=6)
+    whole = batch_of(model, "tdm")
+    steps = steps_of(model, "tdm", passes=6)
     again = matching_batch(steps, torch.zeros(6), CONFIGS["tdm"], 0)
     torch.testing.assert_close(whole.noised.latents, again.noised.latents, rtol=1e-5, atol=1e-6)
     other = batch_of(model, "tdm", draw=1)
@@ -108,7 +130,10 @@ def test_rows_depend_on_their_sample_alone(model):
 def test_the_fake_score_learns_the_student_and_leaves_it_alone(base_folder, config, lr):
     updater = updater_of(load_model(base_folder), "dmd2", config, optimizer={"lr": lr, "eps": 1e-8})
     policy = updater.policy
-    before = {name: {key: value.clone() for key, value in values.items()} for name, values in policy.copies.items()}
+    before = {
+        name: {key: value.clone() for key, value in values.items()}
+        for name, values in policy.copies.items()
+    }
     own = {key: p.detach().clone() for key, p in policy.parameters.items()}
     batch = batch_of(policy.model, "dmd2")
     for p in policy.parameters.values():  # of the policy's last update
@@ -127,7 +152,8 @@ def test_the_fake_score_learns_the_student_and_leaves_it_alone(base_folder, conf
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_an_update_follows_the_gradient_written_by_hand(base_folder, name):
     updater = updater_of(load_model(base_folder), name)
-    policy, model = updater.policy, updater.policy.model
+    policy = updater.policy
+    model = updater.policy.model
     updater.update_fake(batch_of(model, name, draw=1), 1)
     with torch.no_grad():  # a teacher of its own
         for value in policy.copies["teacher"].values():
@@ -165,8 +191,14 @@ def test_a_fake_score_that_is_not_finite_stops_the_stage(base_folder):
     batch = batch_of(updater.policy.model, "dmd2")
     batch.target[4] = float("nan")
     before = {key: value.clone() for key, value in updater.policy.copies["fake"].items()}
-    where = rf"prompt 4, sample 3, denoising step {batch.steps[4]}, noised to sigma {batch.noised.sigma[4]:.4f}"
-    with pytest.raises(TrainingError, match=f"not finite: the fake score's error of {where} .*Lower algorithm.fake_lr_factor"):
+    where = (
+        rf"prompt 4, sample 3, denoising step {batch.steps[4]}, noised to sigma"
+        rf" {batch.noised.sigma[4]:.4f}"
+    )
+    with pytest.raises(
+        TrainingError,
+        match=f"not finite: the fake score's error of {where} .*Lower algorithm.fake_lr_factor",
+    ):
         updater.update_fake(batch, 2)
     assert farthest(updater.policy.copies["fake"], before) == 0
 
@@ -174,6 +206,11 @@ def test_a_fake_score_that_is_not_finite_stops_the_stage(base_folder):
 def test_a_gradient_of_the_fake_score_that_is_not_finite_stops_the_stage(base_folder, monkeypatch):
     updater = updater_of(load_model(base_folder), "dmd2")
     batch = batch_of(updater.policy.model, "dmd2")
-    monkeypatch.setattr("ebbflow.training.fake_score.gradient_norm", lambda policy: torch.tensor(float("inf")))
-    with pytest.raises(TrainingError, match="not finite: the fake score's gradient .gradient norm inf.; the step was not taken"):
+    monkeypatch.setattr(
+        "ebbflow.training.fake_score.gradient_norm", lambda policy: torch.tensor(float("inf"))
+    )
+    with pytest.raises(
+        TrainingError,
+        match="not finite: the fake score's gradient .gradient norm inf.; the step was not taken",
+    ):
         updater.update_fake(batch, 1)

@@ -1,4 +1,6 @@
-"""One process with its optimiser's state and copies in main memory learns the same bytes as one that holds them on its device."""
+"""One process with its optimiser's state and copies in main memory learns the same bytes as one
+that holds them on its device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from ebbflow.training.update import PolicyUpdater
 
 AVERAGED = PolicyConfig(ema={"slope": 0.5, "max_decay": 0.5})
 FACTORS = {"lr_factors": [{"parameters": "*.bias", "factor": 0.5}], "weight_decay": 0.1}
-CASES = {"adamw": (AVERAGED, FACTORS), "muon": (FULL, {"name": "muon", **FACTORS}), "lora": (LORA, {})}
+CASES = {
+    "adamw": (AVERAGED, FACTORS),
+    "muon": (FULL, {"name": "muon", **FACTORS}),
+    "lora": (LORA, {}),
+}
 
 
 def begin(base, case, cpu_offload):
@@ -24,7 +30,9 @@ def begin(base, case, cpu_offload):
     policy = Policy(load_model(base), config, 0, cpu_offload=cpu_offload)
     for name in ("old", *(["ema"] if config.ema else [])):
         policy.ensure(name)
-    updater = PolicyUpdater(policy, stage_of(NFT, reference={"weight": 0.1}, optimizer={"lr": 0.01, **optimizer}))
+    updater = PolicyUpdater(
+        policy, stage_of(NFT, reference={"weight": 0.1}, optimizer={"lr": 0.01, **optimizer})
+    )
     assert isinstance(updater.optimizer, OffloadedOptimizer) == cpu_offload
     return updater
 
@@ -34,8 +42,15 @@ def train(updater, count):
     rows = forward_rows(updater.policy.model, updater.stage)
     metrics = [updater.update(rows, 2) for _ in range(count)]
     tensors = {"": updater.policy.parameters, **updater.policy.copies}
-    tensors |= {name: updater.optimizer.state[parameter] for name, parameter in updater.policy.parameters.items()}
-    return metrics, {(part, name): value.clone() for part, values in tensors.items() for name, value in values.items()}
+    tensors |= {
+        name: updater.optimizer.state[parameter]
+        for name, parameter in updater.policy.parameters.items()
+    }
+    return metrics, {
+        (part, name): value.clone()
+        for part, values in tensors.items()
+        for name, value in values.items()
+    }
 
 
 def same(one, other):
@@ -46,7 +61,9 @@ def same(one, other):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_changes_no_byte_with_or_without_a_checkpoint_between(base_folder, tmp_path, case):
-    held, through, first, second = (begin(base_folder, case, offload) for offload in (False, True, True, True))
+    held, through, first, second = (
+        begin(base_folder, case, offload) for offload in (False, True, True, True)
+    )
     expected = train(held, 3)
     assert same(train(through, 3), expected)
     train(first, 2)
@@ -59,7 +76,8 @@ def test_it_changes_no_byte_with_or_without_a_checkpoint_between(base_folder, tm
 
 def test_a_checkpoint_is_of_either(base_folder, tmp_path):
     """Where things wait is no part of what was learnt."""
-    held, waiting = begin(base_folder, "adamw", False), begin(base_folder, "adamw", True)
+    held = begin(base_folder, "adamw", False)
+    waiting = begin(base_folder, "adamw", True)
     train(waiting, 2)
     with new_folder(tmp_path / "checkpoint") as folder:
         write_part(folder, waiting)
@@ -71,8 +89,12 @@ def test_the_state_of_no_parameter_shares_memory_with_another(base_folder):
     """Each is copied back into its own."""
     updater = begin(base_folder, "adamw", True)
     train(updater, 1)
-    before = {value.data_ptr() for state in updater.optimizer.state.values() for value in state.values()}
+    before = {
+        value.data_ptr() for state in updater.optimizer.state.values() for value in state.values()
+    }
     train(updater, 1)
-    after = {value.data_ptr() for state in updater.optimizer.state.values() for value in state.values()}
+    after = {
+        value.data_ptr() for state in updater.optimizer.state.values() for value in state.values()
+    }
     assert after == before
     assert len(before) == sum(map(len, updater.optimizer.state.values()))

@@ -27,7 +27,8 @@ def rates(count, num_updates=None, **keys):
 def from_torch(scheduler, steps, **keys):
     """The rates of one of torch's schedulers, of a rate of 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule, found = scheduler(optimizer, **keys), []
+    schedule = scheduler(optimizer, **keys)
+    found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -48,7 +49,9 @@ def test_linear_and_cosine_are_those_of_torch():
     assert rates(12, 10, kind="linear", final=0.2) == pytest.approx(
         from_torch(LinearLR, 12, start_factor=1, end_factor=0.2, total_iters=10)
     )
-    assert rates(10, 10, kind="cosine", final=0.2) == pytest.approx(from_torch(CosineAnnealingLR, 10, T_max=10, eta_min=0.2))
+    assert rates(10, 10, kind="cosine", final=0.2) == pytest.approx(
+        from_torch(CosineAnnealingLR, 10, T_max=10, eta_min=0.2)
+    )
     assert rates(14, 99, kind="cosine", updates=10)[10:] == pytest.approx([0.0] * 4, abs=1e-15)
 
 
@@ -58,7 +61,9 @@ def test_every_step_has_the_rate_of_its_number(model):
     schedule = {"kind": "cosine", "updates": 3, "warmup": 1}
     stage = stage_of(NFT, steps=2, updates_per_step=2, optimizer={"lr": 0.01, "schedule": schedule})
     policy.ensure("old")
-    updater, seen, shown = PolicyUpdater(policy, stage), [values(policy)], []
+    updater = PolicyUpdater(policy, stage)
+    seen = [values(policy)]
+    shown = []
     for _ in range(4):
         shown.append(updater.update(forward_rows(model, stage), 2)["lr"])
         seen.append(values(policy))
@@ -86,18 +91,22 @@ def gradients(policy, seed):
 
 def test_one_step_is_adams_with_its_betas_and_eps(model):
     policy = Policy(model, FULL, 0)
-    optimizer, before = (
-        make_optimizer(policy, OptimizerConfig(lr=0.1, betas=[0.5, 0.75], eps=0.01, weight_decay=0.0)),
-        values(policy),
+    optimizer = make_optimizer(
+        policy, OptimizerConfig(lr=0.1, betas=[0.5, 0.75], eps=0.01, weight_decay=0.0)
     )
-    first, second = gradients(policy, 1), None
+    before = values(policy)
+    first = gradients(policy, 1)
+    second = None
     optimizer.step()
     second = gradients(policy, 2)
     optimizer.step()
     for name, after in values(policy).items():
-        expected, mean, square = before[name].double(), 0.0, 0.0
+        expected = before[name].double()
+        mean = 0.0
+        square = 0.0
         for step, gradient in enumerate((first[name].double(), second[name].double()), 1):
-            mean, square = 0.5 * mean + 0.5 * gradient, 0.75 * square + 0.25 * gradient**2
+            mean = 0.5 * mean + 0.5 * gradient
+            square = 0.75 * square + 0.25 * gradient**2
             root = (square / (1 - 0.75**step)).sqrt() + 0.01
             expected = expected - 0.1 * mean / (1 - 0.5**step) / root
         assert torch.allclose(after.double(), expected, rtol=0, atol=1e-5), name
@@ -105,7 +114,9 @@ def test_one_step_is_adams_with_its_betas_and_eps(model):
 
 def test_the_defaults_are_torchs(model):
     config = OptimizerConfig(lr=1e-3)
-    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=1e-4, fused=True).param_groups[0]
+    plain = torch.optim.AdamW(
+        [torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=1e-4, fused=True
+    ).param_groups[0]
     ours = make_optimizer(Policy(model, FULL, 0), config).param_groups
     assert len(ours) == 1
     assert {**ours[0], "params": None} == {**plain, "params": None}
@@ -116,31 +127,46 @@ def test_a_pattern_has_its_own_rate(model):
     factors = [{"parameters": "*.lora_B.*", "factor": 16}, {"parameters": "*to_q*", "factor": 0}]
     stage = stage_of(NFT, optimizer={"lr": 1e-3, "lr_factors": factors, "weight_decay": 0.5})
     policy.ensure("old")
-    updater, before = PolicyUpdater(policy, stage), values(policy)
+    updater = PolicyUpdater(policy, stage)
+    before = values(policy)
     rate = {id(p): group["lr"] for group in updater.optimizer.param_groups for p in group["params"]}
     for name, parameter in policy.parameters.items():
         expected = 0.016 if "lora_B" in name else 0.0 if "to_q" in name else 0.001
         assert math.isclose(rate[id(parameter)], expected), name
     updater.update(forward_rows(model, stage), 2)
     assert updater.update(forward_rows(model, stage), 2)["lr"] == 1e-3
-    first = {name: torch.equal(value, before[name]) for name, value in policy.parameters.items() if "lora_A" in name}
+    first = {
+        name: torch.equal(value, before[name])
+        for name, value in policy.parameters.items()
+        if "lora_A" in name
+    }
     assert first == {name: "to_q" in name for name in first}
 
 
 def test_a_pattern_that_fits_nothing_is_named(model):
     factors = [{"parameters": "*.lora_*", "factor": 2}, {"parameters": "*.lora_B.*", "factor": 16}]
-    with pytest.raises(RecipeError, match=r"'\*\.lora_B\.\*' is the first to fit no trained parameter"):
-        make_optimizer(Policy(model, LORA, 0), OptimizerConfig.model_validate({"lr_factors": factors}))
+    with pytest.raises(
+        RecipeError, match=r"'\*\.lora_B\.\*' is the first to fit no trained parameter"
+    ):
+        make_optimizer(
+            Policy(model, LORA, 0), OptimizerConfig.model_validate({"lr_factors": factors})
+        )
 
 
 def muon(policy, **keys):
-    return make_optimizer(policy, OptimizerConfig.model_validate({"name": "muon", "lr": 0.1, "weight_decay": 0.0, **keys}))
+    return make_optimizer(
+        policy,
+        OptimizerConfig.model_validate({"name": "muon", "lr": 0.1, "weight_decay": 0.0, **keys}),
+    )
 
 
 def test_muons_steps_are_orthogonal_and_as_large_as_adamws(model):
-    """Singular values around .2 sqrt(larger side), for every matrix; the rest steps as AdamW does: by lr, at first."""
+    """Singular values around .2 sqrt(larger side), for every matrix; the rest steps as AdamW does:
+    by lr, at first.
+    """
     policy = Policy(model, FULL, 0)
-    optimizer, before = muon(policy), values(policy)
+    optimizer = muon(policy)
+    before = values(policy)
     gradients(policy, 1)
     optimizer.step()
     shapes = set()

@@ -15,10 +15,16 @@ from ebbflow.models import load_model
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import ArtifactError, verify
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata, write_base_policy
+from ebbflow.training.policy_metadata import (
+    PolicyError,
+    PolicyMetadata,
+    read_policy_metadata,
+    write_base_policy,
+)
 from tests.parameters import move, same, values
 
-FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=12)
+FULL = PolicyConfig(train="full")
+LORA = PolicyConfig(train="lora", rank=4, alpha=12)
 BOTH = pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
 
 
@@ -29,13 +35,17 @@ def predict(model):
 
     def velocity(of):
         with torch.no_grad():
-            return of.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"]))
+            return of.velocity(
+                latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"])
+            )
 
     return velocity
 
 
 def metadata_of(config, **rest):
-    return PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=3, **rest)
+    return PolicyMetadata(
+        base_digest="base", recipe_digest="recipe", config=config, version=3, **rest
+    )
 
 
 @BOTH
@@ -55,9 +65,12 @@ def test_full_trains_the_transformer_and_lora_only_its_adapters(base_folder):
         assert policy.parameters.keys() == trained
         assert not any(p.requires_grad for p in model.text_encoder.parameters())
         everything = {name for name, _ in model.transformer.named_parameters()}
-        assert trained == (everything if config is FULL else {name for name in everything if "lora_" in name})
+        assert trained == (
+            everything if config is FULL else {name for name in everything if "lora_" in name}
+        )
     # Every attention projection of every block gets two factors.
-    blocks, targets = len(model.blocks()), len(model.lora_targets)
+    blocks = len(model.blocks())
+    targets = len(model.lora_targets)
     assert blocks * targets - 1 <= len(trained) / 2 <= blocks * targets
 
 
@@ -82,11 +95,14 @@ def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, 
     policy = Policy(model, config, 0)
     base = predict(model)
     move(policy)
-    trained, before = predict(model), values(policy)
+    trained = predict(model)
+    before = values(policy)
     assert not torch.allclose(trained, base, atol=1e-4)
     with policy.using("reference"):
         assert torch.equal(predict(model), base)
-        assert not model.velocity(torch.zeros(1, *model.latent_shape), torch.ones(1), model.encode_texts(["A"])).requires_grad
+        assert not model.velocity(
+            torch.zeros(1, *model.latent_shape), torch.ones(1), model.encode_texts(["A"])
+        ).requires_grad
     assert same(values(policy), before)
     assert torch.equal(predict(model), trained)
     with policy.using("current"):
@@ -108,7 +124,8 @@ def test_merged_adapters_predict_the_same_and_leave_the_same_bytes(model, predic
     policy = Policy(model, LORA, 0)
     move(policy)
     before = {name: value.clone() for name, value in model.transformer.state_dict().items()}
-    separate, products = predict(model), []
+    separate = predict(model)
+    products = []
     hooks = [
         module.register_forward_hook(lambda *_: products.append(1))
         for name, module in model.transformer.named_modules()
@@ -122,7 +139,11 @@ def test_merged_adapters_predict_the_same_and_leave_the_same_bytes(model, predic
     with policy.using("reference"):
         base = predict(model)
         with policy.merged():
-            assert (predict(model) - base).abs().max() < 1e-5 * base.abs().max() < 1e-2 * (merged - base).abs().max()
+            assert (
+                (predict(model) - base).abs().max()
+                < 1e-5 * base.abs().max()
+                < 1e-2 * (merged - base).abs().max()
+            )
     assert same(model.transformer.state_dict(), before)
     assert torch.equal(predict(model), separate)
     assert products
@@ -134,7 +155,11 @@ def test_adapters_are_not_merged_into_weights_that_are_rounded(model, predict):
     move(policy)
     before = values(policy)
     with policy.merged("bfloat16"):
-        assert not any(layer.merged_adapters for layer in model.transformer.modules() if isinstance(layer, LoraLayer))
+        assert not any(
+            layer.merged_adapters
+            for layer in model.transformer.modules()
+            if isinstance(layer, LoraLayer)
+        )
     assert same(values(policy), before)
 
 
@@ -173,10 +198,15 @@ def test_copies_do_not_follow_the_policy(model):
 def test_blend(decay):
     policy = object.__new__(Policy)
     policy.offloaded = False
-    policy.parameters = {"w": torch.nn.Parameter(torch.tensor([1.0, -2.0])), "x": torch.nn.Parameter(torch.tensor([[4.0]]))}
+    policy.parameters = {
+        "w": torch.nn.Parameter(torch.tensor([1.0, -2.0])),
+        "x": torch.nn.Parameter(torch.tensor([[4.0]])),
+    }
     policy.copies = {"old": {"w": torch.tensor([3.0, 5.0]), "x": torch.tensor([[0.0]])}}
     policy.blend("old", decay)
-    assert policy.copies["old"]["w"].tolist() == pytest.approx([1 + 2 * decay, -2 + 7 * decay], abs=1e-5)
+    assert policy.copies["old"]["w"].tolist() == pytest.approx(
+        [1 + 2 * decay, -2 + 7 * decay], abs=1e-5
+    )
     assert policy.copies["old"]["x"].item() == pytest.approx(4 - 4 * decay, abs=1e-5)
     assert policy.parameters["w"].tolist() == [1, -2]
 
@@ -199,7 +229,8 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     policy.snapshot("old")
     move(policy)
     policy.blend("old", 0.3)
-    trained, old = values(policy), dict(policy.copies["old"])
+    trained = values(policy)
+    old = dict(policy.copies["old"])
     written = metadata_of(config, copies=("old",), stages=("1.1 online",))
     policy.save(tmp_path / "policy", written)
     verify(tmp_path / "policy")
@@ -207,7 +238,11 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     again = load_model(base_folder)
     loaded = Policy(again, config, seed=99)
     reference = values(loaded)
-    assert loaded.load(tmp_path / "policy", to_train=True) == written == read_policy_metadata(tmp_path / "policy")
+    assert (
+        loaded.load(tmp_path / "policy", to_train=True)
+        == written
+        == read_policy_metadata(tmp_path / "policy")
+    )
     assert same(values(loaded), trained)
     assert same(loaded.copies["old"], old)
     assert torch.equal(predict(again), predict(model))
@@ -248,10 +283,16 @@ def test_the_base_policy_has_no_weights_of_its_own(model, predict, tmp_path, con
     read = policy.load(tmp_path / "policy")
     assert (read.version, read.copies, read.stages) == (0, (), ())
     assert torch.equal(predict(model), base)
-    assert {path.name for path in (tmp_path / "policy").rglob("*")} == {"policy.json", "manifest.json", "COMMIT"}
+    assert {path.name for path in (tmp_path / "policy").rglob("*")} == {
+        "policy.json",
+        "manifest.json",
+        "COMMIT",
+    }
 
 
-def test_adapters_add_alpha_over_rank_times_the_product_of_their_factors(base_folder, model, predict):
+def test_adapters_add_alpha_over_rank_times_the_product_of_their_factors(
+    base_folder, model, predict
+):
     policy = Policy(model, LORA, 0)
     move(policy, 0.05)
     merged = load_model(base_folder)
@@ -260,11 +301,15 @@ def test_adapters_add_alpha_over_rank_times_the_product_of_their_factors(base_fo
         for name, first in policy.parameters.items():
             if ".lora_A." in name:
                 second = policy.parameters[name.replace(".lora_A.", ".lora_B.")]
-                weights[name.replace("lora_A.default.", "")] += LORA.alpha / LORA.rank * second @ first
+                weights[name.replace("lora_A.default.", "")] += (
+                    LORA.alpha / LORA.rank * second @ first
+                )
     assert (predict(merged) - predict(model)).abs().max() < 1e-5
 
 
-def test_diffusers_loads_the_adapters_with_their_alpha(base_folder, open_pipeline, model, predict, tmp_path):
+def test_diffusers_loads_the_adapters_with_their_alpha(
+    base_folder, open_pipeline, model, predict, tmp_path
+):
     policy = Policy(model, LORA, 0)
     move(policy, 0.05)
     policy.save(tmp_path / "policy", metadata_of(LORA, copies=()))
@@ -282,17 +327,24 @@ def test_diffusers_loads_the_full_weights(model, predict, base_folder, tmp_path)
     move(policy)
     policy.save(tmp_path / "policy", metadata_of(FULL))
     peer = load_model(base_folder)
-    peer.transformer = SD3Transformer2DModel.from_pretrained(tmp_path / "policy" / "transformer").eval()
+    peer.transformer = SD3Transformer2DModel.from_pretrained(
+        tmp_path / "policy" / "transformer"
+    ).eval()
     assert torch.equal(predict(peer), predict(model))
 
 
 @BOTH
 def test_another_kind_of_policy_is_refused(base_folder, model, tmp_path, config):
     Policy(model, config, 0).save(tmp_path / "policy", metadata_of(config))
-    for other in (LORA if config is FULL else FULL, PolicyConfig(train=config.train, rank=5, alpha=12)):
+    for other in (
+        LORA if config is FULL else FULL,
+        PolicyConfig(train=config.train, rank=5, alpha=12),
+    ):
         policy = Policy(load_model(base_folder), other, 0)
         before = values(policy)
-        with pytest.raises(PolicyError, match="policy holds a policy of .*the recipe asks for .*use its own recipe"):
+        with pytest.raises(
+            PolicyError, match="policy holds a policy of .*the recipe asks for .*use its own recipe"
+        ):
             policy.load(tmp_path / "policy")
         assert same(values(policy), before)
 

@@ -44,8 +44,8 @@ from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater
 from tests.two_processes import as_two_ranks
 
-# Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one; what comes out is what one
-# process computes.
+# Two processes with FSDP2. What they are dealt is uneven: four samples and two, two groups and one;
+# what comes out is what one process computes.
 
 CASES = {
     "full": (NFT, FULL, ALONE, 4, 2),
@@ -59,7 +59,9 @@ CASES = {
     "kept gathered": (NFT, LORA, ALONE, 3, 3),
     "replicas": (NFT, LORA, ALONE, 4, 2),
 }
-"""Algorithm, policy, groups, samples of the first process, and passes. The last has the whole model on both (HSDP)."""
+"""Algorithm, policy, groups, samples of the first process, and passes. The last has the whole model
+on both (HSDP).
+"""
 FSDP = {
     "kept gathered": FsdpConfig(keep_gathered=True, prefetch=True),
     "rounded": FsdpConfig(gather="bfloat16"),
@@ -71,9 +73,12 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     algorithm, config, group_index, first, passes = CASES[case]
     config = config.model_copy(update={"ema": PolicyConfig(ema={"max_decay": 0.5}).ema})
     model = load_model(base)
-    replicas, offload = ranks.world if case == "replicas" else 1, case.startswith("offloaded")
+    replicas = ranks.world if case == "replicas" else 1
+    offload = case.startswith("offloaded")
     with patch.object(policy_module, "fully_shard", wraps=policy_module.fully_shard) as fully_shard:
-        policy = Policy(model, config, 0, ranks.world > 1, replicas, offload, FSDP.get(case, FsdpConfig()))
+        policy = Policy(
+            model, config, 0, ranks.world > 1, replicas, offload, FSDP.get(case, FsdpConfig())
+        )
     for call in fully_shard.call_args_list:
         assert isinstance(call.kwargs["offload_policy"], CPUOffloadPolicy) == offload
     policy.ensure("old")
@@ -82,18 +87,27 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     updater = PolicyUpdater(policy, stage, optimizer=sgd(policy, lr=0.5))
     start, stop = (0, 6) if ranks.world == 1 else [(0, first), (first, 6)][ranks.rank]
     with (
-        patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce_scatter,
+        patch.object(
+            dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single
+        ) as reduce_scatter,
         patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather,
     ):
-        metrics = [updater.update(forward_rows(model, stage, group_index, start, stop), passes) for _ in range(2)]
+        metrics = [
+            updater.update(forward_rows(model, stage, group_index, start, stop), passes)
+            for _ in range(2)
+        ]
     metrics[0] |= {"reduced": reduce_scatter.call_count, "gathered": gather.call_count}
-    metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate"))
+    metadata = PolicyMetadata(
+        base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate")
+    )
     policy.save(folder, metadata, write=ranks.rank == 0)
     return metrics
 
 
 def num_trained_shards(base: Path, config: PolicyConfig) -> int:
-    """Of those that FSDP2 reduces on their own: the blocks, and the rest of the network, if it is trained."""
+    """Of those that FSDP2 reduces on their own: the blocks, and the rest of the network, if it is
+    trained.
+    """
     return len(load_model(base).blocks()) + (config.train == "full" and config.layers is None)
 
 
@@ -109,8 +123,11 @@ def refused_together(base: Path, ranks: Ranks) -> str:
 
 
 def rounded_gradients(base: Path, ranks: Ranks) -> dict[str, object]:
-    """Kinds of weights as they compute and as they are trained, and how far the gradient is from that of one process."""
-    found, seen = [], set()
+    """Kinds of weights as they compute and as they are trained, and how far the gradient is from
+    that of one process.
+    """
+    found = []
+    seen = set()
     for shard in (False, True):
         model = load_model(base, ModelConfig(path=str(base), precision="bfloat16"))
         policy = Policy(model, FULL, 0, shard, fsdp=FSDP["rounded"])
@@ -120,7 +137,9 @@ def rounded_gradients(base: Path, ranks: Ranks) -> dict[str, object]:
         latents = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
         conditioning = model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"]).rows(rows)
         seen.clear()
-        predict(model, latents[rows], torch.full((4,), 0.7)[rows], conditioning).square().mean().backward()
+        predict(
+            model, latents[rows], torch.full((4,), 0.7)[rows], conditioning
+        ).square().mean().backward()
         hook.remove()
         gradients = [p.grad.full_tensor() if shard else p.grad for p in policy.parameters.values()]
         found.append(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -133,43 +152,64 @@ def rounded_gradients(base: Path, ranks: Ranks) -> dict[str, object]:
 
 
 def velocities_of_experts(folder: Path, ranks: Ranks, expert: str = "high_noise") -> list[float]:
-    """Without gradient, of this rank's rows: the first is of the band of the trained expert, the second of the other one's."""
-    model = load_model(folder, ModelConfig(family="wan_a14b", path=str(folder), height=64, width=64, expert=expert))
+    """Without gradient, of this rank's rows: the first is of the band of the trained expert, the
+    second of the other one's.
+    """
+    model = load_model(
+        folder, ModelConfig(family="wan_a14b", path=str(folder), height=64, width=64, expert=expert)
+    )
     Policy(model, LORA, 0, shard=ranks.world > 1)
     rows = slice(None) if ranks.world == 1 else slice(ranks.rank, ranks.rank + 1)
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    conditioning = model.encode([Prompt(index, "two cats", "", None, "", "train", "{}") for index in range(2)])
+    conditioning = model.encode(
+        [Prompt(index, "two cats", "", None, "", "train", "{}") for index in range(2)]
+    )
     with torch.no_grad():
-        velocity = predict(model, latents[rows], torch.tensor([0.9, 0.5])[rows], conditioning.rows(rows))
+        velocity = predict(
+            model, latents[rows], torch.tensor([0.9, 0.5])[rows], conditioning.rows(rows)
+        )
     return velocity.std((1, 2, 3, 4)).tolist()
 
 
 def taught(base: Path, ranks: Ranks) -> dict[str, float]:
-    """A step from two teachers: all rows of the first process are of one of them, those of the second process of the other."""
+    """A step from two teachers: all rows of the first process are of one of them, those of the
+    second process of the other.
+    """
     model = load_model(base)
     policy = Policy(model, LORA, 0, shard=ranks.world > 1)
     for factor, name in ((1.1, "a"), (0.9, "b")):
-        policy.copies[teacher_copy(name)] = {key: factor * p.detach() + 0.01 for key, p in policy.parameters.items()}
+        policy.copies[teacher_copy(name)] = {
+            key: factor * p.detach() + 0.01 for key, p in policy.parameters.items()
+        }
     updater = PolicyUpdater(policy, stage_of(NFT), optimizer=sgd(policy))
 
     def loss(rows, config):
         divergence = per_row((rows.velocity - rows.copies["teacher"]) ** 2)
         return divergence, {"kl/teacher": divergence}
 
-    updater.algorithm = Algorithm(updater.algorithm.config, loss, copies=lambda config: frozenset({"teacher"}))
+    updater.algorithm = Algorithm(
+        updater.algorithm.config, loss, copies=lambda config: frozenset({"teacher"})
+    )
     share = (0, 6) if ranks.world == 1 else [(0, 4), (4, 6)][ranks.rank]
     sets = {prompt: "a" if prompt < 4 else "b" for prompt in range(6)}
     return updater.update(forward_rows(model, updater.stage, ALONE, *share), 2, sets)
 
 
 def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
-    """Join the group that the environment announces, train every case, and save an untrained policy."""
+    """Join the group that the environment announces, train every case, and save an untrained
+    policy.
+    """
     with process_group() as ranks:
         assert ranks == Ranks(int(os.environ["RANK"]), 2)
-        said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {"error": refused_together(base, ranks)}
+        said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {
+            "error": refused_together(base, ranks)
+        }
         said["rounded"] = rounded_gradients(base, ranks)
         said["taught"] = taught(base, ranks)
-        said |= {expert: velocities_of_experts(experts, ranks, expert) for expert in ("high_noise", "both")}
+        said |= {
+            expert: velocities_of_experts(experts, ranks, expert)
+            for expert in ("high_noise", "both")
+        }
     assert Ranks.current() == Ranks(0, 1)
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
     untrained = PolicyMetadata(base_digest="b", recipe_digest="r", config=LORA, version=1)
@@ -186,7 +226,9 @@ def experts_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_processes(base_folder, experts_folder, tmp_path_factory):
-    """The output folder of two gloo processes, this one and a spawned one, that trained a full and a LoRA policy."""
+    """The output folder of two gloo processes, this one and a spawned one, that trained a full and
+    a LoRA policy.
+    """
     output = tmp_path_factory.mktemp("two-processes")
     # Sets have another order in the other process, as they have by chance.
     as_two_ranks(train_as_a_rank, base_folder, experts_folder, output, PYTHONHASHSEED="7")
@@ -196,22 +238,35 @@ def two_processes(base_folder, experts_folder, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_take_the_step_of_one(base_folder, two_processes, tmp_path, case):
     alone = two_steps(base_folder, case, tmp_path / "alone", Ranks(0, 1))
-    together = [json.loads((two_processes / f"said-{rank}.json").read_text())[case] for rank in range(2)]
+    together = [
+        json.loads((two_processes / f"said-{rank}.json").read_text())[case] for rank in range(2)
+    ]
     assert together[0] == together[1]
-    reduced, of_one = together[0][0].pop("reduced"), alone[0].pop("reduced")
+    reduced = together[0][0].pop("reduced")
+    of_one = alone[0].pop("reduced")
     assert (together[0][0].pop("gathered") > 0, alone[0].pop("gathered")) == (case != "replicas", 0)
-    # Twice in each of two updates, however many passes: of the first block of rows for its norm, and of all of them.
-    assert (reduced, of_one) == (2 * 2 * num_trained_shards(base_folder, CASES[case][1]) * (case != "replicas"), 0)
+    # Twice in each of two updates, however many passes: of the first block of rows for its norm,
+    # and of all of them.
+    assert (reduced, of_one) == (
+        2 * 2 * num_trained_shards(base_folder, CASES[case][1]) * (case != "replicas"),
+        0,
+    )
     for one, other in zip(alone, together[0], strict=True):
-        # The first part has other rows when there are two processes: what is measured on it alone differs.
+        # The first part has other rows when there are two processes: what is measured on it alone
+        # differs.
         of_the_first_part = {"grad_variance": 0}
-        assert other | of_the_first_part == pytest.approx(one | of_the_first_part, rel=1e-3, abs=1e-6)
+        assert other | of_the_first_part == pytest.approx(
+            one | of_the_first_part, rel=1e-3, abs=1e-6
+        )
     assert alone[1]["kl/reference"] > 0
     assert alone[0]["grad_norm"] > 0.01  # it is clipped
-    files = {path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*.safetensors")}
+    files = {
+        path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*.safetensors")
+    }
     assert len(files) == 3  # what is served, what training goes on from, and the old copy
     for file in files:
-        expected, found = load_file(tmp_path / "alone" / file), load_file(two_processes / case / file)
+        expected = load_file(tmp_path / "alone" / file)
+        found = load_file(two_processes / case / file)
         assert farthest(expected, found) < 1e-5
 
 
@@ -223,10 +278,15 @@ def test_where_shards_wait_and_when_they_are_gathered_changes_no_byte(two_proces
     assert verify(two_processes / case) == verify(two_processes / plain)
 
 
-def test_weights_that_stay_gathered_are_sent_once_for_all_passes_of_a_copy(base_folder, two_processes):
+def test_weights_that_stay_gathered_are_sent_once_for_all_passes_of_a_copy(
+    base_folder, two_processes
+):
     said = json.loads((two_processes / "said-0.json").read_text())
     kept, plain = (said[case][0]["gathered"] for case in ("kept gathered", "passes"))
-    units, copies, passes, updates = len(load_model(base_folder).blocks()) + 1, 2, CASES["passes"][-1], 2
+    units = len(load_model(base_folder).blocks()) + 1
+    copies = 2
+    passes = CASES["passes"][-1]
+    updates = 2
     assert plain - kept == units * copies * (passes - 1) * updates
 
 
@@ -239,19 +299,31 @@ def test_weights_are_gathered_in_sixteen_bits_and_trained_in_thirty_two(two_proc
 
 
 def test_two_processes_stop_together(two_processes):
-    errors = [json.loads((two_processes / f"said-{rank}.json").read_text())["error"] for rank in range(2)]
+    errors = [
+        json.loads((two_processes / f"said-{rank}.json").read_text())["error"] for rank in range(2)
+    ]
     assert "not finite: a row of another process (" in errors[0]
     assert "of prompt 4, sample 7, noised to sigma" in errors[1]
 
 
 @pytest.mark.parametrize("expert", ["high_noise", "both"])
-def test_processes_predict_together_where_their_rows_are_of_different_experts(experts_folder, two_processes, expert):
-    together = [json.loads((two_processes / f"said-{rank}.json").read_text())[expert] for rank in range(2)]
-    assert sum(together, []) == pytest.approx(velocities_of_experts(experts_folder, Ranks(0, 1), expert), rel=1e-5)
+def test_processes_predict_together_where_their_rows_are_of_different_experts(
+    experts_folder, two_processes, expert
+):
+    together = [
+        json.loads((two_processes / f"said-{rank}.json").read_text())[expert] for rank in range(2)
+    ]
+    assert sum(together, []) == pytest.approx(
+        velocities_of_experts(experts_folder, Ranks(0, 1), expert), rel=1e-5
+    )
 
 
-def test_processes_learn_together_where_their_rows_are_of_different_teachers(base_folder, two_processes):
-    together = [json.loads((two_processes / f"said-{rank}.json").read_text())["taught"] for rank in range(2)]
+def test_processes_learn_together_where_their_rows_are_of_different_teachers(
+    base_folder, two_processes
+):
+    together = [
+        json.loads((two_processes / f"said-{rank}.json").read_text())["taught"] for rank in range(2)
+    ]
     alone = taught(base_folder, Ranks(0, 1))
     for said in together:
         assert said | {"grad_variance": 0} == pytest.approx(alone | {"grad_variance": 0}, rel=1e-4)
@@ -262,10 +334,14 @@ def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):
     assert verify(two_processes / "untrained-0") == verify(two_processes / "untrained-1")
 
 
-@pytest.mark.parametrize("names", [["old", "teacher", "reference"], ["reference", "teacher", "old"]])
+@pytest.mark.parametrize(
+    "names", [["old", "teacher", "reference"], ["reference", "teacher", "old"]]
+)
 def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeypatch, names):
-    # A set of names has another order in every process: their gathered weights would be a mix of two copies.
-    updater, order = updater_of(model, NFT, lr=0), []
+    # A set of names has another order in every process: their gathered weights would be a mix of
+    # two copies.
+    updater = updater_of(model, NFT, lr=0)
+    order = []
     using = updater.policy.using
     monkeypatch.setattr(updater.policy, "using", lambda name: order.append(name) or using(name))
     updater.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)

@@ -1,4 +1,6 @@
-"""The gradient of the reward through the last steps of the sampler: against a sampler written by hand, and finite differences."""
+"""The gradient of the reward through the last steps of the sampler: against a sampler written by
+hand, and finite differences.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from ebbflow.training.policy import Policy
 from ebbflow.training.reward_gradients import gradient_batch
 from ebbflow.training.update import PolicyUpdater
 
-STEPS, COUNT = 4, 3
+STEPS = 4
+COUNT = 3
 TEXTS = ["ABCD", "EFGH", "IJKL"]
 KEYS = SampleKeys(11, [0, 1, 2], [0, 0, 1])
 PROMPTS = [Prompt(index, text, "", None, "", "train", "{}") for index, text in enumerate(TEXTS)]
@@ -35,23 +38,42 @@ def waves(images, prompts):
 
 
 def make(base_folder, name, first_step, passes=1, **hyper):
-    """(updater, its batch) of rows for ``PROMPTS``; plain ascent of the mean reward with a rate of 1."""
-    stage = {"algorithm": {"name": name, **hyper}, "sampler": {"steps": STEPS}, "reference": {"weight": 0.0}}
+    """(updater, its batch) of rows for ``PROMPTS``; plain ascent of the mean reward with a rate of
+    1.
+    """
+    stage = {
+        "algorithm": {"name": name, **hyper},
+        "sampler": {"steps": STEPS},
+        "reference": {"weight": 0.0},
+    }
     config = OnlineStageConfig.model_validate(stage | {"optimizer": {"max_grad_norm": 1e9}})
     model = load_model(base_folder)
     policy = Policy(model, PolicyConfig(), 0)
-    updater = PolicyUpdater(policy, config, optimizer=torch.optim.SGD(policy.parameters.values(), 1.0))
+    updater = PolicyUpdater(
+        policy, config, optimizer=torch.optim.SGD(policy.parameters.values(), 1.0)
+    )
     samples = (model.encode_texts(TEXTS), torch.zeros(COUNT), KEYS, PROMPTS)
     score = lambda latents, prompts, decode: waves(decode(latents), prompts)  # noqa: E731
-    batch = gradient_batch(model, *samples, updater.schedule, first_step, config.hyper.steps_with_gradient, score, passes)
+    batch = gradient_batch(
+        model,
+        *samples,
+        updater.schedule,
+        first_step,
+        config.hyper.steps_with_gradient,
+        score,
+        passes,
+    )
     return updater, batch
 
 
 def by_hand(base_folder, first_step, jump=False):
-    """(rewards with gradient, policy) of Euler's steps, without checkpoints; ``jump``: to the end from the first of them."""
+    """(rewards with gradient, policy) of Euler's steps, without checkpoints; ``jump``: to the end
+    from the first of them.
+    """
     model = load_model(base_folder)
     policy = Policy(model, PolicyConfig(), 0)
-    conditioning, sigmas = model.encode_texts(TEXTS), model.sigmas(STEPS)
+    conditioning = model.encode_texts(TEXTS)
+    sigmas = model.sigmas(STEPS)
     latents = initial_noise(model.latent_shape, KEYS)
     for step in range(first_step + 1 if jump else STEPS):
         with torch.set_grad_enabled(step >= first_step):
@@ -65,16 +87,26 @@ def moves(updater, batch, passes):
     """(metrics of an update, how far it moved each parameter)."""
     before = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
     metrics = updater.update(batch, passes)
-    return metrics, {name: value.detach() - before[name] for name, value in updater.policy.parameters.items()}
+    return metrics, {
+        name: value.detach() - before[name] for name, value in updater.policy.parameters.items()
+    }
 
 
-CASES = [("draft", STEPS - 1, {}), ("draft", 1, {"last_steps": 3}), ("draft", 0, {"last_steps": STEPS})]
+CASES = [
+    ("draft", STEPS - 1, {}),
+    ("draft", 1, {"last_steps": 3}),
+    ("draft", 0, {"last_steps": STEPS}),
+]
 CASES += [("refl", 2, {"target": None, "weight": 1.0})]
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize(("name", "first_step", "hyper"), CASES, ids=["draft 1", "draft 3", "draft all", "refl"])
-def test_the_gradient_is_that_of_a_sampler_written_by_hand(base_folder, name, first_step, hyper, passes):
+@pytest.mark.parametrize(
+    ("name", "first_step", "hyper"), CASES, ids=["draft 1", "draft 3", "draft all", "refl"]
+)
+def test_the_gradient_is_that_of_a_sampler_written_by_hand(
+    base_folder, name, first_step, hyper, passes
+):
     metrics, moved = moves(*make(base_folder, name, first_step, passes, **hyper), passes)
     rewards, policy = by_hand(base_folder, first_step, jump=name == "refl")
     rewards.mean().backward()
@@ -88,14 +120,17 @@ def test_the_gradient_is_that_of_a_sampler_written_by_hand(base_folder, name, fi
 def test_the_gradient_through_all_steps_is_that_of_finite_differences(base_folder):
     _, moved = moves(*make(base_folder, "draft", 0, last_steps=STEPS), 1)
     norm = torch.sqrt(sum((value.double() ** 2).sum() for value in moved.values())).item()
-    size, values = 1e-2, []
+    size = 1e-2
+    values = []
     for sign in (1, -1):
         with torch.no_grad():
             model = load_model(base_folder)
             policy = Policy(model, PolicyConfig(), 0)
             for key, parameter in policy.parameters.items():
                 parameter += sign * size / norm * moved[key]
-            latents = generate(model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=STEPS)).latents
+            latents = generate(
+                model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=STEPS)
+            ).latents
             values.append(waves(model.pixels(latents), PROMPTS).mean().item())
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(norm, rel=0.02)
 
@@ -103,7 +138,9 @@ def test_the_gradient_through_all_steps_is_that_of_finite_differences(base_folde
 def test_every_step_with_gradient_is_repeated_instead_of_kept(base_folder):
     updater, batch = make(base_folder, "draft", 1, last_steps=3)
     calls = []
-    updater.policy.model.transformer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    updater.policy.model.transformer.register_forward_pre_hook(
+        lambda *_: calls.append(torch.is_grad_enabled())
+    )
     assert batch.inputs.checkpointed
     updater._passes(batch, [slice(0, COUNT)], COUNT, {})
     assert calls.count(True) == 6  # three forward, three again
@@ -115,12 +152,17 @@ def test_every_step_with_gradient_is_repeated_instead_of_kept(base_folder):
 def test_a_row_starts_where_the_sampler_gets_to(base_folder):
     _, batch = make(base_folder, "draft", 2, passes=3, last_steps=2)
     model = load_model(base_folder)
-    latents, sigmas = initial_noise(model.latent_shape, KEYS), model.sigmas(STEPS)
+    latents = initial_noise(model.latent_shape, KEYS)
+    sigmas = model.sigmas(STEPS)
     with torch.no_grad():
         for step in range(2):
-            velocity = predict(model, latents, sigmas[step].expand(COUNT), model.encode_texts(TEXTS))
+            velocity = predict(
+                model, latents, sigmas[step].expand(COUNT), model.encode_texts(TEXTS)
+            )
             latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
-        expected = generate(model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=STEPS)).latents
+        expected = generate(
+            model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=STEPS)
+        ).latents
         rows = batch.rows(slice(0, COUNT), predict(model, *batch.inputs.at(slice(0, COUNT))), {})
         torch.testing.assert_close(rows.denoise(rows.velocity), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.inputs.latents, latents, rtol=1e-4, atol=1e-5)
@@ -129,9 +171,12 @@ def test_a_row_starts_where_the_sampler_gets_to(base_folder):
 
 
 def linear_rows(sigma, next_sigma):
-    """(rows of one step to ``next_sigma`` and of a linear reward, its coefficients, the velocity)."""
+    """(rows of one step to ``next_sigma`` and of a linear reward, its coefficients, the
+    velocity)."""
     generator = torch.Generator().manual_seed(0)
-    latents, velocity, weights = (torch.randn(3, 2, 2, dtype=torch.float64, generator=generator) for _ in range(3))
+    latents, velocity, weights = (
+        torch.randn(3, 2, 2, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     velocity.requires_grad_()
     rows = GradientRows(
         latents=latents,
@@ -156,7 +201,9 @@ def test_losses_are_their_closed_forms():
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)
     torch.testing.assert_close(gradient, 0.5 * 0.3 * weights)
     rewards = metrics["refl/reward"].detach()
-    torch.testing.assert_close(rewards, (weights * (rows.latents - 0.3 * velocity)).sum((1, 2)).detach())
+    torch.testing.assert_close(
+        rewards, (weights * (rows.latents - 0.3 * velocity)).sum((1, 2)).detach()
+    )
 
     target = rewards.sort().values[1].item() + 1e-9
     loss, metrics = refl.loss(rows, ReFLConfig(target=target, weight=2.0))

@@ -1,4 +1,6 @@
-"""Rollout correction: exact rollouts need none, others are put right, and what is rejected is not there."""
+"""Rollout correction: exact rollouts need none, others are put right, and what is rejected is not
+there.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ def stage_keys(correction, **rest):
 def correct(updater, made):
     """(what the correction says of a rollout, its metrics, the rows that it leaves)."""
     trajectory, conditioning, keys = made
-    found, metrics = apply_rollout_correction(updater.policy, updater.stage, trajectory, conditioning, keys)
+    found, metrics = apply_rollout_correction(
+        updater.policy, updater.stage, trajectory, conditioning, keys
+    )
     advantage = samples(updater.policy.model)[2]
-    return found, metrics, trajectory_batch(found, conditioning, advantage, keys, updater.stage.sampler)
+    return (
+        found,
+        metrics,
+        trajectory_batch(found, conditioning, advantage, keys, updater.stage.sampler),
+    )
 
 
 def update(updater, made):
@@ -33,7 +41,9 @@ def update(updater, made):
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
-@pytest.mark.parametrize("correction", [DECOUPLED, {"weights": "masked"}, {"reject": "k3", "weights": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "correction", [DECOUPLED, {"weights": "masked"}, {"reject": "k3", "weights": "none"}], ids=str
+)
 def test_exact_rollouts_need_no_correction(model, correction, sampler):
     stage = stage_keys(correction) | {"sampler": {"name": sampler, "steps": 5}}
     updater = updater_of(model, "mix_grpo", **stage)
@@ -42,7 +52,12 @@ def test_exact_rollouts_need_no_correction(model, correction, sampler):
     found, metrics, batch = correct(updater, made)
     assert metrics["rollout/delta_max"] < 1e-6
     assert metrics["rollout/chi2_sum"] == pytest.approx(0, abs=2e-3)
-    assert metrics["rollout/rejected"] == metrics["rollout/clipped_up"] == metrics["rollout/clipped_down"] == 0
+    assert (
+        metrics["rollout/rejected"]
+        == metrics["rollout/clipped_up"]
+        == metrics["rollout/clipped_down"]
+        == 0
+    )
     assert found.keep.all()
     assert torch.allclose(found.weight, torch.ones(6, 3), atol=1e-3)  # exp(512 delta)
     assert torch.allclose(found.old_log_prob, made[0].log_probs, atol=1e-6)
@@ -72,11 +87,15 @@ def test_without_a_correction_the_rollout_stands_as_it_is(model):
 
 
 def test_the_ratio_of_a_rough_rollout_is_against_what_the_mode_says(model):
-    """Rolled out in bfloat16: the ratio starts off 1 in bypass mode, and at 1 against the training policy's own log-probs."""
+    """Rolled out in bfloat16: the ratio starts off 1 in bypass mode, and at 1 against the training
+    policy's own log-probs.
+    """
     first = {}
     for name, correction in {"none": None, "bypass": BYPASS, "decoupled": DECOUPLED}.items():
         updater = updater_of(model, "mix_grpo", lr=0, **stage_keys(correction))
-        first[name] = update(updater, rollout(model, updater.stage.sampler, STEPS, "bfloat16"))["ratio/deviation"]
+        first[name] = update(updater, rollout(model, updater.stage.sampler, STEPS, "bfloat16"))[
+            "ratio/deviation"
+        ]
     assert first["decoupled"] < 1e-6 < first["bypass"]
     assert first["bypass"] == pytest.approx(first["none"], rel=1e-6)
 
@@ -97,7 +116,9 @@ def test_rough_rollouts_are_weighted_by_the_ratio_of_the_densities(model):
 
 
 def test_stale_rollouts_are_those_of_another_policy(model):
-    """Rolled out by a policy that has since moved: the log-probs are recomputed under the one that trains."""
+    """Rolled out by a policy that has since moved: the log-probs are recomputed under the one that
+    trains.
+    """
     updater = updater_of(model, "mix_grpo", **stage_keys(DECOUPLED))
     made = rollout(model, updater.stage.sampler, STEPS)
     move(updater.policy, 0.01)
@@ -111,14 +132,20 @@ def test_stale_rollouts_are_those_of_another_policy(model):
 
 
 def test_rejected_terms_leave_the_mean(model):
-    """A step on what is left over is a step on those rows alone: the others count in no denominator."""
-    updater = updater_of(model, "mix_grpo", lr=0, **stage_keys({"weights": "masked", "low": 0.95, "high": 1.05}))
+    """A step on what is left over is a step on those rows alone: the others count in no
+    denominator.
+    """
+    updater = updater_of(
+        model, "mix_grpo", lr=0, **stage_keys({"weights": "masked", "low": 0.95, "high": 1.05})
+    )
     made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
     found, metrics, batch = correct(updater, made)
     kept = int(found.keep.sum())
     assert 2 <= kept < 18
     assert len(batch.inputs) == kept
-    assert metrics["rollout/clipped_up"] + metrics["rollout/clipped_down"] == pytest.approx(1 - kept / 18)
+    assert metrics["rollout/clipped_up"] + metrics["rollout/clipped_down"] == pytest.approx(
+        1 - kept / 18
+    )
     # At the first step every ratio is 1, and the loss of a term is -A times its weight.
     advantage = samples(model)[2][:, None].expand(6, 3)
     expected = (-advantage * found.weight)[found.keep].mean().item()
@@ -127,14 +154,22 @@ def test_rejected_terms_leave_the_mean(model):
 
 @pytest.mark.parametrize("reject", ["k1", "k2", "k3"])
 def test_a_rejection_drops_the_terms_above_the_threshold(model, reject):
-    updater = updater_of(model, "mix_grpo", **stage_keys({"weights": "none", "reject": reject, "reject_above": 1e-9}))
+    updater = updater_of(
+        model, "mix_grpo", **stage_keys({"weights": "none", "reject": reject, "reject_above": 1e-9})
+    )
     made = rollout(model, updater.stage.sampler, STEPS, "bfloat16")
     delta = correct(updater, made)[0].old_log_prob - made[0].log_probs
     dims = made[0].latents[0, 0].numel()
-    divergence = {"k1": dims * delta.abs(), "k2": (dims * delta) ** 2 / 2, "k3": torch.expm1(dims * delta) - dims * delta}[reject]
+    divergence = {
+        "k1": dims * delta.abs(),
+        "k2": (dims * delta) ** 2 / 2,
+        "k3": torch.expm1(dims * delta) - dims * delta,
+    }[reject]
     threshold = divergence.median().item()
     updater.stage = updater.stage.model_copy(
-        update={"correction": updater.stage.correction.model_copy(update={"reject_above": threshold})}
+        update={
+            "correction": updater.stage.correction.model_copy(update={"reject_above": threshold})
+        }
     )
     found, metrics, batch = correct(updater, made)
     assert len(batch.inputs) == int(found.keep.sum())

@@ -1,4 +1,6 @@
-"""The rows of an update in the order of the rollout's forward passes, with the predictions that it made there."""
+"""The rows of an update in the order of the rollout's forward passes, with the predictions that it
+made there.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,27 @@ PASSES = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 @pytest.fixture
 def make(model):
-    """``make(keep)``: (updater, rows [6, 3] that are kept as a usual batch, the same in the order of the rollout).
+    """``make(keep)``: (updater, rows [6, 3] that are kept as a usual batch, the same in the order
+    of the rollout).
 
     The prompt with the number ``broken`` is not finite.
     """
 
     def build(keep, broken=None):
-        updater = updater_of(model, {"name": "flow_grpo", "clip_range": 1e-3}, window={"kind": "all"}, sampler={"steps": 4})
-        conditioning, keys, sampler = model.encode_texts(TEXTS), SampleKeys(2, list(range(6)), [7] * 6), updater.stage.sampler
+        updater = updater_of(
+            model,
+            {"name": "flow_grpo", "clip_range": 1e-3},
+            window={"kind": "all"},
+            sampler={"steps": 4},
+        )
+        conditioning = model.encode_texts(TEXTS)
+        keys = SampleKeys(2, list(range(6)), [7] * 6)
+        sampler = updater.stage.sampler
         if broken is not None:
             conditioning["embeds"][broken] = torch.nan
-        made = generate(model, conditioning, keys, sampler, Plan((0, 1, 2), (0, 1, 2)), 4, with_graph=True)
+        made = generate(
+            model, conditioning, keys, sampler, Plan((0, 1, 2), (0, 1, 2)), 4, with_graph=True
+        )
         rollout = replace(CorrectedRollout.nothing(made.trajectory), keep=torch.from_numpy(keep))
         batch = trajectory_batch(rollout, conditioning, samples(model)[2], keys, sampler)
         return updater, batch, reuse_rollout_forward(batch, np.flatnonzero(keep), made.velocities)
@@ -61,9 +73,17 @@ def test_every_row_has_the_prediction_of_its_own_pass(model, make, keep):
     for part in slices:
         prompts, (step,) = batch.keys.rows(part).prompt_ids, batch.steps[part].unique().tolist()
         found.append((int(prompts[0] >= 4), step))
-        assert prompts == [sample for sample in range(6) if (sample >= 4) == found[-1][0] and keep[sample, step]]
-        assert torch.allclose(batch.inputs.predicted[part.start], predict(model, *batch.inputs.at(part)), atol=1e-5)
-    assert found == [where for where in PASSES if keep[[4 * where[0] + i for i in range(4 - 2 * where[0])], where[1]].any()]
+        assert prompts == [
+            sample for sample in range(6) if (sample >= 4) == found[-1][0] and keep[sample, step]
+        ]
+        assert torch.allclose(
+            batch.inputs.predicted[part.start], predict(model, *batch.inputs.at(part)), atol=1e-5
+        )
+    assert found == [
+        where
+        for where in PASSES
+        if keep[[4 * where[0] + i for i in range(4 - 2 * where[0])], where[1]].any()
+    ]
     order = np.lexsort((batch.steps, batch.keys.prompt_ids))  # as the usual batch has its rows
     for name in ("weight", "next_latents", "steps", "old_mean", "old_log_prob", "advantage"):
         assert torch.equal(getattr(batch, name)[order], getattr(plain, name)), name
@@ -78,15 +98,21 @@ def test_its_gradient_is_that_of_the_rows_in_any_other_order(make, keep):
     for rows, passes in ((batch, len(batch.inputs.predicted)), (plain, 4)):
         start = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
         updater.update(rows, passes)
-        gradients.append({name: value.grad.clone() for name, value in updater.policy.parameters.items()})
+        gradients.append(
+            {name: value.grad.clone() for name, value in updater.policy.parameters.items()}
+        )
         updater.policy.assign(start)
     assert batch.inputs.predicted == {}
     for name, gradient in gradients[1].items():
-        assert torch.allclose(gradients[0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3), name
+        assert torch.allclose(
+            gradients[0][name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-3
+        ), name
 
 
 def test_a_sample_that_is_not_finite_does_not_spoil_the_others(make):
-    """Its row has no loss, and zero times what it has become is no zero: its passes are predicted again without it."""
+    """Its row has no loss, and zero times what it has become is no zero: its passes are predicted
+    again without it.
+    """
     updater, plain, batch = make(some(1), broken=1)
     assert len(batch.inputs.predicted) == 3
     assert batch.group_index.unique().tolist() == list(range(6))
@@ -109,9 +135,11 @@ def test_passes_that_are_repeated_after_an_overflow_predict_again(make):
 
 def test_a_rollout_with_graphs_is_the_same_to_the_last_bit(model, make):
     updater, _, _ = make(KEPT["all"])
-    keys, plan = SampleKeys(2, list(range(6)), [7] * 6), Plan((1, 2), (2,))
+    keys = SampleKeys(2, list(range(6)), [7] * 6)
+    plan = Plan((1, 2), (2,))
     arguments = (model, model.encode_texts(TEXTS), keys, updater.stage.sampler, plan, 4)
-    plain, kept = generate(*arguments), generate(*arguments, with_graph=True)
+    plain = generate(*arguments)
+    kept = generate(*arguments, with_graph=True)
     assert plain.velocities == ()
     assert [[value.shape[0] for value in part] for part in kept.velocities] == [[4], [2]]
     assert all(value.requires_grad for part in kept.velocities for value in part)

@@ -15,7 +15,15 @@ from ebbflow.training.stage_loop import StageLoop, StageState
 def test_without_a_terminal_steps_are_lines_of_the_log(make_recipe, caplog, monkeypatch, quiet):
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     recorder = MetricsRecorder()
-    loop = StageLoop(StageContext(make_recipe(), 0, 0), StageState(step=1), recorder, None, num_steps=3, gpus=0, quiet=quiet)
+    loop = StageLoop(
+        StageContext(make_recipe(), 0, 0),
+        StageState(step=1),
+        recorder,
+        None,
+        num_steps=3,
+        gpus=0,
+        quiet=quiet,
+    )
     caplog.set_level(logging.INFO, "ebbflow")
     for step in loop.steps():
         loop.finish_step({"loss": 0.5}, reward=f"0.{step}")

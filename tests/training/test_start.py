@@ -1,4 +1,6 @@
-"""Where training starts: an earlier policy or a published LoRA computes what it did before, whatever its rank and scale."""
+"""Where training starts: an earlier policy or a published LoRA computes what it did before,
+whatever its rank and scale.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,25 @@ from tests.parameters import move
 def predict():
     def at_fixed_points(model):
         with torch.no_grad():
-            latents = torch.randn(3, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-            return model.velocity(latents, torch.tensor([1.0, 0.5, 0.1]), model.encode_texts(["ABCD", "WXYZ", "Q"]))
+            latents = torch.randn(
+                3, *model.latent_shape, generator=torch.Generator().manual_seed(0)
+            )
+            return model.velocity(
+                latents, torch.tensor([1.0, 0.5, 0.1]), model.encode_texts(["ABCD", "WXYZ", "Q"])
+            )
 
     return at_fixed_points
 
 
 @pytest.fixture
 def publish(base_folder, tmp_path):
-    """``publish(rank, alpha, targets)``: a LoRA in diffusers' own layout, and the model that carries it."""
+    """``publish(rank, alpha, targets)``: a LoRA in diffusers' own layout, and the model that
+    carries it.
+    """
 
     def make(rank=3, alpha=6, targets=("attn.to_q", "attn.to_k")):
-        model, folder = load_model(base_folder), tmp_path / "published"
+        model = load_model(base_folder)
+        folder = tmp_path / "published"
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets))
         model.transformer.add_adapter(config)
         generator = torch.Generator().manual_seed(1)
@@ -61,14 +70,23 @@ def started(base, source, policy, folder):
 
 
 @pytest.mark.parametrize(("rank", "alpha"), [(3, 6), (3, 1), (8, 4), (8, 8)], ids=str)
-def test_a_published_lora_computes_the_same_under_another_rank_and_scale(base_folder, publish, predict, tmp_path, rank, alpha):
+def test_a_published_lora_computes_the_same_under_another_rank_and_scale(
+    base_folder, publish, predict, tmp_path, rank, alpha
+):
     source, published = publish(rank, alpha)
-    wanted, base = predict(published), predict(load_model(base_folder))
+    wanted = predict(published)
+    base = predict(load_model(base_folder))
     assert (wanted - base).abs().max() > 0.01
-    model = started(base_folder, source, {"train": "lora", "rank": 8, "alpha": 4}, tmp_path / "policy")
+    model = started(
+        base_folder, source, {"train": "lora", "rank": 8, "alpha": 4}, tmp_path / "policy"
+    )
     torch.testing.assert_close(predict(model), wanted, rtol=0, atol=1e-5)
     metadata = read_policy_metadata(tmp_path / "policy")
-    assert (metadata.version, metadata.start, metadata.base_digest) == (0, str(source), verify(base_folder))
+    assert (metadata.version, metadata.start, metadata.base_digest) == (
+        0,
+        str(source),
+        verify(base_folder),
+    )
 
 
 def test_the_reference_of_a_started_policy_is_the_base(base_folder, publish, predict, tmp_path):
@@ -79,7 +97,9 @@ def test_the_reference_of_a_started_policy_is_the_base(base_folder, publish, pre
     policy = Policy(model, recipe.policy, 0)
     policy.load(tmp_path / "policy", to_train=True)
     with policy.using("reference"):
-        torch.testing.assert_close(predict(model), predict(load_model(base_folder)), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            predict(model), predict(load_model(base_folder)), rtol=0, atol=1e-6
+        )
 
 
 def test_one_file_will_do(base_folder, publish, predict, tmp_path):
@@ -92,8 +112,16 @@ def test_one_file_will_do(base_folder, publish, predict, tmp_path):
 @pytest.mark.parametrize(
     ("published", "policy", "message"),
     [
-        ({"rank": 9}, {"train": "lora", "rank": 8}, "has rank 9 at .* policy.rank = 8; set policy.rank to 9"),
-        ({"targets": ["ff.net.2"]}, {"train": "lora"}, "adapts transformer_blocks.0.ff.net.2, which policy.targets leave out"),
+        (
+            {"rank": 9},
+            {"train": "lora", "rank": 8},
+            "has rank 9 at .* policy.rank = 8; set policy.rank to 9",
+        ),
+        (
+            {"targets": ["ff.net.2"]},
+            {"train": "lora"},
+            "adapts transformer_blocks.0.ff.net.2, which policy.targets leave out",
+        ),
         ({}, {"train": "full"}, "policy.train is 'full'; set policy.train to lora"),
     ],
     ids=["rank", "targets", "full"],
@@ -107,7 +135,9 @@ def test_what_does_not_fit_is_refused(base_folder, publish, tmp_path, published,
 
 def test_what_is_no_lora_is_refused(base_folder, tmp_path):
     (tmp_path / "some.safetensors").write_bytes(b"not a tensor")
-    with pytest.raises(PolicyError, match="some.safetensors cannot be read as a LoRA of this model"):
+    with pytest.raises(
+        PolicyError, match="some.safetensors cannot be read as a LoRA of this model"
+    ):
         started(base_folder, tmp_path / "some.safetensors", {"train": "lora"}, tmp_path / "policy")
 
 
@@ -115,7 +145,9 @@ def test_what_is_no_lora_is_refused(base_folder, tmp_path):
 def test_an_earlier_policy_goes_on_with_its_weights(base_folder, model, predict, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
-    metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=config, version=7)
+    metadata = PolicyMetadata(
+        base_digest=verify(base_folder), recipe_digest="r", config=config, version=7
+    )
     policy.save(tmp_path / "earlier", metadata)
     keys = config.model_dump(exclude={"start"})
     again = started(base_folder, tmp_path / "earlier", keys, tmp_path / "policy")
@@ -129,7 +161,10 @@ def test_a_lora_keeps_its_digits_on_a_rounded_base(base_folder, publish, tmp_pat
     """The base's precision is not that of the adapters: trained parameters are float32."""
     source, published = publish(rank=2, alpha=2)
     recipe = Recipe.model_validate(
-        {"model": {"precision": "bfloat16"}, "policy": {"train": "lora", "rank": 2, "alpha": 2, "start": {"path": str(source)}}}
+        {
+            "model": {"precision": "bfloat16"},
+            "policy": {"train": "lora", "rank": 2, "alpha": 2, "start": {"path": str(source)}},
+        }
     )
     write_start(recipe, base_folder, source, tmp_path / "policy")
     model = load_model(base_folder, recipe.model)
@@ -152,7 +187,10 @@ def test_of_several_files_one_must_be_named(base_folder, publish, tmp_path):
     source, _ = publish()
     (file,) = source.glob("*.safetensors")
     (source / "other.safetensors").write_bytes(file.read_bytes())
-    with pytest.raises(PolicyError, match="should hold one .safetensors file and holds other.safetensors, pytorch_lora_weights"):
+    with pytest.raises(
+        PolicyError,
+        match="should hold one .safetensors file and holds other.safetensors, pytorch_lora_weights",
+    ):
         started(base_folder, source, {"train": "lora"}, tmp_path / "policy")
 
 
@@ -166,7 +204,9 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
     model = load_model(base_folder, config)
     policy = Policy(model, LORA, 0)
     move(policy, 1e-3)
-    metadata = PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=LORA, version=1, model=config)
+    metadata = PolicyMetadata(
+        base_digest=verify(base_folder), recipe_digest="r", config=LORA, version=1, model=config
+    )
     policy.save(tmp_path / "policy", metadata)
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
     merged = dict(load_model(tmp_path / "exported").transformer.named_parameters())
@@ -183,7 +223,12 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
 def test_an_exported_policy_needs_no_adapters(base_folder, model, predict, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
-    policy.save(tmp_path / "policy", PolicyMetadata(base_digest=verify(base_folder), recipe_digest="r", config=config, version=1))
+    policy.save(
+        tmp_path / "policy",
+        PolicyMetadata(
+            base_digest=verify(base_folder), recipe_digest="r", config=config, version=1
+        ),
+    )
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
     exported = load_model(tmp_path / "exported")
     assert not any("lora" in name for name in exported.transformer.state_dict())

@@ -15,7 +15,13 @@ from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.training import stop_conditions
 from ebbflow.training.distributed import process_group
 from ebbflow.training.gradients import TrainingError
-from ebbflow.training.stop_conditions import EXPIRES, Preempted, Stop, StopConditions, handle_sigterm
+from ebbflow.training.stop_conditions import (
+    EXPIRES,
+    Preempted,
+    Stop,
+    StopConditions,
+    handle_sigterm,
+)
 from tests.two_processes import as_two_ranks
 
 
@@ -45,7 +51,10 @@ def after_steps(limit, clock, *seconds):
 
 
 def test_without_conditions_it_continues(clock):
-    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 1e6) == [Stop.NO, Stop.NO]
+    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 1e6) == [
+        Stop.NO,
+        Stop.NO,
+    ]
 
 
 def test_no_step_is_begun_that_the_budget_would_not_see_the_end_of(clock):
@@ -55,7 +64,9 @@ def test_no_step_is_begun_that_the_budget_would_not_see_the_end_of(clock):
 
 
 def test_the_hours_of_earlier_attempts_and_of_every_gpu_count(clock):
-    assert after_steps(StopConditions(OnlineStageConfig(max_hours=1), gpus=0, seconds_before=3000), clock, 100, 300) == [
+    assert after_steps(
+        StopConditions(OnlineStageConfig(max_hours=1), gpus=0, seconds_before=3000), clock, 100, 300
+    ) == [
         Stop.NO,
         Stop.SPENT,
     ]
@@ -65,7 +76,9 @@ def test_the_hours_of_earlier_attempts_and_of_every_gpu_count(clock):
 
 
 def test_gpu_hours_need_gpus():
-    with pytest.raises(TrainingError, match=r"max_gpu_hours = 2 and the stage has no GPU; use max_hours"):
+    with pytest.raises(
+        TrainingError, match=r"max_gpu_hours = 2 and the stage has no GPU; use max_hours"
+    ):
         StopConditions(OnlineStageConfig(max_gpu_hours=2), gpus=0)
 
 
@@ -79,15 +92,22 @@ def test_a_machine_is_left_while_there_is_time_for_a_step_and_to_save(clock, mon
     assert after_steps(limit, clock, 200, 200, 250) == [Stop.NO, Stop.NO, Stop.LEAVE]
     assert EXPIRES in limit.preemption_message("1.1 online", 3, 9, saved=True)
     expire(monkeypatch, clock, 100)
-    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 40) == [Stop.NO, Stop.LEAVE]
+    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0), clock, 1, 40) == [
+        Stop.NO,
+        Stop.LEAVE,
+    ]
 
 
 def test_steps_in_flight_are_waited_for(clock, monkeypatch):
     expire(monkeypatch, clock, 1000)
-    assert after_steps(StopConditions(OnlineStageConfig(), gpus=0, steps_ahead=2), clock, 200, 1) == [Stop.NO, Stop.LEAVE]
+    assert after_steps(
+        StopConditions(OnlineStageConfig(), gpus=0, steps_ahead=2), clock, 200, 1
+    ) == [Stop.NO, Stop.LEAVE]
 
 
-@pytest.mark.parametrize(("text", "says"), [("tomorrow", "no time with a zone"), ("2026-01-31T18:00:00", "with a zone")])
+@pytest.mark.parametrize(
+    ("text", "says"), [("tomorrow", "no time with a zone"), ("2026-01-31T18:00:00", "with a zone")]
+)
 def test_a_time_of_expiry_that_is_none(monkeypatch, text, says):
     monkeypatch.setenv(EXPIRES, text)
     with pytest.raises(TrainingError, match=rf"{EXPIRES} = '{text}' .*{says}"):
@@ -113,7 +133,9 @@ def test_the_first_sigterm_is_a_request_and_the_handler_before_comes_back():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0)
             assert heard == [signal.SIGTERM]
-        assert "(SIGTERM) after 3 of 9 steps; a checkpoint is saved" in limit.preemption_message("1.1 online", 3, 9, saved=True)
+        assert "(SIGTERM) after 3 of 9 steps; a checkpoint is saved" in limit.preemption_message(
+            "1.1 online", 3, 9, saved=True
+        )
         assert "nothing is saved" in limit.preemption_message("1.1 online", 3, 9, saved=False)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -140,7 +162,9 @@ def heard_by_one(folder: Path) -> None:
         if ranks.rank == 1:
             stop_conditions._SIGTERM.set()
         second = limit.after_step()
-        (folder / f"{ranks.rank}").write_text(f"{first.name} {second.name} {limit.preemption_message('s', 1, 2, saved=True)}")
+        (folder / f"{ranks.rank}").write_text(
+            f"{first.name} {second.name} {limit.preemption_message('s', 1, 2, saved=True)}"
+        )
 
 
 def test_all_processes_leave_when_one_hears(tmp_path):

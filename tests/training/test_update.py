@@ -1,4 +1,6 @@
-"""One optimiser step: what it computes does not depend on how the work is dealt out, and it never goes through on nonsense."""
+"""One optimiser step: what it computes does not depend on how the work is dealt out, and it never
+goes through on nonsense.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from ebbflow.training.optimizer import make_optimizer
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move, moved, same, values
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 UNITS = {"diffusion_nft": ALONE, "dgpo": GROUPS, "crd": GROUPS, "diffusion_dpo": PAIRS}
 
 
@@ -80,17 +83,32 @@ def test_micro_batches_do_not_change_the_step(base_folder, algorithm):
 
 def test_metrics_are_means_over_the_terms(model):
     updater = updater_of(model, NFT, reference={"weight": 0.1})
-    updater.optimizer = make_optimizer(updater.policy, updater.stage.optimizer.model_copy(update={"lr": 1e-4}))
+    updater.optimizer = make_optimizer(
+        updater.policy, updater.stage.optimizer.model_copy(update={"lr": 1e-4})
+    )
     batch = forward_rows(model, updater.stage)
     with torch.no_grad():
-        velocity = model.velocity(batch.inputs.latents, batch.inputs.sigma, batch.inputs.conditioning)
-        loss, expected = diffusion_nft.loss(batch.rows(slice(0, 6), velocity, {"old": velocity}), updater.hyper)
+        velocity = model.velocity(
+            batch.inputs.latents, batch.inputs.sigma, batch.inputs.conditioning
+        )
+        loss, expected = diffusion_nft.loss(
+            batch.rows(slice(0, 6), velocity, {"old": velocity}), updater.hyper
+        )
     metrics = updater.update(batch, 4)
     assert metrics["loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
-    assert metrics["nft/better_error"] == pytest.approx(expected["nft/better_error"].mean().item(), rel=1e-5)
+    assert metrics["nft/better_error"] == pytest.approx(
+        expected["nft/better_error"].mean().item(), rel=1e-5
+    )
     assert metrics["velocity_drift"] == pytest.approx(0, abs=1e-10)
     assert metrics["lr"] == 1e-4
-    assert {"loss", "grad_norm", "grad_variance", "kl/reference", "nft/old_deviation", "nft/worse_error"} <= metrics.keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "grad_variance",
+        "kl/reference",
+        "nft/old_deviation",
+        "nft/worse_error",
+    } <= metrics.keys()
     assert updater.updates == 1
 
 
@@ -120,7 +138,9 @@ def test_the_reference_penalty_is_added_with_its_weight(model, penalty):
     policy = updater.policy
     batch = trajectory_rows(model, updater.stage)
     move(policy, 0.005)
-    without = PolicyUpdater(policy, stage_of("mix_grpo", reference={"weight": 0}), optimizer=sgd(policy, 0)).update(batch, 2)
+    without = PolicyUpdater(
+        policy, stage_of("mix_grpo", reference={"weight": 0}), optimizer=sgd(policy, 0)
+    ).update(batch, 2)
     metrics = updater.update(batch, 2)
     expected = penalty_by_hand(penalty, policy, batch)
     assert expected > 1e-6
@@ -136,7 +156,11 @@ def test_the_reference_penalty_is_added_with_its_weight(model, penalty):
 def state(updater):
     """Everything that a step changes."""
     policy = updater.policy
-    copies = {f"{name} {key}": value.clone() for name, copy in policy.copies.items() for key, value in copy.items()}
+    copies = {
+        f"{name} {key}": value.clone()
+        for name, copy in policy.copies.items()
+        for key, value in copy.items()
+    }
     momenta = {
         f"{i} {key}": torch.as_tensor(value).clone()
         for i, of in updater.optimizer.state_dict()["state"].items()
@@ -158,19 +182,25 @@ def refused(updater, batch, passes=3):
 
 
 def with_adam(updater, batch):
-    """The updater after a first good step, so that its optimiser and its copies have something to lose."""
+    """The updater after a first good step, so that its optimiser and its copies have something to
+    lose.
+    """
     updater.optimizer = make_optimizer(updater.policy, updater.stage.optimizer)
     updater.update(batch, 1)
     return updater
 
 
 @pytest.mark.parametrize("row", [0, 3, 5])
-@pytest.mark.parametrize(("field", "wrong"), [("clean", NAN), ("clean", INF), ("advantage", NAN), ("noise", -INF)])
+@pytest.mark.parametrize(
+    ("field", "wrong"), [("clean", NAN), ("clean", INF), ("advantage", NAN), ("noise", -INF)]
+)
 def test_nonsense_in_a_sample_names_it_and_stops_the_step(model, field, wrong, row):
     updater = updater_of(model, NFT, PolicyConfig(ema={"max_decay": 0.5}))
     batch = forward_rows(model, updater.stage)
     text = refused(with_adam(updater, batch), spoilt(batch, field, row, wrong))
-    assert f"of prompt {row}, sample 7, noised to sigma {batch.inputs.sigma[row].item():.4f}" in text
+    assert (
+        f"of prompt {row}, sample 7, noised to sigma {batch.inputs.sigma[row].item():.4f}" in text
+    )
     assert "not finite: " in text
     assert "loss" in text.split(" of prompt")[0]
 
@@ -180,8 +210,13 @@ def test_nonsense_in_a_sample_names_it_and_stops_the_step(model, field, wrong, r
 def test_nonsense_in_a_step_of_a_trajectory_names_sample_and_step(model, field, wrong):
     updater = updater_of(model, "mix_grpo")
     batch = trajectory_rows(model, updater.stage)
-    text = refused(with_adam(updater, batch), spoilt(batch, field, 10, wrong))  # three steps a sample: the second of the fourth
-    assert f"of prompt 3, sample 7, denoising step 1 (sigma {batch.inputs.sigma[10].item():.4f})" in text
+    text = refused(
+        with_adam(updater, batch), spoilt(batch, field, 10, wrong)
+    )  # three steps a sample: the second of the fourth
+    assert (
+        f"of prompt 3, sample 7, denoising step 1 (sigma {batch.inputs.sigma[10].item():.4f})"
+        in text
+    )
 
 
 def test_a_reference_under_guidance_needs_negative_prompts(model):
@@ -193,7 +228,11 @@ def test_a_reference_under_guidance_needs_negative_prompts(model):
 def test_an_adaptive_penalty_weighs_rows_by_their_advantage_and_the_clip(base_folder):
     """At one row of each advantage, of which the largest possible one is 4 here."""
     losses = {}
-    for name, reference in {"none": {"weight": 0}, "same": {"weight": 1}, "adaptive": {"weight": 1, "adaptive": True}}.items():
+    for name, reference in {
+        "none": {"weight": 0},
+        "same": {"weight": 1},
+        "adaptive": {"weight": 1, "adaptive": True},
+    }.items():
         model = load_model(base_folder)
         updater = updater_of(model, "rwr", lr=0, reference=reference, advantages={"clip": 4})
         move(updater.policy)
@@ -208,16 +247,28 @@ def test_an_adaptive_penalty_weighs_rows_by_their_advantage_and_the_clip(base_fo
 
 def one_row(batch, row):
     part = slice(row, row + 1)
-    inputs = ForwardInputs(batch.inputs.latents[part], batch.inputs.sigma[part], batch.inputs.conditioning,
-                           batch.inputs.sample_index[part])  # fmt: skip
-    values = {name: getattr(batch, name)[part] for name in ("weight", "group_index", "clean", "noise", "advantage")}
+    inputs = ForwardInputs(
+        batch.inputs.latents[part],
+        batch.inputs.sigma[part],
+        batch.inputs.conditioning,
+        batch.inputs.sample_index[part],
+    )
+    values = {
+        name: getattr(batch, name)[part]
+        for name in ("weight", "group_index", "clean", "noise", "advantage")
+    }
     return ForwardBatch(inputs=inputs, keys=batch.keys.rows(part), **values)
 
 
 def test_what_is_wrong_with_a_term_is_said_by_its_metrics(model):
     updater = updater_of(model, "mix_grpo")
     batch = trajectory_rows(model, updater.stage)
-    named = refused(updater, spoilt(batch, "old_log_prob", 4, NAN)).split("not finite: ")[1].split(" of prompt")[0].split(", ")
+    named = (
+        refused(updater, spoilt(batch, "old_log_prob", 4, NAN))
+        .split("not finite: ")[1]
+        .split(" of prompt")[0]
+        .split(", ")
+    )
     assert {"loss", "ratio/mean", "kl/old", "the gradient"} <= set(named)
     assert not {"velocity_drift", "kl/reference"} & set(named)
 
@@ -238,7 +289,10 @@ def test_a_gradient_that_alone_is_not_finite_names_its_sample(model):
     updater = updater_of(model, own("ROOT"))
     batch = spoilt(forward_rows(model, stage_of(NFT)), "clean", 2, 0.0)
     text = refused(updater, batch)
-    assert f"not finite: the gradient of prompt 2, sample 7, noised to sigma {batch.inputs.sigma[2].item():.4f}" in text
+    assert (
+        "not finite: the gradient of prompt 2, sample 7, noised to sigma"
+        f" {batch.inputs.sigma[2].item():.4f}" in text
+    )
 
 
 def test_a_gradient_that_overflows_on_its_way_back_names_the_parameter(model):
@@ -262,7 +316,12 @@ def test_the_gradient_is_clipped_to_its_norm_and_never_scaled_up(model, share):
     updater = updater_of(model, NFT, lr=1, optimizer={"max_grad_norm": share * norm})
     before = values(updater.policy)
     metrics = updater.update(forward_rows(model, updater.stage), 2)
-    moved = sum(((value - before[name]) ** 2).sum() for name, value in updater.policy.parameters.items()) ** 0.5
+    moved = (
+        sum(
+            ((value - before[name]) ** 2).sum() for name, value in updater.policy.parameters.items()
+        )
+        ** 0.5
+    )
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert moved.item() == pytest.approx(min(1, share) * norm, rel=1e-3)
 
@@ -279,7 +338,9 @@ def surrogates(updater, batch):
 
 
 @pytest.mark.parametrize(("config", "lr"), [(FULL, 0.5), (LORA, 20.0)], ids=["full", "lora"])
-def test_the_ratio_of_a_later_update_is_against_the_policy_that_made_the_rollouts(model, config, lr):
+def test_the_ratio_of_a_later_update_is_against_the_policy_that_made_the_rollouts(
+    model, config, lr
+):
     updater = updater_of(model, AWM, config, lr, reference={"weight": 0})
     batch = forward_rows(model, updater.stage)
     start = surrogates(updater, batch)
@@ -287,7 +348,9 @@ def test_the_ratio_of_a_later_update_is_against_the_policy_that_made_the_rollout
     for _ in range(2):
         expected = (surrogates(updater, batch) - start).exp()
         assert (expected - 1).abs().max() > 1e-4
-        assert updater.update(batch, 2)["awm/ratio"] == pytest.approx(expected.mean().item(), abs=1e-5)
+        assert updater.update(batch, 2)["awm/ratio"] == pytest.approx(
+            expected.mean().item(), abs=1e-5
+        )
     updater.start_rollout()
     assert updater.update(batch, 2)["awm/ratio"] == 1
 
@@ -295,14 +358,20 @@ def test_the_ratio_of_a_later_update_is_against_the_policy_that_made_the_rollout
 @pytest.mark.parametrize("clip", [10.0, 2.0])
 @pytest.mark.parametrize("algorithm", ["awm", "diffusion_nft"])
 def test_losses_are_shares_of_the_largest_advantage(model, algorithm, clip):
-    """With ``advantages.clip`` the advantages are scaled here, so that their shares of it stay, and NFT's factor is the clip."""
+    """With ``advantages.clip`` the advantages are scaled here, so that their shares of it stay, and
+    NFT's factor is the clip.
+    """
     clean, conditioning, advantage, keys = samples(model)
 
     def loss(clip):
         config = {"name": algorithm, "noise_levels": 1}
-        updater = updater_of(model, config, lr=0, advantages={"clip": clip}, reference={"weight": 0})
+        updater = updater_of(
+            model, config, lr=0, advantages={"clip": clip}, reference={"weight": 0}
+        )
         scaled = advantage * clip / 5
-        rows = forward_batch(clean, conditioning, scaled, keys, ALONE, updater.hyper, updater.schedule, visit=0)
+        rows = forward_batch(
+            clean, conditioning, scaled, keys, ALONE, updater.hyper, updater.schedule, visit=0
+        )
         return updater.update(rows, 2)["loss"]
 
     factor = clip / 5 if algorithm == "diffusion_nft" else 1
@@ -311,8 +380,21 @@ def test_losses_are_shares_of_the_largest_advantage(model, algorithm, clip):
 
 # Trajectories: what was rolled out is what is trained on.
 
-TRAJECTORY = ["flow_grpo", "flow_grpo_fast", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo", "distillation"]
-ON_SAMPLERS = [(a, s) for a in TRAJECTORY for s in ("flow_sde", "dance_sde", "cps") if (a, s) != ("grpo_guard", "cps")]
+TRAJECTORY = [
+    "flow_grpo",
+    "flow_grpo_fast",
+    "mix_grpo",
+    "dance_grpo",
+    "grpo_guard",
+    "flow_dppo",
+    "distillation",
+]
+ON_SAMPLERS = [
+    (a, s)
+    for a in TRAJECTORY
+    for s in ("flow_sde", "dance_sde", "cps")
+    if (a, s) != ("grpo_guard", "cps")
+]
 
 
 def keys_of(name):
@@ -321,7 +403,9 @@ def keys_of(name):
 
 @pytest.mark.parametrize(("algorithm", "sampler"), ON_SAMPLERS)
 def test_the_first_ratio_after_a_rollout_is_one(model, algorithm, sampler):
-    updater = updater_of(model, keys_of(algorithm), sampler={"name": sampler, "steps": 5}, reference={"weight": 0.1})
+    updater = updater_of(
+        model, keys_of(algorithm), sampler={"name": sampler, "steps": 5}, reference={"weight": 0.1}
+    )
     move(updater.policy)
     metrics = updater.update(trajectory_rows(model, updater.stage, (0, 1, 3)), 3)
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
@@ -343,7 +427,9 @@ def test_without_a_learning_rate_the_ratio_stays_one(model, algorithm):
     updater = updater_of(model, keys_of(algorithm))
     before = values(updater.policy)
     updater.policy.copies["teacher"] = moved(updater.policy)
-    updater.optimizer = make_optimizer(updater.policy, updater.stage.optimizer.model_copy(update={"lr": 0.0}))
+    updater.optimizer = make_optimizer(
+        updater.policy, updater.stage.optimizer.model_copy(update={"lr": 0.0})
+    )
     batch = trajectory_rows(model, updater.stage)
     for passes in (1, 2, 3, 2):
         metrics = updater.update(batch, passes)
@@ -371,12 +457,18 @@ def test_a_policy_comes_closer_to_its_teacher(model):
 
 @pytest.fixture
 def taught(model):
-    """(a distillation with a teacher for each of two prompt sets, its rows, the set of each of six prompts)."""
+    """(a distillation with a teacher for each of two prompt sets, its rows, the set of each of six
+    prompts).
+    """
     algorithm = {"name": "distillation", "teachers": {"a": "x", "b c": "y"}}
     updater = updater_of(model, algorithm, lr=0)
     for seed, name in enumerate(("a", "b c")):
         updater.policy.copies[teacher_copy(name)] = moved(updater.policy, 0.01, seed)
-    return updater, trajectory_rows(model, updater.stage), {0: "a", 1: "b c", 2: "a", 3: "a", 4: "b c", 5: "a"}
+    return (
+        updater,
+        trajectory_rows(model, updater.stage),
+        {0: "a", 1: "b c", 2: "a", 3: "a", 4: "b c", 5: "a"},
+    )
 
 
 @pytest.mark.parametrize("passes", [1, 5])
@@ -386,7 +478,11 @@ def test_every_row_learns_from_the_teacher_of_its_prompt_set(taught, passes):
     of_one = {}
     for name in ("a", "b c"):  # the other teacher is the policy, from which nothing diverges
         copies = updater.policy.copies
-        others = {copy: copies["reference"] for copy in copies if copy.startswith("teacher:") and copy != teacher_copy(name)}
+        others = {
+            copy: copies["reference"]
+            for copy in copies
+            if copy.startswith("teacher:") and copy != teacher_copy(name)
+        }
         with patch.dict(copies, others):
             of_one[name] = updater.update(batch, passes, prompt_sets)["kl/teacher"]
     assert found["loss"] == pytest.approx(sum(of_one.values()), rel=1e-5)
@@ -413,13 +509,20 @@ def test_a_teacher_whose_prompts_are_not_drawn_has_no_metric(taught):
 
 
 def test_float16_halves_the_loss_scale_until_gradients_fit_and_takes_the_same_step(base_folder):
-    """An overflowing gradient repeats the passes with half the scale; the step is the one that no scale would change."""
+    """An overflowing gradient repeats the passes with half the scale; the step is the one that no
+    scale would change.
+    """
     steps = {}
     for scale in (1.0, 2.0**140):
         updater = updater_of(load_model(base_folder), NFT, lr=0.01)
         updater.loss_scale = scale
         metrics = updater.update(forward_rows(updater.policy.model, updater.stage), passes=2)
-        steps[scale] = (values(updater.policy), metrics["grad_norm"], metrics["grad_variance"], updater.loss_scale)
+        steps[scale] = (
+            values(updater.policy),
+            metrics["grad_norm"],
+            metrics["grad_variance"],
+            updater.loss_scale,
+        )
     plain, scaled = steps.values()
     assert 1 < scaled[3] < 2.0**140
     assert farthest(plain[0], scaled[0]) < 1e-6
@@ -435,10 +538,17 @@ def test_a_loss_that_is_not_finite_is_no_overflow(base_folder):
     assert updater.loss_scale == 2.0**16
 
 
-@pytest.mark.parametrize("stage", [{}, {"sampler": {"name": "dpm_solver", "steps": 4}}], ids=["euler", "dpm_solver"])
-def test_a_band_that_holds_no_sigma_of_the_sampler_stops_the_stage_before_its_rollouts(model, stage):
+@pytest.mark.parametrize(
+    "stage", [{}, {"sampler": {"name": "dpm_solver", "steps": 4}}], ids=["euler", "dpm_solver"]
+)
+def test_a_band_that_holds_no_sigma_of_the_sampler_stops_the_stage_before_its_rollouts(
+    model, stage
+):
     band = {"name": "dgpo", "sigma": {"kind": "schedule", "min": 0.97, "max": 0.99}}
-    with pytest.raises(TrainingError, match=r"algorithm.sigma: no sigma .* min = 0.97 and max = 0.99; widen the band, or raise"):
+    with pytest.raises(
+        TrainingError,
+        match=r"algorithm.sigma: no sigma .* min = 0.97 and max = 0.99; widen the band, or raise",
+    ):
         updater_of(model, band, **stage)
     steps = stage_of("dgpo", **stage).sampler.steps
     assert torch.equal(updater_of(model, "dgpo", **stage).schedule, model.sigmas(steps))

@@ -1,4 +1,6 @@
-"""What is watched of an update: the drift from the base model, and the norm and the variance of gradients."""
+"""What is watched of an update: the drift from the base model, and the norm and the variance of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_the_drift_alarm_warns_once_and_stays_on(model):
     batch = forward_rows(model, updater.stage)
     assert quietly(updater.update, batch, 2)["alarm/velocity_drift"] == 0
     assert not updater.alarms
-    with pytest.warns(UserWarning, match=r"velocity drift .* above drift_alarm = 1e-09 after 2 .*reference\.weight") as warned:
+    with pytest.warns(
+        UserWarning,
+        match=r"velocity drift .* above drift_alarm = 1e-09 after 2 .*reference\.weight",
+    ) as warned:
         assert updater.update(batch, 2)["alarm/velocity_drift"] == 1
     assert len(warned) == 1
     assert quietly(updater.update, batch, 2)["alarm/velocity_drift"] == 1
@@ -69,9 +74,12 @@ def test_the_drift_is_that_of_every_seventeenth_row_however_many_passes(model, p
 
 
 def test_after_the_first_updates_every_fourth_is_watched(model, monkeypatch):
-    updater, swapped = updater_of(model, "sft", lr=1e-3, reference={"weight": 0}), []
+    updater = updater_of(model, "sft", lr=1e-3, reference={"weight": 0})
+    swapped = []
     using = updater.policy.using
-    monkeypatch.setattr(updater.policy, "using", lambda name: swapped.append(updater.updates) or using(name))
+    monkeypatch.setattr(
+        updater.policy, "using", lambda name: swapped.append(updater.updates) or using(name)
+    )
     batch = forward_rows(model, updater.stage)
     drifts = [updater.update(batch, 1)["velocity_drift"] for _ in range(14)]
     assert swapped == [*range(8), 8, 12]
@@ -92,11 +100,15 @@ def test_another_alarm_does_not_silence_the_drift_alarm(model):
 def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
     updater = updater_of(model, NFT, lr=1e-3)
     for _ in range(3):
-        assert quietly(updater.update, forward_rows(model, updater.stage), 2)["alarm/velocity_drift"] == 0
+        assert (
+            quietly(updater.update, forward_rows(model, updater.stage), 2)["alarm/velocity_drift"]
+            == 0
+        )
     assert not updater.alarms
 
 
-# Weights and gradient variance, on a policy whose per-term gradients are given: v = w, loss of a term = <w, g_i>.
+# Weights and gradient variance, on a policy whose per-term gradients are given: v = w, loss of a
+# term = <w, g_i>.
 
 
 def linear_policy(elements):
@@ -120,15 +132,22 @@ def linear_policy(elements):
 
 def given_gradients(gradients, weight=None):
     count = len(gradients)
-    inputs = ForwardInputs(gradients, torch.zeros(count), Conditioning({"embeds": gradients}), torch.arange(count))
-    weight, group_index = torch.ones(count) if weight is None else weight, torch.arange(count)
+    inputs = ForwardInputs(
+        gradients, torch.zeros(count), Conditioning({"embeds": gradients}), torch.arange(count)
+    )
+    weight = torch.ones(count) if weight is None else weight
+    group_index = torch.arange(count)
     keys = SampleKeys(0, group_index.tolist(), group_index.tolist())
     return ForwardBatch(inputs, weight, group_index, gradients, gradients, torch.zeros(count), keys)
 
 
 def linear_updater(elements, lr=0.1):
     policy = linear_policy(elements)
-    return PolicyUpdater(policy, stage_of({"name": "custom", "path": f"{__name__}:LINEAR"}), optimizer=sgd(policy, lr))
+    return PolicyUpdater(
+        policy,
+        stage_of({"name": "custom", "path": f"{__name__}:LINEAR"}),
+        optimizer=sgd(policy, lr),
+    )
 
 
 def gradient_metrics(gradients, passes):
@@ -145,15 +164,20 @@ def test_the_weight_of_a_term_scales_its_loss_and_leaves_the_denominator(passes)
     torch.testing.assert_close(updater.policy.parameters["weight"].detach(), -mean)
     assert metrics["grad_norm"] == pytest.approx(mean.norm().item(), rel=1e-5)
     updater.policy.parameters["weight"].data.fill_(1.0)
-    assert updater.update(given_gradients(gradients, weight), passes)["loss"] == pytest.approx(mean.sum().item(), rel=1e-4)
+    assert updater.update(given_gradients(gradients, weight), passes)["loss"] == pytest.approx(
+        mean.sum().item(), rel=1e-4
+    )
 
 
 def test_gradient_norm_and_variance_of_known_gradients():
     gradients = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
     metrics = gradient_metrics(gradients, passes=3)
-    small, whole = gradients[:4].mean(0).norm().item(), gradients.mean(0).norm().item()
+    small = gradients[:4].mean(0).norm().item()
+    whole = gradients.mean(0).norm().item()
     assert metrics["grad_norm"] == pytest.approx(whole, rel=1e-5)
-    assert metrics["grad_variance"] == pytest.approx((small**2 - whole**2) / (1 / 4 - 1 / 12), rel=1e-4)
+    assert metrics["grad_variance"] == pytest.approx(
+        (small**2 - whole**2) / (1 / 4 - 1 / 12), rel=1e-4
+    )
     assert "grad_variance" not in gradient_metrics(gradients, passes=1)
 
 
@@ -161,11 +185,17 @@ def test_gradient_variance_is_the_trace_of_the_covariance_on_average():
     generator = torch.Generator().manual_seed(0)
     spread = torch.tensor([0.5, 1.0, 2.0])
     trials = [
-        gradient_metrics(torch.tensor([3.0, -1.0, 0.0]) + spread * torch.randn(16, 3, generator=generator), 4)["grad_variance"]
+        gradient_metrics(
+            torch.tensor([3.0, -1.0, 0.0]) + spread * torch.randn(16, 3, generator=generator), 4
+        )["grad_variance"]
         for _ in range(800)
     ]
-    assert np.mean(trials) == pytest.approx((spread**2).sum().item(), abs=4 * np.std(trials) / len(trials) ** 0.5)
+    assert np.mean(trials) == pytest.approx(
+        (spread**2).sum().item(), abs=4 * np.std(trials) / len(trials) ** 0.5
+    )
 
 
 def test_equal_gradients_have_no_variance():
-    assert gradient_metrics(torch.ones(8, 3), passes=4)["grad_variance"] == pytest.approx(0, abs=1e-5)
+    assert gradient_metrics(torch.ones(8, 3), passes=4)["grad_variance"] == pytest.approx(
+        0, abs=1e-5
+    )

@@ -1,4 +1,6 @@
-"""What the tests of the training room share: a stage around an algorithm, a batch of six samples, plain gradient descent."""
+"""What the tests of the training room share: a stage around an algorithm, a batch of six samples,
+plain gradient descent.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,23 @@ from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater
 from tests.glyph_stages import small_stage
 
-FULL, LORA = PolicyConfig(train="full"), PolicyConfig(train="lora", rank=4, alpha=8)
+FULL = PolicyConfig(train="full")
+LORA = PolicyConfig(train="lora", rank=4, alpha=8)
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
-ALONE, PAIRS, GROUPS = np.arange(6), np.array([0, 0, 1, 1, 2, 2]), np.array([0, 0, 0, 1, 1, 2])
+ALONE = np.arange(6)
+PAIRS = np.array([0, 0, 1, 1, 2, 2])
+GROUPS = np.array([0, 0, 0, 1, 1, 2])
 NFT = {"name": "diffusion_nft", "beta": 0.5, "noise_levels": 1}
 
 
 def stage_of(algorithm, **stage):
-    """An online stage that trains with an algorithm, given as its keys or its name; nothing is clipped unless asked for."""
+    """An online stage that trains with an algorithm, given as its keys or its name; nothing is
+    clipped unless asked for.
+    """
     algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
-    return OnlineStageConfig.model_validate(small_stage({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm}))
+    return OnlineStageConfig.model_validate(
+        small_stage({"optimizer": {"max_grad_norm": 1e9}, **stage, "algorithm": algorithm})
+    )
 
 
 def schedule_of(model, stage):
@@ -42,7 +51,9 @@ def sgd(policy, lr=0.1):
 
 
 def updater_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
-    """A updater of a new policy with every copy that the algorithm may ask for, all of them the base model."""
+    """A updater of a new policy with every copy that the algorithm may ask for, all of them the
+    base model.
+    """
     policy = Policy(model, config, 0)
     for name in ("old", "sampling", "teacher", *(["ema"] if config.ema else [])):
         policy.ensure(name)
@@ -51,29 +62,56 @@ def updater_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
 
 
 def samples(model, start=0, stop=6):
-    """(clean latents, conditioning, advantages, keys) of rows ``start`` to ``stop`` of six fixed samples."""
+    """(clean latents, conditioning, advantages, keys) of rows ``start`` to ``stop`` of six fixed
+    samples.
+    """
     prompt_ids = list(range(start, stop))
-    clean = torch.stack([torch.randn(model.latent_shape, generator=torch.Generator().manual_seed(i)) for i in prompt_ids])
+    clean = torch.stack(
+        [
+            torch.randn(model.latent_shape, generator=torch.Generator().manual_seed(i))
+            for i in prompt_ids
+        ]
+    )
     advantage = torch.tensor([2.0, -1.0, -1.5, 1.0, -2.0, 3.0])[start:stop]
-    return clean, model.encode_texts(TEXTS[start:stop]), advantage, SampleKeys(1, prompt_ids, [7] * len(prompt_ids))
+    return (
+        clean,
+        model.encode_texts(TEXTS[start:stop]),
+        advantage,
+        SampleKeys(1, prompt_ids, [7] * len(prompt_ids)),
+    )
 
 
 def forward_rows(model, stage, group_index=ALONE, start=0, stop=6):
     """The forward-process rows of those samples."""
-    return forward_batch(*samples(model, start, stop), group_index[start:stop], stage.hyper, schedule_of(model, stage), visit=0)
+    return forward_batch(
+        *samples(model, start, stop),
+        group_index[start:stop],
+        stage.hyper,
+        schedule_of(model, stage),
+        visit=0,
+    )
 
 
 def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4):
     """(trajectory, conditioning, keys) of the six samples under the policy as it is."""
-    conditioning, keys = model.encode_texts(TEXTS), SampleKeys(2, list(range(6)), [7] * 6)
-    return generate(model, conditioning, keys, sampler, Plan(steps, steps), micro_batch, precision).trajectory, conditioning, keys
+    conditioning = model.encode_texts(TEXTS)
+    keys = SampleKeys(2, list(range(6)), [7] * 6)
+    return (
+        generate(
+            model, conditioning, keys, sampler, Plan(steps, steps), micro_batch, precision
+        ).trajectory,
+        conditioning,
+        keys,
+    )
 
 
 def trajectory_rows(model, stage, steps=(0, 1, 2), apply_rollout_correction=None):
     """The trajectory rows of a rollout of six samples under the policy as it is."""
     trajectory, conditioning, keys = rollout(model, stage.sampler, steps)
     apply_rollout_correction = apply_rollout_correction or CorrectedRollout.nothing(trajectory)
-    return trajectory_batch(apply_rollout_correction, conditioning, samples(model)[2], keys, stage.sampler)
+    return trajectory_batch(
+        apply_rollout_correction, conditioning, samples(model)[2], keys, stage.sampler
+    )
 
 
 def farthest(one, other):

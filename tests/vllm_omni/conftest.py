@@ -1,4 +1,6 @@
-"""The engine itself, on tiny models: nothing here runs without its environment (``make test-vllm-omni`` makes it)."""
+"""The engine itself, on tiny models: nothing here runs without its environment (``make
+test-vllm-omni`` makes it).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from ebbflow.training.policy import Policy
 def environment() -> None:
     """Skip, visibly, where there is no engine to test."""
     if VARIABLE not in os.environ:
-        pytest.skip(f"{VARIABLE} is not set: `make test-vllm-omni` makes the engine's environment and runs these tests in it")
+        pytest.skip(
+            f"{VARIABLE} is not set: `make test-vllm-omni` makes the engine's environment and runs"
+            " these tests in it"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +45,9 @@ def context_of(tiny_recipe: Callable[..., Recipe]) -> Callable[..., StageContext
 
 @pytest.fixture(scope="session")
 def both(context_of: Callable[..., StageContext]) -> Iterator[Callable[[str, str], Both]]:
-    """``both(family, train)``: opened once, for opening takes half a minute; every test pushes what it needs."""
+    """``both(family, train)``: opened once, for opening takes half a minute; every test pushes what
+    it needs.
+    """
     opened: dict[tuple[str, str], Both] = {}
 
     def get(family: str, train: str) -> Both:

@@ -22,7 +22,8 @@ from ebbflow.rollouts.vllm_omni import EngineError, VllmOmni
 
 FAMILIES = ["sd3", "qwen_image"]
 SDE = SamplerConfig(name="flow_sde", steps=6)
-START, MIDDLE = Plan((0, 1), (0, 1)), Plan((2, 3), (2, 3), 0.5)
+START = Plan((0, 1), (0, 1))
+MIDDLE = Plan((2, 3), (2, 3), 0.5)
 ROUNDING = 1e-6
 """Of a log-prob in float32."""
 WHILE_DENOISING = 1e-4
@@ -39,7 +40,8 @@ def compare(both, conditioning, sampler, plan):
     assert np.abs(images.astype(int) - pictures).max() <= 1
     assert (found.trajectory is None) == (plan is None)
     if plan:
-        mine, reference = vars(found.trajectory), vars(wanted.trajectory)
+        mine = vars(found.trajectory)
+        reference = vars(wanted.trajectory)
         for name in ("sigmas", "steps"):
             assert torch.equal(mine[name], reference[name])
         for name in ("latents", "next_latents", "means"):
@@ -61,7 +63,14 @@ def compare(both, conditioning, sampler, plan):
         (SamplerConfig(name="ode", steps=4), None),
         (SamplerConfig(name="dpm_solver", steps=4), None),
     ],
-    ids=["window at the start", "window in the middle, and a tail", "cps", "sde without a plan", "ode", "dpm_solver"],
+    ids=[
+        "window at the start",
+        "window in the middle, and a tail",
+        "cps",
+        "sde without a plan",
+        "ode",
+        "dpm_solver",
+    ],
 )
 def test_the_engine_draws_what_the_reference_draws(both, family, guided, sampler, plan):
     both = both(family, "lora")
@@ -85,24 +94,42 @@ def test_a_push_replaces_the_weights_of_the_one_before(both, family, train):
         base = compare(both, both.conditioning, SDE, MIDDLE)
     assert torch.equal(drawn[3], base)
     assert all(
-        (first - second).abs().max() > 0.05 for first, second in ((drawn[1], drawn[2]), (drawn[1], base), (drawn[2], base))
+        (first - second).abs().max() > 0.05
+        for first, second in ((drawn[1], drawn[2]), (drawn[1], base), (drawn[2], base))
     )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gate_passes_the_same_policy_and_refuses_one_that_was_not_pushed(both, family, through_the_gate):
+def test_the_gate_passes_the_same_policy_and_refuses_one_that_was_not_pushed(
+    both, family, through_the_gate
+):
     both = both(family, "lora")
     both.change(seed=1)
     both.push()
     for sampler in (SDE, SamplerConfig(name="ode", steps=6)):
         found = through_the_gate(
-            both.engine, both.policy, both.conditioning, KEYS, sampler, ParityConfig(samples=4, bar=ROUNDING)
+            both.engine,
+            both.policy,
+            both.conditioning,
+            KEYS,
+            sampler,
+            ParityConfig(samples=4, bar=ROUNDING),
         )
         assert found["parity/log_prob_max"] < ROUNDING
         assert found["parity/mean_shift"] < 1e-4
     both.change(seed=2)
-    with pytest.raises(ParityError, match=r"differ by up to \d\.\d\de[+-]\d\d \(denoising step \d, prompt \d, sample \d+\)"):
-        through_the_gate(both.engine, both.policy, both.conditioning, KEYS, SDE, ParityConfig(samples=4, bar=1e-5))
+    with pytest.raises(
+        ParityError,
+        match=r"differ by up to \d\.\d\de[+-]\d\d \(denoising step \d, prompt \d, sample \d+\)",
+    ):
+        through_the_gate(
+            both.engine,
+            both.policy,
+            both.conditioning,
+            KEYS,
+            SDE,
+            ParityConfig(samples=4, bar=1e-5),
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,8 +145,13 @@ def test_the_bytes_of_the_noise_do_not_depend_on_the_batch(both, family):
 def test_weights_that_do_not_fit_are_refused_by_the_name_of_the_call(context_of):
     ctx = context_of("sd3", "lora")
     engine = VllmOmni(ctx, Path(ctx.recipe.model.path))
-    wrong = {f"transformer_blocks.9.attn.to_q.lora_{side}.default.weight": torch.zeros(shape) for side, shape in SIDES.items()}
-    with pytest.raises(EngineError, match=r"load_lora: .*could not take_lora: .*transformer_blocks\.9"):
+    wrong = {
+        f"transformer_blocks.9.attn.to_q.lora_{side}.default.weight": torch.zeros(shape)
+        for side, shape in SIDES.items()
+    }
+    with pytest.raises(
+        EngineError, match=r"load_lora: .*could not take_lora: .*transformer_blocks\.9"
+    ):
         engine.load(wrong)
     with pytest.raises(EngineError, match="was closed"):
         engine.load(wrong)
@@ -134,7 +166,9 @@ def test_full_weights_must_be_whole(both, family):
     both = both(family, "full")
     weights = {name: parameter.detach() for name, parameter in both.policy.parameters.items()}
     del weights["transformer_blocks.0.attn.to_k.weight"]
-    with pytest.raises(EngineError, match=r"load_weights: .*could not take_weights: .*elements were sent"):
+    with pytest.raises(
+        EngineError, match=r"load_weights: .*could not take_weights: .*elements were sent"
+    ):
         both.engine.load(weights)
 
 
@@ -161,12 +195,17 @@ time.sleep(600)
 
 def test_the_engine_ends_with_a_trainer_that_was_killed(context_of):
     recipe = context_of("sd3", "lora").recipe.model_dump_json()
-    with subprocess.Popen([sys.executable, "-c", TRAINER, recipe], stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, recipe], stdout=subprocess.PIPE, text=True
+    ) as trainer:
         engine = int(trainer.stdout.readline())
         os.kill(engine, 0)
         trainer.send_signal(signal.SIGKILL)
     for _ in range(300):
-        if not Path(f"/proc/{engine}").exists() or "(zombie)" in Path(f"/proc/{engine}/status").read_text():
+        if (
+            not Path(f"/proc/{engine}").exists()
+            or "(zombie)" in Path(f"/proc/{engine}/status").read_text()
+        ):
             return
         time.sleep(0.1)
     pytest.fail(f"the engine, process {engine}, lives on")

@@ -25,28 +25,51 @@ from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.update import PolicyUpdater
 from tests.glyph_stages import small_stage
 
-SMALL = {"group_size": 3, "prompts_per_step": 2, "micro_batch": 3, "updates_per_step": 1, "window": {"kind": "fixed", "size": 2}}
+SMALL = {
+    "group_size": 3,
+    "prompts_per_step": 2,
+    "micro_batch": 3,
+    "updates_per_step": 1,
+    "window": {"kind": "fixed", "size": 2},
+}
 
 
 def stage_of(kept, **online):
     """A stage on the engine, of a recipe's other keys."""
-    stages = [small_stage({"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online})]
-    return StageContext(Recipe.model_validate({**kept.model_dump(mode="json", exclude={"stages"}), "stages": stages}), 0, 0)
+    stages = [
+        small_stage(
+            {"kind": "online", "engine": "vllm_omni", "sampler": {"steps": 4}, **SMALL, **online}
+        )
+    ]
+    return StageContext(
+        Recipe.model_validate(
+            {**kept.model_dump(mode="json", exclude={"stages"}), "stages": stages}
+        ),
+        0,
+        0,
+    )
 
 
 @pytest.fixture
 def run(both, make_prompts, scorer):
-    """``run("sd3", "lora", **online)``: a stage on the engine that the other tests opened; (policy before, after, metrics)."""
+    """``run("sd3", "lora", **online)``: a stage on the engine that the other tests opened; (policy
+    before, after, metrics).
+    """
 
     def stage(family, train, **online):
         one = both(family, train)
-        ctx, recorder = stage_of(one.ctx.recipe, **online), MetricsRecorder()
-        policy = Policy(load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0)
+        ctx = stage_of(one.ctx.recipe, **online)
+        recorder = MetricsRecorder()
+        policy = Policy(
+            load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0
+        )
         for name in ctx.following:
             policy.ensure(name)
         before = {name: value.detach().clone() for name, value in policy.parameters.items()}
         trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online))
-        run_online_stage(ctx, LocalWorkers(trainer, scorer, RolloutWorker(one.engine)), make_prompts(4), recorder)
+        run_online_stage(
+            ctx, LocalWorkers(trainer, scorer, RolloutWorker(one.engine)), make_prompts(4), recorder
+        )
         return before, policy.parameters, recorder.metrics
 
     return stage
@@ -61,22 +84,37 @@ def test_without_a_learning_rate_the_ratio_stays_one(run, mode, record_property)
     assert max(step["rollout/delta_max"] for step in metrics) < 1e-5
 
 
-@pytest.mark.parametrize(("family", "train"), [("sd3", "lora"), ("sd3", "full"), ("qwen_image", "lora")])
+@pytest.mark.parametrize(
+    ("family", "train"), [("sd3", "lora"), ("sd3", "full"), ("qwen_image", "lora")]
+)
 def test_every_step_generates_with_what_the_last_one_learnt(run, family, train):
-    before, after, metrics = run(family, train, steps=3, optimizer={"lr": 1e-2 if train == "lora" else 1e-3})
+    before, after, metrics = run(
+        family, train, steps=3, optimizer={"lr": 1e-2 if train == "lora" else 1e-3}
+    )
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
-    assert all(step["rollout/delta_max"] < 1e-5 for step in metrics), "the policy that trains is the one that generated"
+    assert all(step["rollout/delta_max"] < 1e-5 for step in metrics), (
+        "the policy that trains is the one that generated"
+    )
     assert all(step["push/bytes"] > 0 for step in metrics)
-    assert metrics[2]["push/receive_seconds"] > 0  # in the steps before, the gate's samples received them
-    assert [step["parity/log_prob_max"] < 1e-5 for step in metrics if "parity/log_prob_max" in step] == [True, True]
+    assert (
+        metrics[2]["push/receive_seconds"] > 0
+    )  # in the steps before, the gate's samples received them
+    assert [
+        step["parity/log_prob_max"] < 1e-5 for step in metrics if "parity/log_prob_max" in step
+    ] == [True, True]
     assert "parity/log_prob_max" not in metrics[2]
 
 
 def test_the_old_copy_generates_there_too(run):
     before, after, metrics = run(
-        "sd3", "lora", algorithm={"name": "diffusion_nft"}, sampler={"name": "ode", "steps": 4}, window=None, steps=3,
+        "sd3",
+        "lora",
+        algorithm={"name": "diffusion_nft"},
+        sampler={"name": "ode", "steps": 4},
+        window=None,
+        steps=3,
         optimizer={"lr": 1e-2},
-    )  # fmt: skip
+    )
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
     assert metrics[1]["parity/log_prob_max"] < 1e-5
 
@@ -87,14 +125,22 @@ def test_an_engine_that_is_off_is_refused_before_a_step(run):
 
 
 def test_the_engine_runs_in_rollout_workers_of_their_own(context_of, make_prompts, tmp_path):
-    """On Ray: the worker's engine receives every version through the object store; nothing else is different."""
+    """On Ray: the worker's engine receives every version through the object store; nothing else is
+    different.
+    """
     share = {"cpus": 0.3}
     roles = {"training": share, "rollout": share, "reward": share}
     recipe = context_of("sd3", "lora").recipe
-    recipe = Recipe.model_validate(recipe.model_dump(mode="json") | {"rewards": ["jpeg_compressibility"], "guardrails": []})
-    ctx, recorder = stage_of(recipe, steps=3, mode="one_step_off", placement="ray", resources=roles), MetricsRecorder()
-    base, start = Path(recipe.model.path), tmp_path / "start"
-    write_base_policy(start, digest_of(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model)
+    recipe = Recipe.model_validate(
+        recipe.model_dump(mode="json") | {"rewards": ["jpeg_compressibility"], "guardrails": []}
+    )
+    ctx = stage_of(recipe, steps=3, mode="one_step_off", placement="ray", resources=roles)
+    recorder = MetricsRecorder()
+    base = Path(recipe.model.path)
+    start = tmp_path / "start"
+    write_base_policy(
+        start, digest_of(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model
+    )
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with closing(RayWorkers(ctx, Folders.at(base, start))) as placement:

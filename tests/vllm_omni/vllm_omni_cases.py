@@ -1,4 +1,6 @@
-"""What the tests of the engine share: one base model and one policy, behind the engine and behind the reference."""
+"""What the tests of the engine share: one base model and one policy, behind the engine and behind
+the reference.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from ebbflow.rollouts.vllm_omni import VllmOmni
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
-TEXTS = ["two cats", "a red bicycle leans against a blue wall", 'a sign that says "OPEN"', "snow", "a boat on a lake"]
+TEXTS = [
+    "two cats",
+    "a red bicycle leans against a blue wall",
+    'a sign that says "OPEN"',
+    "snow",
+    "a boat on a lake",
+]
 KEYS = SampleKeys(3, [4, 4, 5, 6, 6], [0, 1, 0, 2**40, 7])
 
 
@@ -29,7 +37,10 @@ class Both:
 
     @property
     def conditioning(self) -> Conditioning:
-        prompts = [Prompt(index, text, "blurry, low quality", None, "test", "train", "{}") for index, text in enumerate(TEXTS)]
+        prompts = [
+            Prompt(index, text, "blurry, low quality", None, "test", "train", "{}")
+            for index, text in enumerate(TEXTS)
+        ]
         return self.policy.model.encode(prompts)
 
     def change(self, seed: int, scale: float = 1.0) -> None:
@@ -40,7 +51,11 @@ class Both:
             for name, parameter in self.policy.parameters.items():
                 moves = "lora_B" in name or self.ctx.recipe.policy.train == "full"
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(noise, alpha=scale * (0.2 if "lora_B" in name else 0.02) if moves else 0)
+                parameter.add_(
+                    noise, alpha=scale * (0.2 if "lora_B" in name else 0.02) if moves else 0
+                )
 
     def push(self) -> None:
-        self.engine.load({name: parameter.detach() for name, parameter in self.policy.parameters.items()})
+        self.engine.load(
+            {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
+        )

@@ -1,4 +1,6 @@
-"""Ebbflow's side of the vLLM-Omni engine, in the engine's own environment: `ebbflow.rollouts.vllm_omni` talks to it."""
+"""Ebbflow's side of the vLLM-Omni engine, in the engine's own environment:
+`ebbflow.rollouts.vllm_omni` talks to it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ def cpu_platform() -> str | None:
 def _mend_torchvision() -> None:
     """Declare the two operators that torchvision's Python code wants at import.
 
-    Its published wheels are built against CUDA, and beside a torch without it their compiled operators do not load. Nothing here
-    calls them.
+    Its published wheels are built against CUDA, and beside a torch without it their compiled
+    operators do not load. Nothing here calls them.
     """
     try:
         importlib.import_module("torchvision")

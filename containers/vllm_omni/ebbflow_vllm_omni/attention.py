@@ -1,4 +1,6 @@
-"""The attention of ``ebbflow_vllm_omni.cpu``, a module of its own because it can only be imported once the platform is there."""
+"""The attention of ``ebbflow_vllm_omni.cpu``, a module of its own because it can only be imported
+once the platform is there.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,13 @@ from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
 
 class CpuAttention(SDPAImpl):
-    """Torch's own attention. The base class asks the platform for its kind and knows none outside its tree."""
+    """Torch's own attention. The base class asks the platform for its kind and knows none outside
+    its tree.
+    """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None
+    ) -> Tensor:
         return self.forward_cuda(query, key, value, attn_metadata)
 
 

@@ -75,7 +75,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
 
 def _keep_linear_weights() -> None:
-    """vLLM packs the weights of linear layers for the CPU and empties the originals, where updates would have to go."""
+    """vLLM packs the weights of linear layers for the CPU and empties the originals, where updates
+    would have to go.
+    """
 
     def keep(layer: nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear

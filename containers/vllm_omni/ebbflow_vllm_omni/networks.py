@@ -1,4 +1,6 @@
-"""vLLM-Omni's network of each family that the engine generates with; ``ebbflow.recipe.families`` names them."""
+"""vLLM-Omni's network of each family that the engine generates with; ``ebbflow.recipe.families``
+names them.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,13 @@ def _qwen_image(config: OmniDiffusionConfig) -> nn.Module:
     return transformer
 
 
-def _add_text_lengths(transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _add_text_lengths(
+    transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     """An argument of vLLM-Omni's network that diffusers reads off the embeddings."""
-    return args, kwargs | {"txt_seq_lens": txt_seq_lens_from_embeds(kwargs["encoder_hidden_states"])}
+    return args, kwargs | {
+        "txt_seq_lens": txt_seq_lens_from_embeds(kwargs["encoder_hidden_states"])
+    }
 
 
 SD3 = Network(

@@ -1,7 +1,9 @@
-"""vLLM-Omni's transformer under Ebbflow's adapters: the denoising loop, guidance, noise and decoding are Ebbflow's own.
+"""vLLM-Omni's transformer under Ebbflow's adapters: the denoising loop, guidance, noise and
+decoding are Ebbflow's own.
 
-Prompts arrive encoded, so text encoders are not loaded. A request is a micro-batch: which samples share a forward pass is decided
-by the trainer, as with the engine of its own process, and never by when requests happen to arrive.
+Prompts arrive encoded, so text encoders are not loaded. A request is a micro-batch: which samples
+share a forward pass is decided by the trainer, as with the engine of its own process, and never by
+when requests happen to arrive.
 """
 
 from __future__ import annotations
@@ -56,13 +58,19 @@ class EbbflowPipeline(nn.Module):
         base = od_config.model
         self.od_config = od_config
         self.network: Network = import_path(FAMILIES[config.family].vllm_omni)
-        self.weights_sources = [DiffusersPipelineLoader.ComponentSource(base, "transformer", None, PREFIX)]
-        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(base, subfolder="scheduler", local_files_only=True)
+        self.weights_sources = [
+            DiffusersPipelineLoader.ComponentSource(base, "transformer", None, PREFIX)
+        ]
+        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+            base, subfolder="scheduler", local_files_only=True
+        )
         options = {"local_files_only": True, "use_safetensors": True, "torch_dtype": torch.float32}
         self.vae = self.network.vae.from_pretrained(base, subfolder="vae", **options)
         self.vae_scale_factor = self.network.scale(self.vae)
         self.transformer = self.network.transformer(od_config)
-        self.transformer.config = od_config.tf_model_config  # where diffusers' networks have it, and the adapters look
+        self.transformer.config = (
+            od_config.tf_model_config
+        )  # where diffusers' networks have it, and the adapters look
         self.adapter: Any = adapter_of(config.family)(self, config, get_local_device())
         self.lora: Lora | None = None
 
@@ -73,13 +81,22 @@ class EbbflowPipeline(nn.Module):
             return DiffusionOutput(output={"payload": {"image": torch.zeros(1)}})
         task: Task = request.sampling_params.extra_args["task"]
         conditioning = task.conditioning.to(self.adapter.device)
-        rollouts = generate(self.adapter, conditioning, task.keys, task.sampler, task.plan, len(task.keys))
+        rollouts = generate(
+            self.adapter, conditioning, task.keys, task.sampler, task.plan, len(task.keys)
+        )
         tensors = pack_rollouts(rollouts, self.adapter.decode(rollouts.latents))
-        return DiffusionOutput(output={"payload": {"image": tensors.pop("images")}, "metadata": {"rl": tensors}}, to_cpu=True)
+        return DiffusionOutput(
+            output={"payload": {"image": tensors.pop("images")}, "metadata": {"rl": tensors}},
+            to_cpu=True,
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take over weights of the transformer by diffusers' names; returns the names of what they went into."""
-        loaded = self.transformer.load_weights((name.removeprefix(PREFIX), values) for name, values in weights)
+        """Take over weights of the transformer by diffusers' names; returns the names of what they
+        went into.
+        """
+        loaded = self.transformer.load_weights(
+            (name.removeprefix(PREFIX), values) for name, values in weights
+        )
         return {PREFIX + name for name in loaded}
 
     def _load_diffusion_lora_adapter(
@@ -90,10 +107,18 @@ class EbbflowPipeline(nn.Module):
         factors: dict[str, dict[str, Tensor]] = {}
         for name, values in self.lora.tensors.items():
             layer, factor = name.split(".lora_")
-            factors.setdefault(PREFIX + self._own_name(layer), {})[factor[0]] = values.to(dtype, copy=True)
-        rank, alpha = self.lora.rank, self.lora.alpha
-        layers = {name: LoRALayerWeights(name, rank, alpha, pair["A"], pair["B"]) for name, pair in factors.items()}
-        return LoRAModel(lora_request.lora_int_id, rank, layers), PEFTHelper(rank, alpha, list(layers))
+            factors.setdefault(PREFIX + self._own_name(layer), {})[factor[0]] = values.to(
+                dtype, copy=True
+            )
+        rank = self.lora.rank
+        alpha = self.lora.alpha
+        layers = {
+            name: LoRALayerWeights(name, rank, alpha, pair["A"], pair["B"])
+            for name, pair in factors.items()
+        }
+        return LoRAModel(lora_request.lora_int_id, rank, layers), PEFTHelper(
+            rank, alpha, list(layers)
+        )
 
     def _own_name(self, layer: str) -> str:
         """A layer of diffusers' transformer as vLLM-Omni calls it."""

@@ -29,29 +29,42 @@ class Engine:
     lora: bool = False
 
     def open(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
-        """Load the base model: ``base`` its folder, ``model`` the recipe's, ``threads`` of torch, and ``deterministic``."""
+        """Load the base model: ``base`` its folder, ``model`` the recipe's, ``threads`` of torch,
+        and ``deterministic``.
+        """
         torch.set_num_threads(header["threads"])
         if header["deterministic"]:
             use_deterministic_kernels()
         config = ModelConfig.model_validate(header["model"])
         # Ours are images already, with more beside them than the library's own function takes.
-        registry._DIFFUSION_POST_PROCESS_FUNCS.pop(adapter_of(config.family).pipeline_class.__name__, None)
+        registry._DIFFUSION_POST_PROCESS_FUNCS.pop(
+            adapter_of(config.family).pipeline_class.__name__, None
+        )
         self.omni = Omni(
             model=header["base"],
             dtype=str(DTYPES[config.precision]).removeprefix("torch."),
-            custom_pipeline_args={"pipeline_class": _path(EbbflowPipeline), "model": header["model"]},
+            custom_pipeline_args={
+                "pipeline_class": _path(EbbflowPipeline),
+                "model": header["model"],
+            },
             worker_extension_cls=_path(Weights),
             enforce_eager=True,
             max_num_seqs=1,
             # The fast kernels for attention have no float32.
-            **({"diffusion_attention_config": {"default": "TORCH_SDPA"}} if config.precision == "float32" else {}),
+            **(
+                {"diffusion_attention_config": {"default": "TORCH_SDPA"}}
+                if config.precision == "float32"
+                else {}
+            ),
         )
         return {}, {}
 
     def load_lora(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
         """Take over the LoRA factors of a file."""
         self.lora = True
-        return {"sha256": self._call("take_lora", header["file"], header["rank"], header["alpha"])}, {}
+        return {
+            "sha256": self._call("take_lora", header["file"], header["rank"], header["alpha"])
+        }, {}
 
     def load_weights(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
         """Take over full weights from a file, the last of a push or not."""
@@ -61,13 +74,16 @@ class Engine:
         """The rollouts of a task."""
         task = Task.unpack(header, tensors)
         params = OmniDiffusionSamplingParams(
-            num_inference_steps=task.sampler.steps, lora_request=POLICY if self.lora else None, extra_args={"task": task}
+            num_inference_steps=task.sampler.steps,
+            lora_request=POLICY if self.lora else None,
+            extra_args={"task": task},
         )
         (output,) = self.omni.generate([{"prompt": ""}], params, use_tqdm=False)
         return {}, {"images": output.images[0]} | output.multimodal_output["metadata"]["rl"]
 
     def _call(self, method: str, *args: Any) -> Any:
-        """The result of a worker's method. vLLM-Omni mostly returns what went wrong instead of raising it.
+        """The result of a worker's method. vLLM-Omni mostly returns what went wrong instead of
+        raising it.
 
         Raises:
             RuntimeError: it failed; names the method.
@@ -86,7 +102,10 @@ def main(connection: int, parent: int) -> None:
     """Serve the other end of an inherited socket for as long as the process that holds it lives."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     engine = Engine()
-    calls = {call.__name__: call for call in (engine.open, engine.load_lora, engine.load_weights, engine.generate)}
+    calls = {
+        call.__name__: call
+        for call in (engine.open, engine.load_lora, engine.load_weights, engine.generate)
+    }
     serve(socket.socket(fileno=connection), calls)
     os._exit(0)  # the library's threads would be waited for
 

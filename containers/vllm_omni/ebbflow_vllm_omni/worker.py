@@ -1,4 +1,6 @@
-"""New weights for the engine: methods that vLLM-Omni's worker gets, called through its ``collective_rpc``."""
+"""New weights for the engine: methods that vLLM-Omni's worker gets, called through its
+``collective_rpc``.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ POLICY = LoRARequest("policy", 1, "/in/memory")
 
 
 class Weights(CustomPipelineWorkerExtension):
-    """Both kinds come in safetensors files by the trainer's parameter names; the answer is the checksum of what was read.
+    """Both kinds come in safetensors files by the trainer's parameter names; the answer is the
+    checksum of what was read.
 
-    Full weights and LoRA exclude each other: LoRA layers hide the weights under them from ``load_weights``.
+    Full weights and LoRA exclude each other: LoRA layers hide the weights under them from
+    ``load_weights``.
     """
 
     model_runner: Any
@@ -46,7 +50,9 @@ class Weights(CustomPipelineWorkerExtension):
             ValueError: some were.
         """
         tensors = load_file(file)
-        self._loaded = self._loaded | self._pipeline.load_weights((PREFIX + name, values) for name, values in tensors.items())
+        self._loaded = self._loaded | self._pipeline.load_weights(
+            (PREFIX + name, values) for name, values in tensors.items()
+        )
         self._elements += sum(values.numel() for values in tensors.values())
         if last:
             self._require_all()
@@ -55,10 +61,17 @@ class Weights(CustomPipelineWorkerExtension):
     def _require_all(self) -> None:
         parameters: dict[str, Tensor] = dict(self._pipeline.transformer.named_parameters())
         missing = [name for name in parameters if PREFIX + name not in self._loaded]
-        wanted, got = sum(values.numel() for values in parameters.values()), self._elements
-        self._loaded, self._elements = set(), 0
-        if missing or wanted != got:  # fused layers would hide a part that was not sent; the count does not
-            raise ValueError(f"{got} of {wanted} elements were sent, and nothing for {missing[:3] or 'no parameter'}")
+        wanted = sum(values.numel() for values in parameters.values())
+        got = self._elements
+        self._loaded = set()
+        self._elements = 0
+        if (
+            missing or wanted != got
+        ):  # fused layers would hide a part that was not sent; the count does not
+            raise ValueError(
+                f"{got} of {wanted} elements were sent, and nothing for"
+                f" {missing[:3] or 'no parameter'}"
+            )
 
     @property
     def _pipeline(self) -> EbbflowPipeline:

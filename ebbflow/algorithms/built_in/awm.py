@@ -1,13 +1,15 @@
-r"""Advantage-weighted matching (2509.25050): the flow-matching error stands in for the log-probability of a whole sample.
+r"""Advantage-weighted matching (2509.25050): the flow-matching error stands in for the
+log-probability of a whole sample.
 
-    l   = mean((v - u)^2),   u = eps - x0
-    s   = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q)    surrogate log-prob (also -l, -sigma l, -sigma^2 l)
-    rho = exp(s - s_rollout)                          the rollout's policy at the same sigma and eps
-    L   = mean max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) + w mean((v - v_old)^2),   A' = A / advantages.clip
+    l   = mean((v - u)^2),   u = eps - x0 s   = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q)
+    surrogate log-prob (also -l, -sigma l, -sigma^2 l) rho = exp(s - s_rollout)
+    the rollout's policy at the same sigma and eps L   = mean max(-A' rho, -A' clip(rho, 1 - eps, 1
+    + eps)) + w mean((v - v_old)^2),   A' = A / advantages.clip
 
-The rollout's policy is the one before the first update on the samples, as in the published code: of a step online, of the stage
-offline. In the first update rho is 1 and its gradient that of s. v_old is the published EMA, a copy that follows closely:
-min(.3, .001 n). Without the reference penalty the policy drifts far from the base while the training reward still rises.
+The rollout's policy is the one before the first update on the samples, as in the published code: of
+a step online, of the stage offline. In the first update rho is 1 and its gradient that of s. v_old
+is the published EMA, a copy that follows closely: min(.3, .001 n). Without the reference penalty
+the policy drifts far from the base while the training reward still rises.
 """
 
 from __future__ import annotations
@@ -16,9 +18,23 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error, per_row
+from ebbflow.algorithms.base import (
+    Algorithm,
+    CopyName,
+    ForwardRows,
+    RowMetrics,
+    flow_matching_error,
+    per_row,
+)
 from ebbflow.algorithms.policy_gradient import clip_metrics, clipped
-from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, EmaScheduleConfig, ForwardConfig, Published, SigmaConfig
+from ebbflow.recipe.algorithms import (
+    GROUP_SIZE,
+    SUM_OF_REWARDS,
+    EmaScheduleConfig,
+    ForwardConfig,
+    Published,
+    SigmaConfig,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +48,9 @@ BASE = f"{REPOSITORY}config/base_awm.py"
 
 
 class AWMConfig(ForwardConfig):
-    """Advantage-weighted matching: the flow-matching loss of each sample, weighted with its advantage, near a lagging copy."""
+    """Advantage-weighted matching: the flow-matching loss of each sample, weighted with its
+    advantage, near a lagging copy.
+    """
 
     paper: ClassVar = "2509.25050"
     stage_defaults: ClassVar = {
@@ -45,22 +63,31 @@ class AWMConfig(ForwardConfig):
         "algorithm.power": Published(0.25, AWM),
         "algorithm.noise_levels": Published(6, AWM, "train_timesteps"),
         "algorithm.clip_range": Published(1.0, AWM),
-        "algorithm.sigma.kind": Published("schedule", AWM, "time_type discrete: one of each run of the sampler's sigmas"),
+        "algorithm.sigma.kind": Published(
+            "schedule", AWM, "time_type discrete: one of each run of the sampler's sigmas"
+        ),
         "algorithm.sigma.min": Published(0.35, AWM, "all of 14 but the last two"),
         "algorithm.sigma.max": Published(0.99, AWM, "all but the first; 1 for PickScore"),
         "algorithm.old_weight": Published(1.0, AWM, "ema_beta"),
         "algorithm.old.warmup": Published(0, AWM),
-        "algorithm.old.slope": Published(0.001, f"{REPOSITORY}scripts/train_sd3_awm.py", "kl_ema_decay_type linear"),
+        "algorithm.old.slope": Published(
+            0.001, f"{REPOSITORY}scripts/train_sd3_awm.py", "kl_ema_decay_type linear"
+        ),
         "algorithm.old.max_decay": Published(0.3, AWM),
         "sampler.name": Published(
             "SA-Solver",
             AWM,
             "its noise is .4 for sigma in .3 to .9, and 0 for PickScore",
-            deviation="there is none here; without noise it is a deterministic solver of second order, as dpm_solver is",
+            deviation=(
+                "there is none here; without noise it is a deterministic solver of second order, as"
+                " dpm_solver is"
+            ),
         ),
         "sampler.steps": Published(14, AWM),
         "advantages.std": Published("global", AWM),
-        "advantages.combine": Published("sum", f"{REPOSITORY}flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.combine": Published(
+            "sum", f"{REPOSITORY}flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
+        ),
         "advantages.clip": Published(5.0, BASE),
         "reference.weight": Published(0.001, AWM, ".003 for OCR, .0001 for PickScore"),
         "reference.penalty": Published("velocity", AWM, "kl_weight Uniform"),
@@ -75,9 +102,13 @@ class AWMConfig(ForwardConfig):
     noise_levels: int = Field(6, ge=1)
     """Draws of (sigma, noise) per sample and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.35, max=0.99)
-    """Published: of 14 steps with shift 3, one of each run of the sigmas .97 to .36; for PickScore from 1 on (``max: 1``)."""
+    """Published: of 14 steps with shift 3, one of each run of the sigmas .97 to .36; for PickScore
+    from 1 on (``max: 1``).
+    """
     surrogate: Literal["power", "plain", "sigma", "sigma_squared"] = "power"
-    """The stand-in for the log-prob: -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), -l, -sigma l or -sigma^2 l."""
+    """The stand-in for the log-prob: -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), -l, -sigma l or
+    -sigma^2 l.
+    """
     power: float = Field(0.25, gt=0, le=1)
     """q of the ``power`` surrogate."""
     clip_range: float = Field(1.0, gt=0)
@@ -94,7 +125,9 @@ def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
     ratio = (surrogate(error, rows.sigma, config) - before).exp()
     advantage = rows.advantage / rows.advantage_clip
     total = clipped(ratio, advantage, config.clip_range)
-    metrics = {"awm/error": error, "awm/ratio": ratio} | clip_metrics(ratio, advantage, config.clip_range)
+    metrics = {"awm/error": error, "awm/ratio": ratio} | clip_metrics(
+        ratio, advantage, config.clip_range
+    )
     if config.old_weight > 0:
         deviation = per_row((rows.velocity - rows.copies["old"]) ** 2)
         total = total + config.old_weight * deviation
@@ -114,4 +147,6 @@ def copies(config: AWMConfig) -> frozenset[CopyName]:
     return frozenset({"rollout", "old"} if config.old_weight > 0 else {"rollout"})
 
 
-ALGORITHM = Algorithm(AWMConfig, loss, copies=copies, follows={"old": lambda config, step: config.old.decay(step)})
+ALGORITHM = Algorithm(
+    AWMConfig, loss, copies=copies, follows={"old": lambda config, step: config.old.decay(step)}
+)

@@ -1,19 +1,22 @@
-r"""BranchGRPO (2509.06040): the samples of a group are leaves of a tree, and every denoising step has an advantage of its own.
+r"""BranchGRPO (2509.06040): the samples of a group are leaves of a tree, and every denoising step
+has an advantage of its own.
 
-    R(node) = mean of R over the leaves of the node
-    A(node) = z(R(node))                                among the nodes after the same denoising step, of one prompt
-    L       = mean max(-A rho, -A clip(rho, 1 - eps, 1 + eps))
+    R(node) = mean of R over the leaves of the node A(node) = z(R(node))
+    among the nodes after the same denoising step, of one prompt L       = mean max(-A rho, -A
+    clip(rho, 1 - eps, 1 + eps))
 
-over the rows, one per (node, trained step): a step that several samples share is generated and trained once. So the steps before
-a split learn what all that follows from them is worth. The tree is a key of the stage (``TreeConfig``), its advantages are
+over the rows, one per (node, trained step): a step that several samples share is generated and
+trained once. So the steps before a split learn what all that follows from them is worth. The tree
+is a key of the stage (``TreeConfig``), its advantages are
 ``ebbflow.algorithms.advantages.compute_tree_advantages``.
 
-Pruning: ``advantages.keep_extremes`` (width) trains the best and the worst nodes of each denoising step alone, ``window`` of kind
-``share`` (depth) a random share of the steps. With a window of some steps all others but the splits are deterministic, which is
-BranchGRPO-Mix.
+Pruning: ``advantages.keep_extremes`` (width) trains the best and the worst nodes of each denoising
+step alone, ``window`` of kind ``share`` (depth) a random share of the steps. With a window of some
+steps all others but the splits are deterministic, which is BranchGRPO-Mix.
 
-Deviations: the public code can weigh the children of a node by a softmax of their log-probs (off in its script), which, as means
-over a latent, are nearly equal; it prunes the last level alone, and moves the window of steps that it leaves out every 30 steps.
+Deviations: the public code can weigh the children of a node by a softmax of their log-probs (off in
+its script), which, as means over a latent, are nearly equal; it prunes the last level alone, and
+moves the window of steps that it leaves out every 30 steps.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ CODE = "Fredreic1849/BranchGRPO fastvideo/train_branchgrpo_flux.py"
 
 
 class BranchGRPOConfig(ClippedConfig):
-    """Clipped policy gradient on a tree: samples of a prompt share the steps before they branch, each with its own advantage."""
+    """Clipped policy gradient on a tree: samples of a prompt share the steps before they branch,
+    each with its own advantage.
+    """
 
     paper: ClassVar = "2509.06040"
     stage_defaults: ClassVar = {
@@ -52,7 +57,10 @@ class BranchGRPOConfig(ClippedConfig):
             4.0,
             SCRIPT,
             "--tree_split_noise_scale, times the standard deviation of the step",
-            deviation="samples drawn with four times the noise are not of the policy that the ratio is against",
+            deviation=(
+                "samples drawn with four times the noise are not of the policy that the ratio is"
+                " against"
+            ),
             ours="that of every step",
         ),
         "sampler.name": Published("dance_sde", SCRIPT, "eta .3"),
@@ -79,7 +87,9 @@ class BranchGRPOConfig(ClippedConfig):
 
     name: Literal["branch_grpo"] = "branch_grpo"
     clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them needs a wider one."""
+    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them
+    needs a wider one.
+    """
 
 
 ALGORITHM = Algorithm(BranchGRPOConfig, flow_grpo.loss)

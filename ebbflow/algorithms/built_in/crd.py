@@ -1,25 +1,34 @@
-r"""CRD (2603.14128): regress the change against a moving reference on the advantage, both centred inside the group of a prompt.
+r"""CRD (2603.14128): regress the change against a moving reference on the advantage, both centred
+inside the group of a prompt.
 
-    r = -[mean((v - u)^2) / w - mean((v_old - u)^2) / w_old],   w = sg max(mean|v - u|, 1e-5),  w_old likewise,  u = eps - x0
-    L = (c / beta) mean((beta (r - mean_group r) - (A - mean_group A) / (2 c))^2)        c = advantages.clip, 5 by default
+    r = -[mean((v - u)^2) / w - mean((v_old - u)^2) / w_old],   w = sg max(mean|v - u|, 1e-5),
+    w_old likewise,  u = eps - x0 L = (c / beta) mean((beta (r - mean_group r) - (A - mean_group A)
+    / (2 c))^2)        c = advantages.clip, 5 by default
 
-A lies within +-c, and A / (2 c) within +-1/2. That scale matters: r is at most mean((v_old - u)^2) / w_old, about 1.
+A lies within +-c, and A / (2 c) within +-1/2. That scale matters: r is at most mean((v_old - u)^2)
+/ w_old, about 1.
 
-Two copies follow the policy, each by its own schedule: ``old``, the moving reference of r, and ``sampling``, which generates. The
-penalty is the stage's ``reference``: towards the base model under classifier-free guidance, and heavier for better samples.
+Two copies follow the policy, each by its own schedule: ``old``, the moving reference of r, and
+``sampling``, which generates. The penalty is the stage's ``reference``: towards the base model
+under classifier-free guidance, and heavier for better samples.
 
-Sources: for the idea the paper's abstract; for formulas and numbers its port in Flow-Factory (trainers/crd.py) and that port's
-settings for SD3.5-medium and OCR, which it says are those of the paper's table 3. Deviations from the port:
+Sources: for the idea the paper's abstract; for formulas and numbers its port in Flow-Factory
+(trainers/crd.py) and that port's settings for SD3.5-medium and OCR, which it says are those of the
+paper's table 3. Deviations from the port:
 
-- It centres over the rows that all GPUs have at a time, whichever prompts they are of; here each prompt's group is centred by
-  itself, as in the paper. (Its mean of r takes no gradient. Here it may: the misses of a group add up to 0, so nothing changes.)
-- It counts optimiser steps in the two schedules and lets the copies follow once a rollout step, of two optimiser steps. Here both
-  count rollout steps; with two optimiser steps in each, its schedules are ``old: {min_decay: .25, slope: .01, max_decay: .999}``
-  and ``sampling: {warmup: 37, slope: .015, max_decay: .999}``.
-- It trains on groups without a spread, towards equal r; here they are dropped, as for every algorithm.
+- It centres over the rows that all GPUs have at a time, whichever prompts they are of; here each
+  prompt's group is centred by itself, as in the paper. (Its mean of r takes no gradient. Here it
+  may: the misses of a group add up to 0, so nothing changes.)
+- It counts optimiser steps in the two schedules and lets the copies follow once a rollout step, of
+  two optimiser steps. Here both count rollout steps; with two optimiser steps in each, its
+  schedules are ``old: {min_decay: .25, slope: .01, max_decay: .999}`` and ``sampling: {warmup: 37,
+  slope: .015, max_decay: .999}``.
+- It trains on groups without a spread, towards equal r; here they are dropped, as for every
+  algorithm.
 - In an offline stage both copies stay as they are, and become copies of the policy at its end.
 - It shares its draws of sigma over the whole batch, here inside a group.
-- Left out: a binary cross-entropy in place of the square, and softmax weights in place of the group's mean (both off by default).
+- Left out: a binary cross-entropy in place of the square, and softmax weights in place of the
+  group's mean (both off by default).
 """
 
 from __future__ import annotations
@@ -30,18 +39,30 @@ from pydantic import Field
 
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, group_mean, per_row
-from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, EmaScheduleConfig, ForwardConfig, Published, SigmaConfig
+from ebbflow.recipe.algorithms import (
+    GROUP_SIZE,
+    SUM_OF_REWARDS,
+    EmaScheduleConfig,
+    ForwardConfig,
+    Published,
+    SigmaConfig,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 CRD = "X-GenGroup/Flow-Factory examples/crd/lora/sd3_5/default.yaml"
-STEPS = "there by optimiser steps, of which a rollout step has 2: half the warmup and twice the slope here"
+STEPS = (
+    "there by optimiser steps, of which a rollout step has 2: half the warmup and twice the slope"
+    " here"
+)
 
 
 class CRDConfig(ForwardConfig):
-    """Regression of the change against a moving reference on the advantage, both centred inside the group."""
+    """Regression of the change against a moving reference on the advantage, both centred inside the
+    group.
+    """
 
     paper: ClassVar = "2603.14128"
     shared_noise: ClassVar = False
@@ -53,7 +74,9 @@ class CRDConfig(ForwardConfig):
     published: ClassVar = {
         "algorithm.beta": Published(1.0, CRD, "crd_beta"),
         "algorithm.noise_levels": Published(20, CRD, "num_train_timesteps"),
-        "algorithm.sigma.kind": Published("schedule", CRD, "discrete: one of each run of the sampler's sigmas"),
+        "algorithm.sigma.kind": Published(
+            "schedule", CRD, "discrete: one of each run of the sampler's sigmas"
+        ),
         "algorithm.sigma.min": Published(0.2, CRD, "its rounding down leaves out the last of 10"),
         "algorithm.old.warmup": Published(0, CRD, "old_model_decay"),
         "algorithm.old.min_decay": Published(0.25, CRD),
@@ -97,7 +120,11 @@ def loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
     implied = -(_weighted_error(rows, rows.velocity) - _weighted_error(rows, rows.copies["old"]))
     target = _centred(rows.advantage, rows.group_index) / (2 * rows.advantage_clip)
     miss = config.beta * _centred(implied, rows.group_index) - target
-    metrics = {"crd/implied": implied, "crd/miss": miss.abs(), "crd/agreement": (implied * target > 0).float()}
+    metrics = {
+        "crd/implied": implied,
+        "crd/miss": miss.abs(),
+        "crd/agreement": (implied * target > 0).float(),
+    }
     return rows.advantage_clip / config.beta * miss**2, metrics
 
 

@@ -1,14 +1,15 @@
 r"""DGPO (2510.08425): direct preference between the better and the worse part of a whole group.
 
-    d   = mean((v - u)^2),   u = eps - x0
-    S_g = (1 / K) sum over the group of A beta (sg d - d_ref)
-    L   = mean[sg sigmoid(S_g) A d],   without the gradient of rows that are further from d_old than the clip range and move away:
+    d   = mean((v - u)^2),   u = eps - x0 S_g = (1 / K) sum over the group of A beta (sg d - d_ref)
+    L   = mean[sg sigmoid(S_g) A d],   without the gradient of rows that are further from d_old than
+    the clip range and move away:
           (rho > 1 + eps and A > 0) or (rho < 1 - eps and A < 0),   rho = exp(d_old - d)
 
-sigma and eps are shared inside a group. What a group still has to gain, sigmoid(S_g), weighs its rows; the sampler may be
-deterministic. v_old is a copy that follows closely: min(.3, .001 n). The clip is that of the published code, as is the reference
-penalty; K is the number of samples of the group that are trained on, where published code has all of them. From optimiser step
-200 or 500 on, published code generates with the copy: here the policy itself always does.
+sigma and eps are shared inside a group. What a group still has to gain, sigmoid(S_g), weighs its
+rows; the sampler may be deterministic. v_old is a copy that follows closely: min(.3, .001 n). The
+clip is that of the published code, as is the reference penalty; K is the number of samples of the
+group that are trained on, where published code has all of them. From optimiser step 200 or 500 on,
+published code generates with the copy: here the policy itself always does.
 """
 
 from __future__ import annotations
@@ -18,8 +19,21 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error, group_mean
-from ebbflow.recipe.algorithms import SUM_OF_REWARDS, EmaScheduleConfig, ForwardConfig, Published, SigmaConfig
+from ebbflow.algorithms.base import (
+    Algorithm,
+    CopyName,
+    ForwardRows,
+    RowMetrics,
+    flow_matching_error,
+    group_mean,
+)
+from ebbflow.recipe.algorithms import (
+    SUM_OF_REWARDS,
+    EmaScheduleConfig,
+    ForwardConfig,
+    Published,
+    SigmaConfig,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,10 +57,16 @@ class DGPOConfig(ForwardConfig):
     published: ClassVar = {
         "algorithm.beta": Published(100.0, DGPO, "10 for PickScore"),
         "algorithm.noise_levels": Published(4, DGPO, "num_train_timesteps"),
-        "algorithm.sigma.kind": Published("schedule", DGPO, "draws of the sampler's sigmas, without replacement"),
-        "algorithm.sigma.min": Published(0.79, DGPO, "trunc_steps: the first 5 of 10; for OCR the first 7, {min: .6}"),
+        "algorithm.sigma.kind": Published(
+            "schedule", DGPO, "draws of the sampler's sigmas, without replacement"
+        ),
+        "algorithm.sigma.min": Published(
+            0.79, DGPO, "trunc_steps: the first 5 of 10; for OCR the first 7, {min: .6}"
+        ),
         "algorithm.sigma.stratified": Published(False, DGPO),
-        "algorithm.clip_range": Published(0.01, DGPO, "the same for OCR; .05 for PickScore, .001 without guidance"),
+        "algorithm.clip_range": Published(
+            0.01, DGPO, "the same for OCR; .05 for PickScore, .001 without guidance"
+        ),
         "algorithm.old.warmup": Published(0, CODE),
         "algorithm.old.slope": Published(0.001, CODE),
         "algorithm.old.max_decay": Published(0.3, CODE),
@@ -60,7 +80,9 @@ class DGPOConfig(ForwardConfig):
             ours="the policy",
         ),
         "advantages.std": Published("group", DGPO, "global for OCR and PickScore"),
-        "advantages.combine": Published("sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.combine": Published(
+            "sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
+        ),
         "advantages.clip": Published(5.0, BASE),
         "reference.weight": Published(0.02, DGPO, "the same for OCR; .001 for PickScore"),
         "reference.penalty": Published("velocity", CODE),
@@ -77,9 +99,13 @@ class DGPOConfig(ForwardConfig):
     beta: float = Field(100.0, gt=0)
     """Strength of the preference, on errors that are means over the latent's elements."""
     sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.79, stratified=False)
-    """Published: high noise only, for GenEval the first 5 of 10 steps with shift 3, for OCR the first 7 (``min: .6``)."""
+    """Published: high noise only, for GenEval the first 5 of 10 steps with shift 3, for OCR the
+    first 7 (``min: .6``).
+    """
     clip_range: float | None = Field(0.01, gt=0, lt=1)
-    """Clip of exp(d_old - d), in errors that are means over the latent's elements; ``null``: none, and no old copy."""
+    """Clip of exp(d_old - d), in errors that are means over the latent's elements; ``null``: none,
+    and no old copy.
+    """
     old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.3)
     """The copy that the clip is against."""
 
@@ -92,7 +118,9 @@ def loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
     metrics = {"dgpo/weight": weight, "dgpo/change": change}
     if config.clip_range is not None:
         ratio = (flow_matching_error(rows, rows.copies["old"]) - error.detach()).exp()
-        clipped = (ratio > 1 + config.clip_range).where(rows.advantage > 0, ratio < 1 - config.clip_range)
+        clipped = (ratio > 1 + config.clip_range).where(
+            rows.advantage > 0, ratio < 1 - config.clip_range
+        )
         error = error.detach().where(clipped, error)
         metrics["dgpo/clipped"] = clipped.float()
     return weight * rows.advantage * error, metrics

@@ -1,12 +1,14 @@
-r"""Diffusion-DPO (2311.12908): of a pair, the better sample's error must fall more than the worse one's.
+r"""Diffusion-DPO (2311.12908): of a pair, the better sample's error must fall more than the worse
+one's.
 
     e = mean((v - u)^2),   u = eps - x0
     L = -log sigmoid( -(beta / 2) [(e_better - e_better_ref) - (e_worse - e_worse_ref)] )
 
-sigma (logit-normal, shifted by 3) and eps are shared inside a pair. Pairs come from a file, or from a group: its best sample
-against its worst, or a share of the best against as many of the worst; ties make no pair (published code trains on them). The
-reference is the base model, or, refreshed every n optimiser steps, an older self. Both rows of a pair carry its loss, so that the
-mean over the rows is the mean over the pairs.
+sigma (logit-normal, shifted by 3) and eps are shared inside a pair. Pairs come from a file, or from
+a group: its best sample against its worst, or a share of the best against as many of the worst;
+ties make no pair (published code trains on them). The reference is the base model, or, refreshed
+every n optimiser steps, an older self. Both rows of a pair carry its loss, so that the mean over
+the rows is the mean over the pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, CopyName, ForwardRows, RowMetrics, flow_matching_error
+from ebbflow.algorithms.base import (
+    Algorithm,
+    CopyName,
+    ForwardRows,
+    RowMetrics,
+    flow_matching_error,
+)
 from ebbflow.recipe.algorithms import GROUP_SIZE, ForwardConfig, Published, SigmaConfig
 
 if TYPE_CHECKING:
@@ -35,21 +43,33 @@ class DiffusionDPOConfig(ForwardConfig):
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde", "steps": 40}, "updates_per_step": 1}
     published: ClassVar = {
         "algorithm.beta": Published(
-            100.0, DPO, "the same in verl-project/verl-omni; 2000 in the paper and in X-GenGroup/Flow-Factory"
+            100.0,
+            DPO,
+            "the same in verl-project/verl-omni; 2000 in the paper and in X-GenGroup/Flow-Factory",
         ),
         "algorithm.noise_levels": Published(
             39, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "int(.99 * 40), all in one update"
         ),
-        "algorithm.sigma.kind": Published("logit_normal", "yifan123/flow_grpo scripts/train_sd3_dpo.py"),
-        "algorithm.sigma.shift": Published(3.0, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "of SD3's scheduler"),
-        "algorithm.pairs_share": Published(
-            0.0, "yifan123/flow_grpo flow_grpo/stat_tracking.py", "the best with the worst: one pair"
+        "algorithm.sigma.kind": Published(
+            "logit_normal", "yifan123/flow_grpo scripts/train_sd3_dpo.py"
         ),
-        "algorithm.refresh_every": Published(0, DPO, "ref_update_step 10000000; 40 makes it online DPO"),
+        "algorithm.sigma.shift": Published(
+            3.0, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "of SD3's scheduler"
+        ),
+        "algorithm.pairs_share": Published(
+            0.0,
+            "yifan123/flow_grpo flow_grpo/stat_tracking.py",
+            "the best with the worst: one pair",
+        ),
+        "algorithm.refresh_every": Published(
+            0, DPO, "ref_update_step 10000000; 40 makes it online DPO"
+        ),
         "sampler.name": Published("flow_sde", DPO, "eta .7, though no log-prob is used"),
         "sampler.steps": Published(40, DPO),
         "reference.weight": Published(0.0, DPO),
-        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters; 2e-4 in verl-omni's run_sd35_medium_offline_dpo_lora.sh"),
+        "optimizer.lr": Published(
+            3e-4, BASE, "of LoRA adapters; 2e-4 in verl-omni's run_sd35_medium_offline_dpo_lora.sh"
+        ),
         "optimizer.weight_decay": Published(1e-4, BASE),
         "optimizer.max_grad_norm": Published(1.0, BASE),
         "updates_per_step": Published(1, "yifan123/flow_grpo config/dpo.py geneval_sd3"),
@@ -62,24 +82,40 @@ class DiffusionDPOConfig(ForwardConfig):
     sigma: SigmaConfig = SigmaConfig(kind="logit_normal", shift=3.0)
     """As SD3 was trained, and as Flow-GRPO's code has it."""
     beta: float = Field(100.0, gt=0)
-    """Strength of the preference, on errors that are means over the latent's elements (published: 100 to 2000 and more)."""
+    """Strength of the preference, on errors that are means over the latent's elements (published:
+    100 to 2000 and more).
+    """
     pairs_share: float = Field(0.0, ge=0, le=0.5)
-    """Of each group, this share of the best, and one sample at least, is paired with as many of the worst, best with worst; ties
-    make no pair."""
+    """Of each group, this share of the best, and one sample at least, is paired with as many of the
+    worst, best with worst; ties make no pair.
+    """
     refresh_every: int = Field(0, ge=0)
-    """The policy replaces the reference of the pairs after this many optimiser steps; 0: it stays the base model."""
+    """The policy replaces the reference of the pairs after this many optimiser steps; 0: it stays
+    the base model.
+    """
 
 
 def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]; rows 2i and 2i + 1 are the better and the worse sample of a pair."""
+    """Loss and metrics of each row, [M]; rows 2i and 2i + 1 are the better and the worse sample of
+    a pair.
+    """
     from torch.nn.functional import logsigmoid
 
-    change = flow_matching_error(rows, rows.velocity) - flow_matching_error(rows, rows.copies[reference_copy(config)])
+    change = flow_matching_error(rows, rows.velocity) - flow_matching_error(
+        rows, rows.copies[reference_copy(config)]
+    )
     better, worse = change.view(-1, 2).unbind(1)
     margin = -0.5 * config.beta * (better - worse)
     total = -logsigmoid(margin)
-    metrics = {"dpo/margin": margin, "dpo/accuracy": (margin > 0).float(), "dpo/better_change": better, "dpo/worse_change": worse}
-    return total.repeat_interleave(2), {name: value.repeat_interleave(2) for name, value in metrics.items()}
+    metrics = {
+        "dpo/margin": margin,
+        "dpo/accuracy": (margin > 0).float(),
+        "dpo/better_change": better,
+        "dpo/worse_change": worse,
+    }
+    return total.repeat_interleave(2), {
+        name: value.repeat_interleave(2) for name, value in metrics.items()
+    }
 
 
 def reference_copy(config: DiffusionDPOConfig) -> CopyName:
@@ -92,8 +128,12 @@ def old_decay(config: DiffusionDPOConfig, optimizer_step: int) -> float:
     return float(optimizer_step % config.refresh_every != 0) if config.refresh_every else 1.0
 
 
-def pairs(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: DiffusionDPOConfig) -> list[np.ndarray]:
-    """(better, worse) of each group: its best with its worst, the second best with the second worst and so on; no ties."""
+def pairs(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: DiffusionDPOConfig
+) -> list[np.ndarray]:
+    """(better, worse) of each group: its best with its worst, the second best with the second worst
+    and so on; no ties.
+    """
     import numpy as np
 
     found = []
@@ -105,5 +145,9 @@ def pairs(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, confi
 
 
 ALGORITHM = Algorithm(
-    DiffusionDPOConfig, loss, copies=lambda config: frozenset({reference_copy(config)}), select=pairs, follows={"old": old_decay}
+    DiffusionDPOConfig,
+    loss,
+    copies=lambda config: frozenset({reference_copy(config)}),
+    select=pairs,
+    follows={"old": old_decay},
 )

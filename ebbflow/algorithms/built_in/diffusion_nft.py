@@ -1,15 +1,17 @@
-r"""DiffusionNFT (2509.16117): contrast an implicit better with an implicit worse policy, on the forward process alone.
+r"""DiffusionNFT (2509.16117): contrast an implicit better with an implicit worse policy, on the
+forward process alone.
 
     p   = clip(A / (2 c) + 1/2, 0, 1)       A is clamped to +-c, c = advantages.clip: 5 by default
-    v+  = beta v + (1 - beta) v_old,        v- = (1 + beta) v_old - beta v
-    x0+- = x_sigma - sigma v+-,             w+- = sg max(mean|x0+- - x0|, 1e-5),   l+- = mean((x0+- - x0)^2) / w+-
-    L   = c mean[(p l+ + (1 - p) l-) / beta]
+    v+  = beta v + (1 - beta) v_old,        v- = (1 + beta) v_old - beta v x0+- = x_sigma - sigma
+    v+-,             w+- = sg max(mean|x0+- - x0|, 1e-5),   l+- = mean((x0+- - x0)^2) / w+- L   = c
+    mean[(p l+ + (1 - p) l-) / beta]
 
-It needs the final latents and the reward, no trajectory and no log-probability, so any sampler may generate them. They come from
-the OLD policy, which is part of the policy folder.
+It needs the final latents and the reward, no trajectory and no log-probability, so any sampler may
+generate them. They come from the OLD policy, which is part of the policy folder.
 
-Deviations: online, the old policy follows after every rollout step, its epoch; offline it stays fixed through the stage.
-Published code adds the penalty k mean((v - v_ref)^2), k = 1e-4: the stage's ``reference``.
+Deviations: online, the old policy follows after every rollout step, its epoch; offline it stays
+fixed through the stage. Published code adds the penalty k mean((v - v_ref)^2), k = 1e-4: the
+stage's ``reference``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, expand_like, per_row
-from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, EmaScheduleConfig, ForwardConfig, Published, SigmaConfig
+from ebbflow.recipe.algorithms import (
+    GROUP_SIZE,
+    SUM_OF_REWARDS,
+    EmaScheduleConfig,
+    ForwardConfig,
+    Published,
+    SigmaConfig,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +40,9 @@ DECAY = "NVlabs/DiffusionNFT scripts/train_nft_sd3.py return_decay, decay_type 1
 
 
 class DiffusionNFTConfig(ForwardConfig):
-    """Contrast of an implicit better with an implicit worse policy, both around the old one that generates."""
+    """Contrast of an implicit better with an implicit worse policy, both around the old one that
+    generates.
+    """
 
     paper: ClassVar = "2509.16117"
     stage_defaults: ClassVar = {
@@ -40,24 +51,35 @@ class DiffusionNFTConfig(ForwardConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.beta": Published(1.0, NFT, "the same for GenEval and HPS; .1 for OCR and for several rewards"),
+        "algorithm.beta": Published(
+            1.0, NFT, "the same for GenEval and HPS; .1 for OCR and for several rewards"
+        ),
         "algorithm.advantages": Published("all", NFT),
         "algorithm.noise_levels": Published(
             9, BASE, "timestep_fraction .99 of 10 steps: every sigma of the rollout but the last"
         ),
-        "algorithm.sigma.kind": Published("schedule", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"),
-        "algorithm.sigma.stratified": Published(False, "NVlabs/DiffusionNFT scripts/train_nft_sd3.py", "a random order"),
-        "algorithm.old.warmup": Published(0, DECAY, "OCR has decay_type 2: {warmup: 75, slope: .0075, max_decay: .999}"),
+        "algorithm.sigma.kind": Published(
+            "schedule", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"
+        ),
+        "algorithm.sigma.stratified": Published(
+            False, "NVlabs/DiffusionNFT scripts/train_nft_sd3.py", "a random order"
+        ),
+        "algorithm.old.warmup": Published(
+            0, DECAY, "OCR has decay_type 2: {warmup: 75, slope: .0075, max_decay: .999}"
+        ),
         "algorithm.old.slope": Published(
             0.001,
             DECAY,
-            "published steps are optimiser steps: for OCR, with 2 of them in a rollout step, {warmup: 37, slope: .015}",
+            "published steps are optimiser steps: for OCR, with 2 of them in a rollout step,"
+            " {warmup: 37, slope: .015}",
         ),
         "algorithm.old.max_decay": Published(0.5, DECAY),
         "sampler.name": Published("dpm_solver", NFT, "dpm2"),
         "sampler.steps": Published(10, NFT, "25 for several rewards"),
         "advantages.std": Published("global", BASE),
-        "advantages.combine": Published("sum", "NVlabs/DiffusionNFT flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.combine": Published(
+            "sum", "NVlabs/DiffusionNFT flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
+        ),
         "advantages.clip": Published(5.0, BASE),
         "reference.weight": Published(1e-4, NFT),
         "reference.penalty": Published("velocity", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"),
@@ -74,13 +96,19 @@ class DiffusionNFTConfig(ForwardConfig):
     sigma: SigmaConfig = SigmaConfig(kind="schedule", stratified=False)
     """Published: 9 of the sampler's 10 sigmas, in a random order of each sample's own."""
     beta: float = Field(1.0, gt=0, le=1)
-    """How far the implicit policies stand from the old one (published: 1, and .1 for OCR or several rewards)."""
+    """How far the implicit policies stand from the old one (published: 1, and .1 for OCR or several
+    rewards).
+    """
     advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and 0 elsewhere; their sign."""
+    """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and
+    0 elsewhere; their sign.
+    """
     old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.5)
-    """The old policy online, by rollout steps; offline it stays as it was when it generated. Published code counts gradient
-    steps: also ``{max_decay: 0}`` (a copy), and for OCR a warmup of 75 and a slope of .0075 with 2 of them in a rollout step,
-    which is ``{warmup: 37, slope: .015, max_decay: .999}`` here."""
+    """The old policy online, by rollout steps; offline it stays as it was when it generated.
+    Published code counts gradient steps: also ``{max_decay: 0}`` (a copy), and for OCR a warmup of
+    75 and a slope of .0075 with 2 of them in a rollout step, which is ``{warmup: 37, slope: .015,
+    max_decay: .999}`` here.
+    """
 
 
 def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
@@ -89,7 +117,8 @@ def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetr
     preference = (shaped(rows.advantage, config) / (2 * rows.advantage_clip) + 0.5).clamp(0, 1)
     better = config.beta * rows.velocity + (1 - config.beta) * old
     worse = (1 + config.beta) * old - config.beta * rows.velocity
-    better_error, worse_error = _weighted_error(rows, better), _weighted_error(rows, worse)
+    better_error = _weighted_error(rows, better)
+    worse_error = _weighted_error(rows, worse)
     metrics = {
         "nft/better_error": better_error,
         "nft/worse_error": worse_error,

@@ -1,12 +1,14 @@
-r"""On-policy distillation: on the policy's own trajectories, every trained step is pulled to the teacher's.
+r"""On-policy distillation: on the policy's own trajectories, every trained step is pulled to the
+teacher's.
 
     L = mean over the rows of mean((mu - mu_teacher)^2) / (2 b^2)
 
 Of several teachers, a row has the one of its prompt's set.
 
-b is the true standard deviation of a step, dt included (b^2 = s^2 |dt|), so this is the KL between the two steps, as in the
-``kl`` penalty. Code that follows Flow-GRPO's KL term divides by 2 s^2 instead (``kl_without_dt``): there a step counts |dt| times
-as much as here, and late steps, which are the longest on a shifted schedule, relatively more.
+b is the true standard deviation of a step, dt included (b^2 = s^2 |dt|), so this is the KL between
+the two steps, as in the ``kl`` penalty. Code that follows Flow-GRPO's KL term divides by 2 s^2
+instead (``kl_without_dt``): there a step counts |dt| times as much as here, and late steps, which
+are the longest on a shifted schedule, relatively more.
 
 The rewards are watched, not learnt from, so groups without variance are trained on as well.
 """
@@ -29,21 +31,33 @@ if TYPE_CHECKING:
 
 
 class DistillationConfig(TrajectoryConfig):
-    """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt from."""
+    """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt
+    from.
+    """
 
     name: Literal["distillation"] = "distillation"
     teacher: PathText | None = Field(None, min_length=1)
-    """Policy folder (or URI) of the teacher, trained from the same base model with the same ``policy``."""
-    teachers: dict[str, Annotated[PathText, Field(min_length=1)]] = Field({}, exclude_if=operator.not_)
-    """Several instead of one: the teacher of each set of ``prompts.mixture``, by the name of the set. Each takes the memory of a
-    policy copy."""
+    """Policy folder (or URI) of the teacher, trained from the same base model with the same
+    ``policy``.
+    """
+    teachers: dict[str, Annotated[PathText, Field(min_length=1)]] = Field(
+        {}, exclude_if=operator.not_
+    )
+    """Several instead of one: the teacher of each set of ``prompts.mixture``, by the name of the
+    set. Each takes the memory of a policy copy.
+    """
 
     @model_validator(mode="after")
     def _one_teacher_or_one_for_each_set(self) -> DistillationConfig:
         if self.teacher and self.teachers:
-            raise ValueError("teacher is of all prompts and teachers of each prompt set; leave one of them out")
+            raise ValueError(
+                "teacher is of all prompts and teachers of each prompt set; leave one of them out"
+            )
         if not self.teacher and not self.teachers:
-            raise ValueError("it has no teacher; give teacher a policy folder, or teachers one for each set of prompts.mixture")
+            raise ValueError(
+                "it has no teacher; give teacher a policy folder, or teachers one for each set of"
+                " prompts.mixture"
+            )
         return self
 
 
@@ -53,4 +67,9 @@ def loss(rows: TrajectoryRows, config: DistillationConfig) -> tuple[Tensor, RowM
     return divergence, ratio_metrics(rows) | {"kl/teacher": divergence}
 
 
-ALGORITHM = Algorithm(DistillationConfig, loss, copies=lambda config: frozenset({"teacher"}), select=grouping.all_samples)
+ALGORITHM = Algorithm(
+    DistillationConfig,
+    loss,
+    copies=lambda config: frozenset({"teacher"}),
+    select=grouping.all_samples,
+)

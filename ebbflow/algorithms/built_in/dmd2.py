@@ -1,16 +1,19 @@
-r"""DMD2, improved distribution matching distillation (2405.14867): a teacher's distribution in a student's few steps.
+r"""DMD2, improved distribution matching distillation (2405.14867): a teacher's distribution in a
+student's few steps.
 
-A step of the student is drawn for each sample, among those of its own sampling ("backward simulation"): x before it, without
-gradient. Its clean prediction x0_hat = x - sigma v, with gradient, gets fresh noise of a level t in ``sigma``, where the teacher
-and the fake score are compared (``ebbflow.algorithms.distribution_matching``). The fake score takes ``fake_updates`` optimiser
-steps before each of the student's ("two time-scale update rule").
+A step of the student is drawn for each sample, among those of its own sampling ("backward
+simulation"): x before it, without gradient. Its clean prediction x0_hat = x - sigma v, with
+gradient, gets fresh noise of a level t in ``sigma``, where the teacher and the fake score are
+compared (``ebbflow.algorithms.distribution_matching``). The fake score takes ``fake_updates``
+optimiser steps before each of the student's ("two time-scale update rule").
 
-The sampler of the student, ``cps`` with eta 1, is that of consistency models: each step predicts x0 and adds fresh noise of the
-next sigma.
+The sampler of the student, ``cps`` with eta 1, is that of consistency models: each step predicts x0
+and adds fresh noise of the next sigma.
 
-Deviations: no GAN loss, which needs real images, and so no discriminator. The fake score trains on the samples of the student's
-own update, with other draws of step, noise level and noise, where the published code generates new ones, and at the noise levels
-of ``sigma``, where it has all. Its error is that of the velocity; the published one, of the noise, is (1 - t)^2 of it.
+Deviations: no GAN loss, which needs real images, and so no discriminator. The fake score trains on
+the samples of the student's own update, with other draws of step, noise level and noise, where the
+published code generates new ones, and at the noise levels of ``sigma``, where it has all. Its error
+is that of the velocity; the published one, of the noise, is (1 - t)^2 of it.
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ from typing import ClassVar, Literal
 from ebbflow.algorithms.distribution_matching import matching_algorithm
 from ebbflow.recipe.algorithms import GROUP_SIZE, TEACHER_GUIDANCE, MatchingConfig, Published
 
-SCRIPT = "tianweiy/DMD2 experiments/sdxl/sdxl_cond999_8node_lr5e-7_denoising4step_(...)_backsim_scratch.sh"
+SCRIPT = (
+    "tianweiy/DMD2"
+    " experiments/sdxl/sdxl_cond999_8node_lr5e-7_denoising4step_(...)_backsim_scratch.sh"
+)
 GUIDANCE = "tianweiy/DMD2 main/sd_guidance.py"
 
 
 class DMD2Config(MatchingConfig):
-    """DMD2 without its GAN loss: a few-step student whose samples, noised again, score as a many-step teacher's."""
+    """DMD2 without its GAN loss: a few-step student whose samples, noised again, score as a
+    many-step teacher's.
+    """
 
     paper: ClassVar = "2405.14867"
     stage_defaults: ClassVar = {
@@ -34,13 +42,19 @@ class DMD2Config(MatchingConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.guidance": Published(8.0, SCRIPT, "real_guidance_scale, of SDXL", TEACHER_GUIDANCE),
+        "algorithm.guidance": Published(
+            8.0, SCRIPT, "real_guidance_scale, of SDXL", TEACHER_GUIDANCE
+        ),
         "algorithm.fake_updates": Published(5, SCRIPT, "dfake_gen_update_ratio; 10 for SD 1.5"),
         "algorithm.fake_lr_factor": Published(1.0, SCRIPT, "guidance_lr over generator_lr"),
         "algorithm.sigma.kind": Published("uniform", GUIDANCE, "of 1000 times of a DDPM"),
-        "algorithm.sigma.min": Published(0.02, "tianweiy/DMD2 main/train_sd.py", "min_step_percent"),
+        "algorithm.sigma.min": Published(
+            0.02, "tianweiy/DMD2 main/train_sd.py", "min_step_percent"
+        ),
         "algorithm.sigma.max": Published(0.98, SCRIPT, "max_step_percent"),
-        "sampler.name": Published("cps", SCRIPT, "num_denoising_step with fresh noise at each, as eta 1 of cps has it"),
+        "sampler.name": Published(
+            "cps", SCRIPT, "num_denoising_step with fresh noise at each, as eta 1 of cps has it"
+        ),
         "sampler.eta": Published(1.0, SCRIPT),
         "sampler.steps": Published(4, SCRIPT),
         "reference.weight": Published(0.0, SCRIPT),
@@ -56,7 +70,9 @@ class DMD2Config(MatchingConfig):
             deviation="these networks predict a velocity, and are trained on its error",
             ours="of the velocity",
         ),
-        "GAN loss": Published("5e-3 of it", SCRIPT, deviation="it needs real images, and a run has none", ours="none"),
+        "GAN loss": Published(
+            "5e-3 of it", SCRIPT, deviation="it needs real images, and a run has none", ours="none"
+        ),
     }
 
     name: Literal["dmd2"] = "dmd2"

@@ -1,12 +1,14 @@
-r"""DRaFT-K, direct reward fine-tuning (2309.17400): the gradient of the reward through the last K steps of the sampler.
+r"""DRaFT-K, direct reward fine-tuning (2309.17400): the gradient of the reward through the last K
+steps of the sampler.
 
     L = -r(D(x_0)),   x_0 from x_{S-K} by K Euler steps with gradient
 
-S: ``sampler.steps``; K: ``last_steps``; D: the decoder; r: the weighted sum of the rewards. K = S is DRaFT. With K > 1 each step
-is repeated in the backward pass instead of kept (gradient checkpointing), so memory does not grow with K.
+S: ``sampler.steps``; K: ``last_steps``; D: the decoder; r: the weighted sum of the rewards. K = S
+is DRaFT. With K > 1 each step is repeated in the backward pass instead of kept (gradient
+checkpointing), so memory does not grow with K.
 
-``reference.weight`` adds mean((v - v_ref)^2) at the first of these steps: DRaFT+ of NeMo-Aligner has the same on predicted noise,
-at all of them.
+``reference.weight`` adds mean((v - v_ref)^2) at the first of these steps: DRaFT+ of NeMo-Aligner
+has the same on predicted noise, at all of them.
 """
 
 from __future__ import annotations

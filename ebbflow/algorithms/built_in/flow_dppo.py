@@ -4,9 +4,9 @@ r"""Flow-DPPO (2606.11025): instead of a clipped ratio, a limit on the divergenc
     L    = mean -A rho,   without the rows that are at the limit and move further away:
            D_kl >= tau and ((rho > 1 and A > 0) or (rho < 1 and A < 0))
 
-A dropped row counts as 0 in the mean, as a clipped one has no gradient. The paper's divergence is a full norm,
-|mu - mu_old|^2 / (2 b^2); its public code takes the mean over the latent's elements, and so do we: tau is a threshold on the
-mean. Advantages are not clamped.
+A dropped row counts as 0 in the mean, as a clipped one has no gradient. The paper's divergence is
+a full norm, |mu - mu_old|^2 / (2 b^2); its public code takes the mean over the latent's elements,
+and so do we: tau is a threshold on the mean. Advantages are not clamped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ DPPO = "Tencent-Hunyuan/UniRL examples/diffusion/sd3_flowdppo.yaml"
 
 
 class FlowDPPOConfig(TrajectoryConfig):
-    """Policy gradient that drops the rows which move further away than a divergence allows, instead of clipping a ratio."""
+    """Policy gradient that drops the rows which move further away than a divergence allows, instead
+    of clipping a ratio.
+    """
 
     paper: ClassVar = "2606.11025"
     stage_defaults: ClassVar = {
@@ -39,12 +41,18 @@ class FlowDPPOConfig(TrajectoryConfig):
         "updates_per_step": 2,
     }
     published: ClassVar = {
-        "algorithm.divergence_limit": Published(1e-5, DPPO, "kl_mask_threshold, on the mean over the latent's elements"),
-        "sampler.name": Published("flow_sde", DPPO, "eta .7; 1.2 for Qwen-Image in verl-project/verl-omni"),
+        "algorithm.divergence_limit": Published(
+            1e-5, DPPO, "kl_mask_threshold, on the mean over the latent's elements"
+        ),
+        "sampler.name": Published(
+            "flow_sde", DPPO, "eta .7; 1.2 for Qwen-Image in verl-project/verl-omni"
+        ),
         "sampler.steps": Published(10, DPPO),
         "window.kind": Published("random", DPPO),
         "window.size": Published(3, DPPO, "2 for Qwen-Image in verl-project/verl-omni"),
-        "window.limit": Published(0.3, DPPO, "starts 0 to 2 of 10: all of it lies in the first half"),
+        "window.limit": Published(
+            0.3, DPPO, "starts 0 to 2 of 10: all of it lies in the first half"
+        ),
         "advantages.std": Published("global", DPPO),
         "advantages.combine": Published("sum", DPPO, deviation=SUM_OF_REWARDS),
         "advantages.clip": Published(None, "Tencent-Hunyuan/UniRL unirl/algorithms/flowdppo.py"),
@@ -64,10 +72,13 @@ class FlowDPPOConfig(TrajectoryConfig):
 
     name: Literal["flow_dppo"] = "flow_dppo"
     divergence_limit: float = Field(1e-5, gt=0)
-    """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old policy."""
+    """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old
+    policy.
+    """
 
     def ratio_range(self, dims: int) -> float:
-        """sqrt(2 tau / D): a shift of the means with D_kl = tau spreads the mean log-prob by this."""
+        """sqrt(2 tau / D): a shift of the means with D_kl = tau spreads the mean log-prob by
+        this."""
         return math.sqrt(2 * self.divergence_limit / dims)
 
 

@@ -1,14 +1,17 @@
-r"""Flow-GRPO (2505.05470), and by their windows and samplers Flow-GRPO-Fast, MixGRPO (2507.21802) and DanceGRPO (2505.07818).
+r"""Flow-GRPO (2505.05470), and by their windows and samplers Flow-GRPO-Fast, MixGRPO (2507.21802)
+and DanceGRPO (2505.07818).
 
     rho = exp(log_prob - old_log_prob)
     L   = mean max(-A rho, -A clip(rho, 1 - eps, 1 + eps))
 
-over the rows, one per (sample, trained step); MixGRPO's division by the window length is this mean. Log-probs are means over the
-D elements of a latent, so rho stays close to 1 and eps follows 1/sqrt(D). What tells the four apart are defaults of the stage:
-which steps are stochastic and trained, the sampler, the standard deviation of the advantages, the reference penalty.
+over the rows, one per (sample, trained step); MixGRPO's division by the window length is this mean.
+Log-probs are means over the D elements of a latent, so rho stays close to 1 and eps follows
+1/sqrt(D). What tells the four apart are defaults of the stage: which steps are stochastic and
+trained, the sampler, the standard deviation of the advantages, the reference penalty.
 
-Deviations: the trained steps are one draw for all samples of an optimisation step. DanceGRPO's code draws a permutation of them
-for each sample; a window of its own for each sample, which public code has too, made training collapse.
+Deviations: the trained steps are one draw for all samples of an optimisation step. DanceGRPO's code
+draws a permutation of them for each sample; a window of its own for each sample, which public code
+has too, made training collapse.
 """
 
 from __future__ import annotations
@@ -18,7 +21,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
-from ebbflow.algorithms.policy_gradient import BASE, clip_metrics, clipped, flow_grpo_stack, ratio_metrics
+from ebbflow.algorithms.policy_gradient import (
+    BASE,
+    clip_metrics,
+    clipped,
+    flow_grpo_stack,
+    ratio_metrics,
+)
 from ebbflow.recipe.algorithms import GROUP_SIZE, Published, TrajectoryConfig
 
 if TYPE_CHECKING:
@@ -35,7 +44,9 @@ class ClippedConfig(TrajectoryConfig):
     """Policy gradients with a clipped ratio."""
 
     clip_range: float = Field(1e-4, gt=0, lt=1)
-    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them needs a wider one."""
+    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them
+    needs a wider one.
+    """
 
     def ratio_range(self, dims: int) -> float:
         return self.clip_range
@@ -53,7 +64,9 @@ class FlowGRPOConfig(ClippedConfig):
     }
     published: ClassVar = flow_grpo_stack(GRPO) | {
         "algorithm.clip_range": Published(1e-4, BASE),
-        "reference.weight": Published(0.04, GRPO, "the same for GenEval; .01 for PickScore, 0 for FLUX"),
+        "reference.weight": Published(
+            0.04, GRPO, "the same for GenEval; .01 for PickScore, 0 for FLUX"
+        ),
         "reference.penalty": Published("kl_without_dt", "yifan123/flow_grpo scripts/train_sd3.py"),
         "sampler.steps": Published(10, GRPO, "6 for FLUX, with eta .9"),
         "window.kind": Published("all", GRPO, "timestep_fraction .99: every step but the last"),
@@ -63,7 +76,9 @@ class FlowGRPOConfig(ClippedConfig):
 
 
 class FlowGRPOFastConfig(ClippedConfig):
-    """Flow-GRPO on a short window that starts anew at random in the first half; no reference penalty."""
+    """Flow-GRPO on a short window that starts anew at random in the first half; no reference
+    penalty.
+    """
 
     paper: ClassVar = "2505.05470"
     stage_defaults: ClassVar = {
@@ -74,7 +89,9 @@ class FlowGRPOFastConfig(ClippedConfig):
     published: ClassVar = flow_grpo_stack(FAST) | {
         "algorithm.clip_range": Published(1e-5, FAST),
         "reference.weight": Published(0.0, FAST),
-        "sampler.name": Published("flow_sde", FAST, "cps in pickscore_sd3_fast_nocfg and in those for FLUX"),
+        "sampler.name": Published(
+            "flow_sde", FAST, "cps in pickscore_sd3_fast_nocfg and in those for FLUX"
+        ),
         "sampler.steps": Published(10, FAST, "6 for FLUX"),
         "sampler.eta": Published(0.8, FAST, "1.2 for Qwen-Image"),
         "window.kind": Published("random", FAST),
@@ -82,17 +99,22 @@ class FlowGRPOFastConfig(ClippedConfig):
         "window.limit": Published(
             0.4,
             "yifan123/flow_grpo config/grpo.py pickscore_qwenimage",
-            "windows lie in the first half: of 10 steps, those of 2 start at 0 to 3, those of 3 with .3 at 0 to 2",
+            "windows lie in the first half: of 10 steps, those of 2 start at 0 to 3, those of 3"
+            " with .3 at 0 to 2",
         ),
     }
 
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
     clip_range: float = Field(1e-5, gt=0, lt=1)
-    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them needs a wider one."""
+    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them
+    needs a wider one.
+    """
 
 
 class MixGRPOConfig(ClippedConfig):
-    """Flow-GRPO on a window that moves from the first steps on; the steps outside are deterministic."""
+    """Flow-GRPO on a window that moves from the first steps on; the steps outside are
+    deterministic.
+    """
 
     paper: ClassVar = "2507.21802"
     stage_defaults: ClassVar = {
@@ -112,11 +134,16 @@ class MixGRPOConfig(ClippedConfig):
         "window.size": Published(4, MIX),
         "window.stride": Published(1, MIX),
         "window.limit": Published(
-            1.0, MIX, "all starts; published windows also shrink over the last steps, while the last one here has all its steps"
+            1.0,
+            MIX,
+            "all starts; published windows also shrink over the last steps, while the last one here"
+            " has all its steps",
         ),
         "window.steps_per_window": Published(25, MIX, "20 in MixGRPO_Flash*.sh"),
         "window.roll_over": Published(True, MIX),
-        "window.tail": Published(None, MIX, ".4 in MixGRPO_Flash.sh; .2 in MixGRPO_Flash*.sh, with a fixed window"),
+        "window.tail": Published(
+            None, MIX, ".4 in MixGRPO_Flash.sh; .2 in MixGRPO_Flash*.sh, with a fixed window"
+        ),
         "advantages.std": Published("group", MIX),
         "advantages.combine": Published("per_reward", MIX, "multi_reward_mix advantage_aggr"),
         "advantages.clip": Published(5.0, MIX),
@@ -124,7 +151,9 @@ class MixGRPOConfig(ClippedConfig):
         "optimizer.lr": Published(1e-5, MIX, "of all parameters"),
         "optimizer.weight_decay": Published(1e-4, MIX),
         "optimizer.max_grad_norm": Published(1.0, MIX),
-        "updates_per_step": Published(4, MIX, "12 samples of a prompt on each GPU, 3 of them an update"),
+        "updates_per_step": Published(
+            4, MIX, "12 samples of a prompt on each GPU, 3 of them an update"
+        ),
         "group_size": Published(12, MIX, deviation=GROUP_SIZE),
     }
 
@@ -132,7 +161,9 @@ class MixGRPOConfig(ClippedConfig):
 
 
 class DanceGRPOConfig(ClippedConfig):
-    """Clipped policy gradient on Dance-SDE: each group by its own standard deviation, a random share of the steps."""
+    """Clipped policy gradient on Dance-SDE: each group by its own standard deviation, a random
+    share of the steps.
+    """
 
     paper: ClassVar = "2505.07818"
     stage_defaults: ClassVar = {
@@ -153,20 +184,34 @@ class DanceGRPOConfig(ClippedConfig):
         "which steps are trained": Published(
             "drawn for each sample",
             "XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py",
-            deviation="only steps that are trained are stored, and all samples of a batch have the same ones",
+            deviation=(
+                "only steps that are trained are stored, and all samples of a batch have the same"
+                " ones"
+            ),
             ours="drawn once a rollout step, for all samples",
         ),
         "advantages.std": Published("group", DANCE, "--use_group"),
         "advantages.combine": Published(
-            "per_reward", "XueZeyue/DanceGRPO fastvideo/train_grpo_hunyuan.py", "advantages of two rewards, added with weights"
+            "per_reward",
+            "XueZeyue/DanceGRPO fastvideo/train_grpo_hunyuan.py",
+            "advantages of two rewards, added with weights",
         ),
         "advantages.clip": Published(5.0, DANCE),
         "reference.weight": Published(0.0, DANCE),
-        "optimizer.lr": Published(1e-5, DANCE, "of all parameters; 3e-4 in finetune_flux_grpo_8gpus_lora.sh"),
+        "optimizer.lr": Published(
+            1e-5, DANCE, "of all parameters; 3e-4 in finetune_flux_grpo_8gpus_lora.sh"
+        ),
         "optimizer.weight_decay": Published(1e-4, DANCE),
         "optimizer.max_grad_norm": Published(1.0, DANCE),
-        "updates_per_step": Published(3, DANCE, "12 samples of a prompt on each GPU, 4 of them an update"),
-        "group_size": Published(12, DANCE, "24 for HunyuanVideo, trained on the 4 best and the 4 worst", deviation=GROUP_SIZE),
+        "updates_per_step": Published(
+            3, DANCE, "12 samples of a prompt on each GPU, 4 of them an update"
+        ),
+        "group_size": Published(
+            12,
+            DANCE,
+            "24 for HunyuanVideo, trained on the 4 best and the 4 worst",
+            deviation=GROUP_SIZE,
+        ),
     }
 
     name: Literal["dance_grpo"] = "dance_grpo"

@@ -1,12 +1,13 @@
-r"""GRPO-Guard (2510.22319): the ratio of a step is centred at 1 and as wide at every step, so that the clip bites at all of them.
+r"""GRPO-Guard (2510.22319): the ratio of a step is centred at 1 and as wide at every step, so that
+the clip bites at all of them.
 
-    c    = s sqrt|dt|  (= b, the step's standard deviation)
-    bias = mean((mu - mu_old)^2) / (2 c^2)                            of each sample and step by itself
-    rho  = exp[(log_prob - old_log_prob + bias) c] = exp(mean(z (mu - mu_old)))     z: the noise of the rollout
-    L    = mean max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / |dt|
+    c    = s sqrt|dt|  (= b, the step's standard deviation) bias = mean((mu - mu_old)^2) / (2 c^2)
+    of each sample and step by itself rho  = exp[(log_prob - old_log_prob + bias) c] = exp(mean(z
+    (mu - mu_old)))     z: the noise of the rollout L    = mean max(-A rho, -A clip(rho, 1 - eps, 1
+    + eps)) / |dt|
 
-Two published implementations differ from the paper, which we follow: one averages the bias over the whole batch, another leaves
-out the division by |dt|.
+Two published implementations differ from the paper, which we follow: one averages the bias over the
+whole batch, another leaves out the division by |dt|.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ STACK = "yifan123/flow_grpo config/grpo.py general_ocr_sd3"
 
 
 class GRPOGuardConfig(TrajectoryConfig):
-    """Flow-GRPO whose ratio is centred and weighted alike at every step, so that the clip bites at all of them."""
+    """Flow-GRPO whose ratio is centred and weighted alike at every step, so that the clip bites at
+    all of them.
+    """
 
     paper: ClassVar = "2510.22319"
     needs_density: ClassVar = True
@@ -40,13 +43,17 @@ class GRPOGuardConfig(TrajectoryConfig):
     published: ClassVar = flow_grpo_stack(STACK) | {
         "algorithm.clip_range": Published(2e-6, GUARD),
         "sampler.steps": Published(10, STACK, "the same for Qwen-Image, with eta 1.2"),
-        "window.kind": Published("all", STACK, "for Qwen-Image a random one of 2 steps in the first half"),
+        "window.kind": Published(
+            "all", STACK, "for Qwen-Image a random one of 2 steps in the first half"
+        ),
         "reference.weight": Published(0.0, GUARD),
     }
 
     name: Literal["grpo_guard"] = "grpo_guard"
     clip_range: float = Field(2e-6, gt=0, lt=1)
-    """Clip of the regulated ratio, whose logarithm is a mean over the latent's elements: fewer of them need a wider one."""
+    """Clip of the regulated ratio, whose logarithm is a mean over the latent's elements: fewer of
+    them need a wider one.
+    """
 
     def ratio_range(self, dims: int) -> float:
         """That of the regulated ratio, which is nearer to 1 by the factor c < 1."""

@@ -1,12 +1,14 @@
-r"""ReFL, reward feedback learning (2304.05977): the gradient of the reward at one late denoising step, which jumps to the end.
+r"""ReFL, reward feedback learning (2304.05977): the gradient of the reward at one late denoising
+step, which jumps to the end.
 
     L = w max(0, t - r(D(x - sigma v)))
 
-x: the latent before a step drawn from the last ones, without gradient; v: the velocity there; D: the decoder; r: the weighted sum
-of the rewards; t: ``target``; w: ``weight``.
+x: the latent before a step drawn from the last ones, without gradient; v: the velocity there; D:
+the decoder; r: the weighted sum of the rewards; t: ``target``; w: ``weight``.
 
-Deviations: the paper adds its pre-training loss, which the public code lacks; here ``reference.weight`` pulls to the base model.
-The public code gives the network the number of the step where its time belongs; here it gets the time. Its sampler is DDPM's.
+Deviations: the paper adds its pre-training loss, which the public code lacks; here
+``reference.weight`` pulls to the base model. The public code gives the network the number of the
+step where its time belongs; here it gets the time. Its sampler is DDPM's.
 """
 
 from __future__ import annotations
@@ -39,10 +41,17 @@ class ReFLConfig(GradientConfig):
         "algorithm.target": Published(2.0, SCRIPT, "of ImageReward; F.relu(-rewards + 2)"),
         "algorithm.weight": Published(1e-3, SCRIPT, "grad_scale"),
         "sampler.name": Published(
-            "ddpm", SCRIPT, deviation="flow matching has no such sampler; the deterministic one has the same gradient step"
+            "ddpm",
+            SCRIPT,
+            deviation=(
+                "flow matching has no such sampler; the deterministic one has the same gradient"
+                " step"
+            ),
         ),
         "sampler.steps": Published(40, SCRIPT),
-        "reference.weight": Published(0.0, SCRIPT, "the paper adds the pre-training loss, which the code lacks"),
+        "reference.weight": Published(
+            0.0, SCRIPT, "the paper adds the pre-training loss, which the code lacks"
+        ),
         "optimizer.lr": Published(1e-5, SCRIPT, "of all parameters"),
         "optimizer.weight_decay": Published(1e-2, SCRIPT),
         "optimizer.max_grad_norm": Published(1.0, SCRIPT),
@@ -52,7 +61,9 @@ class ReFLConfig(GradientConfig):
 
     name: Literal["refl"] = "refl"
     last: float = Field(0.25, gt=0, le=1)
-    """The step with gradient is drawn from this share of the sampler's steps, the last ones; one draw an update."""
+    """The step with gradient is drawn from this share of the sampler's steps, the last ones; one
+    draw an update.
+    """
     target: float | None = 2.0
     """Rewards above it give no gradient; ``null``: all do."""
     weight: float = Field(1e-3, gt=0)

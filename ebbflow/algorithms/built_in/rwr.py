@@ -1,10 +1,11 @@
-r"""Reward-weighted regression (2302.12192): L = mean[exp(A / temperature) mean((v - u)^2)], u = eps - x0.
+r"""Reward-weighted regression (2302.12192): L = mean[exp(A / temperature) mean((v - u)^2)], u = eps
+- x0.
 
-Every sample is imitated, the better the more. The advantage, centred in its group and clamped, stands in for the raw reward, so
-that hard prompts count as much as easy ones.
+Every sample is imitated, the better the more. The advantage, centred in its group and clamped,
+stands in for the raw reward, so that hard prompts count as much as easy ones.
 
-Deviations: the paper weighs with the reward itself, not with its exponential, and adds the pretraining loss on real images, which
-the stage's ``reference`` stands in for if it has a weight.
+Deviations: the paper weighs with the reward itself, not with its exponential, and adds the
+pretraining loss on real images, which the stage's ``reference`` stands in for if it has a weight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class RWRConfig(ImitationConfig):
             "none",
             "2302.12192",
             "the same in yifan123/flow_grpo flow_grpo/stat_tracking.py, type rwr",
-            deviation="published weights are the rewards themselves, which must not be negative; exp(A / temperature) takes any",
+            deviation=(
+                "published weights are the rewards themselves, which must not be negative; exp(A /"
+                " temperature) takes any"
+            ),
         ),
         **ImitationConfig.published,
     }

@@ -1,6 +1,8 @@
-r"""Supervised fine-tuning on the best samples of every group (rejection sampling): L = mean((v - u)^2), u = eps - x0.
+r"""Supervised fine-tuning on the best samples of every group (rejection sampling): L = mean((v -
+u)^2), u = eps - x0.
 
-The best are chosen inside each group by their advantage. A group without a spread has no best sample and is left out.
+The best are chosen inside each group by their advantage. A group without a spread has no best
+sample and is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class SFTConfig(ImitationConfig):
 
     published: ClassVar = {
         "algorithm.best": Published(
-            1, "yifan123/flow_grpo flow_grpo/stat_tracking.py", "more where several have the best reward"
+            1,
+            "yifan123/flow_grpo flow_grpo/stat_tracking.py",
+            "more where several have the best reward",
         ),
         **ImitationConfig.published,
         "group_size": Published(24, SFT, deviation=GROUP_SIZE),
@@ -40,7 +44,9 @@ def loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:
     return flow_matching_error(rows, rows.velocity), {}
 
 
-def best(advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFTConfig) -> list[np.ndarray]:
+def best(
+    advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFTConfig
+) -> list[np.ndarray]:
     """The best ``config.best`` samples of each group, each by itself."""
     groups = grouping.groups(advantage, keep, prompt_ids, config)
     ranked = [group[(-advantage[group]).argsort(kind="stable")] for group in groups]

@@ -1,20 +1,24 @@
-r"""SRPO, semantic relative preference optimisation (2509.06942): the gradient of the difference of two rewards, by Direct-Align.
+r"""SRPO, semantic relative preference optimisation (2509.06942): the gradient of the difference of
+two rewards, by Direct-Align.
 
     x_hat = x0 + (sigma' - sigma) / (1 - sigma') (v - (eps - x0))
     S = (1 + d) r(x_hat, c+) - r(x_hat, c-)   of the denoising branch, sigma > sigma'
     S = (1 + d) r(x_hat, c-) - r(x_hat, c+)   of the inversion branch, sigma < sigma'
     L = max(0, t - S)
 
-x0, eps: the final latents of the rollout and the noise that it started from; v: the velocity at (1 - sigma) x0 + sigma eps;
-x_hat: the clean latents that a step to sigma' and the known noise give, so the gradient reaches early steps; r: the weighted sum
-of the rewards of the decoded image; c+, c-: the prompt after a positive and a negative word; d: ``discount`` or
-``inversion_discount``, linear in the lower sigma of the step; t: ``target``.
+x0, eps: the final latents of the rollout and the noise that it started from; v: the velocity at (1
+- sigma) x0 + sigma eps; x_hat: the clean latents that a step to sigma' and the known noise give, so
+the gradient reaches early steps; r: the weighted sum of the rewards of the decoded image; c+, c-:
+the prompt after a positive and a negative word; d: ``discount`` or ``inversion_discount``, linear
+in the lower sigma of the step; t: ``target``.
 
-An inversion step adds noise, so its gradient goes the other way: both branches raise r(c+) and lower r(c-) of what the policy
-generates. What the two have in common is raised by d and lowered by the d of the inversion branch, against reward hacking.
-Without words c+ = c- = c: the denoising branch raises d r(c), the inversion branch lowers d r(c).
+An inversion step adds noise, so its gradient goes the other way: both branches raise r(c+) and
+lower r(c-) of what the policy generates. What the two have in common is raised by d and lowered by
+the d of the inversion branch, against reward hacking. Without words c+ = c- = c: the denoising
+branch raises d r(c), the inversion branch lowers d r(c).
 
-Deviations: sigma' is drawn for each sample, from a continuous band; the code draws one of 991 points of a list, for each process.
+Deviations: sigma' is drawn for each sample, from a continuous band; the code draws one of 991
+points of a list, for each process.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ Word = Annotated[str, Field(min_length=1)]
 
 
 class SRPOConfig(DirectAlignConfig):
-    """Gradient of the reward after positive words over that after negative words, of images recovered from any noise level."""
+    """Gradient of the reward after positive words over that after negative words, of images
+    recovered from any noise level.
+    """
 
     paper: ClassVar = "2509.06942"
     stage_defaults: ClassVar = {
@@ -45,14 +51,26 @@ class SRPOConfig(DirectAlignConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.min_sigma": Published(0.75, CODE, "train_timestep 25 of 50 with shift 3; 30, .6667, with PickScore"),
+        "algorithm.min_sigma": Published(
+            0.75, CODE, "train_timestep 25 of 50 with shift 3; 30, .6667, with PickScore"
+        ),
         "algorithm.max_sigma": Published(0.9643, CODE, "train_timestep 5 of 50 with shift 3"),
         "algorithm.jump": Published(0.1, SCRIPT, "groundtruth_ratio .9"),
-        "algorithm.inversion": Published(True, SCRIPT, "gradient_accumulation_steps 2, one for each branch"),
-        "algorithm.positive_words": Published(["Natural-lighting", "Detail", "Detailed", "Real"], CODE),
-        "algorithm.negative_words": Published(["Concept art", "Painting", "Anime", "Flat", "Oil"], CODE),
-        "algorithm.discount": Published([0.1, 0.25], SCRIPT, "discount_pos; .1 to .5 with PickScore"),
-        "algorithm.inversion_discount": Published([0.3, 0.01], SCRIPT, "discount_inv; .6 to .01 with PickScore"),
+        "algorithm.inversion": Published(
+            True, SCRIPT, "gradient_accumulation_steps 2, one for each branch"
+        ),
+        "algorithm.positive_words": Published(
+            ["Natural-lighting", "Detail", "Detailed", "Real"], CODE
+        ),
+        "algorithm.negative_words": Published(
+            ["Concept art", "Painting", "Anime", "Flat", "Oil"], CODE
+        ),
+        "algorithm.discount": Published(
+            [0.1, 0.25], SCRIPT, "discount_pos; .1 to .5 with PickScore"
+        ),
+        "algorithm.inversion_discount": Published(
+            [0.3, 0.01], SCRIPT, "discount_inv; .6 to .01 with PickScore"
+        ),
         "algorithm.target": Published(0.7, CODE, "of HPSv2.1, and PickScore / 20"),
         "sampler.name": Published("ode", CODE),
         "sampler.steps": Published(25, SCRIPT),
@@ -66,7 +84,9 @@ class SRPOConfig(DirectAlignConfig):
 
     name: Literal["srpo"] = "srpo"
     positive_words: list[Word] = ["Natural-lighting", "Detail", "Detailed", "Real"]
-    """Words that rewards see before the prompt ("Detail. a cat"): what images shall have. Updates take one after another."""
+    """Words that rewards see before the prompt ("Detail. a cat"): what images shall have. Updates
+    take one after another.
+    """
     negative_words: list[Word] = ["Concept art", "Painting", "Anime", "Flat", "Oil"]
     """What images shall not have. An empty list: the prompt as it is."""
     discount: list[float] = Field([0.1, 0.25], min_length=2, max_length=2)
@@ -87,13 +107,24 @@ def loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, RowMetrics]
 
     positive, negative = rows.rewards(rows.recovered)
     inverse = rows.sigma < rows.end_sigma
-    place = (torch.minimum(rows.sigma, rows.end_sigma) - config.min_sigma) / (config.max_sigma - config.min_sigma)
-    discount = torch.where(inverse, _between(config.inversion_discount, place), _between(config.discount, place))
-    raised, lowered = torch.where(inverse, negative, positive), torch.where(inverse, positive, negative)
+    place = (torch.minimum(rows.sigma, rows.end_sigma) - config.min_sigma) / (
+        config.max_sigma - config.min_sigma
+    )
+    discount = torch.where(
+        inverse, _between(config.inversion_discount, place), _between(config.discount, place)
+    )
+    raised = torch.where(inverse, negative, positive)
+    lowered = torch.where(inverse, positive, negative)
     relative = (1 + discount) * raised - lowered
     missing = -relative if config.target is None else (config.target - relative).clamp_min(0)
-    active = torch.ones_like(relative) if config.target is None else (relative < config.target).float()
-    return missing, {"srpo/reward": positive, "srpo/margin": positive - negative, "srpo/active": active}
+    active = (
+        torch.ones_like(relative) if config.target is None else (relative < config.target).float()
+    )
+    return missing, {
+        "srpo/reward": positive,
+        "srpo/margin": positive - negative,
+        "srpo/active": active,
+    }
 
 
 def _between(ends: list[float], place: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
-r"""TDM, trajectory distribution matching (2503.06674): a teacher's distribution at each of a student's deterministic steps.
+r"""TDM, trajectory distribution matching (2503.06674): a teacher's distribution at each of a
+student's deterministic steps.
 
-As DMD2 (``ebbflow.algorithms.built_in.dmd2``), but fresh noise is added where the drawn step of the student ends, x' at sigma',
-up to a noise level t between sigma' and the sigma where the step begins. So each noise level belongs to one step, and one fake
-score can tell the distributions of all steps apart. The last step has sigma' = 0, as DMD2 has at all of them.
+As DMD2 (``ebbflow.algorithms.built_in.dmd2``), but fresh noise is added where the drawn step of the
+student ends, x' at sigma', up to a noise level t between sigma' and the sigma where the step
+begins. So each noise level belongs to one step, and one fake score can tell the distributions of
+all steps apart. The last step has sigma' = 0, as DMD2 has at all of them.
 
-Deviations: the fake score learns from the fresh noise (``ebbflow.flow.renoising``). The published code regresses it to x0_hat,
-which is not independent of the noise that a deterministic step leaves in x', and corrects that by importance weights. Rows weigh
-(1 - sigma')^2 here, since that noise makes the target of the first steps noisier; the published weight, min(SNR, 5) of the error
-of x0, is (1 - t)^2 of the velocity's where SNR = ((1 - t) / t)^2 is below 5. The loss is squared, as in the published code
-without ``--use_huber``. No number of steps as an input (TDM-unify).
+Deviations: the fake score learns from the fresh noise (``ebbflow.flow.renoising``). The published
+code regresses it to x0_hat, which is not independent of the noise that a deterministic step leaves
+in x', and corrects that by importance weights. Rows weigh (1 - sigma')^2 here, since that noise
+makes the target of the first steps noisier; the published weight, min(SNR, 5) of the error of x0,
+is (1 - t)^2 of the velocity's where SNR = ((1 - t) / t)^2 is below 5. The loss is squared, as in
+the published code without ``--use_huber``. No number of steps as an input (TDM-unify).
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ SCRIPT = "Luo-Yihong/TDM train_tdm_demo.py"
 
 
 class TDMConfig(MatchingConfig):
-    """TDM: as DMD2, but at the end of each of the student's deterministic steps, over the noise levels of that step."""
+    """TDM: as DMD2, but at the end of each of the student's deterministic steps, over the noise
+    levels of that step.
+    """
 
     paper: ClassVar = "2503.06674"
     stage_defaults: ClassVar = {
@@ -37,10 +42,15 @@ class TDMConfig(MatchingConfig):
         "algorithm.guidance": Published(2.0, SCRIPT, "cfg, of PixArt-alpha", TEACHER_GUIDANCE),
         "algorithm.fake_updates": Published(1, SCRIPT),
         "algorithm.fake_lr_factor": Published(5.0, SCRIPT, "learning_rate / 5 for the student"),
-        "algorithm.sigma.kind": Published("uniform", SCRIPT, "of the times of the step, with use_separate"),
+        "algorithm.sigma.kind": Published(
+            "uniform", SCRIPT, "of the times of the step, with use_separate"
+        ),
         "algorithm.sigma.min": Published(0.02, SCRIPT, "20 of 1000 times"),
         "algorithm.sigma.max": Published(
-            "10 of 1000 times below the start of the step", SCRIPT, deviation="a bound for the first step is enough", ours="0.98"
+            "10 of 1000 times below the start of the step",
+            SCRIPT,
+            deviation="a bound for the first step is enough",
+            ours="0.98",
         ),
         "sampler.name": Published("ode", SCRIPT, "generate_new"),
         "sampler.steps": Published(4, SCRIPT),
@@ -60,16 +70,22 @@ class TDMConfig(MatchingConfig):
         "weight in the fake score": Published(
             "min(((1 - t) / t)^2, 5) of the error of x0",
             SCRIPT,
-            deviation="the noise of a step's end is in the target, and would make the first steps outweigh the others",
+            deviation=(
+                "the noise of a step's end is in the target, and would make the first steps"
+                " outweigh the others"
+            ),
             ours="(1 - sigma')^2 of the velocity's, of a step that ends at sigma'",
         ),
     }
 
     name: Literal["tdm"] = "tdm"
     fake_updates: int = Field(1, ge=1)
-    """Optimiser steps of the fake score before each of the student's, on the same samples with other noise."""
+    """Optimiser steps of the fake score before each of the student's, on the same samples with
+    other noise.
+    """
     fake_lr_factor: float = Field(5.0, gt=0)
-    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise."""
+    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise.
+    """
 
 
 ALGORITHM = matching_algorithm(TDMConfig)

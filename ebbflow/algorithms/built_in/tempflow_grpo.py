@@ -1,12 +1,15 @@
-r"""TempFlow-GRPO (2508.04324): branches of one trajectory at one step, and steps weighed by the noise that they explore with.
+r"""TempFlow-GRPO (2508.04324): branches of one trajectory at one step, and steps weighed by the
+noise that they explore with.
 
     L = w b max(-A rho, -A clip(rho, 1 - eps, 1 + eps)),   b = s sqrt|dt|
 
-b: the true standard deviation of the step; w: ``noise_weight``. All samples of a prompt start from one noise and are the same
-until the one stochastic step, so their rewards differ by its noise alone: the advantage is that of this step.
+b: the true standard deviation of the step; w: ``noise_weight``. All samples of a prompt start from
+one noise and are the same until the one stochastic step, so their rewards differ by its noise
+alone: the advantage is that of this step.
 
-Deviations: the public code branches at every step of a trajectory in turn, six samples at each; here a rollout step has one
-branch point, drawn at random, and the next one another. The samples of a group repeat the steps before it, which are equal.
+Deviations: the public code branches at every step of a trajectory in turn, six samples at each;
+here a rollout step has one branch point, drawn at random, and the next one another. The samples of
+a group repeat the steps before it, which are equal.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ SAMPLER = "Shredded-Pork/TempFlow-GRPO flow_grpo/diffusers_patch/sd3_sde_with_lo
 
 
 class TempFlowGRPOConfig(ClippedConfig):
-    """Flow-GRPO on branches of one trajectory at one random step, weighed by the noise of that step."""
+    """Flow-GRPO on branches of one trajectory at one random step, weighed by the noise of that
+    step.
+    """
 
     paper: ClassVar = "2508.04324"
     stage_defaults: ClassVar = {
@@ -51,12 +56,17 @@ class TempFlowGRPOConfig(ClippedConfig):
             "all",
             SCRIPT,
             "one after the other",
-            deviation="all samples of a rollout step branch at the same denoising step, another one at each",
+            deviation=(
+                "all samples of a rollout step branch at the same denoising step, another one at"
+                " each"
+            ),
         ),
         "window.size": Published(1, SAMPLER, "one stochastic step for each branch"),
         "window.limit": Published(1.0, SCRIPT, "timestep_fraction .99: every step but the last"),
         "advantages.std": Published("group", SETTINGS, "the whole batch in general_ocr_sd3"),
-        "advantages.combine": Published("sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS),
+        "advantages.combine": Published(
+            "sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
+        ),
         "advantages.clip": Published(5.0, BASE, "whose settings it imports"),
         "reference.weight": Published(0.001, SETTINGS, ".004 for GenEval and OCR"),
         "reference.penalty": Published("kl", SCRIPT, "over 2 std_dev_t^2"),
@@ -69,7 +79,9 @@ class TempFlowGRPOConfig(ClippedConfig):
 
     name: Literal["tempflow_grpo"] = "tempflow_grpo"
     noise_weight: float = Field(2.25, gt=0)
-    """Of a step's standard deviation in its weight: their product is near 1 for the first steps of a published schedule."""
+    """Of a step's standard deviation in its weight: their product is near 1 for the first steps of
+    a published schedule.
+    """
 
 
 def loss(rows: TrajectoryRows, config: TempFlowGRPOConfig) -> tuple[Tensor, RowMetrics]:

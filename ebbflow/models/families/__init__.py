@@ -1,4 +1,6 @@
-"""The adapters, a file per family: each makes a diffusers pipeline, or a model of our own, an ``ebbflow.models.base.Model``."""
+"""The adapters, a file per family: each makes a diffusers pipeline, or a model of our own, an
+``ebbflow.models.base.Model``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from ebbflow.recipe.plugins import import_path
 
 
 def adapter_of(family: str) -> type[Model]:
-    """The adapter of a family that Ebbflow ships, or a user's own at ``package.module:Class``; imported here, with torch.
+    """The adapter of a family that Ebbflow ships, or a user's own at ``package.module:Class``;
+    imported here, with torch.
 
     Raises:
         RecipeError: nothing can be imported from the path.
@@ -17,5 +20,8 @@ def adapter_of(family: str) -> type[Model]:
     path = f"{__name__}.{family}:{FAMILIES[family].adapter}" if family in FAMILIES else family
     adapter: type[Model] = import_path(path)
     if not hasattr(adapter, "load"):
-        raise ModelError(f"model.family = {path!r} has no 'load'; name a class with the members of ebbflow.models.base.Model")
+        raise ModelError(
+            f"model.family = {path!r} has no 'load'; name a class with the members of"
+            " ebbflow.models.base.Model"
+        )
     return adapter

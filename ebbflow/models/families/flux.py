@@ -30,7 +30,8 @@ class FluxModel(PackedPipelineModel):
 
     pipeline_class = FluxPipeline
     published: ClassVar[Published] = {"black-forest-labs/FLUX.1-dev": FLUX_DEV}
-    lora_targets = [  # as Flow-GRPO: attention of all blocks, feed-forward of those with two streams
+    # as Flow-GRPO: attention of all blocks, feed-forward of those with two streams
+    lora_targets = [
         *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
@@ -46,7 +47,8 @@ class FluxModel(PackedPipelineModel):
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if config.guidance != 1 and not pipeline.transformer.config.guidance_embeds:
             raise ModelError(
-                f"model.guidance = {config.guidance}: {config.path} takes no guidance, like FLUX.1 schnell; leave it out"
+                f"model.guidance = {config.guidance}: {config.path} takes no guidance, like FLUX.1"
+                " schnell; leave it out"
             )
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
@@ -54,14 +56,22 @@ class FluxModel(PackedPipelineModel):
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         limit = self.max_tokens
-        embeds, pooled, _ = self.pipeline.encode_prompt(texts, None, device=self.device, max_sequence_length=limit)
+        embeds, pooled, _ = self.pipeline.encode_prompt(
+            texts, None, device=self.device, max_sequence_length=limit
+        )
         return {"embeds": embeds, "pooled": pooled}
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._network(pack(latents), positions(latents), sigma, conditioning)
 
-    def _network(self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        guidance = torch.full_like(sigma, conditioning.guidance) if self.transformer.config.guidance_embeds else None
+    def _network(
+        self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        guidance = (
+            torch.full_like(sigma, conditioning.guidance)
+            if self.transformer.config.guidance_embeds
+            else None
+        )
         velocity: Tensor = self.transformer(
             hidden_states=tokens,
             timestep=sigma,

@@ -25,15 +25,21 @@ FAMILY = Family(adapter="Flux2Model", guided=False, tiny=("flux2",))
 FLUX2_VAE = Part("diffusers", "AutoencoderKLFlux2", {})
 FLUX2_DEV = {
     "transformer": Part("diffusers", "Flux2Transformer2DModel", {}),
-    "text_encoder": Part("transformers", "Mistral3ForConditionalGeneration", {"tie_word_embeddings": False}),
+    "text_encoder": Part(
+        "transformers", "Mistral3ForConditionalGeneration", {"tie_word_embeddings": False}
+    ),
     "vae": FLUX2_VAE,
 }
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
-    """The text encoder's processor without its part for images, which none is shown and which would need torchvision."""
+    """The text encoder's processor without its part for images, which none is shown and which would
+    need torchvision.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None
+    ) -> None:
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 
     @classmethod
@@ -43,7 +49,9 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc, unused-ignore]  # myp
 
 
 class Flux2Backbone(PackedPipelineModel):
-    """What dev and [klein] share: the network, the schedule, and a VAE whose statistics are those of a batch norm."""
+    """What dev and [klein] share: the network, the schedule, and a VAE whose statistics are those
+    of a batch norm.
+    """
 
     lora_targets = [
         *JOINT_ATTENTION,
@@ -51,7 +59,8 @@ class Flux2Backbone(PackedPipelineModel):
         "ff.linear_out",
         "ff_context.linear_in",
         "ff_context.linear_out",
-        "attn.to_qkv_mlp_proj",  # of the blocks with one stream; their "attn.to_out" is a list of layers in the others
+        # of the blocks with one stream; their "attn.to_out" is a list of layers in the others
+        "attn.to_qkv_mlp_proj",
     ]
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
@@ -63,14 +72,22 @@ class Flux2Backbone(PackedPipelineModel):
         return self._encode_texts(texts)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        embeds, _ = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.max_tokens)
+        embeds, _ = self.pipeline.encode_prompt(
+            texts, device=self.device, max_sequence_length=self.max_tokens
+        )
         return {"embeds": embeds}
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._network(pack(latents), positions(latents), sigma, conditioning)
 
-    def _network(self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        guidance = torch.full_like(sigma, conditioning.guidance) if self.transformer.config.guidance_embeds else None
+    def _network(
+        self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        guidance = (
+            torch.full_like(sigma, conditioning.guidance)
+            if self.transformer.config.guidance_embeds
+            else None
+        )
         length = torch.arange(conditioning["embeds"].shape[1])
         velocity: Tensor = self.transformer(
             hidden_states=tokens,
@@ -92,8 +109,11 @@ class Flux2Backbone(PackedPipelineModel):
         return unpack((pack(latents) - mean) / std, tuple(latents.shape[1:]))
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each of a token's numbers, which the VAE keeps in a batch norm."""
-        norm, eps = self.pipeline.vae.bn, self.pipeline.vae.config.batch_norm_eps
+        """Mean and standard deviation of each of a token's numbers, which the VAE keeps in a batch
+        norm.
+        """
+        norm = self.pipeline.vae.bn
+        eps = self.pipeline.vae.config.batch_norm_eps
         return norm.running_mean.to(like), (norm.running_var + eps).sqrt().to(like)
 
     def blocks(self) -> list[nn.Module]:
@@ -117,10 +137,14 @@ class Flux2Model(Flux2Backbone):
 
     @staticmethod
     def _own_parts(folder: Path) -> dict[str, Any]:
-        return {"tokenizer": None}  # diffusers cannot read it without torchvision, nor accept ours for it
+        return {
+            "tokenizer": None
+        }  # diffusers cannot read it without torchvision, nor accept ours for it
 
     def save(self, folder: Path) -> None:
-        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class that only Ebbflow has."""
+        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class
+        that only Ebbflow has.
+        """
         super().save(folder)
         published = Path(self.pipeline.config._name_or_path)
         shutil.copytree(published / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)

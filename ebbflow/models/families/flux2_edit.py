@@ -20,7 +20,8 @@ MAX_PIXELS = 1024 * 1024
 
 
 class Flux2EditModel(EditsImages, Flux2Model):
-    """Adapter of ``Flux2Pipeline`` with one image: the network sees the prompt table's ``image`` as further tokens.
+    """Adapter of ``Flux2Pipeline`` with one image: the network sees the prompt table's ``image`` as
+    further tokens.
 
     It draws the size that it is asked for, whatever the size of the image.
     """
@@ -28,7 +29,9 @@ class Flux2EditModel(EditsImages, Flux2Model):
     text_parts = ("text_encoder", "vae")
 
     def tokens(self) -> Tokens:
-        return replace(super().tokens(), edited=MAX_PIXELS // (2 * self.pipeline.vae_scale_factor) ** 2)
+        return replace(
+            super().tokens(), edited=MAX_PIXELS // (2 * self.pipeline.vae_scale_factor) ** 2
+        )
 
     def _scaled(self, picture: Image.Image) -> tuple[int, int]:
         width, height = self._shrunk(picture).size
@@ -47,11 +50,20 @@ class Flux2EditModel(EditsImages, Flux2Model):
     def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
         width, height = self._scaled(picture)
         processor = self.pipeline.image_processor
-        pixels = processor.preprocess(self._shrunk(picture), height=height, width=width, resize_mode="crop").to(self.device)
-        return Conditioning(self._encode_texts([text]) | {"image": self._from_vae(self._vae_latents(pixels))})
+        pixels = processor.preprocess(
+            self._shrunk(picture), height=height, width=width, resize_mode="crop"
+        ).to(self.device)
+        return Conditioning(
+            self._encode_texts([text]) | {"image": self._from_vae(self._vae_latents(pixels))}
+        )
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        tokens, image = pack(latents), conditioning["image"]
-        places = torch.cat([positions(latents), positions(image, image=10)])  # ten between the first images, as published
-        prediction = self._network(torch.cat([tokens, pack(image).to(tokens)], 1), places, sigma, conditioning)
+        tokens = pack(latents)
+        image = conditioning["image"]
+        places = torch.cat(
+            [positions(latents), positions(image, image=10)]
+        )  # ten between the first images, as published
+        prediction = self._network(
+            torch.cat([tokens, pack(image).to(tokens)], 1), places, sigma, conditioning
+        )
         return prediction[:, : tokens.shape[1]]

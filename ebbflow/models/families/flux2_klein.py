@@ -1,4 +1,6 @@
-"""The FLUX.2 [klein] family, text to image: base models with classifier-free guidance, and distilled ones without."""
+"""The FLUX.2 [klein] family, text to image: base models with classifier-free guidance, and
+distilled ones without.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
 FAMILY = Family(adapter="Flux2KleinModel", tiny=("flux2_klein",))
-QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+QWEN3_8B = QWEN3_4B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
 
 
 def _parts(blocks: tuple[int, int], heads: int, qwen: Mapping[str, Any]) -> Mapping[str, Part]:
@@ -33,7 +39,8 @@ def _parts(blocks: tuple[int, int], heads: int, qwen: Mapping[str, Any]) -> Mapp
     }
 
 
-KLEIN_4B, KLEIN_9B = _parts((5, 20), 24, QWEN3_4B), _parts((8, 24), 32, QWEN3_8B)
+KLEIN_4B = _parts((5, 20), 24, QWEN3_4B)
+KLEIN_9B = _parts((8, 24), 32, QWEN3_8B)
 PUBLISHED: Published = {
     "black-forest-labs/FLUX.2-klein-base-4B": KLEIN_4B,
     "black-forest-labs/FLUX.2-klein-4B": KLEIN_4B,
@@ -43,7 +50,9 @@ PUBLISHED: Published = {
 
 
 class Flux2KleinModel(Flux2Backbone):
-    """Adapter of ``Flux2KleinPipeline`` without images to edit; its negative prompt is empty, ours is the prompt table's."""
+    """Adapter of ``Flux2KleinPipeline`` without images to edit; its negative prompt is empty, ours
+    is the prompt table's.
+    """
 
     pipeline_class = Flux2KleinPipeline
     published = PUBLISHED
@@ -53,6 +62,6 @@ class Flux2KleinModel(Flux2Backbone):
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if config.guidance != 1 and pipeline.config.is_distilled:
             raise ModelError(
-                f"model.guidance = {config.guidance}: {config.path} is distilled and takes no guidance; leave it out, "
-                "or take a base model"
+                f"model.guidance = {config.guidance}: {config.path} is distilled and takes no"
+                " guidance; leave it out, or take a base model"
             )

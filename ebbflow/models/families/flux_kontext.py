@@ -20,9 +20,11 @@ FAMILY = Family(adapter="FluxKontextModel", guided=False, edits_images=True, tin
 
 
 class FluxKontextModel(EditsImages, FluxModel):
-    """Adapter of ``FluxKontextPipeline``: the network sees the prompt table's ``image`` as further tokens, not denoised.
+    """Adapter of ``FluxKontextPipeline``: the network sees the prompt table's ``image`` as further
+    tokens, not denoised.
 
-    Unlike the pipeline it draws the size that it is asked for, and not about a megapixel of these proportions.
+    Unlike the pipeline it draws the size that it is asked for, and not about a megapixel of these
+    proportions.
     """
 
     pipeline_class = FluxKontextPipeline
@@ -31,26 +33,39 @@ class FluxKontextModel(EditsImages, FluxModel):
     shares_tokens = False  # the image to edit has any number of them
 
     def tokens(self) -> Tokens:
-        plain, multiple = super().tokens(), 2 * self.pipeline.vae_scale_factor
+        plain = super().tokens()
+        multiple = 2 * self.pipeline.vae_scale_factor
         sizes = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
-        return replace(plain, edited=max(width // multiple * (height // multiple) for width, height in sizes))
+        return replace(
+            plain, edited=max(width // multiple * (height // multiple) for width, height in sizes)
+        )
 
     def _scaled(self, picture: Image.Image) -> tuple[int, int]:
-        """The size of a megapixel, among those that the model was trained on, whose proportions are nearest."""
-        ratio, multiple = picture.width / picture.height, 2 * self.pipeline.vae_scale_factor
+        """The size of a megapixel, among those that the model was trained on, whose proportions are
+        nearest.
+        """
+        ratio = picture.width / picture.height
+        multiple = 2 * self.pipeline.vae_scale_factor
         sizes = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
-        _, width, height = min((abs(ratio - width / height), width, height) for width, height in sizes)
+        _, width, height = min(
+            (abs(ratio - width / height), width, height) for width, height in sizes
+        )
         return width // multiple * multiple, height // multiple * multiple
 
     def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
         width, height = self._scaled(picture)
         processor = self.pipeline.image_processor
-        pixels = processor.preprocess(processor.resize(picture, height, width), height, width).to(self.device)
+        pixels = processor.preprocess(processor.resize(picture, height, width), height, width).to(
+            self.device
+        )
         latents = self._from_vae(self.pipeline.vae.encode(pixels).latent_dist.mode())
         return Conditioning(self._encode_texts([text]) | {"image": latents})
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        tokens, image = pack(latents), conditioning["image"]
+        tokens = pack(latents)
+        image = conditioning["image"]
         places = torch.cat([positions(latents), positions(image, index=1)])
-        prediction = self._network(torch.cat([tokens, pack(image).to(tokens)], 1), places, sigma, conditioning)
+        prediction = self._network(
+            torch.cat([tokens, pack(image).to(tokens)], 1), places, sigma, conditioning
+        )
         return prediction[:, : tokens.shape[1]]

@@ -1,9 +1,11 @@
-"""The glyph family: short strings drawn in pixel space by a small SD3 transformer, which Ebbflow trains itself.
+"""The glyph family: short strings drawn in pixel space by a small SD3 transformer, which Ebbflow
+trains itself.
 
-A folder of this family is a Hugging Face folder of the SD3 family (``transformer/``, ``text_encoder/``, ``tokenizer/``,
-``scheduler/``, ``model_index.json``) whose VAE is the identity: latent = (pixel - .55) / .75 with pixels in [-1, 1], exactly the
-shift and scale of a VAE. ``diffusers.StableDiffusion3Pipeline.from_pretrained`` loads it when the parts that this family lacks
-(``vae=None, text_encoder_2=None ...``) are passed explicitly.
+A folder of this family is a Hugging Face folder of the SD3 family (``transformer/``,
+``text_encoder/``, ``tokenizer/``, ``scheduler/``, ``model_index.json``) whose VAE is the identity:
+latent = (pixel - .55) / .75 with pixels in [-1, 1], exactly the shift and scale of a VAE.
+``diffusers.StableDiffusion3Pipeline.from_pretrained`` loads it when the parts that this family
+lacks (``vae=None, text_encoder_2=None ...``) are passed explicitly.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
@@ -27,11 +33,18 @@ from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.folder import INDEX, reading
 from ebbflow.recipe.base import short
 from ebbflow.recipe.families import Family
-from ebbflow.recipe.model import CHARACTERS, DESCRIPTIONS, GlyphTrainingConfig, ModelConfig, Precision
+from ebbflow.recipe.model import (
+    CHARACTERS,
+    DESCRIPTIONS,
+    GlyphTrainingConfig,
+    ModelConfig,
+    Precision,
+)
 
 FAMILY = Family(adapter="GlyphModel", guided=False, diffusers=False)
 ALPHABET = CHARACTERS["capitals"]
-PIXEL_SHIFT, PIXEL_SCALE = 0.55, 0.75
+PIXEL_SHIFT = 0.55
+PIXEL_SCALE = 0.75
 """A latent is (pixel - shift) / scale, of pixels in [-1, 1]."""
 SPECIALS = ("<pad>", "<start>", "<unk>", "<end>")
 PATCH = 8
@@ -44,13 +57,30 @@ PIPELINE_PARTS = {
     "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
     "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
 }
-ABSENT_PARTS = ("vae", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor")
+ABSENT_PARTS = (
+    "vae",
+    "text_encoder_2",
+    "tokenizer_2",
+    "text_encoder_3",
+    "tokenizer_3",
+    "image_encoder",
+    "feature_extractor",
+)
 
 
 class GlyphModel:
     """Adapter of the glyph family; see ``ebbflow.models.base.Model``."""
 
-    lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    lora_targets = [
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+    ]
     pipeline_class = StableDiffusion3Pipeline
     folder_files = (*PIPELINE_PARTS, SIZE, INDEX)
     networks = ("transformer",)
@@ -71,7 +101,8 @@ class GlyphModel:
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
         self.scheduler = scheduler
-        self.height, self.width = height, width
+        self.height = height
+        self.width = width
         self.latent_shape: tuple[int, ...] = (1, height, width)
         self.precision = precision
 
@@ -96,13 +127,17 @@ class GlyphModel:
             transformer,
             _read_network(CLIPTextModelWithProjection, folder / "text_encoder"),
             PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True),
-            FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler", local_files_only=True),
+            FlowMatchEulerDiscreteScheduler.from_pretrained(
+                folder / "scheduler", local_files_only=True
+            ),
             size.height,
             size.width,
             precision,
         )
         with torch.no_grad():
-            model.encode_texts(["", "A"])  # a tokenizer of something else is found here, and not in the middle of a stage
+            model.encode_texts(
+                ["", "A"]
+            )  # a tokenizer of something else is found here, and not in the middle of a stage
         return model
 
     def tokens(self) -> Tokens:
@@ -116,8 +151,8 @@ class GlyphModel:
 
     def sigmas(self, steps: int) -> Tensor:
         """As ``ebbflow.models.base.Model.sigmas``."""
-        # The pipelines of the newer families pass this list; the scheduler's own default ends in a step from .001 to 0,
-        # a forward pass that changes nothing.
+        # The pipelines of the newer families pass this list; the scheduler's own default ends in a
+        # step from .001 to 0, a forward pass that changes nothing.
         self.scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps).tolist())
         sigmas: Tensor = self.scheduler.sigmas.clone()
         return sigmas
@@ -135,18 +170,33 @@ class GlyphModel:
         """
         tokens = self.tokenizer(prompts, padding="max_length").input_ids
         limit = self.tokenizer.model_max_length
-        if too_long := [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]:
-            raise ModelError(f"this glyph model draws {limit - 2} letters at most and was asked for {too_long[0]!r}")
+        if too_long := [
+            prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit
+        ]:
+            raise ModelError(
+                f"this glyph model draws {limit - 2} letters at most and was asked for"
+                f" {too_long[0]!r}"
+            )
         output = self.text_encoder(input_ids=torch.tensor(tokens, device=self.text_encoder.device))
         return Conditioning({"embeds": output.last_hidden_state, "pooled": output.text_embeds})
 
     def outside_training(self, prompt: Prompt) -> str | None:
-        """How a prompt differs from the strings that the model was trained on, and what it reads in it."""
+        """How a prompt differs from the strings that the model was trained on, and what it reads in
+        it.
+        """
         letters = self.tokenizer.model_max_length - 2
         asked = re.sub(r'["\s]', "", prompt.prompt)
         read = "".join(self.tokenizer.tokenize(asked))
-        alphabets = [alphabet for alphabet, known in CHARACTERS.items() if known[0] in self.tokenizer.get_vocab()]
-        if asked == read and len(read) == letters and any(set(read) <= set(CHARACTERS[alphabet]) for alphabet in alphabets):
+        alphabets = [
+            alphabet
+            for alphabet, known in CHARACTERS.items()
+            if known[0] in self.tokenizer.get_vocab()
+        ]
+        if (
+            asked == read
+            and len(read) == letters
+            and any(set(read) <= set(CHARACTERS[alphabet]) for alphabet in alphabets)
+        ):
             return None
         kinds = " or ".join(DESCRIPTIONS[alphabet] for alphabet in alphabets)
         return f"it was trained on {letters} {kinds} and reads {read!r} in {short(prompt.prompt)}"
@@ -177,7 +227,10 @@ class GlyphModel:
         """As ``ebbflow.models.base.Model.encode_images``."""
         _, height, width = self.latent_shape
         if images.shape[1:] != (height, width, 3):
-            raise ModelError(f"images of shape {images.shape[1:]}: the model draws {(height, width, 3)}; resize them")
+            raise ModelError(
+                f"images of shape {images.shape[1:]}: the model draws {(height, width, 3)}; resize"
+                " them"
+            )
         return to_latents(images.mean(axis=3)).to(self.text_encoder.device)
 
     def blocks(self) -> list[nn.Module]:
@@ -203,15 +256,25 @@ def to_latents(grey: np.ndarray) -> Tensor:
 
 
 def _read_network(kind: Any, folder: Path) -> Any:
-    """A network with all of its weights: both libraries would draw those that are missing at random, with a warning."""
-    network, report = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, output_loading_info=True)
-    if misfits := sorted(str(name) for key in ("missing_keys", "unexpected_keys") for name in report[key]):
-        raise ValueError(f"{folder.name}: {len(misfits)} weights are missing or left over, first {misfits[0]}")
+    """A network with all of its weights: both libraries would draw those that are missing at
+    random, with a warning.
+    """
+    network, report = kind.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    if misfits := sorted(
+        str(name) for key in ("missing_keys", "unexpected_keys") for name in report[key]
+    ):
+        raise ValueError(
+            f"{folder.name}: {len(misfits)} weights are missing or left over, first {misfits[0]}"
+        )
     return network
 
 
 def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
-    """A glyph model with random weights (1.7 million parameters, and a text encoder of 57 thousand)."""
+    """A glyph model with random weights (1.7 million parameters, and a text encoder of 57
+    thousand).
+    """
     transformer = SD3Transformer2DModel(
         sample_size=max(config.height, config.width),
         patch_size=PATCH,
@@ -241,17 +304,29 @@ def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    return GlyphModel(transformer, text_encoder, tokenizer, FlowMatchEulerDiscreteScheduler(), config.height, config.width)
+    return GlyphModel(
+        transformer,
+        text_encoder,
+        tokenizer,
+        FlowMatchEulerDiscreteScheduler(),
+        config.height,
+        config.width,
+    )
 
 
 def letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """A token per letter of the alphabet; everything else in a prompt (quotes, spaces) is dropped by the normaliser."""
+    """A token per letter of the alphabet; everything else in a prompt (quotes, spaces) is dropped
+    by the normaliser.
+    """
     vocabulary = {token: index for index, token in enumerate([*SPECIALS, *alphabet])}
-    # <end> must not have id 2: transformers then pools at the largest id, a rule kept for CLIP's first checkpoints.
+    # <end> must not have id 2: transformers then pools at the largest id, a rule kept for CLIP's
+    # first checkpoints.
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     folded = "".join(letter for letter in alphabet.lower() if letter not in alphabet)
     ranges = _ranges(alphabet + folded)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex(f"[^{ranges}]"), ""), *_uppercase(folded)])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(f"[^{ranges}]"), ""), *_uppercase(folded)]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<start> $A <end>",
@@ -268,9 +343,15 @@ def letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrainedTokeni
 
 
 def _uppercase(letters: str) -> list[normalizers.Sequence]:
-    return [normalizers.Sequence([normalizers.Replace(letter, letter.upper()) for letter in letters])] if letters else []
+    return (
+        [normalizers.Sequence([normalizers.Replace(letter, letter.upper()) for letter in letters])]
+        if letters
+        else []
+    )
 
 
 def _ranges(letters: str) -> str:
     """Whole alphabets as a class of a regular expression: ``A-Za-z``."""
-    return "".join(f"{known[0]}-{known[-1]}" for known in CHARACTERS.values() if known[0] in letters)
+    return "".join(
+        f"{known[0]}-{known[-1]}" for known in CHARACTERS.values() if known[0] in letters
+    )

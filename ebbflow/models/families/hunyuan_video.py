@@ -56,11 +56,17 @@ class HunyuanVideoModel(DrawsVideos):
 
     @staticmethod
     def _own_parts(folder: Path) -> dict[str, Any]:
-        # The class that the folder names loses the spaces of the text in transformers 5: it takes Llama 3's pieces for Llama 2's.
-        return {"tokenizer": PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", local_files_only=True)}
+        # The class that the folder names loses the spaces of the text in transformers 5: it takes
+        # Llama 3's pieces for Llama 2's.
+        return {
+            "tokenizer": PreTrainedTokenizerFast.from_pretrained(
+                folder / "tokenizer", local_files_only=True
+            )
+        }
 
     def _latent_shape(self) -> tuple[int, ...]:
-        config, scale = self.transformer.config, self.pipeline.vae_scale_factor_spatial
+        config = self.transformer.config
+        scale = self.pipeline.vae_scale_factor_spatial
         self._require_multiple(scale * config.patch_size)
         frames = self._latent_frames(self.pipeline.vae_scale_factor_temporal)
         return (config.in_channels, frames, self.height // scale, self.width // scale)
@@ -75,7 +81,9 @@ class HunyuanVideoModel(DrawsVideos):
         return config.num_attention_heads * config.attention_head_dim, config.text_embed_dim
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        embeds, pooled, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.max_tokens)
+        embeds, pooled, mask = self.pipeline.encode_prompt(
+            texts, device=self.device, max_sequence_length=self.max_tokens
+        )
         return {"embeds": embeds, "pooled": pooled, "mask": mask.bool()}
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -86,7 +94,9 @@ class HunyuanVideoModel(DrawsVideos):
             encoder_hidden_states=conditioning["embeds"],
             encoder_attention_mask=conditioning["mask"],
             pooled_projections=conditioning["pooled"],
-            guidance=torch.full_like(sigma, 1000 * conditioning.guidance) if takes_guidance else None,
+            guidance=torch.full_like(sigma, 1000 * conditioning.guidance)
+            if takes_guidance
+            else None,
             return_dict=False,
         )[0]
         return velocity

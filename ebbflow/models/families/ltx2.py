@@ -1,4 +1,6 @@
-"""The LTX-2 family (2601.03233), text to video: pictures alone, without the sound that the pipeline denoises with them."""
+"""The LTX-2 family (2601.03233), text to video: pictures alone, without the sound that the pipeline
+denoises with them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ PUBLISHED: Published = {
         "transformer": Part("diffusers", "LTX2VideoTransformer3DModel", {}),
         "text_encoder": Part("transformers", "Gemma3ForConditionalGeneration", GEMMA3_12B),
         "connectors": Part("ltx2", "LTX2TextConnectors", {}),
-        "vae": Part("diffusers", "AutoencoderKLLTX2Video", {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}),
+        "vae": Part(
+            "diffusers",
+            "AutoencoderKLLTX2Video",
+            {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
+        ),
         "audio_vae": Part("diffusers", "AutoencoderKLLTX2Audio", {}),
         "vocoder": Part("ltx2", "LTX2Vocoder", {}),
     },
@@ -53,14 +59,19 @@ FRAME_RATE = 24
 
 
 class LTX2Model(LTXVideoModel):
-    """Adapter of ``LTX2Pipeline`` with its modalities isolated: pictures do not attend to sound, nor sound to pictures.
+    """Adapter of ``LTX2Pipeline`` with its modalities isolated: pictures do not attend to sound,
+    nor sound to pictures.
 
     So their velocity does not depend on the sound, of which the network gets one token of zeros.
     """
 
     pipeline_class = LTX2Pipeline
     published = PUBLISHED
-    lora_targets = [f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")]
+    lora_targets = [
+        f"{attention}.{layer}"
+        for attention in ("attn1", "attn2")
+        for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    ]
     unused_parameters = ("*audio*", "*a2v*", "av_cross_attn*")
     text_parts = ("text_encoder", "connectors")
     default_size = (512, 768)
@@ -69,27 +80,41 @@ class LTX2Model(LTXVideoModel):
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if pipeline.vae.config.timestep_conditioning:
-            raise ModelError(f"{config.path} has a VAE that draws noise to decode; take the one of Lightricks/LTX-2")
+            raise ModelError(
+                f"{config.path} has a VAE that draws noise to decode; take the one of"
+                " Lightricks/LTX-2"
+            )
         if not pipeline.transformer.config.use_prompt_embeddings:
-            raise ModelError(f"{config.path} is LTX-2.3 or later, and {config.family} is LTX-2; take Lightricks/LTX-2")
+            raise ModelError(
+                f"{config.path} is LTX-2.3 or later, and {config.family} is LTX-2; take"
+                " Lightricks/LTX-2"
+            )
         registers = pipeline.connectors.config.video_connector_num_learnable_registers or 1
         if config.max_tokens is not None and config.max_tokens % registers:
             near = max(registers, round(config.max_tokens / registers) * registers)
             raise ModelError(
-                f"model.max_tokens = {config.max_tokens}: prompts are filled up with {registers} learned tokens, over and over; "
-                f"take {near}"
+                f"model.max_tokens = {config.max_tokens}: prompts are filled up with {registers}"
+                f" learned tokens, over and over; take {near}"
             )
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        # One at a time: the states of all 49 layers, in several copies, and the scores of 262,208 words take gigabytes for each.
+        # One at a time: the states of all 49 layers, in several copies, and the scores of 262,208
+        # words take gigabytes for each.
         rows = [self._encode_text(text) for text in texts]
-        return {"embeds": torch.cat([embeds for embeds, _ in rows]), "mask": torch.cat([mask for _, mask in rows]).bool()}
+        return {
+            "embeds": torch.cat([embeds for embeds, _ in rows]),
+            "mask": torch.cat([mask for _, mask in rows]).bool(),
+        }
 
     def _encode_text(self, text: str) -> tuple[Tensor, Tensor]:
         """For the pictures; there are others for the sound."""
         pipeline = self.pipeline
-        states, mask = pipeline._get_gemma_prompt_embeds(text, max_sequence_length=self.max_tokens, device=self.device)
-        embeds, _, mask = pipeline.connectors(states, mask, padding_side=pipeline.tokenizer.padding_side)
+        states, mask = pipeline._get_gemma_prompt_embeds(
+            text, max_sequence_length=self.max_tokens, device=self.device
+        )
+        embeds, _, mask = pipeline.connectors(
+            states, mask, padding_side=pipeline.tokenizer.padding_side
+        )
         return embeds, mask
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

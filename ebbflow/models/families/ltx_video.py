@@ -1,4 +1,6 @@
-"""The LTX-Video family (2501.00103), text to video: the first release, whose VAE decodes without noise."""
+"""The LTX-Video family (2501.00103), text to video: the first release, whose VAE decodes without
+noise.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ class LTXVideoModel(DrawsVideos):
     pipeline_class = LTXPipeline
     published = PUBLISHED
     lora_targets = [
-        *(f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(
+            f"{attention}.{layer}"
+            for attention in ("attn1", "attn2")
+            for layer in ("to_q", "to_k", "to_v", "to_out.0")
+        ),
         "ff.net.0.proj",
         "ff.net.2",
     ]
@@ -48,13 +54,20 @@ class LTXVideoModel(DrawsVideos):
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if pipeline.vae.config.timestep_conditioning:
             raise ModelError(
-                f"{config.path} has a VAE that draws noise to decode, as LTX-Video from .9.1 on; take the first release"
+                f"{config.path} has a VAE that draws noise to decode, as LTX-Video from .9.1 on;"
+                " take the first release"
             )
 
     def _latent_shape(self) -> tuple[int, ...]:
-        scale, pace = self.pipeline.vae_spatial_compression_ratio, self.pipeline.vae_temporal_compression_ratio
+        scale = self.pipeline.vae_spatial_compression_ratio
+        pace = self.pipeline.vae_temporal_compression_ratio
         self._require_multiple(scale)
-        return (self.transformer.config.in_channels, self._latent_frames(pace), self.height // scale, self.width // scale)
+        return (
+            self.transformer.config.in_channels,
+            self._latent_frames(pace),
+            self.height // scale,
+            self.width // scale,
+        )
 
     @property
     def decoded_frames(self) -> int:
@@ -72,7 +85,9 @@ class LTXVideoModel(DrawsVideos):
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         limit = self.max_tokens
-        embeds, mask = self.pipeline._get_t5_prompt_embeds(texts, max_sequence_length=limit, device=self.device)
+        embeds, mask = self.pipeline._get_t5_prompt_embeds(
+            texts, max_sequence_length=limit, device=self.device
+        )
         return {"embeds": embeds, "mask": mask}
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
@@ -86,7 +101,11 @@ class LTXVideoModel(DrawsVideos):
             num_frames=frames,
             height=height,
             width=width,
-            rope_interpolation_scale=(pipeline.vae_temporal_compression_ratio / FRAME_RATE, scale, scale),
+            rope_interpolation_scale=(
+                pipeline.vae_temporal_compression_ratio / FRAME_RATE,
+                scale,
+                scale,
+            ),
             return_dict=False,
         )[0]
         return velocity.mT.reshape(latents.shape)
@@ -102,7 +121,9 @@ class LTXVideoModel(DrawsVideos):
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel, which the VAE keeps with its weights."""
         vae = self.pipeline.vae
-        mean, std = (values.view(-1, 1, 1, 1).to(like) for values in (vae.latents_mean, vae.latents_std))
+        mean, std = (
+            values.view(-1, 1, 1, 1).to(like) for values in (vae.latents_mean, vae.latents_std)
+        )
         return mean, std / vae.config.scaling_factor
 
     def blocks(self) -> list[nn.Module]:

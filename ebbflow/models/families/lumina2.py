@@ -26,10 +26,11 @@ PUBLISHED: Published = {
 
 
 class Lumina2Model(PipelineModel):
-    """Adapter of ``Lumina2Pipeline``: guidance keeps the norm of the prompt's prediction, and is in every step.
+    """Adapter of ``Lumina2Pipeline``: guidance keeps the norm of the prompt's prediction, and is in
+    every step.
 
-    The image's positions begin after the prompt. The network pads the rows of a pass to the longest prompt of them, so that a
-    row's last bits depend on the other rows of its batch.
+    The image's positions begin after the prompt. The network pads the rows of a pass to the longest
+    prompt of them, so that a row's last bits depend on the other rows of its batch.
     """
 
     pipeline_class = Lumina2Pipeline
@@ -44,11 +45,13 @@ class Lumina2Model(PipelineModel):
         limit = pipeline.transformer.config.axes_lens[0] - 1
         if config.max_tokens is not None and config.max_tokens > limit:
             raise ModelError(
-                f"model.max_tokens = {config.max_tokens}: the network has positions for {limit} at most; leave it out"
+                f"model.max_tokens = {config.max_tokens}: the network has positions for {limit} at"
+                " most; leave it out"
             )
 
     def _latent_shape(self) -> tuple[int, ...]:
-        patch, scale = self.transformer.config.patch_size, self.pipeline.vae_scale_factor
+        patch = self.transformer.config.patch_size
+        scale = self.pipeline.vae_scale_factor
         self._require_multiple(patch * scale)
         return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
 
@@ -56,11 +59,15 @@ class Lumina2Model(PipelineModel):
         return self.transformer.config.hidden_size, self.transformer.config.cap_feat_dim
 
     def _shift(self, tokens: int, steps: int) -> dict[str, float]:
-        return dynamic_shift(self.pipeline.scheduler, self.latent_shape[0])  # the pipeline counts channels for tokens
+        return dynamic_shift(
+            self.pipeline.scheduler, self.latent_shape[0]
+        )  # the pipeline counts channels for tokens
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         limit = self.max_tokens
-        embeds, mask, _, _ = self.pipeline.encode_prompt(texts, False, device=self.device, max_sequence_length=limit)
+        embeds, mask, _, _ = self.pipeline.encode_prompt(
+            texts, False, device=self.device, max_sequence_length=limit
+        )
         return {"embeds": embeds, "mask": mask.bool()}
 
     def _encode_negative(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
@@ -80,7 +87,9 @@ class Lumina2Model(PipelineModel):
 
     def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         guided = super()._guide(prediction, negative, guidance)
-        rescaled: Tensor = guided * (prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        rescaled: Tensor = guided * (
+            prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        )
         return rescaled
 
     def blocks(self) -> list[nn.Module]:

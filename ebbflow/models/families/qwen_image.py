@@ -16,7 +16,11 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="QwenImageModel", vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE", tiny=("qwen_image",))
+FAMILY = Family(
+    adapter="QwenImageModel",
+    vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
+    tiny=("qwen_image",),
+)
 QWEN_VL_7B = {
     "text_config": {
         "vocab_size": 152064,
@@ -26,7 +30,13 @@ QWEN_VL_7B = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
-    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+    },
     "tie_word_embeddings": False,
 }
 PARTS = {
@@ -37,7 +47,9 @@ PARTS = {
 
 
 class QwenImageModel(PackedPipelineModel):
-    """Adapter of ``QwenImagePipeline``: true classifier-free guidance whose result keeps the norm of the prompt's prediction."""
+    """Adapter of ``QwenImagePipeline``: true classifier-free guidance whose result keeps the norm
+    of the prompt's prediction.
+    """
 
     pipeline_class = QwenImagePipeline
     published: ClassVar[Published] = {"Qwen/Qwen-Image": PARTS}
@@ -57,19 +69,31 @@ class QwenImageModel(PackedPipelineModel):
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         limit = pipeline.tokenizer_max_length
         if config.max_tokens is not None and config.max_tokens > limit:
-            raise ModelError(f"model.max_tokens = {config.max_tokens}: the pipeline reads {limit} at most; leave it out")
+            raise ModelError(
+                f"model.max_tokens = {config.max_tokens}: the pipeline reads {limit} at most; leave"
+                " it out"
+            )
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        embeds, mask = self.pipeline.encode_prompt(texts, device=self.device, max_sequence_length=self.max_tokens)
+        embeds, mask = self.pipeline.encode_prompt(
+            texts, device=self.device, max_sequence_length=self.max_tokens
+        )
         return masked(embeds, mask)
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         _, height, width = self.latent_shape
         return self._network(pack(latents), sigma, conditioning, [(1, height // 2, width // 2)])
 
-    def _network(self, tokens: Tensor, sigma: Tensor, conditioning: Conditioning, shapes: list[tuple[int, int, int]]) -> Tensor:
-        # All padding, and the mask even where it masks nothing: cut to a micro-batch's longest prompt, a row's last bits
-        # would depend on the rows beside it, which in bfloat16 moved the first ratio by 5e-4 (python -m benchmarks.precision).
+    def _network(
+        self,
+        tokens: Tensor,
+        sigma: Tensor,
+        conditioning: Conditioning,
+        shapes: list[tuple[int, int, int]],
+    ) -> Tensor:
+        # All padding, and the mask even where it masks nothing: cut to a micro-batch's longest
+        # prompt, a row's last bits would depend on the rows beside it, which in bfloat16 moved the
+        # first ratio by 5e-4 (python -m benchmarks.precision).
         padding = -conditioning["mask"].shape[1] % self.text_multiple
         velocity: Tensor = self.transformer(
             hidden_states=tokens,
@@ -83,7 +107,9 @@ class QwenImageModel(PackedPipelineModel):
 
     def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         guided = super()._guide(prediction, negative, guidance)
-        rescaled: Tensor = guided * (prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        rescaled: Tensor = guided * (
+            prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        )
         return rescaled
 
     def _to_vae(self, latents: Tensor) -> Tensor:

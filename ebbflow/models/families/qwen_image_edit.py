@@ -26,7 +26,9 @@ PIXELS_PER_TOKEN = 28 * 28
 
 
 class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
-    """The text encoder's processor without its part for videos, which none is shown and which would need torchvision."""
+    """The text encoder's processor without its part for videos, which none is shown and which would
+    need torchvision.
+    """
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -34,27 +36,42 @@ class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc, unused-ignore]  
 
 
 class QwenImageEditModel(EditsImages, QwenImageModel):
-    """Adapter of ``QwenImageEditPipeline``: the prompt table's ``image`` is seen by the text encoder and by the network."""
+    """Adapter of ``QwenImageEditPipeline``: the prompt table's ``image`` is seen by the text
+    encoder and by the network.
+    """
 
     pipeline_class = QwenImageEditPipeline
     published = {"Qwen/Qwen-Image-Edit": PARTS}
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "vae")
     shares_tokens = False  # the image to edit has any number of them
     edited_pixels = 1024 * 1024
-    """The pipeline scales the image to edit to about this many pixels, whatever the size that it draws."""
+    """The pipeline scales the image to edit to about this many pixels, whatever the size that it
+    draws.
+    """
 
     @classmethod
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if config.max_tokens is not None:
-            raise ModelError(f"model.max_tokens = {config.max_tokens}: editing reads prompts whole; leave it out")
+            raise ModelError(
+                f"model.max_tokens = {config.max_tokens}: editing reads prompts whole; leave it out"
+            )
 
     def tokens(self) -> Tokens:
-        plain, edited = super().tokens(), self.edited_pixels // self.pipeline.vae_scale_factor**2 // 4
-        return Tokens(image=plain.image, text=plain.text + self.edited_pixels // PIXELS_PER_TOKEN, edited=edited)
+        plain = super().tokens()
+        edited = self.edited_pixels // self.pipeline.vae_scale_factor**2 // 4
+        return Tokens(
+            image=plain.image,
+            text=plain.text + self.edited_pixels // PIXELS_PER_TOKEN,
+            edited=edited,
+        )
 
     @staticmethod
     def _own_parts(folder: Path) -> dict[str, Any]:
-        return {"processor": PictureProcessor.from_pretrained(folder / "processor", local_files_only=True)}
+        return {
+            "processor": PictureProcessor.from_pretrained(
+                folder / "processor", local_files_only=True
+            )
+        }
 
     def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
         width, height = self._scaled(picture)
@@ -69,7 +86,9 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         return self._from_vae(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
 
     def save(self, folder: Path) -> None:
-        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class that only Ebbflow has."""
+        """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class
+        that only Ebbflow has.
+        """
         super().save(folder)
         published = Path(self.pipeline.config._name_or_path)
         shutil.copytree(published / "processor", folder / "processor", dirs_exist_ok=True)
@@ -80,7 +99,10 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         return width, height
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        tokens, image = pack(latents), conditioning["image"]
+        tokens = pack(latents)
+        image = conditioning["image"]
         shapes = [(1, side.shape[-2] // 2, side.shape[-1] // 2) for side in (latents, image)]
-        prediction = self._network(torch.cat([tokens, pack(image).to(tokens)], 1), sigma, conditioning, shapes)
+        prediction = self._network(
+            torch.cat([tokens, pack(image).to(tokens)], 1), sigma, conditioning, shapes
+        )
         return prediction[:, : tokens.shape[1]]

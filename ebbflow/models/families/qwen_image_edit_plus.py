@@ -15,14 +15,21 @@ FAMILY = Family(adapter="QwenImageEditPlusModel", edits_images=True, tiny=("qwen
 
 
 class QwenImageEditPlusModel(QwenImageEditModel):
-    """Adapter of ``QwenImageEditPlusPipeline`` with one image: the text encoder sees it smaller than the network."""
+    """Adapter of ``QwenImageEditPlusPipeline`` with one image: the text encoder sees it smaller
+    than the network.
+    """
 
     pipeline_class = QwenImageEditPlusPipeline
     published = {"Qwen/Qwen-Image-Edit-2509": PARTS, "Qwen/Qwen-Image-Edit-2511": PARTS}
 
     def tokens(self) -> Tokens:
-        plain, edited = QwenImageModel.tokens(self), pipelines.VAE_IMAGE_SIZE // self.pipeline.vae_scale_factor**2 // 4
-        return Tokens(image=plain.image, text=plain.text + pipelines.CONDITION_IMAGE_SIZE // PIXELS_PER_TOKEN, edited=edited)
+        plain = QwenImageModel.tokens(self)
+        edited = pipelines.VAE_IMAGE_SIZE // self.pipeline.vae_scale_factor**2 // 4
+        return Tokens(
+            image=plain.image,
+            text=plain.text + pipelines.CONDITION_IMAGE_SIZE // PIXELS_PER_TOKEN,
+            edited=edited,
+        )
 
     def _scaled(self, picture: Image.Image) -> tuple[int, int]:
         return _dimensions(pipelines.VAE_IMAGE_SIZE, picture)
@@ -35,6 +42,7 @@ class QwenImageEditPlusModel(QwenImageEditModel):
 
 
 def _dimensions(pixels: int, picture: Image.Image) -> tuple[int, int]:
-    """Width and height of about so many pixels, multiples of 32, in the proportions of the picture."""
+    """Width and height of about so many pixels, multiples of 32, in the proportions of the
+    picture."""
     width, height = pipelines.calculate_dimensions(pixels, picture.width / picture.height)
     return width, height

@@ -1,4 +1,6 @@
-"""The SANA family (2410.10629), and SANA-1.5 (2501.18427): linear attention on latents of 32 x 32 pixels."""
+"""The SANA family (2410.10629), and SANA-1.5 (2501.18427): linear attention on latents of 32 x 32
+pixels.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,16 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 
 FAMILY = Family(adapter="SanaModel", tiny=("sana",))
-INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+INSTRUCTION = (
+    inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+)
 """Comes before every prompt, and before no negative prompt."""
-SMALL = {"num_attention_heads": 36, "num_cross_attention_heads": 16, "cross_attention_head_dim": 72, "cross_attention_dim": 1152}
+SMALL = {
+    "num_attention_heads": 36,
+    "num_cross_attention_heads": 16,
+    "cross_attention_head_dim": 72,
+    "cross_attention_dim": 1152,
+}
 STAGES = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 OTHERS = {
     "text_encoder": Part("transformers", "Gemma2Model", {}),
@@ -37,27 +46,41 @@ OTHERS = {
 
 
 def _parts(bytes: int = 2, **config: Any) -> Mapping[str, Part]:
-    """Of a model whose network differs from that of the first SANA with 1.6 billion parameters in these keys."""
-    return OTHERS | {"transformer": Part("diffusers", "SanaTransformer2DModel", config, bytes=bytes)}
+    """Of a model whose network differs from that of the first SANA with 1.6 billion parameters in
+    these keys.
+    """
+    return OTHERS | {
+        "transformer": Part("diffusers", "SanaTransformer2DModel", config, bytes=bytes)
+    }
 
 
 PUBLISHED: Published = {
     "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": _parts(qk_norm="rms_norm_across_heads"),
-    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers": _parts(num_layers=60, qk_norm="rms_norm_across_heads"),
+    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers": _parts(
+        num_layers=60, qk_norm="rms_norm_across_heads"
+    ),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": _parts(bytes=4),
     "Efficient-Large-Model/Sana_1600M_1024px_diffusers": _parts(bytes=4),
     "Efficient-Large-Model/Sana_1600M_512px_diffusers": _parts(bytes=4, sample_size=16),
     "Efficient-Large-Model/Sana_600M_1024px_diffusers": _parts(bytes=4, num_layers=28, **SMALL),
-    "Efficient-Large-Model/Sana_600M_512px_diffusers": _parts(bytes=4, num_layers=28, sample_size=16, **SMALL),
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": _parts(
+        bytes=4, num_layers=28, sample_size=16, **SMALL
+    ),
 }
 
 
 class SanaModel(PipelineModel):
-    """Adapter of ``SanaPipeline``; it draws the size that it is asked for, and not one of the pipeline's list, scaled."""
+    """Adapter of ``SanaPipeline``; it draws the size that it is asked for, and not one of the
+    pipeline's list, scaled.
+    """
 
     pipeline_class = SanaPipeline
     published = PUBLISHED
-    lora_targets = [f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")]
+    lora_targets = [
+        f"{attention}.{layer}"
+        for attention in ("attn1", "attn2")
+        for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    ]
     text_parts = ("text_encoder",)
     default_size = (1024, 1024)
     default_max_tokens = 300
@@ -76,11 +99,15 @@ class SanaModel(PipelineModel):
         return config.num_attention_heads * config.attention_head_dim, config.caption_channels
 
     def sigmas(self, steps: int) -> Tensor:
-        """The schedule of the folder's scheduler. The published one takes second-order steps on it, at times cut to integers;
-        we take Euler's, at the times as they are."""
+        """The schedule of the folder's scheduler. The published one takes second-order steps on it,
+        at times cut to integers; we take Euler's, at the times as they are.
+        """
         self.pipeline.scheduler.set_timesteps(steps)
         sigmas: Tensor = self.pipeline.scheduler.sigmas.clone()
-        sigmas[0] = 1.0  # published .9997 at a shift of 3; there the noise of Flow-SDE is fifty times too large
+        sigmas[0] = (
+            # published .9997 at a shift of 3; there the noise of Flow-SDE is fifty times too large
+            1.0
+        )
         return sigmas
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:

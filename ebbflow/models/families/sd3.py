@@ -46,11 +46,15 @@ PUBLISHED: Published = {
 
 
 class SD3Model(PipelineModel):
-    """Adapter of ``StableDiffusion3Pipeline``; the T5 encoder may be null in the folder's ``model_index.json``."""
+    """Adapter of ``StableDiffusion3Pipeline``; the T5 encoder may be null in the folder's
+    ``model_index.json``.
+    """
 
     pipeline_class = StableDiffusion3Pipeline
     published = PUBLISHED
-    lora_targets = JOINT_ATTENTION  # as Flow-GRPO: the attention of the image and of the text stream
+    lora_targets = (
+        JOINT_ATTENTION  # as Flow-GRPO: the attention of the image and of the text stream
+    )
     text_parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_size = (1024, 1024)
     default_max_tokens = 256
@@ -58,10 +62,15 @@ class SD3Model(PipelineModel):
     @staticmethod
     def _own_parts(folder: Path) -> dict[str, Any]:
         index = read_object(folder / INDEX)
-        return {part: None for part in ("text_encoder_3", "tokenizer_3") if index.get(part, [None])[0] is None}
+        return {
+            part: None
+            for part in ("text_encoder_3", "tokenizer_3")
+            if index.get(part, [None])[0] is None
+        }
 
     def _latent_shape(self) -> tuple[int, ...]:
-        patch, scale = self.transformer.config.patch_size, self.pipeline.vae_scale_factor
+        patch = self.transformer.config.patch_size
+        scale = self.pipeline.vae_scale_factor
         self._require_multiple(patch * scale)
         return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
 

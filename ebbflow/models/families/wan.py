@@ -1,4 +1,6 @@
-"""The Wan family: 2.1 text-to-video, and 2.2's 5-billion model with one transformer; videos, or images as videos of one frame."""
+"""The Wan family: 2.1 text-to-video, and 2.2's 5-billion model with one transformer; videos, or
+images as videos of one frame.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ PUBLISHED: Published = {
         "transformer": Part(
             "diffusers",
             "WanTransformer3DModel",
-            {"num_layers": 30, "num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336},
+            {
+                "num_layers": 30,
+                "num_attention_heads": 24,
+                "in_channels": 48,
+                "out_channels": 48,
+                "ffn_dim": 14336,
+            },
             bytes=4,
         ),
         "text_encoder": Part("transformers", "UMT5EncoderModel", XXL | {"vocab_size": 256384}),
@@ -52,7 +60,14 @@ class WanModel(DrawsVideos):
 
     pipeline_class = WanPipeline
     published: ClassVar[Published] = PUBLISHED
-    lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]  # of self- and cross-attention
+    lora_targets = [
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "ffn.net.0.proj",
+        "ffn.net.2",
+    ]  # of self- and cross-attention
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (480, 832)
     shares_tokens = True
@@ -61,20 +76,29 @@ class WanModel(DrawsVideos):
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if getattr(pipeline, "transformer_2", None) is not None:
             raise ModelError(
-                f"{config.path} holds two transformers, as Wan2.2-A14B; set model.family to wan_a14b, which trains one of them"
+                f"{config.path} holds two transformers, as Wan2.2-A14B; set model.family to"
+                " wan_a14b, which trains one of them"
             )
 
     def _latent_shape(self) -> tuple[int, ...]:
-        scale, pace = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
+        scale = self.pipeline.vae_scale_factor_spatial
+        pace = self.pipeline.vae_scale_factor_temporal
         self._require_multiple(scale * self.transformer.config.patch_size[1])
-        return (self.transformer.config.in_channels, self._latent_frames(pace), self.height // scale, self.width // scale)
+        return (
+            self.transformer.config.in_channels,
+            self._latent_frames(pace),
+            self.height // scale,
+            self.width // scale,
+        )
 
     def sigmas(self, steps: int) -> Tensor:
-        """The schedule of the folder's scheduler. The published one, UniPC, takes second-order steps on it, at times cut
-        to integers; we take Euler's, at the times as they are."""
+        """The schedule of the folder's scheduler. The published one, UniPC, takes second-order
+        steps on it, at times cut to integers; we take Euler's, at the times as they are.
+        """
         self.pipeline.scheduler.set_timesteps(steps)
         sigmas = self.pipeline.scheduler.sigmas.clone().float()
-        # UniPC begins 1e-6 below 1 for the sake of its logarithms; there the noise of Flow-SDE is a thousand times too large.
+        # UniPC begins 1e-6 below 1 for the sake of its logarithms; there the noise of Flow-SDE is a
+        # thousand times too large.
         return torch.where(sigmas > 1 - 1e-5, 1.0, sigmas)
 
     def tokens(self) -> Tokens:
@@ -95,8 +119,11 @@ class WanModel(DrawsVideos):
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._denoise(self.transformer, latents, sigma, conditioning)
 
-    def _denoise(self, network: Any, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        # Wan2.2's pipeline gives every token a time of its own; without an image to animate all are the same, and one will do.
+    def _denoise(
+        self, network: Any, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        # Wan2.2's pipeline gives every token a time of its own; without an image to animate all are
+        # the same, and one will do.
         velocity: Tensor = network(
             hidden_states=latents,
             timestep=1000 * sigma,

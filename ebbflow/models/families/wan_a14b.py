@@ -1,4 +1,6 @@
-"""Wan2.2-A14B, text to video: one transformer for the noise from a boundary on and one for less; one is trained, or both."""
+"""Wan2.2-A14B, text to video: one transformer for the noise from a boundary on and one for less;
+one is trained, or both.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,27 @@ OTHERS = {
 
 
 class WanA14BModel(WanModel):
-    """Adapter of ``WanPipeline`` with two transformers; ``model.expert`` names the one that is trained, or both.
+    """Adapter of ``WanPipeline`` with two transformers; ``model.expert`` names the one that is
+    trained, or both.
 
-    One that is not trained denoises its part of every trajectory as it was published. Both are guided alike.
+    One that is not trained denoises its part of every trajectory as it was published. Both are
+    guided alike.
     """
 
     pipeline_class = WanPipeline
     published: ClassVar[Published] = {
-        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": OTHERS | {"transformer": NETWORK, "transformer_2": NETWORK}
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (
+            OTHERS | {"transformer": NETWORK, "transformer_2": NETWORK}
+        )
     }
     networks = tuple(EXPERTS.values())
     shares_tokens = False  # two networks would each need it
 
     @classmethod
     def trained_parts(cls, config: ModelConfig) -> tuple[str, ...]:
-        return cls.networks if config.expert == "both" else (EXPERTS[config.expert or "high_noise"],)
+        return (
+            cls.networks if config.expert == "both" else (EXPERTS[config.expert or "high_noise"],)
+        )
 
     @classmethod
     def _trained_network(cls, pipeline: Any, config: ModelConfig) -> Any:
@@ -50,26 +58,38 @@ class WanA14BModel(WanModel):
     def _check(cls, pipeline: Any, config: ModelConfig) -> None:
         if pipeline.transformer_2 is None or pipeline.config.boundary_ratio is None:
             raise ModelError(
-                f"{config.path} holds one transformer, and {config.family} has two; family wan takes text to video with one"
+                f"{config.path} holds one transformer, and {config.family} has two; family wan"
+                " takes text to video with one"
             )
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Of the network whose band each sigma is in.
 
-        With gradient, or where it is sharded, a trained one also computes a pass without rows of its band: its gradient is then
-        zero instead of missing, and every rank of FSDP has to call it, or the others wait for its share of the weights.
+        With gradient, or where it is sharded, a trained one also computes a pass without rows of
+        its band: its gradient is then zero instead of missing, and every rank of FSDP has to call
+        it, or the others wait for its share of the weights.
         """
         high = sigma >= self.pipeline.config.boundary_ratio
         trained = list(trained_networks(self.transformer).values())
         networks = [getattr(self.pipeline, part) for part in self.networks]
         velocities = [
-            self._denoise(network, latents, sigma, conditioning)
-            if rows.any() or (network in trained and (torch.is_grad_enabled() or isinstance(network, FSDPModule)))
-            else None
+            (
+                self._denoise(network, latents, sigma, conditioning)
+                if rows.any()
+                or (
+                    network in trained
+                    and (torch.is_grad_enabled() or isinstance(network, FSDPModule))
+                )
+                else None
+            )
             for network, rows in zip(networks, (high, ~high), strict=True)
         ]
         called = [velocity for velocity in velocities if velocity is not None]
         return torch.where(high.view(-1, 1, 1, 1, 1), called[0], called[-1])
 
     def blocks(self) -> list[nn.Module]:
-        return [block for network in trained_networks(self.transformer).values() for block in network.blocks]
+        return [
+            block
+            for network in trained_networks(self.transformer).values()
+            for block in network.blocks
+        ]

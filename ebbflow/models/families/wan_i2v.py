@@ -1,4 +1,6 @@
-"""Wan2.2-I2V-A14B: a video that begins with the prompt's image; one of its two transformers is trained."""
+"""Wan2.2-I2V-A14B: a video that begins with the prompt's image; one of its two transformers is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,18 @@ NETWORK = Part("diffusers", "WanTransformer3DModel", {"in_channels": 36}, bytes=
 
 
 class WanI2VModel(EditsImages, WanA14BModel):
-    """Adapter of ``WanImageToVideoPipeline`` with two transformers; the image is scaled to the size of the video.
+    """Adapter of ``WanImageToVideoPipeline`` with two transformers; the image is scaled to the size
+    of the video.
 
-    Beside its latents the network sees those of a video of the image and then nothing, and a mask of the frames that are given.
+    Beside its latents the network sees those of a video of the image and then nothing, and a mask
+    of the frames that are given.
     """
 
     pipeline_class = WanImageToVideoPipeline
-    published = {"Wan-AI/Wan2.2-I2V-A14B-Diffusers": OTHERS | {"transformer": NETWORK, "transformer_2": NETWORK}}
+    published = {
+        "Wan-AI/Wan2.2-I2V-A14B-Diffusers": OTHERS
+        | {"transformer": NETWORK, "transformer_2": NETWORK}
+    }
     text_parts = ("text_encoder", "vae")
 
     def _latent_shape(self) -> tuple[int, ...]:
@@ -35,13 +42,17 @@ class WanI2VModel(EditsImages, WanA14BModel):
 
     def tokens(self) -> Tokens:
         channels = self.transformer.config.in_channels - self.latent_shape[0]
-        return replace(super().tokens(), condition_channels=channels * math.prod(self.latent_shape[1:]))
+        return replace(
+            super().tokens(), condition_channels=channels * math.prod(self.latent_shape[1:])
+        )
 
     def _scaled(self, picture: Image.Image) -> tuple[int, int]:
         return self.width, self.height
 
     def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
-        pixels = self.pipeline.video_processor.preprocess(picture, height=self.height, width=self.width).to(self.device)
+        pixels = self.pipeline.video_processor.preprocess(
+            picture, height=self.height, width=self.width
+        ).to(self.device)
         video = nn.functional.pad(pixels[:, :, None], (0, 0, 0, 0, 0, self.config.frames - 1))
         latents = self._from_vae(self.pipeline.vae.encode(video).latent_dist.mode())
         mask = latents.new_zeros(1, self.pipeline.vae_scale_factor_temporal, *latents.shape[2:])
@@ -49,9 +60,18 @@ class WanI2VModel(EditsImages, WanA14BModel):
         return Conditioning(self._encode_texts([text]) | {"image": torch.cat([mask, latents], 1)})
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        # Text to video's, which is the same and does without ftfy, where the pipeline's own fails unless it is installed.
+        # Text to video's, which is the same and does without ftfy, where the pipeline's own fails
+        # unless it is installed.
         encode = WanPipeline._get_t5_prompt_embeds
-        return {"embeds": encode(self.pipeline, texts, max_sequence_length=self.max_tokens, device=self.device)}
+        return {
+            "embeds": encode(
+                self.pipeline, texts, max_sequence_length=self.max_tokens, device=self.device
+            )
+        }
 
-    def _denoise(self, network: nn.Module, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        return super()._denoise(network, torch.cat([latents, conditioning["image"].to(latents)], 1), sigma, conditioning)
+    def _denoise(
+        self, network: nn.Module, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        return super()._denoise(
+            network, torch.cat([latents, conditioning["image"].to(latents)], 1), sigma, conditioning
+        )

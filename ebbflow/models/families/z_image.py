@@ -1,4 +1,5 @@
-"""The Z-Image family (2511.22699): the base model, and Z-Image-Turbo, which draws without guidance."""
+"""The Z-Image family (2511.22699): the base model, and Z-Image-Turbo, which draws without
+guidance."""
 
 from __future__ import annotations
 
@@ -19,16 +20,21 @@ from ebbflow.recipe.families import Family
 FAMILY = Family(adapter="ZImageModel", tiny=("z_image",))
 OTHERS = {"text_encoder": Part("transformers", "Qwen3Model", QWEN3_4B), "vae": IMAGE_VAE}
 PUBLISHED: Published = {
-    "Tongyi-MAI/Z-Image": OTHERS | {"transformer": Part("diffusers", "ZImageTransformer2DModel", {})},
-    "Tongyi-MAI/Z-Image-Turbo": OTHERS | {"transformer": Part("diffusers", "ZImageTransformer2DModel", {}, bytes=4)},
+    "Tongyi-MAI/Z-Image": (
+        OTHERS | {"transformer": Part("diffusers", "ZImageTransformer2DModel", {})}
+    ),
+    "Tongyi-MAI/Z-Image-Turbo": (
+        OTHERS | {"transformer": Part("diffusers", "ZImageTransformer2DModel", {}, bytes=4)}
+    ),
 }
 
 
 class ZImageModel(PipelineModel):
     """Adapter of ``ZImagePipeline``, which counts guidance from 0: its scale is ours less 1.
 
-    A prompt cannot be padded, for the image's positions begin after it. The network pads the rows of a pass to the longest of
-    them, so that a row's last bits depend on the other rows of its batch.
+    A prompt cannot be padded, for the image's positions begin after it. The network pads the rows
+    of a pass to the longest of them, so that a row's last bits depend on the other rows of its
+    batch.
     """
 
     pipeline_class = ZImagePipeline
@@ -46,24 +52,34 @@ class ZImageModel(PipelineModel):
         return self.transformer.config.dim, self.transformer.config.cap_feat_dim
 
     def sigmas(self, steps: int) -> Tensor:
-        # The pipeline's own list: in the last bit it differs from numpy's, and the network turns the time a thousand times.
+        # The pipeline's own list: in the last bit it differs from numpy's, and the network turns
+        # the time a thousand times.
         scheduler = self.pipeline.scheduler
         tokens = self.latent_shape[1] * self.latent_shape[2] // 4
-        scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(steps), **self._shift(tokens, steps))
+        scheduler.set_timesteps(
+            sigmas=get_default_z_image_sigmas(steps), **self._shift(tokens, steps)
+        )
         sigmas: Tensor = scheduler.sigmas.clone()
         return sigmas
 
     def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         copied = list(texts)  # the pipeline writes its chat template into the list
-        rows, _ = self.pipeline.encode_prompt(copied, self.device, False, max_sequence_length=self.max_tokens)
+        rows, _ = self.pipeline.encode_prompt(
+            copied, self.device, False, max_sequence_length=self.max_tokens
+        )
         masks = [row.new_ones(len(row), dtype=torch.bool) for row in rows]
-        return {"embeds": pad_sequence(rows, batch_first=True), "mask": pad_sequence(masks, batch_first=True)}
+        return {
+            "embeds": pad_sequence(rows, batch_first=True),
+            "mask": pad_sequence(masks, batch_first=True),
+        }
 
     def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         rows = zip(conditioning["embeds"], conditioning["mask"], strict=True)
         velocity: list[Tensor] = self.transformer(
             list(latents[:, :, None]),  # images as videos of one frame
-            (1000 - 1000 * sigma) / 1000,  # from noise to image, as the prediction points, and rounded as the pipeline rounds it
+            (1000 - 1000 * sigma)
+            # from noise to image, as the prediction points, and rounded as the pipeline rounds it
+            / 1000,
             [embeds[mask] for embeds, mask in rows],
             return_dict=False,
         )[0]

@@ -1,6 +1,8 @@
-"""Renders text as pixels: training images of the glyph model, and what the ``similarity`` reward compares with.
+"""Renders text as pixels: training images of the glyph model, and what the ``similarity`` reward
+compares with.
 
-Bold DejaVu Sans Mono, which matplotlib carries, laid out by Pillow's own engine: the same bytes wherever the same Pillow runs.
+Bold DejaVu Sans Mono, which matplotlib carries, laid out by Pillow's own engine: the same bytes
+wherever the same Pillow runs.
 """
 
 from __future__ import annotations
@@ -37,10 +39,14 @@ def render_text(text: str, height: int, width: int) -> np.ndarray:
     return _draw(text, _largest_size(text, height, width), (0.0, 0.0), height, width)
 
 
-def render_batch(texts: Sequence[str], height: int, width: int, rng: np.random.Generator) -> np.ndarray:
-    """Renderings for training: uint8 [N, height, width], ``render_text`` with size jittered by 5 % and position by a pixel.
+def render_batch(
+    texts: Sequence[str], height: int, width: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Renderings for training: uint8 [N, height, width], ``render_text`` with size jittered by 5 %
+    and position by a pixel.
 
-    Positions fall on whole pixels and sizes on quarters. Every text takes three draws from ``rng``. No letter is cut off.
+    Positions fall on whole pixels and sizes on quarters. Every text takes three draws from ``rng``.
+    No letter is cut off.
 
     Raises:
         ValueError: as ``render_text``.
@@ -73,7 +79,9 @@ def fitting_size(text: str, height: int, width: int) -> float:
     return _largest_size(" ".join(text.split()), height, width)
 
 
-def _draw(text: str, size: float, shift: tuple[float, float], height: int, width: int) -> np.ndarray:
+def _draw(
+    text: str, size: float, shift: tuple[float, float], height: int, width: int
+) -> np.ndarray:
     left, top, right, bottom = _ink(text, size)
     x = _centre(left, right, width, shift[0])
     y = _centre(top, bottom, height, shift[1])
@@ -83,7 +91,9 @@ def _draw(text: str, size: float, shift: tuple[float, float], height: int, width
 
 
 def _centre(low: float, high: float, length: int, shift: float) -> float:
-    """Where the origin goes so that [low, high] sits in the middle of ``length``, off by ``shift`` as far as there is room."""
+    """Where the origin goes so that [low, high] sits in the middle of ``length``, off by ``shift``
+    as far as there is room.
+    """
     room = max(0.0, (length - (high - low)) / 2)
     return (length - low - high) / 2 + min(max(shift, -room), room)
 
@@ -97,12 +107,16 @@ def _largest_size(text: str, height: int, width: int) -> float:
         if bottom - top <= height - 2 * MARGIN:
             return size
         size -= 0.25
-    raise ValueError(f"{text!r} cannot be read in an image of {height}x{width} pixels; take shorter texts or larger images")
+    raise ValueError(
+        f"{text!r} cannot be read in an image of {height}x{width} pixels; take shorter texts or"
+        " larger images"
+    )
 
 
 @cache
 def _widest_size(letters: int, width: int) -> float:
-    # Letters advance by whole pixels, so a size may fit that is up to half a pixel a letter above the exact quotient.
+    # Letters advance by whole pixels, so a size may fit that is up to half a pixel a letter above
+    # the exact quotient.
     size = _quarters(((width - 2 * MARGIN) / letters + 0.5) / ADVANCE)
     while size >= MIN_SIZE and letters * _font(size).getlength("M") > width - 2 * MARGIN:
         size -= 0.25
@@ -110,9 +124,16 @@ def _widest_size(letters: int, width: int) -> float:
 
 
 def _ink(text: str, size: float) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a text around its origin on the baseline; letter by letter, since letters are few."""
+    """Left, top, right, bottom of a text around its origin on the baseline; letter by letter, since
+    letters are few.
+    """
     boxes = [_letter_ink(letter, size) for letter in text]
-    return 0.0, min(top for top, _, _ in boxes), sum(advance for _, _, advance in boxes), max(bottom for _, bottom, _ in boxes)
+    return (
+        0.0,
+        min(top for top, _, _ in boxes),
+        sum(advance for _, _, advance in boxes),
+        max(bottom for _, bottom, _ in boxes),
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -133,7 +154,10 @@ def _font(size: float) -> ImageFont.FreeTypeFont:
 
 def _check_letters(text: str) -> None:
     if missing := sorted(set(text) - _letters()):
-        raise ValueError(f"the font has no {missing[0]!r}, asked for in {text!r}; it knows Latin, Greek and Cyrillic letters")
+        raise ValueError(
+            f"the font has no {missing[0]!r}, asked for in {text!r}; it knows Latin, Greek and"
+            " Cyrillic letters"
+        )
 
 
 @cache

@@ -1,6 +1,8 @@
-"""A small network that reads the pictures of the glyph model, trained on strings drawn as the model's own training pictures.
+"""A small network that reads the pictures of the glyph model, trained on strings drawn as the
+model's own training pictures.
 
-It is differentiable: algorithms on the gradient of the reward learn from it where an OCR engine has no gradient.
+It is differentiable: algorithms on the gradient of the reward learn from it where an OCR engine has
+no gradient.
 """
 
 from __future__ import annotations
@@ -27,19 +29,24 @@ from ebbflow.storage.identity import code_digest
 from ebbflow.storage.locks import wait_for_lock
 
 logger = logging.getLogger(__name__)
-STEPS, BATCH, RATE = 400, 64, 4e-3
+STEPS = 400
+BATCH = 64
+RATE = 4e-3
 CHANNELS = 16
 SMOOTHING = 0.1
-"""Of the labels (1512.00567). It bounds the log-probability of a letter from both sides: about -6 to -.1."""
+"""Of the labels (1512.00567). It bounds the log-probability of a letter from both sides: about -6
+to -.1.
+"""
 WEIGHTS = "recognizer.safetensors"
 
 
 @cache
 def open_recognizer(height: int, width: int, letters: int) -> nn.Module:
-    """The recogniser of strings of ``letters`` capitals A-Z in pictures of a size: [N, 1, height, width] in [0, 1] to log-probs
-    [N, letters, 26].
+    """The recogniser of strings of ``letters`` capitals A-Z in pictures of a size: [N, 1, height,
+    width] in [0, 1] to log-probs [N, letters, 26].
 
-    It is trained at its first use, in seconds, and kept in the user's cache. It is on the CPU, frozen.
+    It is trained at its first use, in seconds, and kept in the user's cache. It is on the CPU,
+    frozen.
 
     Raises:
         ValueError: that many letters do not fit legibly.
@@ -59,7 +66,9 @@ def open_recognizer(height: int, width: int, letters: int) -> nn.Module:
 
 def cache_folder() -> Path:
     """Where recognisers are kept: ``XDG_CACHE_HOME``, by default ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbflow" / "recognizers"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbflow" / "recognizers"
+    )
 
 
 def _key(height: int, width: int, letters: int) -> str:
@@ -67,16 +76,20 @@ def _key(height: int, width: int, letters: int) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def train_recognizer(height: int, width: int, letters: int, folder: Path, steps: int = STEPS) -> None:
-    """Train a recogniser from scratch into ``folder``, committed; the same weights on the same machine.
+def train_recognizer(
+    height: int, width: int, letters: int, folder: Path, steps: int = STEPS
+) -> None:
+    """Train a recogniser from scratch into ``folder``, committed; the same weights on the same
+    machine.
 
-    Loss: cross-entropy of each letter, on drawn strings that are damaged as samples are: faint, blurred, grainy, with the shadow
-    of other letters.
+    Loss: cross-entropy of each letter, on drawn strings that are damaged as samples are: faint,
+    blurred, grainy, with the shadow of other letters.
 
     Raises:
         ValueError: that many letters do not fit legibly.
     """
-    rng, threads = np.random.default_rng(0), torch.get_num_threads()
+    rng = np.random.default_rng(0)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of additions, and so the weights, would depend on it
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -86,7 +99,11 @@ def train_recognizer(height: int, width: int, letters: int, folder: Path, steps:
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
             for _ in range(steps):
                 pictures, targets = _batch(height, width, letters, rng)
-                loss = cross_entropy(network(_damaged(pictures)).flatten(0, 1), targets.flatten(), label_smoothing=SMOOTHING)
+                loss = cross_entropy(
+                    network(_damaged(pictures)).flatten(0, 1),
+                    targets.flatten(),
+                    label_smoothing=SMOOTHING,
+                )
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
                 optimizer.step()
@@ -95,11 +112,19 @@ def train_recognizer(height: int, width: int, letters: int, folder: Path, steps:
         torch.set_num_threads(threads)
     with new_folder(folder) as unfinished:
         save_file(network.state_dict(), unfinished / WEIGHTS)
-    logger.info("trained a recogniser of %d letters in %dx%d pixels, last loss %.3f", letters, height, width, loss.item())
+    logger.info(
+        "trained a recogniser of %d letters in %dx%d pixels, last loss %.3f",
+        letters,
+        height,
+        width,
+        loss.item(),
+    )
 
 
 def new_recognizer(height: int, width: int, letters: int) -> nn.Sequential:
-    """A recogniser with random weights: convolutions that halve the picture to about four rows, and a linear layer."""
+    """A recogniser with random weights: convolutions that halve the picture to about four rows, and
+    a linear layer.
+    """
     halvings = max(2, (height // 4).bit_length() - 1)
     widths = [1, CHANNELS, *[2 * CHANNELS] * (halvings - 1)]
     convolutions = [nn.Conv2d(before, after, 3, 2, 1) for before, after in pairwise(widths)]
@@ -120,8 +145,12 @@ def letter_indices(texts: list[str]) -> Tensor:
     return torch.tensor([[ALPHABET.index(letter) for letter in text] for text in texts])
 
 
-def _batch(height: int, width: int, letters: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Pictures in [0, 1], [batch, 1, height, width], of random strings, and their letters, [batch, letters]."""
+def _batch(
+    height: int, width: int, letters: int, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Pictures in [0, 1], [batch, 1, height, width], of random strings, and their letters, [batch,
+    letters].
+    """
     targets = rng.integers(len(ALPHABET), size=(BATCH, letters))
     texts = ["".join(ALPHABET[index] for index in row) for row in targets]
     pictures = torch.from_numpy(render_batch(texts, height, width, rng)).float()[:, None] / 255
@@ -129,7 +158,9 @@ def _batch(height: int, width: int, letters: int, rng: np.random.Generator) -> t
 
 
 def _damaged(pictures: Tensor) -> Tensor:
-    """The same, each with the shadow of another string, blurred, in another contrast and with grain, all by random amounts."""
+    """The same, each with the shadow of another string, blurred, in another contrast and with
+    grain, all by random amounts.
+    """
 
     def draw(low: float, high: float) -> Tensor:
         return torch.empty(len(pictures), 1, 1, 1).uniform_(low, high)

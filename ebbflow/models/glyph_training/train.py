@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
     """Train a glyph model from scratch into ``folder``, committed, in the Hugging Face layout.
 
-    Loss: mean((v - (eps - x0))^2) with sigma = sigmoid(.8 + N(0, 1)): most weight near pure noise, where the letters are decided.
-    The average of the weights is saved (decay ``config.ema``).
+    Loss: mean((v - (eps - x0))^2) with sigma = sigmoid(.8 + N(0, 1)): most weight near pure noise,
+    where the letters are decided. The average of the weights is saved (decay ``config.ema``).
     """
     rng = np.random.default_rng(config.seed)
     with torch.random.fork_rng(devices=[]):
@@ -45,10 +45,14 @@ def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
     parts.load_state_dict(average.module.state_dict())
     with new_folder(folder) as unfinished:
         model.save(unfinished)
-    logger.info("trained the glyph base model for %d steps, last loss %.3f", config.steps, loss.item())
+    logger.info(
+        "trained the glyph base model for %d steps, last loss %.3f", config.steps, loss.item()
+    )
 
 
-def _batch(config: GlyphTrainingConfig, rng: np.random.Generator, noisy_captions: bool) -> tuple[torch.Tensor, list[str]]:
+def _batch(
+    config: GlyphTrainingConfig, rng: np.random.Generator, noisy_captions: bool
+) -> tuple[torch.Tensor, list[str]]:
     """Latents [batch, 1, height, width] of random strings, and their captions."""
     alphabets = _alphabets(config, rng)
     sizes = np.array([[len(alphabet)] for alphabet in alphabets])
@@ -61,7 +65,9 @@ def _batch(config: GlyphTrainingConfig, rng: np.random.Generator, noisy_captions
 
 
 def _alphabets(config: GlyphTrainingConfig, rng: np.random.Generator) -> list[str]:
-    """The alphabet of each string of a batch. Of a model with one, none is drawn: it sees the strings that it always saw."""
+    """The alphabet of each string of a batch. Of a model with one, none is drawn: it sees the
+    strings that it always saw.
+    """
     known = config.characters
     if len(known) == 1:
         return known * config.batch
@@ -69,7 +75,10 @@ def _alphabets(config: GlyphTrainingConfig, rng: np.random.Generator) -> list[st
 
 
 def _strings(alphabets: list[str], letters: np.ndarray) -> list[str]:
-    return ["".join(alphabet[index] for index in row) for alphabet, row in zip(alphabets, letters, strict=True)]
+    return [
+        "".join(alphabet[index] for index in row)
+        for alphabet, row in zip(alphabets, letters, strict=True)
+    ]
 
 
 def _loss(model: GlyphModel, clean: torch.Tensor, captions: list[str]) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""Tiny models with random weights, in the folder layouts that the published ones have on the Hugging Face hub.
+"""Tiny models with random weights, in the folder layouts that the published ones have on the
+Hugging Face hub.
 
-``diffusers.DiffusionPipeline.from_pretrained`` loads every part of such a folder without a network. Classes, configuration keys,
-schedulers, special tokens, latent shift and scale are those of the published models; widths, depths and vocabularies are as small
-as the architectures allow. The pictures are noise that depends on the prompt: made for tests and smoke runs.
+``diffusers.DiffusionPipeline.from_pretrained`` loads every part of such a folder without a network.
+Classes, configuration keys, schedulers, special tokens, latent shift and scale are those of the
+published models; widths, depths and vocabularies are as small as the architectures allow. The
+pictures are noise that depends on the prompt: made for tests and smoke runs.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.plugins import import_path
 from ebbflow.storage.artifacts import require_replaceable
 
-TINY = {name: f"{__name__}.{family}:{name}" for family, record in FAMILIES.items() for name in record.tiny}
+TINY = {
+    name: f"{__name__}.{family}:{name}"
+    for family, record in FAMILIES.items()
+    for name in record.tiny
+}
 """The builder of each tiny model."""
 
 
 def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
-    """Write one of the models of ``TINY`` to a new or empty folder; the same seed gives the same bytes.
+    """Write one of the models of ``TINY`` to a new or empty folder; the same seed gives the same
+    bytes.
 
     Raises:
         ModelError: there is no such model.
@@ -45,9 +52,15 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
         by_attention = "pooled_projection_dim" not in pipeline.transformer.config
         for part in pipeline.components.values():
             if isinstance(part, nn.Module):
-                _draw_weights(part, gain=1.4 if isinstance(part, type(pipeline.transformer)) and by_attention else 1.0)
+                _draw_weights(
+                    part,
+                    gain=1.4
+                    if isinstance(part, type(pipeline.transformer)) and by_attention
+                    else 1.0,
+                )
     pipeline.save_pretrained(folder)
-    # transformers 5 has a tokenizer under several names, and the published folders go by another one.
+    # transformers 5 has a tokenizer under several names, and the published folders go by another
+    # one.
     index = folder / INDEX
     named = re.sub(r'"(T5|Gemma)Tokenizer"', r'"\1TokenizerFast"', index.read_text())
     index.write_text(named.replace('"TokenizersBackend"', '"LlamaTokenizerFast"'))
@@ -55,9 +68,11 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
 
 @torch.no_grad()
 def _draw_weights(part: nn.Module, gain: float) -> None:
-    """Draw matrices and kernels from N(0, gain^2 / fan-in), and move what is constant (biases, norms, gates) by .1 N(0, 1).
+    """Draw matrices and kernels from N(0, gain^2 / fan-in), and move what is constant (biases,
+    norms, gates) by .1 N(0, 1).
 
-    The libraries' own scales suit great widths: at these, the output would hardly depend on the prompt.
+    The libraries' own scales suit great widths: at these, the output would hardly depend on the
+    prompt.
     """
     for weight in part.parameters():
         if weight.min() == weight.max():

@@ -11,7 +11,8 @@ from ebbflow.models.tiny.tokenizers import clip_tokenizer, t5_tokenizer
 
 def flux() -> FluxPipeline:
     """The layout of FLUX.1 dev."""
-    tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
+    tokenizer = clip_tokenizer()
+    tokenizer_2 = t5_tokenizer()
     transformer = FluxTransformer2DModel(
         in_channels=16,
         num_layers=2,
@@ -24,7 +25,12 @@ def flux() -> FluxPipeline:
         axes_dims_rope=(4, 6, 6),
     )
     scheduler = FlowMatchEulerDiscreteScheduler(
-        shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
     )
     return FluxPipeline(
         scheduler,

@@ -20,8 +20,11 @@ LAYERS = 31
 
 def flux2() -> Flux2Pipeline:
     """The layout of FLUX.2 [dev]."""
-    parts, tokenizer = flux2_klein().components, mistral_tokenizer()
-    transformer = Flux2Transformer2DModel.from_config({**parts["transformer"].config, "guidance_embeds": True})
+    parts = flux2_klein().components
+    tokenizer = mistral_tokenizer()
+    transformer = Flux2Transformer2DModel.from_config(
+        {**parts["transformer"].config, "guidance_embeds": True}
+    )
     encoder = _mistral(len(tokenizer))
     pipeline = _SavedWithProcessor(parts["scheduler"], parts["vae"], encoder, None, transformer)
     pipeline.text_tokenizer = tokenizer
@@ -35,7 +38,13 @@ def _mistral(vocabulary: int) -> Mistral3ForConditionalGeneration:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 2,
     }
-    text |= {"model_type": "mistral", "num_key_value_heads": 1, "head_dim": 8, "vocab_size": vocabulary, "sliding_window": None}
+    text |= {
+        "model_type": "mistral",
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": vocabulary,
+        "sliding_window": None,
+    }
     vision: dict[str, Any] = {
         "model_type": "pixtral",
         "hidden_size": 16,
@@ -44,11 +53,15 @@ def _mistral(vocabulary: int) -> Mistral3ForConditionalGeneration:
         "image_size": 28,
     }
     vision |= {"num_attention_heads": 2, "patch_size": 14}
-    return Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False))
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    )
 
 
 class _SavedWithProcessor(Flux2Pipeline):  # type: ignore[misc, unused-ignore]  # mypy cannot follow diffusers' lazy modules
-    """Writes the processor's files by hand: its class needs torchvision, for images that nobody shows it."""
+    """Writes the processor's files by hand: its class needs torchvision, for images that nobody
+    shows it.
+    """
 
     text_tokenizer: Any
 
@@ -58,7 +71,18 @@ class _SavedWithProcessor(Flux2Pipeline):  # type: ignore[misc, unused-ignore]  
         index |= {"_class_name": "Flux2Pipeline", "tokenizer": ["transformers", "PixtralProcessor"]}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         self.text_tokenizer.save_pretrained(folder / "tokenizer")
-        pictures = {"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "processor_class": "PixtralProcessor"}
-        processor = {"patch_size": 14, "spatial_merge_size": 2, "processor_class": "PixtralProcessor"}
-        for name, content in {"preprocessor_config.json": pictures, "processor_config.json": processor}.items():
+        pictures = {
+            "image_processor_type": "PixtralImageProcessor",
+            "patch_size": 14,
+            "processor_class": "PixtralProcessor",
+        }
+        processor = {
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "processor_class": "PixtralProcessor",
+        }
+        for name, content in {
+            "preprocessor_config.json": pictures,
+            "processor_config.json": processor,
+        }.items():
             (folder / "tokenizer" / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import torch
-from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
+from diffusers import (
+    AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+)
 from transformers import Qwen3ForCausalLM
 
 from ebbflow.models.tiny.parts import qwen3
@@ -27,11 +32,18 @@ def flux2_klein() -> Flux2KleinPipeline:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 16, 16), norm_num_groups=4, latent_channels=4, sample_size=128)
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 16, 16), norm_num_groups=4, latent_channels=4, sample_size=128
+    )
     vae.bn.running_mean.copy_(torch.randn(16))
     vae.bn.running_var.copy_(torch.rand(16) + 0.5)
     scheduler = FlowMatchEulerDiscreteScheduler(
-        shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
     )
     text_encoder = qwen3(Qwen3ForCausalLM, tokenizer, width=WIDTH, layers=LAYERS)
     return Flux2KleinPipeline(scheduler, vae, text_encoder, tokenizer, transformer)

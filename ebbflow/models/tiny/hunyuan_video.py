@@ -16,7 +16,8 @@ from ebbflow.models.tiny.tokenizers import clip_tokenizer, llama_tokenizer
 
 def hunyuan_video() -> HunyuanVideoPipeline:
     """The layout of HunyuanVideo; four latent channels instead of 16."""
-    tokenizer, tokenizer_2 = llama_tokenizer(), clip_tokenizer()
+    tokenizer = llama_tokenizer()
+    tokenizer_2 = clip_tokenizer()
     text_encoder = LlamaModel(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -43,8 +44,14 @@ def hunyuan_video() -> HunyuanVideoPipeline:
         rope_axes_dim=(4, 6, 6),
     )
     vae = AutoencoderKLHunyuanVideo(
-        latent_channels=4, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, mid_block_add_attention=True
+        latent_channels=4,
+        block_out_channels=(8, 8, 16, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        mid_block_add_attention=True,
     )
     text_encoder_2 = clip(CLIPTextModel, tokenizer_2, width=16, activation="quick_gelu")
     scheduler = FlowMatchEulerDiscreteScheduler(shift=7.0)
-    return HunyuanVideoPipeline(text_encoder, tokenizer, transformer, vae, scheduler, text_encoder_2, tokenizer_2)
+    return HunyuanVideoPipeline(
+        text_encoder, tokenizer, transformer, vae, scheduler, text_encoder_2, tokenizer_2
+    )

@@ -15,7 +15,9 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from ebbflow.models.tiny.parts import gemma3
 from ebbflow.models.tiny.tokenizers import gemma_tokenizer
 
-CHANNELS, LAYERS, WIDTH = 4, 2, 32
+CHANNELS = 4
+LAYERS = 2
+WIDTH = 32
 SOUND = 8
 """Channels of the sound's latents: two for each of four bands of frequencies."""
 
@@ -38,12 +40,21 @@ def ltx2() -> LTX2Pipeline:
         caption_channels=WIDTH,
         rope_type="split",
     )
-    connector = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_learnable_registers": 8}
+    connector = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_learnable_registers": 8,
+    }
     connectors = LTX2TextConnectors(
         caption_channels=WIDTH,
         text_proj_in_factor=LAYERS + 1,
         rope_type="split",
-        **{f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in connector.items()},
+        **{
+            f"{kind}_connector_{key}": value
+            for kind in ("video", "audio")
+            for key, value in connector.items()
+        },
     )
     vae = AutoencoderKLLTX2Video(
         latent_channels=CHANNELS,
@@ -57,7 +68,9 @@ def ltx2() -> LTX2Pipeline:
     )
     vae.latents_mean.copy_(torch.randn(CHANNELS))
     vae.latents_std.copy_(torch.rand(CHANNELS) + 0.5)
-    audio_vae = AutoencoderKLLTX2Audio(base_channels=SOUND, num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=16)
+    audio_vae = AutoencoderKLLTX2Audio(
+        base_channels=SOUND, num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=16
+    )
     vocoder = LTX2Vocoder(
         in_channels=2 * 16,
         hidden_channels=16,
@@ -75,4 +88,6 @@ def ltx2() -> LTX2Pipeline:
         shift_terminal=0.1,
     )
     text_encoder = gemma3(tokenizer, WIDTH, LAYERS)
-    return LTX2Pipeline(scheduler, vae, audio_vae, text_encoder, tokenizer, connectors, transformer, vocoder)
+    return LTX2Pipeline(
+        scheduler, vae, audio_vae, text_encoder, tokenizer, connectors, transformer, vocoder
+    )

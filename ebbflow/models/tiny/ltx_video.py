@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import torch
-from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+)
 
 from ebbflow.models.tiny.parts import t5
 from ebbflow.models.tiny.tokenizers import t5_tokenizer

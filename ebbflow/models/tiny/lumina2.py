@@ -22,5 +22,8 @@ def lumina2() -> Lumina2Pipeline:
         axes_dim_rope=(4, 6, 6),
         cap_feat_dim=32,
     )
-    vae, text_encoder = image_vae(shift=0.1159, scale=0.3611), gemma2(tokenizer, width=32)
-    return Lumina2Pipeline(transformer, FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer)
+    vae = image_vae(shift=0.1159, scale=0.3611)
+    text_encoder = gemma2(tokenizer, width=32)
+    return Lumina2Pipeline(
+        transformer, FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer
+    )

@@ -41,7 +41,9 @@ def image_vae(shift: float, scale: float) -> AutoencoderKL:
     )
 
 
-def clip(kind: type[CLIPTextModel], tokenizer: CLIPTokenizer, width: int, activation: str) -> CLIPTextModel:
+def clip(
+    kind: type[CLIPTextModel], tokenizer: CLIPTokenizer, width: int, activation: str
+) -> CLIPTextModel:
     return kind(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -100,8 +102,18 @@ def gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
 
 def gemma3(tokenizer: GemmaTokenizer, width: int, layers: int) -> Gemma3ForConditionalGeneration:
     """With a network for images that no text goes through."""
-    text = {"query_pre_attn_scalar": 8, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": len(tokenizer)}
-    vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, "vision_use_head": False}
+    text = {
+        "query_pre_attn_scalar": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": len(tokenizer),
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 2}
     return Gemma3ForConditionalGeneration(
         Gemma3Config(

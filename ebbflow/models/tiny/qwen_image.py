@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from ebbflow.models.tiny.tokenizers import qwen_tokenizer
@@ -22,7 +27,11 @@ def qwen_image() -> QwenImagePipeline:
         time_shift_type="exponential",
     )
     transformer = QwenImageTransformer2DModel(
-        num_layers=2, num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6)
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
     )
     vae = AutoencoderKLQwenImage(base_dim=4, num_res_blocks=1)
     return QwenImagePipeline(scheduler, vae, _qwen_vl(tokenizer), tokenizer, transformer)
@@ -49,6 +58,16 @@ def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
         "fullatt_block_indexes": [1],
         "tokens_per_second": 2,
     }
-    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
+    tokens = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in tokens.items()
+    }
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    )

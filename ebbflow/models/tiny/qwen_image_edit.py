@@ -18,7 +18,9 @@ def qwen_image_edit() -> QwenImagePipeline:
 
 
 class SavedForEditing(QwenImagePipeline):  # type: ignore[misc, unused-ignore]  # mypy cannot follow diffusers' lazy modules
-    """Writes the processor's files by hand: its class needs torchvision, for videos that nobody shows it."""
+    """Writes the processor's files by hand: its class needs torchvision, for videos that nobody
+    shows it.
+    """
 
     saved_as = "QwenImageEditPipeline"
 

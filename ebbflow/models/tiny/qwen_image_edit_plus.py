@@ -9,9 +9,13 @@ from ebbflow.models.tiny.qwen_image_edit import SavedForEditing
 
 
 def qwen_image_edit_plus() -> QwenImagePipeline:
-    """The layout of Qwen-Image-Edit-2511, whose network sees the image to edit as free of noise; that of 2509 lacks the key."""
+    """The layout of Qwen-Image-Edit-2511, whose network sees the image to edit as free of noise;
+    that of 2509 lacks the key.
+    """
     plain = qwen_image()
-    network = QwenImageTransformer2DModel.from_config({**plain.transformer.config, "zero_cond_t": True})
+    network = QwenImageTransformer2DModel.from_config(
+        {**plain.transformer.config, "zero_cond_t": True}
+    )
     return _SavedForEditingPlus(**plain.components | {"transformer": network})
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+from diffusers import (
+    AutoencoderDC,
+    DPMSolverMultistepScheduler,
+    SanaPipeline,
+    SanaTransformer2DModel,
+)
 
 from ebbflow.models.tiny.parts import gemma2
 from ebbflow.models.tiny.tokenizers import gemma_tokenizer
@@ -39,5 +44,7 @@ def sana() -> SanaPipeline:
         upsample_block_type="interpolate",
         scaling_factor=0.41407,
     )
-    scheduler = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+    scheduler = DPMSolverMultistepScheduler(
+        flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
+    )
     return SanaPipeline(tokenizer, gemma2(tokenizer, width=32), vae, transformer, scheduler)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from transformers import CLIPTextModelWithProjection
 
 from ebbflow.models.tiny.parts import clip, image_vae, t5

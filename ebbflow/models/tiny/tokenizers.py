@@ -13,7 +13,13 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, T5Tokenizer
+from transformers import (
+    CLIPTokenizer,
+    GemmaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+    T5Tokenizer,
+)
 
 SENTENCES = (
     'A sign that says "OPEN" hangs above the door of a small bakery.',
@@ -43,16 +49,41 @@ SENTENCES = (
 )
 """What the tokenizers are trained on."""
 
-CLIP_START, END_OF_TEXT = "<|startoftext|>", "<|endoftext|>"
+CLIP_START = "<|startoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 QWEN_SPECIALS = (
     END_OF_TEXT,
-    *("<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
-    *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+        "<|box_end|>",
+    ),
+    *(
+        "<|quad_start|>",
+        "<|quad_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    ),
 )
 SYSTEM_PROMPT = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
-LLAMA_SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<pad>")
+LLAMA_SPECIALS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<pad>",
+)
 BYTES = sorted(ByteLevel.alphabet())
-"""The letters that stand for the 256 bytes, in the published order: "!", with which SD3 pads, has id 0."""
+"""The letters that stand for the 256 bytes, in the published order: "!", with which SD3 pads, has
+id 0.
+"""
 
 
 def clip_tokenizer(pad: str = END_OF_TEXT) -> CLIPTokenizer:
@@ -64,9 +95,11 @@ def clip_tokenizer(pad: str = END_OF_TEXT) -> CLIPTokenizer:
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """A unigram vocabulary of 400 pieces. Its pieces are byte pairs and its scores their frequencies.
+    """A unigram vocabulary of 400 pieces. Its pieces are byte pairs and its scores their
+    frequencies.
 
-    (The unigram trainer of the tokenizers library depends on the order of a hash table: no two runs give the same bytes.)
+    (The unigram trainer of the tokenizers library depends on the order of a hash table: no two runs
+    give the same bytes.)
     """
     specials = ["<pad>", "</s>", "<unk>"]
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
@@ -74,7 +107,9 @@ def t5_tokenizer() -> T5Tokenizer:
     merges = _byte_pairs(splitter, SENTENCES, letters, 400 - len(specials) - len(letters))
     pieces = [*letters, *map("".join, merges)]
     text = "".join(
-        word for sentence in SENTENCES for word, _ in splitter.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sentence)
+        word
+        for sentence in SENTENCES
+        for word, _ in splitter.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sentence)
     )
     scores = [(piece, math.log((text.count(piece) + 1) / len(text))) for piece in pieces]
     return T5Tokenizer([*((special, 0.0) for special in specials), *scores], model_max_length=512)
@@ -83,10 +118,14 @@ def t5_tokenizer() -> T5Tokenizer:
 def qwen_tokenizer() -> Qwen2Tokenizer:
     """Vocabulary in Qwen's order: bytes, merges, special tokens.
 
-    The pipelines cut the head of their prompt template off after 34 (image) or 64 (edit) tokens, which fits when every word of
-    the head is one token. So the templates are what the merges are trained on most.
+    The pipelines cut the head of their prompt template off after 34 (image) or 64 (edit) tokens,
+    which fits when every word of the head is one token. So the templates are what the merges are
+    trained on most.
     """
-    heads = [pipeline.prompt_template_encode.split("<|vision_start|>")[0].split("{}")[0] for pipeline in _empty_qwen_pipelines()]
+    heads = [
+        pipeline.prompt_template_encode.split("<|vision_start|>")[0].split("{}")[0]
+        for pipeline in _empty_qwen_pipelines()
+    ]
     merges = _byte_pairs(Qwen2Tokenizer(), [*SENTENCES, *100 * heads], BYTES, 500)
     words = [*BYTES, *map("".join, merges), *QWEN_SPECIALS]
     return Qwen2Tokenizer(
@@ -100,25 +139,45 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def qwen3_tokenizer() -> Qwen2Tokenizer:
-    """The same with Qwen3's template, as far as a single message needs it; without thinking, an empty thought comes first."""
+    """The same with Qwen3's template, as far as a single message needs it; without thinking, an
+    empty thought comes first.
+    """
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+        " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if"
+        " enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
     return tokenizer
 
 
 def mistral_tokenizer() -> PreTrainedTokenizerFast:
-    """Vocabulary in the order of Mistral's later models: special tokens, bytes, merges; pads on the left."""
-    tools = ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]")
-    images = ("[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", *SYSTEM_PROMPT)
+    """Vocabulary in the order of Mistral's later models: special tokens, bytes, merges; pads on the
+    left.
+    """
+    tools = (
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+        "[TOOL_CALLS]",
+    )
+    images = (
+        "[IMG]",
+        "<pad>",
+        "[IMG_BREAK]",
+        "[IMG_END]",
+        "[PREFIX]",
+        "[MIDDLE]",
+        "[SUFFIX]",
+        *SYSTEM_PROMPT,
+    )
     specials = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *tools, *images]
     like = Qwen2Tokenizer()
     merges = _byte_pairs(like, SENTENCES, BYTES, 400)
     backend = Tokenizer(models.BPE(_numbered([*specials, *BYTES, *map("".join, merges)]), merges))
-    backend.pre_tokenizer, backend.decoder = like.backend_tokenizer.pre_tokenizer, like.backend_tokenizer.decoder
+    backend.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
+    backend.decoder = like.backend_tokenizer.decoder
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token="<unk>",
@@ -138,17 +197,24 @@ def mistral_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """Vocabulary in Llama 3's order: bytes, merges, special tokens; a start token before every text.
+    """Vocabulary in Llama 3's order: bytes, merges, special tokens; a start token before every
+    text.
 
-    HunyuanVideo's pipeline cuts as many tokens off as the head of its template has: what the merges are trained on most.
+    HunyuanVideo's pipeline cuts as many tokens off as the head of its template has: what the merges
+    are trained on most.
     """
     head = DEFAULT_PROMPT_TEMPLATE["template"].split("{}")[0]
     like = Qwen2Tokenizer()
     merges = _byte_pairs(like, [*SENTENCES, *100 * [re.sub(r"<\|\w+\|>", "", head)]], BYTES, 500)
-    backend = Tokenizer(models.BPE(_numbered([*BYTES, *map("".join, merges), *LLAMA_SPECIALS]), merges))
-    backend.pre_tokenizer, backend.decoder = like.backend_tokenizer.pre_tokenizer, like.backend_tokenizer.decoder
+    backend = Tokenizer(
+        models.BPE(_numbered([*BYTES, *map("".join, merges), *LLAMA_SPECIALS]), merges)
+    )
+    backend.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
+    backend.decoder = like.backend_tokenizer.decoder
     start = LLAMA_SPECIALS[0]
-    backend.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, len(BYTES) + len(merges))])
+    backend.post_processor = TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, len(BYTES) + len(merges))]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=start,
@@ -162,7 +228,14 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
 
 def gemma_tokenizer() -> GemmaTokenizer:
     """Vocabulary in Gemma's order: special tokens, bytes for letters that are not in it, pieces."""
-    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    specials = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
     merges = _byte_pairs(T5Tokenizer(), SENTENCES, letters, 300)
     words = [*specials, *letters, *map("".join, merges)]
@@ -175,9 +248,14 @@ def _empty_qwen_pipelines() -> list[QwenImagePipeline | QwenImageEditPipeline]:
 
 
 def _byte_pairs(
-    like: PreTrainedTokenizerFast, sentences: Sequence[str], letters: Sequence[str], count: int, suffix: str = ""
+    like: PreTrainedTokenizerFast,
+    sentences: Sequence[str],
+    letters: Sequence[str],
+    count: int,
+    suffix: str = "",
 ) -> list[tuple[str, str]]:
-    """``count`` merges of ``letters``, trained on sentences that are normalised and split as the tokenizer ``like`` does.
+    """``count`` merges of ``letters``, trained on sentences that are normalised and split as the
+    tokenizer ``like`` does.
 
     ``suffix`` marks the last letter of a word.
     """
@@ -186,7 +264,9 @@ def _byte_pairs(
     tokenizer.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=len(letters) + count,
-        special_tokens=list(letters),  # numbers them, by which equal counts are ordered; else a hash table decides
+        special_tokens=list(
+            letters
+        ),  # numbers them, by which equal counts are ordered; else a hash table decides
         limit_alphabet=0,
         end_of_word_suffix=suffix,
         show_progress=False,

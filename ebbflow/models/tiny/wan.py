@@ -19,8 +19,17 @@ def _wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> Wa
         text_dim=32,
         ffn_dim=64,
     )
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
-    return WanPipeline(tokenizer, umt5(tokenizer, width=32), vae, scheduler, transformer, expand_timesteps=expand_timesteps)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+    )
+    return WanPipeline(
+        tokenizer,
+        umt5(tokenizer, width=32),
+        vae,
+        scheduler,
+        transformer,
+        expand_timesteps=expand_timesteps,
+    )
 
 
 def wan() -> WanPipeline:
@@ -40,4 +49,6 @@ def wan() -> WanPipeline:
 
 def wan21() -> WanPipeline:
     """The layout of Wan 2.1 T2V 1.3B."""
-    return _wan(AutoencoderKLWan(base_dim=4, num_res_blocks=1), flow_shift=3.0, expand_timesteps=False)
+    return _wan(
+        AutoencoderKLWan(base_dim=4, num_res_blocks=1), flow_shift=3.0, expand_timesteps=False
+    )

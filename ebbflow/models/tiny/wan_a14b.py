@@ -8,7 +8,8 @@ from ebbflow.models.tiny.wan import wan21
 
 
 def wan_a14b() -> WanPipeline:
-    """The layout of Wan2.2 T2V A14B: Wan2.1 with a second transformer, for the sigmas below .875."""
+    """The layout of Wan2.2 T2V A14B: Wan2.1 with a second transformer, for the sigmas below
+    .875."""
     plain = wan21()
     second = WanTransformer3DModel.from_config(plain.transformer.config)
     return WanPipeline(**plain.components | {"transformer_2": second}, boundary_ratio=0.875)

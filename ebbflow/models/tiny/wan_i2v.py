@@ -8,9 +8,19 @@ from ebbflow.models.tiny.wan import wan21
 
 
 def wan_i2v() -> WanImageToVideoPipeline:
-    """The layout of Wan2.2 I2V A14B: transformers that see four channels of a mask and the latents of the image besides."""
+    """The layout of Wan2.2 I2V A14B: transformers that see four channels of a mask and the latents
+    of the image besides.
+    """
     parts = wan21().components
     config = dict(parts["transformer"].config)
-    networks = [WanTransformer3DModel.from_config(config | {"in_channels": 2 * config["in_channels"] + 4}) for _ in range(2)]
-    parts |= {"transformer": networks[0], "transformer_2": networks[1], "image_encoder": None, "image_processor": None}
+    networks = [
+        WanTransformer3DModel.from_config(config | {"in_channels": 2 * config["in_channels"] + 4})
+        for _ in range(2)
+    ]
+    parts |= {
+        "transformer": networks[0],
+        "transformer_2": networks[1],
+        "image_encoder": None,
+        "image_processor": None,
+    }
     return WanImageToVideoPipeline(**parts, boundary_ratio=0.9)

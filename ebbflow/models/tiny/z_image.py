@@ -25,4 +25,6 @@ def z_image() -> ZImagePipeline:
     )
     text_encoder = qwen3(Qwen3Model, tokenizer, width=32, layers=2)
     vae = image_vae(shift=0.1159, scale=0.3611)
-    return ZImagePipeline(FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer, transformer)
+    return ZImagePipeline(
+        FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer, transformer
+    )

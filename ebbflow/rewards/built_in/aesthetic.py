@@ -1,4 +1,5 @@
-"""``aesthetic``: LAION's predictor of how people rate an image, from its CLIP embedding alone: the prompt does not count.
+"""``aesthetic``: LAION's predictor of how people rate an image, from its CLIP embedding alone: the
+prompt does not count.
 
 https://github.com/christophschuhmann/improved-aesthetic-predictor
 """
@@ -16,16 +17,22 @@ if TYPE_CHECKING:
     from ebbflow.rewards.network import Score
 
 HEAD = "sac+logos+ava1-l14-linearMSE"
-"""The published predictor of CLIP ViT-L/14: five linear layers and nothing between them, on embeddings of length 1."""
+"""The published predictor of CLIP ViT-L/14: five linear layers and nothing between them, on
+embeddings of length 1.
+"""
 
 
 class AestheticConfig(PretrainedRewardConfig):
-    """LAION's aesthetic predictor on CLIP-L image embeddings, raw, about 1 to 10; it never sees the prompt."""
+    """LAION's aesthetic predictor on CLIP-L image embeddings, raw, about 1 to 10; it never sees the
+    prompt.
+    """
 
     name: Literal["aesthetic"] = "aesthetic"
     path: str | None = "openai/clip-vit-large-patch14"
     head: PretrainedSourceConfig
-    """Of the predictor, ``sac+logos+ava1-l14-linearMSE`` as .pth or .safetensors: the file, or a folder or repository with it."""
+    """Of the predictor, ``sac+logos+ava1-l14-linearMSE`` as .pth or .safetensors: the file, or a
+    folder or repository with it.
+    """
 
     def build(self) -> Reward:
         return Aesthetic(self)

@@ -1,4 +1,5 @@
-"""``dpg``: DPG-Bench's score (2403.05135), with a vision-language model behind a server that answers its questions.
+"""``dpg``: DPG-Bench's score (2403.05135), with a vision-language model behind a server that
+answers its questions.
 
 The prompt file is ``dpg_bench.csv``, whose questions about a prompt are its metadata.
 """
@@ -9,7 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about, read_answer, yes_or_no
+from ebbflow.rewards.chat import (
+    ChatServerConfig,
+    ImageChatReward,
+    ask_about,
+    read_answer,
+    yes_or_no,
+)
 from ebbflow.rewards.http import NoAnswer
 
 if TYPE_CHECKING:
@@ -25,7 +32,9 @@ MAX_TOKENS = 8
 
 
 class DpgConfig(ChatServerConfig):
-    """Share of DPG-Bench's questions about the image to which a model behind a server says yes (2403.05135), 0 to 1."""
+    """Share of DPG-Bench's questions about the image to which a model behind a server says yes
+    (2403.05135), 0 to 1.
+    """
 
     name: Literal["dpg"] = "dpg"
 
@@ -51,12 +60,15 @@ class Dpg(ImageChatReward):
         return [dpg_score(questions, {one.number: self._answer(image, one) for one in questions})]
 
     def _answer(self, image: np.ndarray, question: Question) -> float:
-        choice = ask_about(self.config, [image], question.text + INSTRUCTION, MAX_TOKENS, sleep=self.sleep)
+        choice = ask_about(
+            self.config, [image], question.text + INSTRUCTION, MAX_TOKENS, sleep=self.sleep
+        )
         return read_answer(self.config, choice, yes_or_no, "the whole answer must be yes or no")
 
 
 def dpg_score(questions: Sequence[Question], answers: Mapping[int, float]) -> float:
-    """The mean of the answers, 0 or 1 by number, where a question counts 0 if one that it depends on does.
+    """The mean of the answers, 0 or 1 by number, where a question counts 0 if one that it depends
+    on does.
 
     In the order of the file, as in ``compute_dpg_bench.py`` of TencentQQGYLab/ELLA.
     """
@@ -78,7 +90,9 @@ def read_questions(metadata: str) -> list[Question]:
         found = [
             Question(
                 int(row["proposition_id"]),
-                tuple(int(number) for number in str(row["dependency"]).split(",") if int(number) != 0),
+                tuple(
+                    int(number) for number in str(row["dependency"]).split(",") if int(number) != 0
+                ),
                 str(row["question_natural_language"]),
             )
             for row in rows
@@ -87,9 +101,17 @@ def read_questions(metadata: str) -> list[Question]:
         raise NoAnswer(NO_QUESTIONS) from None
     numbers = {question.number for question in found}
     if len(numbers) < len(found):
-        raise NoAnswer("two questions of the prompt have the same proposition_id; take the published dpg_bench.csv")
-    if lost := [number for question in found for number in question.depends_on if number not in numbers]:
-        raise NoAnswer(f"a question of the prompt depends on question {lost[0]}, which is not there; take the published file")
+        raise NoAnswer(
+            "two questions of the prompt have the same proposition_id; take the published"
+            " dpg_bench.csv"
+        )
+    if lost := [
+        number for question in found for number in question.depends_on if number not in numbers
+    ]:
+        raise NoAnswer(
+            f"a question of the prompt depends on question {lost[0]}, which is not there; take the"
+            " published file"
+        )
     if not found:
         raise NoAnswer(NO_QUESTIONS)
     return found

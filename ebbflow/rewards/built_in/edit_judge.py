@@ -1,9 +1,12 @@
-"""``edit_judge``: a vision-language model behind an OpenAI-compatible server compares an edited image with its source.
+"""``edit_judge``: a vision-language model behind an OpenAI-compatible server compares an edited
+image with its source.
 
-    score = sqrt(min(prompt following, consistency) min(naturalness, freedom from artefacts))      (VIEScore, 2312.14867)
+    score = sqrt(min(prompt following, consistency) min(naturalness, freedom from artefacts))
+    (VIEScore, 2312.14867)
 
-The first two are asked about source and edited image with the instruction, the other two about the edited image alone. This is
-the metric of GEdit-Bench (2504.17761); EditScore (2509.23909) and UnifiedReward-Edit are trained to answer it on a scale of 25.
+The first two are asked about source and edited image with the instruction, the other two about the
+edited image alone. This is the metric of GEdit-Bench (2504.17761); EditScore (2509.23909) and
+UnifiedReward-Edit are trained to answer it on a scale of 25.
 """
 
 from __future__ import annotations
@@ -33,18 +36,24 @@ METRICS = ("prompt_following", "consistency", "quality")
 
 
 class EditJudgeConfig(ChatServerConfig):
-    """How well an instruction was carried out on the source image, 0 to 10 (VIEScore, 2312.14867), by a model behind a server."""
+    """How well an instruction was carried out on the source image, 0 to 10 (VIEScore, 2312.14867),
+    by a model behind a server.
+    """
 
     name: Literal["edit_judge"] = "edit_judge"
     template: Literal["viescore", "editscore", "unified_reward_edit"] = "viescore"
-    """``viescore``: as GEdit-Bench asks any model. ``editscore``, ``unified_reward_edit``: what those models are trained on."""
+    """``viescore``: as GEdit-Bench asks any model. ``editscore``, ``unified_reward_edit``: what
+    those models are trained on.
+    """
 
     def build(self) -> Reward:
         return EditJudge(self)
 
 
 class EditJudge(ImageChatReward):
-    """The geometric mean of consistency and quality, each the lesser of two scores; NaN with a reason for another answer."""
+    """The geometric mean of consistency and quality, each the lesser of two scores; NaN with a
+    reason for another answer.
+    """
 
     config: EditJudgeConfig
 
@@ -54,7 +63,9 @@ class EditJudge(ImageChatReward):
     def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         if prompt.image is None:
             raise NoAnswer(NO_SOURCE)
-        following, consistency = self._ask("consistency", [source_image(prompt.image), image], prompt)
+        following, consistency = self._ask(
+            "consistency", [source_image(prompt.image), image], prompt
+        )
         quality = min(self._ask("quality", [image], prompt))
         return [math.sqrt(min(following, consistency) * quality), following, consistency, quality]
 
@@ -68,7 +79,9 @@ class EditJudge(ImageChatReward):
 
 
 def read_pair(text: str, scale: float) -> tuple[float, float] | None:
-    """The two numbers of the one list of scores in an answer; None where there is no such list, or one is beyond the scale."""
+    """The two numbers of the one list of scores in an answer; None where there is no such list, or
+    one is beyond the scale.
+    """
     found = SCORE.findall(text)
     if len(found) != 1 or max(map(float, found[0])) > scale:
         return None

@@ -1,6 +1,8 @@
-"""``geneval``: whether an image shows the objects, counts, colours and positions of a GenEval prompt (2310.11513).
+"""``geneval``: whether an image shows the objects, counts, colours and positions of a GenEval
+prompt (2310.11513).
 
-A detector finds objects, CLIP names their colours, and ``judge`` compares both with the rules in the prompt's further columns.
+A detector finds objects, CLIP names their colours, and ``judge`` compares both with the rules in
+the prompt's further columns.
 """
 
 from __future__ import annotations
@@ -28,33 +30,108 @@ if TYPE_CHECKING:
 
     Examine = Callable[[np.ndarray, list["Rules"]], list["Judgement | None"]]
 
-THRESHOLD, COUNTING_THRESHOLD = 0.3, 0.9
+THRESHOLD = 0.3
+COUNTING_THRESHOLD = 0.9
 """Confidence above which an object counts; the second for prompts with the tag ``counting``."""
-MAX_OBJECTS, MAX_DETECTIONS = 16, 100
+MAX_OBJECTS = 16
+MAX_DETECTIONS = 100
 """The most confident objects of each class that count, of the most confident ones of an image."""
 POSITION_THRESHOLD = 0.1
 """Share of the sizes of two objects by which their centres must differ."""
 INPUT_SIZE = {"shortest_edge": 800, "longest_edge": 1333}
-"""Pixels that the detector sees, as MMDetection tests it; the repository of the weights has a smaller size."""
+"""Pixels that the detector sees, as MMDetection tests it; the repository of the weights has a
+smaller size.
+"""
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TEMPLATES = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
 GREY = 0x99
 """What surrounds an object whose colour is asked for."""
-# fmt: off
 CLASSES = (
-    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light", "fire hydrant",
-    "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant", "bear", "zebra",
-    "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite",
-    "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle", "wine glass", "cup", "fork",
-    "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli", "carrot", "hot dog", "pizza", "donut",
-    "cake", "chair", "couch", "potted plant", "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote",
-    "computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "book", "clock", "vase",
-    "scissors", "teddy bear", "hair drier", "toothbrush",
+    "person",
+    "bicycle",
+    "car",
+    "motorcycle",
+    "airplane",
+    "bus",
+    "train",
+    "truck",
+    "boat",
+    "traffic light",
+    "fire hydrant",
+    "stop sign",
+    "parking meter",
+    "bench",
+    "bird",
+    "cat",
+    "dog",
+    "horse",
+    "sheep",
+    "cow",
+    "elephant",
+    "bear",
+    "zebra",
+    "giraffe",
+    "backpack",
+    "umbrella",
+    "handbag",
+    "tie",
+    "suitcase",
+    "frisbee",
+    "skis",
+    "snowboard",
+    "sports ball",
+    "kite",
+    "baseball bat",
+    "baseball glove",
+    "skateboard",
+    "surfboard",
+    "tennis racket",
+    "bottle",
+    "wine glass",
+    "cup",
+    "fork",
+    "knife",
+    "spoon",
+    "bowl",
+    "banana",
+    "apple",
+    "sandwich",
+    "orange",
+    "broccoli",
+    "carrot",
+    "hot dog",
+    "pizza",
+    "donut",
+    "cake",
+    "chair",
+    "couch",
+    "potted plant",
+    "bed",
+    "dining table",
+    "toilet",
+    "tv",
+    "laptop",
+    "computer mouse",
+    "tv remote",
+    "computer keyboard",
+    "cell phone",
+    "microwave",
+    "oven",
+    "toaster",
+    "sink",
+    "refrigerator",
+    "book",
+    "clock",
+    "vase",
+    "scissors",
+    "teddy bear",
+    "hair drier",
+    "toothbrush",
 )
-# fmt: on
 """The classes of COCO in their order, by the names that GenEval gives them."""
 UNUSED = r"relative_position_index$|\.swin\.layernorm\.|^criterion\."
-"""Weights without an effect: indices that are computed, a norm after the last stage, and the loss."""
+"""Weights without an effect: indices that are computed, a norm after the last stage, and the loss.
+"""
 Relation = Literal["left of", "right of", "above", "below"]
 
 
@@ -66,8 +143,10 @@ class GenEvalConfig(PretrainedRewardConfig):
     clip: PretrainedSourceConfig
     """CLIP, which names colours: ``openai/clip-vit-large-patch14`` as a folder or a repository."""
     score: Literal["correct", "strict", "soft"] = "correct"
-    """``correct``: 1 if everything holds, as published. ``soft``: about the share of what holds, as Flow-GRPO trains.
-    ``strict``: 1 if everything holds for exactly as many objects as asked for. The two others are metrics."""
+    """``correct``: 1 if everything holds, as published. ``soft``: about the share of what holds, as
+    Flow-GRPO trains. ``strict``: 1 if everything holds for exactly as many objects as asked for.
+    The two others are metrics.
+    """
     batch: int = Field(4, ge=1)
     """Images per forward pass of the detector."""
 
@@ -96,7 +175,9 @@ class Rule(BaseModel):
 
 
 class Rules(BaseModel):
-    """The columns of a GenEval prompt: everything in ``include`` must be there, and nothing in ``exclude``."""
+    """The columns of a GenEval prompt: everything in ``include`` must be there, and nothing in
+    ``exclude``.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -106,9 +187,15 @@ class Rules(BaseModel):
 
     @model_validator(mode="after")
     def _positions_are_relative_to_earlier_rules(self) -> Rules:
-        targets = [(index, rule.position[1]) for index, rule in enumerate(self.include) if rule.position]
+        targets = [
+            (index, rule.position[1]) for index, rule in enumerate(self.include) if rule.position
+        ]
         if wrong := [(index, target) for index, target in targets if not 0 <= target < index]:
-            raise ValueError("rule {} has a position relative to rule {}, which is no earlier one".format(*wrong[0]))
+            raise ValueError(
+                "rule {} has a position relative to rule {}, which is no earlier one".format(
+                    *wrong[0]
+                )
+            )
         return self
 
 
@@ -137,12 +224,17 @@ class Judgement:
 
 
 class GenEval(PretrainedReward):
-    """GenEval's protocol with a Mask2Former (Swin-S, COCO) of transformers in the place of MMDetection's, and CLIP ViT-L/14."""
+    """GenEval's protocol with a Mask2Former (Swin-S, COCO) of transformers in the place of
+    MMDetection's, and CLIP ViT-L/14.
+    """
 
     config: GenEvalConfig
 
     def files(self) -> list[Files]:
-        return [Files(self.config, ("config.json", "model*.safetensors")), Files(self.config.clip, CLIP_FILES)]
+        return [
+            Files(self.config, ("config.json", "model*.safetensors")),
+            Files(self.config.clip, CLIP_FILES),
+        ]
 
     def load(self) -> Examine:
         from transformers import Mask2FormerForUniversalSegmentation
@@ -169,27 +261,37 @@ class GenEval(PretrainedReward):
         values = {name: np.full(len(images), np.nan) for name in ("correct", "strict", "soft")}
         rules, failures = _rules_of(prompts)
         indices = list(rules)
-        for batch in (indices[start : start + self.config.batch] for start in range(0, len(indices), self.config.batch)):
-            for index, judgement in zip(batch, self._score(images[batch], [rules[index] for index in batch]), strict=True):
+        for batch in (
+            indices[start : start + self.config.batch]
+            for start in range(0, len(indices), self.config.batch)
+        ):
+            for index, judgement in zip(
+                batch, self._score(images[batch], [rules[index] for index in batch]), strict=True
+            ):
                 if judgement is None:
                     failures[index] = "the detector gave a number that is not finite"
                     continue
                 for name, column in values.items():
                     column[index] = getattr(judgement, name)
         chosen = values.pop(self.config.score)
-        return RewardResult(chosen, {f"{self.name}_{name}": column for name, column in values.items()}, failures)
+        return RewardResult(
+            chosen, {f"{self.name}_{name}": column for name, column in values.items()}, failures
+        )
 
 
 def _rules_of(prompts: Sequence[Prompt]) -> tuple[dict[int, Rules], dict[int, str]]:
     """The rules of the prompts that have some, and why others have none, by index."""
-    rules, failures = {}, {}
+    rules = {}
+    failures = {}
     for index, prompt in enumerate(prompts):
         try:
             rules[index] = read_rules(prompt.metadata)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "the rules"
-            failures[index] = sanitize(f"the prompt's columns are no rules of GenEval: {place}: {first['msg']}", 300)
+            failures[index] = sanitize(
+                f"the prompt's columns are no rules of GenEval: {place}: {first['msg']}", 300
+            )
     return rules, failures
 
 
@@ -198,7 +300,8 @@ def read_rules(metadata: str) -> Rules:
     """The rules in the further columns of a prompt, a JSON object.
 
     Raises:
-        ValidationError: there are none, or they name a class or a colour that GenEval does not know.
+        ValidationError: there are none, or they name a class or a colour that GenEval does not
+            know.
     """
     return Rules.model_validate_json(metadata)
 
@@ -206,12 +309,14 @@ def read_rules(metadata: str) -> Rules:
 # From detections to scores.
 
 
-def judge(objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]) -> Judgement:
+def judge(
+    objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]
+) -> Judgement:
     """Compare objects with rules.
 
-    ``correct`` is the published score (djghosh13/geneval, ``evaluate``): each rule must hold for the ``count`` most confident
-    objects of its class. ``strict`` and ``soft`` are those of Flow-GRPO (yifan123/reward-server, ``evaluate_reward``), over all
-    objects of a class.
+    ``correct`` is the published score (djghosh13/geneval, ``evaluate``): each rule must hold for
+    the ``count`` most confident objects of its class. ``strict`` and ``soft`` are those of
+    Flow-GRPO (yifan123/reward-server, ``evaluate_reward``), over all objects of a class.
 
     Args:
         objects: by class, the most confident first (``by_class``).
@@ -220,14 +325,18 @@ def judge(objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Ca
     return Judgement(float(_correct(objects, rules, color_of)), float(strict), soft)
 
 
-def _correct(objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]) -> bool:
+def _correct(
+    objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]
+) -> bool:
     matched: list[Sequence[Detection]] = []
     for rule in rules.include:
         found = objects.get(rule.name, ())[: rule.count]
         holds = (
             len(found) == rule.count
             and (rule.color is None or all(color_of(one) == rule.color for one in found))
-            and (rule.position is None or _placed(found, matched[rule.position[1]], rule.position[0]))
+            and (
+                rule.position is None or _placed(found, matched[rule.position[1]], rule.position[0])
+            )
         )
         matched.append(found if holds else ())
     excluded = any(len(objects.get(rule.name, ())) >= rule.count for rule in rules.exclude or ())
@@ -237,11 +346,12 @@ def _correct(objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of:
 def _compared(
     objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]
 ) -> tuple[bool, float]:
-    """Whether everything holds exactly, and the mean over what is asked for: a count, and a colour or a position.
+    """Whether everything holds exactly, and the mean over what is asked for: a count, and a colour
+    or a position.
 
-    A count (of objects, or of those of the colour) n instead of N scores 1 - |n - N| / N, which is negative above 2 N. A colour
-    or a position of the wrong number of objects scores 0. As in the published code, a wrong position scores a 0 and a 1, a right
-    one a 1.
+    A count (of objects, or of those of the colour) n instead of N scores 1 - |n - N| / N, which is
+    negative above 2 N. A colour or a position of the wrong number of objects scores 0. As in the
+    published code, a wrong position scores a 0 and a 1, a right one a 1.
     """
     matched: list[Sequence[Detection]] = []
     parts: list[float] = []
@@ -265,30 +375,43 @@ def _compared(
 
 def _placed(found: Sequence[Detection], targets: Sequence[Detection], relation: Relation) -> bool:
     """Whether all objects are at the place relative to all targets, of which there must be some."""
-    return bool(targets) and all(relation in relations(one.box, target.box) for one in found for target in targets)
+    return bool(targets) and all(
+        relation in relations(one.box, target.box) for one in found for target in targets
+    )
 
 
 def relations(box: Sequence[float], target: Sequence[float]) -> set[Relation]:
     """Where the first box is relative to the second; boxes are left, top, right, bottom.
 
-    Of the offset of the centres along each axis, ``POSITION_THRESHOLD`` times the sum of the sizes is taken off. What is left
-    must be more than half of the length of the offset.
+    Of the offset of the centres along each axis, ``POSITION_THRESHOLD`` times the sum of the sizes
+    is taken off. What is left must be more than half of the length of the offset.
     """
     offsets = [(box[axis] + box[axis + 2] - target[axis] - target[axis + 2]) / 2 for axis in (0, 1)]
     sizes = [abs(one[axis + 2] - one[axis]) for one in (box, target) for axis in (0, 1)]
-    left = [max(abs(offset) - POSITION_THRESHOLD * (sizes[axis] + sizes[axis + 2]), 0) for axis, offset in enumerate(offsets)]
+    left = [
+        max(abs(offset) - POSITION_THRESHOLD * (sizes[axis] + sizes[axis + 2]), 0)
+        for axis, offset in enumerate(offsets)
+    ]
     if max(left) < 1e-3:
         return set()
     names: list[tuple[Relation, Relation]] = [("left of", "right of"), ("above", "below")]
     half = math.hypot(*offsets) / 2
-    return {pair[offset > 0] for pair, offset, amount in zip(names, offsets, left, strict=True) if amount > half}
+    return {
+        pair[offset > 0]
+        for pair, offset, amount in zip(names, offsets, left, strict=True)
+        if amount > half
+    }
 
 
 def by_class(found: Sequence[Detection], threshold: float) -> dict[str, list[Detection]]:
-    """Of every class, the ``MAX_OBJECTS`` most confident objects above a threshold, in that order."""
+    """Of every class, the ``MAX_OBJECTS`` most confident objects above a threshold, in that
+    order."""
     objects: dict[str, list[Detection]] = {}
     for one in sorted(found, key=lambda one: -one.confidence):
-        if one.confidence > threshold and len(same := objects.setdefault(one.name, [])) < MAX_OBJECTS:
+        if (
+            one.confidence > threshold
+            and len(same := objects.setdefault(one.name, [])) < MAX_OBJECTS
+        ):
             same.append(one)
     return objects
 
@@ -296,13 +419,19 @@ def by_class(found: Sequence[Detection], threshold: float) -> dict[str, list[Det
 # From images to detections.
 
 
-def _examine(detector: Any, colors: ColorNamer, images: np.ndarray, rules: list[Rules]) -> list[Judgement | None]:
-    """The judgement of each image, uint8 RGB [n, height, width, 3]; None where the detector gave no finite numbers."""
+def _examine(
+    detector: Any, colors: ColorNamer, images: np.ndarray, rules: list[Rules]
+) -> list[Judgement | None]:
+    """The judgement of each image, uint8 RGB [n, height, width, 3]; None where the detector gave no
+    finite numbers.
+    """
     import torch
     from transformers import Mask2FormerImageProcessorPil
 
     processor = Mask2FormerImageProcessorPil(size=INPUT_SIZE)
-    pixels = processor(list(images), input_data_format="channels_last", return_tensors="pt").pixel_values
+    pixels = processor(
+        list(images), input_data_format="channels_last", return_tensors="pt"
+    ).pixel_values
     judgements: list[Judgement | None] = []
     with torch.no_grad():
         output = detector(pixel_values=pixels.to(detector.device))
@@ -319,9 +448,11 @@ def _examine(detector: Any, colors: ColorNamer, images: np.ndarray, rules: list[
 
 
 def detections(classes: Tensor, masks: Tensor, size: tuple[int, int]) -> list[Detection]:
-    """The objects in an image of ``size`` with a confidence above ``THRESHOLD``, as MMDetection takes them from a Mask2Former.
+    """The objects in an image of ``size`` with a confidence above ``THRESHOLD``, as MMDetection
+    takes them from a Mask2Former.
 
-    The confidence is the probability of the class times the mean probability of the pixels of the mask, those above one half.
+    The confidence is the probability of the class times the mean probability of the pixels of the
+    mask, those above one half.
 
     Args:
         classes: logits [queries, classes + 1], the last one of no object.
@@ -357,7 +488,9 @@ class ColorNamer:
         import numpy as np
 
         left, top, right, bottom = (round(edge) for edge in found.box)
-        shown = image if found.mask is None else np.where(found.mask[..., None], image, np.uint8(GREY))
+        shown = (
+            image if found.mask is None else np.where(found.mask[..., None], image, np.uint8(GREY))
+        )
         seen = self.clip.embed_images(shown[None, top:bottom, left:right])[0]
         return COLORS[int((self._colors(found.name) @ seen).argmax())]
 

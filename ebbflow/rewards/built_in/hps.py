@@ -1,4 +1,6 @@
-"""``hps``: Human Preference Score v2.1, a CLIP-H trained on human choices and published as an open_clip checkpoint."""
+"""``hps``: Human Preference Score v2.1, a CLIP-H trained on human choices and published as an
+open_clip checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -46,22 +48,29 @@ class HpsConfig(PretrainedRewardConfig):
     name: Literal["hps"] = "hps"
     path: str | None = "xswu/HPSv2"
     processor: PretrainedSourceConfig
-    """Configuration and tokenizer of CLIP-H: ``laion/CLIP-ViT-H-14-laion2B-s32B-b79K`` as a folder or a repository."""
+    """Configuration and tokenizer of CLIP-H: ``laion/CLIP-ViT-H-14-laion2B-s32B-b79K`` as a folder
+    or a repository.
+    """
 
     def build(self) -> Reward:
         return Hps(self)
 
 
 class Hps(NetworkReward):
-    """cos(image, prompt) (2306.09341). The published code computes it in half precision, this in float32.
+    """cos(image, prompt) (2306.09341). The published code computes it in half precision, this in
+    float32.
 
-    Prompts are unescaped as there (``&amp;`` is ``&``); other repairs of broken Unicode, by the package ftfy, are left out.
+    Prompts are unescaped as there (``&amp;`` is ``&``); other repairs of broken Unicode, by the
+    package ftfy, are left out.
     """
 
     config: HpsConfig
 
     def files(self) -> list[Files]:
-        return [Files(self.config, (CHECKPOINT,)), Files(self.config.processor, ("config.json", "tokenizer.json"))]
+        return [
+            Files(self.config, (CHECKPOINT,)),
+            Files(self.config.processor, ("config.json", "tokenizer.json")),
+        ]
 
     def load(self) -> Score:
         from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
@@ -78,7 +87,8 @@ class Hps(NetworkReward):
         weights = from_open_clip(read_weights(checkpoint / CHECKPOINT))
         model = build_network(CLIPModel, config, weights, checkpoint / CHECKPOINT)
         size = config.vision_config.image_size
-        pixels, differentiable = partial(resized_floats, size=size, device=default_device()), partial(resized_units, size=size)
+        pixels = partial(resized_floats, size=size, device=default_device())
+        differentiable = partial(resized_units, size=size)
         return partial(_cosines, Clip(model, tokenizer, pixels, differentiable))
 
 
@@ -90,7 +100,8 @@ def _cosines(clip: Clip, images: np.ndarray | Tensor, texts: list[str]) -> Tenso
 def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of an open_clip ViT, by the names that ``transformers.CLIPModel`` has for them.
 
-    open_clip keeps the three projections of an attention in one matrix, and the last projections transposed.
+    open_clip keeps the three projections of an attention in one matrix, and the last projections
+    transposed.
     """
     from ebbflow.rewards.weights import renamed
 
@@ -100,5 +111,9 @@ def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for part, rows in zip("qkv", tensor.chunk(3), strict=True):
                 found[name.replace("in_proj_", f"{part}_proj.")] = rows.contiguous()
         else:
-            found[name] = tensor.T.contiguous() if name in ("visual_projection.weight", "text_projection.weight") else tensor
+            found[name] = (
+                tensor.T.contiguous()
+                if name in ("visual_projection.weight", "text_projection.weight")
+                else tensor
+            )
     return found

@@ -1,4 +1,6 @@
-"""``hpsv3``: Human Preference Score v3, a Qwen2-VL-7B with a head that reads one special token (2508.03789)."""
+"""``hpsv3``: Human Preference Score v3, a Qwen2-VL-7B with a head that reads one special token
+(2508.03789).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class HpsV3Config(PretrainedRewardConfig):
     name: Literal["hpsv3"] = "hpsv3"
     path: str | None = "MizzenAI/HPSv3"
     processor: PretrainedSourceConfig
-    """Configuration and tokenizer of the network: ``Qwen/Qwen2-VL-7B-Instruct`` as a folder or a repository."""
+    """Configuration and tokenizer of the network: ``Qwen/Qwen2-VL-7B-Instruct`` as a folder or a
+    repository.
+    """
     precision: Precision = "bfloat16"
     """Of the network, bfloat16 as published; the head is float32."""
     batch: int = Field(4, ge=1)
@@ -46,7 +50,8 @@ class HpsV3Config(PretrainedRewardConfig):
 class HpsV3(NetworkReward):
     """The mean mu of the two outputs (mu, sigma) of the head (2508.03789).
 
-    Special tokens that a prompt spells out are left out of it; the published code reads them as such.
+    Special tokens that a prompt spells out are left out of it; the published code reads them as
+    such.
     """
 
     config: HpsV3Config
@@ -61,7 +66,9 @@ class HpsV3(NetworkReward):
         checkpoint, processor = (files.folder() for files in self.files())
         source = checkpoint / CHECKPOINT
         weights = read_weights(source)
-        model, tokenizer = load_backbone(weights, processor, source, (TOKEN,), self.config.precision)
+        model, tokenizer = load_backbone(
+            weights, processor, source, (TOKEN,), self.config.precision
+        )
         head = linear_head(weights, HEAD, source, model.device)
         return partial(_scores, JudgingQwen(model, head, tokenizer, (TOKEN,)))
 
@@ -71,7 +78,9 @@ def _scores(judge: JudgingQwen, images: np.ndarray | Tensor, texts: list[str]) -
     from ebbflow.rewards.templates import fill_template
 
     vision = judge.model.config.vision_config
-    pixels = resized(images, PIXELS, PIXELS, vision.patch_size * vision.spatial_merge_size, judge.model.device)
+    pixels = resized(
+        images, PIXELS, PIXELS, vision.patch_size * vision.spatial_merge_size, judge.model.device
+    )
     frames = pixels[:, None].expand(-1, vision.temporal_patch_size, -1, -1, -1)
     questions = [fill_template("hpsv3", judge.plain(text)) for text in texts]
     return judge.outputs(frames, questions, "<|image_pad|>")[:, 0, 0]

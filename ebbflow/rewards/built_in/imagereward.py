@@ -1,4 +1,6 @@
-"""``imagereward``: a BLIP that reads the prompt while it looks at the image, trained on human rankings (2304.05977)."""
+"""``imagereward``: a BLIP that reads the prompt while it looks at the image, trained on human
+rankings (2304.05977).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
     from ebbflow.rewards.network import Score
 
-CHECKPOINT, TEXT_CONFIG = "ImageReward.pt", "med_config.json"
-MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
+CHECKPOINT = "ImageReward.pt"
+TEXT_CONFIG = "med_config.json"
+MEAN = 0.16717362830052426
+DEVIATION = 1.0333394966054072
 """Of the head's output on the training set."""
 MAX_TOKENS = 35
 BLIP_TOKENS = ["[DEC]", "[ENC]"]
-"""Which BLIP adds to BERT's vocabulary, in this order; only a prompt that spells them out holds them."""
+"""Which BLIP adds to BERT's vocabulary, in this order; only a prompt that spells them out holds
+them.
+"""
 HEAD_WIDTH = 64
 """Of every attention head of BLIP's image encoder; the checkpoint does not say it."""
 NAMES = {
@@ -37,7 +43,9 @@ NAMES = {
     r"\.attn\.qkv\.": ".self_attn.qkv.",
     r"\.attn\.proj\.": ".self_attn.projection.",
 }
-"""From the checkpoint's names of the image encoder's weights to those of transformers; the text encoder's are the same."""
+"""From the checkpoint's names of the image encoder's weights to those of transformers; the text
+encoder's are the same.
+"""
 
 
 TEXT_KEYS = (
@@ -54,7 +62,9 @@ TEXT_KEYS = (
 
 
 class ImageRewardConfig(PretrainedRewardConfig):
-    """ImageReward (2304.05977), raw: human preferences, standardised to mean 0 and deviation 1 on its own training set."""
+    """ImageReward (2304.05977), raw: human preferences, standardised to mean 0 and deviation 1 on
+    its own training set.
+    """
 
     name: Literal["imagereward"] = "imagereward"
     path: str | None = "zai-org/ImageReward"
@@ -88,10 +98,14 @@ class Blip:
             pixels = resized_bytes(images, size, self.vision.device)
         else:
             pixels = resized_units(images, size)
-        tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+        tokens = self.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        )
         tokens = tokens.to(self.text.device)
         seen = self.vision(pixels).last_hidden_state
-        read = self.text(tokens.input_ids, tokens.attention_mask, encoder_hidden_states=seen).last_hidden_state
+        read = self.text(
+            tokens.input_ids, tokens.attention_mask, encoder_hidden_states=seen
+        ).last_hidden_state
         scores: Tensor = self.head(read[:, 0])[:, 0]
         return (scores - MEAN) / DEVIATION
 
@@ -102,12 +116,21 @@ class ImageReward(NetworkReward):
     config: ImageRewardConfig
 
     def files(self) -> list[Files]:
-        return [Files(self.config, (CHECKPOINT, TEXT_CONFIG)), Files(self.config.tokenizer, ("tokenizer.json",))]
+        return [
+            Files(self.config, (CHECKPOINT, TEXT_CONFIG)),
+            Files(self.config.tokenizer, ("tokenizer.json",)),
+        ]
 
     def load(self) -> Score:
         from transformers import BertTokenizer, BlipTextConfig, BlipTextModel
 
-        from ebbflow.rewards.weights import build_network, check_vocabulary, load_head, read_weights, under
+        from ebbflow.rewards.weights import (
+            build_network,
+            check_vocabulary,
+            load_head,
+            read_weights,
+            under,
+        )
 
         folder, words = (files.folder() for files in self.files())
         checkpoint = folder / CHECKPOINT
@@ -116,7 +139,9 @@ class ImageReward(NetworkReward):
         sizes = {key: json.loads((folder / TEXT_CONFIG).read_text())[key] for key in TEXT_KEYS}
         config = BlipTextConfig(**sizes, encoder_hidden_size=vision.config.hidden_size)
         text_weights = under(weights, "blip.text_encoder.")
-        text = build_network(BlipTextModel, config, text_weights, checkpoint, add_pooling_layer=False)
+        text = build_network(
+            BlipTextModel, config, text_weights, checkpoint, add_pooling_layer=False
+        )
         head = load_head(under(weights, "mlp."), config.hidden_size, checkpoint)
         tokenizer = BertTokenizer.from_pretrained(words, local_files_only=True)
         tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
@@ -134,12 +159,17 @@ def load_vision(weights: Mapping[str, Tensor], source: Path) -> Any:
 
     from ebbflow.rewards.weights import build_network, pick, renamed
 
-    patch, places, widening = pick(weights, ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"), source)
-    width, patch_size = patch.shape[0], patch.shape[-1]
+    patch, places, widening = pick(
+        weights, ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"), source
+    )
+    width = patch.shape[0]
+    patch_size = patch.shape[-1]
     config = BlipVisionConfig(
         hidden_size=width,
         intermediate_size=widening.shape[0],
-        num_hidden_layers=len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
+        num_hidden_layers=len(
+            {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+        ),
         num_attention_heads=width // HEAD_WIDTH,
         image_size=math.isqrt(places.shape[1] - 1) * patch_size,
         patch_size=patch_size,

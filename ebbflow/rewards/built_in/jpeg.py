@@ -1,7 +1,8 @@
-"""``jpeg_compressibility`` and ``jpeg_incompressibility``: how large an image is as a JPEG file (DDPO, 2305.13301).
+"""``jpeg_compressibility`` and ``jpeg_incompressibility``: how large an image is as a JPEG file
+(DDPO, 2305.13301).
 
-Both rewards look at the image alone. They say nothing about its worth: they are the classic check that a pipeline can move a
-policy either way, and a guardrail against grain.
+Both rewards look at the image alone. They say nothing about its worth: they are the classic check
+that a pipeline can move a policy either way, and a guardrail against grain.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class JpegCompressibilityConfig(RewardConfig):
 
 
 class JpegIncompressibilityConfig(RewardConfig):
-    """kB / 500 of the image as a JPEG of quality 95: images full of detail score higher, above 0."""
+    """kB / 500 of the image as a JPEG of quality 95: images full of detail score higher, above
+    0."""
 
     name: Literal["jpeg_incompressibility"] = "jpeg_incompressibility"
 
@@ -56,7 +58,8 @@ class JpegCompressibility:
 
 
 class JpegIncompressibility:
-    """kB / 500 of the image as a JPEG of quality 95, above 0: images full of detail score higher."""
+    """kB / 500 of the image as a JPEG of quality 95, above 0: images full of detail score
+    higher."""
 
     name = "jpeg_incompressibility"
 
@@ -68,7 +71,9 @@ class JpegIncompressibility:
 
 
 def kilobytes(images: np.ndarray) -> np.ndarray:
-    """Sizes in units of 1000 bytes, float64 [N], of uint8 RGB images [N, height, width, 3] as JPEG files."""
+    """Sizes in units of 1000 bytes, float64 [N], of uint8 RGB images [N, height, width, 3] as JPEG
+    files.
+    """
     import numpy as np
 
     return np.array([_size(image) for image in images], np.float64) / KILOBYTE

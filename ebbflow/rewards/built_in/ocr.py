@@ -1,8 +1,9 @@
-"""``ocr``: a neural reader, the PP-OCR models that rapidocr's wheel carries (``ebbflow.rewards.ppocr``).
+"""``ocr``: a neural reader, the PP-OCR models that rapidocr's wheel carries
+(``ebbflow.rewards.ppocr``).
 
-Of the layout ``line`` the recogniser is run directly: the image is one line already, so rapidocr's detector and its per-image
-calls would only cost time. Of the layout ``page`` rapidocr finds the pieces of text and reads each. Nothing is downloaded and
-the alphabet is not given.
+Of the layout ``line`` the recogniser is run directly: the image is one line already, so rapidocr's
+detector and its per-image calls would only cost time. Of the layout ``page`` rapidocr finds the
+pieces of text and reads each. Nothing is downloaded and the alphabet is not given.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ class OcrConfig(OcrRewardConfig):
 
     name: Literal["ocr"] = "ocr"
     layout: Literal["line", "page"] = "line"
-    """``line``: the image is one line of text. ``page``: the lines are found first, as in photographs and posters."""
+    """``line``: the image is one line of text. ``page``: the lines are found first, as in
+    photographs and posters.
+    """
 
     def build(self) -> Reward:
         return Ocr(self)
 
 
 class Ocr:
-    """Similarity of what PP-OCR reads to the prompt's target; the metric ``exact_match`` is 1 where they are equal."""
+    """Similarity of what PP-OCR reads to the prompt's target; the metric ``exact_match`` is 1 where
+    they are equal.
+    """
 
     name = "ocr"
 
@@ -52,5 +57,9 @@ class Ocr:
         from ebbflow.rewards.ppocr import read, read_pages
         from ebbflow.rewards.text import judge_readings
 
-        readings, failures = (read(images), None) if self.config.layout == "line" else read_pages(images)
-        return judge_readings(readings, prompts, "exact_match", failures, self.config.match, self.config.case)
+        readings, failures = (
+            (read(images), None) if self.config.layout == "line" else read_pages(images)
+        )
+        return judge_readings(
+            readings, prompts, "exact_match", failures, self.config.match, self.config.case
+        )

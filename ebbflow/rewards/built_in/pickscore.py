@@ -15,7 +15,8 @@ UNIT = 26.0
 
 
 class PickScoreConfig(PretrainedRewardConfig):
-    """logit scale * cosine / 26 of a CLIP-H trained on human choices (2305.01569), about .75 to .9."""
+    """logit scale * cosine / 26 of a CLIP-H trained on human choices (2305.01569), about .75 to
+    .9."""
 
     name: Literal["pickscore"] = "pickscore"
     path: str | None = "yuvalkirstain/PickScore_v1"

@@ -1,7 +1,9 @@
-"""``recognizer``: a small network that reads the pictures of the glyph model, with a gradient for algorithms that learn from it.
+"""``recognizer``: a small network that reads the pictures of the glyph model, with a gradient for
+algorithms that learn from it.
 
-It is trained in seconds at its first use (``ebbflow.models.glyph_training.recognizer``). A policy that follows its gradient finds
-what it is blind to: watch ``ocr``, ``tesseract`` or ``similarity`` as guardrails.
+It is trained in seconds at its first use (``ebbflow.models.glyph_training.recognizer``). A policy
+that follows its gradient finds what it is blind to: watch ``ocr``, ``tesseract`` or ``similarity``
+as guardrails.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
 
 BATCH = 256
 """Images per forward pass."""
-MAX_HEIGHT, MAX_WIDTH = 64, 256
+MAX_HEIGHT = 64
+MAX_WIDTH = 256
 """Pixels, of the largest pictures that the glyph model draws."""
 
 
 class RecognizerConfig(ReadingRewardConfig):
-    """Mean log-probability of the target's letters A-Z under a network trained on rendered letters, about -6 to -.1."""
+    """Mean log-probability of the target's letters A-Z under a network trained on rendered letters,
+    about -6 to -.1.
+    """
 
     name: Literal["recognizer"] = "recognizer"
 
@@ -36,7 +41,9 @@ class RecognizerConfig(ReadingRewardConfig):
 
 
 class Recognizer:
-    """Mean log-probability of the target's letters; the metric ``recognizer_exact`` is 1 where each is the likeliest."""
+    """Mean log-probability of the target's letters; the metric ``recognizer_exact`` is 1 where each
+    is the likeliest.
+    """
 
     name = "recognizer"
 
@@ -49,24 +56,34 @@ class Recognizer:
 
         from ebbflow.models.base import default_device
 
-        values, exact = np.full(len(images), np.nan), np.full(len(images), np.nan)
+        values = np.full(len(images), np.nan)
+        exact = np.full(len(images), np.nan)
         reasons = [_failure(prompt.target, *images.shape[1:3]) for prompt in prompts]
         readable = [index for index, reason in enumerate(reasons) if reason is None]
         with torch.no_grad():
-            for part in (readable[start : start + BATCH] for start in range(0, len(readable), BATCH)):
-                pixels = torch.from_numpy(images[part]).to(default_device()).permute(0, 3, 1, 2).float() / 255
+            for part in (
+                readable[start : start + BATCH] for start in range(0, len(readable), BATCH)
+            ):
+                pixels = (
+                    torch.from_numpy(images[part]).to(default_device()).permute(0, 3, 1, 2).float()
+                    / 255
+                )
                 scores, matches = _read(pixels, [prompts[index] for index in part])
                 values[part], exact[part] = scores.double().cpu().numpy(), matches.cpu().numpy()
         failures = {index: reason for index, reason in enumerate(reasons) if reason is not None}
         return RewardResult(values, {"recognizer_exact": exact}, failures)
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """As of ``ebbflow.rewards.base.DifferentiableReward``; images whose scoring fails have no place here."""
+        """As of ``ebbflow.rewards.base.DifferentiableReward``; images whose scoring fails have no
+        place here.
+        """
         return _read(images, prompts)[0]
 
 
 def _read(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """(scores with gradient [N], whether all letters are the likeliest, bool [N]) of RGB in [0, 1], [N, 3, height, width]."""
+    """(scores with gradient [N], whether all letters are the likeliest, bool [N]) of RGB in [0, 1],
+    [N, 3, height, width].
+    """
     import torch
     from torch.nn.functional import one_hot
 
@@ -76,7 +93,8 @@ def _read(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     of_length: dict[int, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
         of_length[len(text)].append(row)
-    scores, matches = [], []
+    scores = []
+    matches = []
     for letters, rows in of_length.items():
         network = open_recognizer(*images.shape[2:], letters).to(images.device)
         targets = letter_indices([texts[row] for row in rows]).to(images.device)
@@ -85,7 +103,9 @@ def _read(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
             (log_probs * one_hot(targets, log_probs.shape[2])).sum(2).mean(1)
         )  # no gather: its gradient is not deterministic
         matches.append((log_probs.argmax(2) == targets).all(1))
-    order = torch.tensor([row for rows in of_length.values() for row in rows], device=images.device).argsort()
+    order = torch.tensor(
+        [row for rows in of_length.values() for row in rows], device=images.device
+    ).argsort()
     return torch.cat(scores)[order], torch.cat(matches)[order]
 
 
@@ -100,7 +120,10 @@ def _failure(target: str | None, height: int, width: int) -> str | None:
     if not text or set(text) - set(ALPHABET):
         return f"the recogniser reads letters A-Z, and the target is {target!r}; take ocr"
     if height > MAX_HEIGHT or width > MAX_WIDTH:
-        return f"the recogniser reads up to {MAX_HEIGHT}x{MAX_WIDTH} pixels, and this picture is {height}x{width}; take ocr"
+        return (
+            f"the recogniser reads up to {MAX_HEIGHT}x{MAX_WIDTH} pixels, and this picture is"
+            f" {height}x{width}; take ocr"
+        )
     try:
         fitting_size(text, height, width)
     except ValueError as error:

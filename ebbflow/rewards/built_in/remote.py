@@ -1,4 +1,6 @@
-"""``remote``: the score of a server that speaks ``ebbflow.rewards.protocol``, for scorers with needs of their own."""
+"""``remote``: the score of a server that speaks ``ebbflow.rewards.protocol``, for scorers with
+needs of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,25 @@ if TYPE_CHECKING:
 
 
 class RemoteConfig(ServedRewardConfig):
-    """A score from a server of rewards: ``ebbflow serve-reward``, GenEval, whatever speaks the protocol of docs/rewards.md."""
+    """A score from a server of rewards: ``ebbflow serve-reward``, GenEval, whatever speaks the
+    protocol of docs/rewards.md.
+    """
 
     name: Literal["remote"] = "remote"
     batch: int = Field(16, ge=1, le=256)
     """Images per request."""
     metrics: list[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]] = []
-    """Further columns of the server to keep, each as ``<label>_<column>``; the others are left out."""
+    """Further columns of the server to keep, each as ``<label>_<column>``; the others are left out.
+    """
 
     def build(self) -> Reward:
         return Remote(self)
 
 
 class Remote:
-    """What the server scores; NaN with a reason for every image of a request that got no usable answer."""
+    """What the server scores; NaN with a reason for every image of a request that got no usable
+    answer.
+    """
 
     name = "remote"
 
@@ -50,13 +57,18 @@ class Remote:
             return str(error)
         if health.ready:
             return None
-        return f"{self.config.url}: the reward {shown(health.reward, self.config)} is not ready; wait until the server is"
+        return (
+            f"{self.config.url}: the reward {shown(health.reward, self.config)} is not ready; wait"
+            " until the server is"
+        )
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         import numpy as np
 
         values = np.full(len(images), np.nan)
-        metrics = {f"{self.name}_{column}": np.full(len(images), np.nan) for column in self.config.metrics}
+        metrics = {
+            f"{self.name}_{column}": np.full(len(images), np.nan) for column in self.config.metrics
+        }
         failures: dict[int, str] = {}
         for start in range(0, len(images), self.config.batch):
             part = slice(start, start + self.config.batch)
@@ -70,12 +82,20 @@ class Remote:
                 metrics[f"{self.name}_{column}"][part] = _numbers(answer.metrics[column])
             for index, score in enumerate(answer.scores):
                 if score is None:
-                    failures[start + index] = shown(answer.failures.get(index, "the server gave no reason"), self.config)
+                    failures[start + index] = shown(
+                        answer.failures.get(index, "the server gave no reason"), self.config
+                    )
         return RewardResult(values, metrics, failures)
 
     def _ask(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreAnswer:
         url = self.config.url + SCORE
-        answer = ask(self.config, url, ScoreAnswer, as_request(images, prompts).model_dump_json().encode(), self.sleep)
+        answer = ask(
+            self.config,
+            url,
+            ScoreAnswer,
+            as_request(images, prompts).model_dump_json().encode(),
+            self.sleep,
+        )
         if len(answer.scores) != len(images):
             raise NoAnswer(f"{url} answered {len(answer.scores)} scores for {len(images)} images")
         if missing := set(self.config.metrics) - answer.metrics.keys():

@@ -1,4 +1,6 @@
-"""``similarity``: how much the letters of an image look like rendered ones. A guardrail that needs nothing installed."""
+"""``similarity``: how much the letters of an image look like rendered ones. A guardrail that needs
+nothing installed.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ class SimilarityConfig(ReadingRewardConfig):
 class Similarity:
     """Mean over the target's letters of the best match of the rendered letter near its place.
 
-    The match is the zero-mean normalised cross-correlation, in [-1, 1], over positions and sizes. Clean renderings score .99;
-    grain, broken strokes and wrong letters cost; a wrong letter still matches by about .5, so look at differences.
+    The match is the zero-mean normalised cross-correlation, in [-1, 1], over positions and sizes.
+    Clean renderings score .99; grain, broken strokes and wrong letters cost; a wrong letter still
+    matches by about .5, so look at differences.
     """
 
     name = "similarity"
@@ -64,7 +67,8 @@ class Similarity:
 
 
 def letter_match(grey: np.ndarray, text: str) -> float:
-    """The similarity of one grey image, uint8 [height, width], to a line of text; 0 for a flat image.
+    """The similarity of one grey image, uint8 [height, width], to a line of text; 0 for a flat
+    image.
 
     Raises:
         ValueError: the text cannot be rendered at this size.
@@ -83,7 +87,8 @@ def letter_match(grey: np.ndarray, text: str) -> float:
     matches = []
     for index, letter in enumerate(text):
         if letter != " ":
-            left, right = max(0, (index - REACH) * slot), (index + 1 + REACH) * slot + 2 * MARGIN
+            left = max(0, (index - REACH) * slot)
+            right = (index + 1 + REACH) * slot + 2 * MARGIN
             matches.append(_best_match(padded[:, int(left) : int(right)], letter, size))
     return float(np.mean(matches))
 

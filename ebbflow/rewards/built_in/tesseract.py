@@ -1,7 +1,9 @@
-"""``tesseract``: a second, unrelated reader. As a guardrail it shows when a policy has learned to please ``ocr`` alone.
+"""``tesseract``: a second, unrelated reader. As a guardrail it shows when a policy has learned to
+please ``ocr`` alone.
 
-All images travel as pages of one TIFF through one process, because starting tesseract costs ten times as much as reading a line.
-Each page is read as a single line by itself, so the score of an image does not depend on its neighbours.
+All images travel as pages of one TIFF through one process, because starting tesseract costs ten
+times as much as reading a line. Each page is read as a single line by itself, so the score of an
+image does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ READABLE_HEIGHT = 64
 """Images are enlarged to this height in pixels; tesseract misreads letters under 20."""
 MARGIN = 20
 """White pixels around a page."""
-PAGE_LEVEL, WORD_LEVEL = "1", "5"
+PAGE_LEVEL = "1"
+WORD_LEVEL = "5"
 
 
 class TesseractConfig(OcrRewardConfig):
@@ -45,7 +48,9 @@ class TesseractConfig(OcrRewardConfig):
 
 
 class Tesseract:
-    """Similarity of what tesseract reads to the prompt's target; ``tesseract_exact`` is 1 where they are equal."""
+    """Similarity of what tesseract reads to the prompt's target; ``tesseract_exact`` is 1 where
+    they are equal.
+    """
 
     name = "tesseract"
 
@@ -65,21 +70,30 @@ class Tesseract:
             texts, reason = read(chunk)
             failures |= {start + index: reason for index, text in enumerate(texts) if text is None}
             readings += texts
-        return judge_readings(readings, prompts, "tesseract_exact", failures, self.config.match, self.config.case)
+        return judge_readings(
+            readings, prompts, "tesseract_exact", failures, self.config.match, self.config.case
+        )
 
 
 def read(images: np.ndarray) -> tuple[list[str | None], str]:
-    """The line of text in each image, "" where there is none, None where tesseract gave no page; and why it did not.
+    """The line of text in each image, "" where there is none, None where tesseract gave no page;
+    and why it did not.
 
     Args:
         images: uint8 RGB [N, height, width, 3], one line each, dark on light.
     """
     try:
         done = subprocess.run(
-            COMMAND, input=_pages(images), env={**os.environ, "OMP_THREAD_LIMIT": "1"}, capture_output=True, timeout=TIMEOUT
+            COMMAND,
+            input=_pages(images),
+            env={**os.environ, "OMP_THREAD_LIMIT": "1"},
+            capture_output=True,
+            timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return [None] * len(images), f"tesseract took more than {TIMEOUT:g} s for {len(images)} images"
+        return [None] * len(
+            images
+        ), f"tesseract took more than {TIMEOUT:g} s for {len(images)} images"
     except OSError as error:
         return [None] * len(images), f"tesseract did not start: {error}"
     complaint = " ".join(done.stderr.decode(errors="replace").split())[-200:]
@@ -123,13 +137,21 @@ def _page(image: Image.Image) -> Image.Image:
 
 @cache
 def _unavailable() -> str | None:
-    install = "install it with 'apt-get install tesseract-ocr', 'dnf install tesseract' or 'brew install tesseract'"
+    install = (
+        "install it with 'apt-get install tesseract-ocr', 'dnf install tesseract' or 'brew install"
+        " tesseract'"
+    )
     if shutil.which("tesseract") is None:
         return f"no tesseract on the PATH; {install}"
     try:
-        listed = subprocess.run(["tesseract", "--list-langs"], capture_output=True, text=True, timeout=TIMEOUT)
+        listed = subprocess.run(
+            ["tesseract", "--list-langs"], capture_output=True, text=True, timeout=TIMEOUT
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"tesseract does not run ({error}); {install}"
     if "eng" not in listed.stdout.split():
-        return "tesseract has no English data; install it with 'apt-get install tesseract-ocr-eng' or set TESSDATA_PREFIX"
+        return (
+            "tesseract has no English data; install it with 'apt-get install tesseract-ocr-eng' or"
+            " set TESSDATA_PREFIX"
+        )
     return None

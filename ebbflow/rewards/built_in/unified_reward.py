@@ -1,6 +1,8 @@
-"""``unified_reward``: UnifiedReward (2503.05236) behind an OpenAI-compatible server rates single images, as published.
+"""``unified_reward``: UnifiedReward (2503.05236) behind an OpenAI-compatible server rates single
+images, as published.
 
-Its comparisons of two images are ``pairwise_judge`` with a ``template``, UnifiedReward-Edit is ``edit_judge``.
+Its comparisons of two images are ``pairwise_judge`` with a ``template``, UnifiedReward-Edit is
+``edit_judge``.
 """
 
 from __future__ import annotations
@@ -28,19 +30,23 @@ METRICS = ("alignment", "coherence", "style")
 
 
 class UnifiedRewardConfig(ChatServerConfig):
-    """Alignment with the prompt and quality, 1 to 5, by UnifiedReward (2503.05236) behind a server."""
+    """Alignment with the prompt and quality, 1 to 5, by UnifiedReward (2503.05236) behind a
+    server."""
 
     name: Literal["unified_reward"] = "unified_reward"
     template: Literal["unified_reward", "unified_reward_2"] = "unified_reward_2"
-    """``unified_reward_2``: the mean of alignment, coherence and style, as version 2.0 answers. ``unified_reward``: the final
-    score after a list of the elements, as the first version answers."""
+    """``unified_reward_2``: the mean of alignment, coherence and style, as version 2.0 answers.
+    ``unified_reward``: the final score after a list of the elements, as the first version answers.
+    """
 
     def build(self) -> Reward:
         return UnifiedReward(self)
 
 
 class UnifiedReward(ImageChatReward):
-    """The published score, or the mean of the three published scores; NaN with a reason for another answer."""
+    """The published score, or the mean of the three published scores; NaN with a reason for another
+    answer.
+    """
 
     config: UnifiedRewardConfig
 
@@ -57,7 +63,8 @@ class UnifiedReward(ImageChatReward):
 
 
 def read_scores(text: str, labels: Sequence[str]) -> list[float] | None:
-    """The one number from 1 to 5 after each label; None where one is missing, repeated or outside."""
+    """The one number from 1 to 5 after each label; None where one is missing, repeated or
+    outside."""
     found = [re.findall(re.escape(label) + NUMBER, text) for label in labels]
     if any(len(numbers) != 1 or not SCALE[0] <= float(numbers[0]) <= SCALE[1] for numbers in found):
         return None

@@ -1,4 +1,6 @@
-"""``videoalign``: VideoReward of VideoAlign, a Qwen2-VL-2B that rates whole videos at three special tokens (2501.13918)."""
+"""``videoalign``: VideoReward of VideoAlign, a Qwen2-VL-2B that rates whole videos at three special
+tokens (2501.13918).
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,33 @@ if TYPE_CHECKING:
     from ebbflow.rewards.network import Score
     from ebbflow.rewards.qwen2_vl import JudgingQwen
 
-CHECKPOINT, SETTINGS = "checkpoint-*/model.pth", "model_config.json"
+CHECKPOINT = "checkpoint-*/model.pth"
+SETTINGS = "model_config.json"
 Dimension = Literal["visual", "motion", "alignment"]
 DIMENSIONS: dict[Dimension, str] = {"visual": "VQ", "motion": "MQ", "alignment": "TA"}
 """What is rated, under its published name, in the order of the published tokens."""
 TOKENS = tuple(f"<|{name}_reward|>" for name in DIMENSIONS.values())
 MIN_PIXELS = 128 * 28 * 28
 """Of a frame after it is resized, its shape kept; the checkpoint says how many at most."""
-MIN_FRAMES, MAX_FRAMES = 4, 768
+MIN_FRAMES = 4
+MAX_FRAMES = 768
 
 
 class VideoAlignConfig(PretrainedRewardConfig):
-    """Quality, motion and text alignment of videos under VideoReward (2501.13918): a sum of z-scores, about -6 to 6."""
+    """Quality, motion and text alignment of videos under VideoReward (2501.13918): a sum of
+    z-scores, about -6 to 6.
+    """
 
     name: Literal["videoalign"] = "videoalign"
     path: str | None = "KwaiVGI/VideoReward"
     processor: PretrainedSourceConfig
-    """Configuration and tokenizer of the network: ``Qwen/Qwen2-VL-2B-Instruct`` as a folder or a repository."""
+    """Configuration and tokenizer of the network: ``Qwen/Qwen2-VL-2B-Instruct`` as a folder or a
+    repository.
+    """
     frame_rate: float = Field(gt=0)
-    """Of the videos, frames per second: 16 for Wan 2.1, 24 for Wan 2.2 5B and HunyuanVideo, 25 for LTX-Video. Two frames of each
-    second are looked at."""
+    """Of the videos, frames per second: 16 for Wan 2.1, 24 for Wan 2.2 5B and HunyuanVideo, 25 for
+    LTX-Video. Two frames of each second are looked at.
+    """
     dimensions: list[Dimension] = Field(list(DIMENSIONS), min_length=1)
     """What is added up; all three are metrics."""
     precision: Precision = "bfloat16"
@@ -60,15 +69,20 @@ class VideoAlignConfig(PretrainedRewardConfig):
 
 
 class VideoAlign(PretrainedReward):
-    """The sum over the dimensions of (rating - mean) / deviation, with the published means and deviations (``use_norm``).
+    """The sum over the dimensions of (rating - mean) / deviation, with the published means and
+    deviations (``use_norm``).
 
-    Special tokens that a prompt spells out are left out of it; the published code reads them as such.
+    Special tokens that a prompt spells out are left out of it; the published code reads them as
+    such.
     """
 
     config: VideoAlignConfig
 
     def files(self) -> list[Files]:
-        return [Files(self.config, (CHECKPOINT, SETTINGS)), Files(self.config.processor, QWEN_FILES)]
+        return [
+            Files(self.config, (CHECKPOINT, SETTINGS)),
+            Files(self.config.processor, QWEN_FILES),
+        ]
 
     def score_videos(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         """As of ``ebbflow.rewards.base.VideoReward``.
@@ -82,9 +96,15 @@ class VideoAlign(PretrainedReward):
         ratings = self._scores(videos, prompts).reshape(-1, len(DIMENSIONS))
         columns = {name: ratings[:, index] for index, name in enumerate(DIMENSIONS)}
         total = np.sum([columns[name] for name in self.config.dimensions], axis=0)
-        failures = {int(row): f"the network gave {ratings[row].tolist()}" for row in np.flatnonzero(~np.isfinite(total))}
+        failures = {
+            int(row): f"the network gave {ratings[row].tolist()}"
+            for row in np.flatnonzero(~np.isfinite(total))
+        }
         total[list(failures)] = np.nan
-        metrics = {f"{self.name}_{name}": np.where(np.isfinite(values), values, np.nan) for name, values in columns.items()}
+        metrics = {
+            f"{self.name}_{name}": np.where(np.isfinite(values), values, np.nan)
+            for name, values in columns.items()
+        }
         return RewardResult(total, metrics, failures)
 
     def load(self) -> Score:
@@ -93,13 +113,17 @@ class VideoAlign(PretrainedReward):
 
         folder, processor = (files.folder() for files in self.files())
         settings = _read_settings(folder / SETTINGS)
-        source = max(folder.glob(CHECKPOINT), key=lambda path: int(path.parent.name.rpartition("-")[2]))
+        source = max(
+            folder.glob(CHECKPOINT), key=lambda path: int(path.parent.name.rpartition("-")[2])
+        )
         lora = settings["peft_lora_config"]
         weights = merge_lora(read_weights(source), lora["lora_alpha"] / lora["lora_r"], source)
         model, tokenizer = load_backbone(weights, processor, source, TOKENS, self.config.precision)
         (outputs,) = pick(weights, ("rm_head.weight",), source)
         head = plain_head(outputs, model.device)
-        return partial(_ratings, JudgingQwen(model, head, tokenizer, TOKENS), settings, self.config.frame_rate)
+        return partial(
+            _ratings, JudgingQwen(model, head, tokenizer, TOKENS), settings, self.config.frame_rate
+        )
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -110,25 +134,37 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         settings: dict[str, Any] = json.loads(path.read_bytes())
-        data, lora = settings["data_config"], settings["peft_lora_config"]
+        data = settings["data_config"]
+        lora = settings["peft_lora_config"]
         known = (
             data["prompt_template_type"] == "detailed_special"
             and data["sample_type"] == "uniform"
             and data["num_frames"] is None
             and settings["model_config"]["reward_token"] == "special"
             and not lora["use_rslora"]
-            and all(f"{name}_{part}" in settings["inference_config"] for name in DIMENSIONS.values() for part in ("mean", "std"))
+            and all(
+                f"{name}_{part}" in settings["inference_config"]
+                for name in DIMENSIONS.values()
+                for part in ("mean", "std")
+            )
         )
         _ = data["fps"] * data["max_frame_pixels"] * lora["lora_alpha"] / lora["lora_r"]
     except (ValueError, TypeError, KeyError, ZeroDivisionError):
         known = False
     if not known:
-        raise RewardError(f"{path} is not that of the published VideoReward; take the file that comes with the checkpoint")
+        raise RewardError(
+            f"{path} is not that of the published VideoReward; take the file that comes with the"
+            " checkpoint"
+        )
     return settings
 
 
 def _ratings(
-    judge: JudgingQwen, settings: Mapping[str, Any], frame_rate: float, videos: np.ndarray | Tensor, texts: list[str]
+    judge: JudgingQwen,
+    settings: Mapping[str, Any],
+    frame_rate: float,
+    videos: np.ndarray | Tensor,
+    texts: list[str],
 ) -> Tensor:
     """z-scores of uint8 videos, [n, dimensions]."""
     import torch
@@ -136,24 +172,36 @@ def _ratings(
     from ebbflow.rewards.qwen2_vl import resized
     from ebbflow.rewards.templates import fill_template
 
-    vision, data, scale = judge.model.config.vision_config, settings["data_config"], settings["inference_config"]
+    vision = judge.model.config.vision_config
+    data = settings["data_config"]
+    scale = settings["inference_config"]
     assert not isinstance(videos, torch.Tensor)
     looked_at = videos[:, seen_frames(videos.shape[1], frame_rate, data["fps"])]
     factor = vision.patch_size * vision.spatial_merge_size
     pixels = resized(
-        looked_at.reshape(-1, *videos.shape[2:]), MIN_PIXELS, data["max_frame_pixels"], factor, judge.model.device
+        looked_at.reshape(-1, *videos.shape[2:]),
+        MIN_PIXELS,
+        data["max_frame_pixels"],
+        factor,
+        judge.model.device,
     ).unflatten(0, looked_at.shape[:2])
     questions = [fill_template("videoalign", judge.plain(text)) for text in texts]
-    outputs = judge.outputs(pixels, questions, "<|video_pad|>")  # [n, tokens, 1], or an output for each token
+    outputs = judge.outputs(
+        pixels, questions, "<|video_pad|>"
+    )  # [n, tokens, 1], or an output for each token
     ratings = outputs.diagonal(dim1=1, dim2=2) if outputs.shape[2] > 1 else outputs[:, :, 0]
     mean, deviation = (
-        torch.tensor([scale[f"{name}_{part}"] for name in DIMENSIONS.values()], device=ratings.device) for part in ("mean", "std")
+        torch.tensor(
+            [scale[f"{name}_{part}"] for name in DIMENSIONS.values()], device=ratings.device
+        )
+        for part in ("mean", "std")
     )
     return (ratings - mean) / deviation
 
 
 def seen_frames(count: int, frame_rate: float, wanted_rate: float) -> np.ndarray:
-    """Indices of the frames that are looked at: evenly spaced from the first to the last, an even number, as published.
+    """Indices of the frames that are looked at: evenly spaced from the first to the last, an even
+    number, as published.
 
     Raises:
         RewardError: there is one frame.

@@ -1,7 +1,9 @@
-"""``vision_judge``: a vision-language model behind an OpenAI-compatible server answers a question about each image.
+"""``vision_judge``: a vision-language model behind an OpenAI-compatible server answers a question
+about each image.
 
-The probability of "yes" as a score is that of VQAScore (2404.01291). Here it is P(yes) / (P(yes) + P(no)), from the likeliest
-first tokens that the server gives. Answers in words are taken to the letter or not at all.
+The probability of "yes" as a score is that of VQAScore (2404.01291). Here it is P(yes) / (P(yes) +
+P(no)), from the likeliest first tokens that the server gives. Answers in words are taken to the
+letter or not at all.
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
 
 MAX_TOKENS = {"probability": 1, "yes_no": 8, "number": 16}
-"""Of an answer: enough for the one word or number that is taken, and for the next one that spoils it."""
+"""Of an answer: enough for the one word or number that is taken, and for the next one that spoils
+it.
+"""
 NUMBER = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*")
 WANTED = {
-    "probability": "neither yes nor no is among the log-probs of its first token; take answer: yes_no where a server gives none",
+    "probability": (
+        "neither yes nor no is among the log-probs of its first token; take answer: yes_no where a"
+        " server gives none"
+    ),
     "yes_no": "the whole answer must be yes or no",
     "number": "the whole answer must be one number from 0 to scale",
 }
@@ -42,14 +49,20 @@ WANTED = {
 
 
 class VisionJudgeConfig(ChatRewardConfig):
-    """A vision-language model behind an OpenAI-compatible server answers a question about the image, 0 to 1."""
+    """A vision-language model behind an OpenAI-compatible server answers a question about the
+    image, 0 to 1.
+    """
 
     name: Literal["vision_judge"] = "vision_judge"
     question: str = Field('Does this image show: {prompt}? Answer "yes" or "no".', min_length=1)
-    """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are taken."""
+    """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are
+    taken.
+    """
     answer: Literal["probability", "yes_no", "number"] = "probability"
-    """``probability``: P(yes) / (P(yes) + P(no)) of the first token. ``yes_no``: 1 or 0. ``number``: a number from 0 to
-    ``scale``, divided by it. Every other answer is a failure, never a guess."""
+    """``probability``: P(yes) / (P(yes) + P(no)) of the first token. ``yes_no``: 1 or 0.
+    ``number``: a number from 0 to ``scale``, divided by it. Every other answer is a failure, never
+    a guess.
+    """
     scale: float = Field(10.0, gt=0)
 
     def build(self) -> Reward:
@@ -66,18 +79,27 @@ class VisionJudge(ImageChatReward):
             raise NoAnswer(NO_TARGET)
         answer = self.config.answer
         question = fill(self.config.question, prompt)
-        choice = ask_about(self.config, [image], question, MAX_TOKENS[answer], answer == "probability", self.sleep)
-        judged = probability(choice, "yes", "no") if answer == "probability" else self._in_words(choice)
+        choice = ask_about(
+            self.config, [image], question, MAX_TOKENS[answer], answer == "probability", self.sleep
+        )
+        judged = (
+            probability(choice, "yes", "no") if answer == "probability" else self._in_words(choice)
+        )
         if judged is None:
             text = shown(choice.message.content or "", self.config)
-            raise NoAnswer(f'{completions_url(self.config)} answered "{text}", which is no {answer}: {WANTED[answer]}')
+            raise NoAnswer(
+                f'{completions_url(self.config)} answered "{text}", which is no {answer}:'
+                f" {WANTED[answer]}"
+            )
         return [judged]
 
     def _in_words(self, choice: Choice) -> float | None:
         text = choice.message.content or ""
         if choice.finish_reason == "length":
             return None
-        return yes_or_no(text) if self.config.answer == "yes_no" else number(text, self.config.scale)
+        return (
+            yes_or_no(text) if self.config.answer == "yes_no" else number(text, self.config.scale)
+        )
 
 
 def number(text: str, scale: float) -> float | None:
