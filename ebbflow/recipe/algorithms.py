@@ -21,10 +21,10 @@ from ebbflow.recipe.plugins import import_path, name_or_path
 
 
 class EmaScheduleConfig(Strict):
-    """A copy that follows: copy <- d copy + (1 - d) theta after step n, d = min(min_decay + slope
-    max(n - warmup, 0), max_decay).
+    """A copy that follows the policy: copy <- d copy + (1 - d) theta after step n, with d =
+    min(min_decay + slope max(n - warmup, 0), max_decay).
 
-    A step is an optimiser step; where a copy generates the rollouts (DiffusionNFT, CRD) it is a
+    A step is an optimiser step. For a copy that generates the rollouts (DiffusionNFT, CRD) it is a
     rollout step.
     """
 
@@ -60,11 +60,11 @@ class Published(NamedTuple):
     """A setting as its source has it.
 
     Attributes:
-        value: as a recipe would have it; of what no key sets, in words.
+        value: the value as a recipe would state it; in words where no key sets it.
         source: repository, file and entry of the public code, or the paper.
-        note: what the source has for other rewards, tasks or models.
-        deviation: why the default here is another one; empty where it is the same.
-        ours: what is done here, in words, where no key sets it.
+        note: the values that the source has for other rewards, tasks or models.
+        deviation: why the default here differs; empty where it is the same.
+        ours: what this library does, in words, where no key sets it.
     """
 
     value: Any
@@ -75,20 +75,21 @@ class Published(NamedTuple):
 
 
 class AlgorithmConfig(Strict):
-    """What every algorithm declares. A user's own hyper-parameters derive from one of the four
+    """What every algorithm declares. A user's own hyper-parameters derive from one of the five
     kinds below.
 
     Attributes:
-        kind: what its rows are made of: steps of a trajectory with log-probs, noised final latents,
-            rewards with gradient, or a few-step student's samples, noised again.
-        stages: where it can run.
-        stage_defaults: keys of the stage that it sets unless the recipe does; a stage ignores those
-            that its kind lacks.
-        published: what its source has, by the dotted key of a stage (``algorithm.beta``,
+        kind: what the rows of the loss are made of: steps of a trajectory with log-probs, noised
+            final latents, rewards with gradient, or samples of a few-step student that are noised
+            again.
+        stages: the stage kinds that the algorithm can run in.
+        stage_defaults: defaults of the stage's keys while this algorithm is used; a stage ignores
+            keys that its kind lacks.
+        published: the values of the source, by the dotted key of a stage (``algorithm.beta``,
             ``window.size``).
-        needs_density: its loss takes log-probs for logarithms of a density, which those of the
+        needs_density: the loss takes log-probs as logarithms of a density, which those of the
             ``cps`` sampler are not.
-        paper: where it is published.
+        paper: arXiv id of the publication.
     """
 
     kind: ClassVar[Literal["trajectory", "forward", "gradient", "matching"]]
@@ -106,9 +107,8 @@ class AlgorithmConfig(Strict):
 
 
 class TrajectoryConfig(AlgorithmConfig):
-    """Algorithms on the steps of a fresh trajectory: a stochastic sampler, a window of its steps,
-    their log-probs.
-    """
+    """Algorithms that train on the steps of a fresh trajectory: a stochastic sampler, a window of
+    its steps, their log-probs."""
 
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
 
@@ -124,23 +124,21 @@ SIGMAS = {
 
 
 class SigmaConfig(Strict):
-    """The sigmas to which a loss on the forward process noises final latents."""
+    """The noise levels (sigmas) to which a forward-process loss noises final latents."""
 
     kind: Literal["uniform", "logit_normal", "schedule"] = Field(
         description="; ".join(f"{name}: {text}" for name, text in SIGMAS.items()) + "."
     )
     shift: float = Field(1.0, gt=0)
-    """Of ``uniform`` and ``logit_normal``: sigma <- shift sigma / (1 + (shift - 1) sigma); 3 is
-    that of SD3's schedule.
-    """
+    """Shift of ``uniform`` and ``logit_normal``: sigma <- shift sigma / (1 + (shift - 1) sigma).
+    SD3's schedule has 3."""
     min: float = Field(0.0, ge=0, le=1)
-    """The distribution is that of the sigmas in [``min``, ``max``], after the shift."""
+    """Smallest sigma. After the shift, sigmas are sampled from [``min``, ``max``]."""
     max: float = Field(1.0, ge=0, le=1)
     stratified: bool = True
-    """One sigma from each of as many equal parts of the distribution, or runs of the schedule, as
-    there are ``noise_levels``; false: independent draws, and of a schedule draws without
-    replacement.
-    """
+    """Stratified sampling: the distribution (or the schedule) is split into ``noise_levels`` equal
+    parts, and each part gives one sigma. false: independent samples; from a schedule, samples
+    without replacement."""
 
     @model_validator(mode="after")
     def _some_sigma_lies_in_the_band(self) -> SigmaConfig:
@@ -162,23 +160,22 @@ class SigmaConfig(Strict):
 
 
 class ForwardConfig(AlgorithmConfig):
-    """Algorithms on noised final latents: any sampler, no log-probs."""
+    """Algorithms that train on noised final latents: any sampler, no log-probs."""
 
     kind: ClassVar = "forward"
     stages: ClassVar = ("online", "offline")
     shared_noise: ClassVar[bool] = True
-    """The samples of a pair or a group share the noise, as they share sigma."""
+    """Whether the samples of a pair or a group share the noise, as they share sigma."""
 
     noise_levels: int = Field(2, ge=1)
-    """Draws of (sigma, noise) per sample and pass."""
+    """Number of (sigma, noise) samples per latent and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="uniform")
-    """Where these draws lie."""
+    """Distribution of the sigmas."""
 
 
 class GradientConfig(AlgorithmConfig):
-    """Algorithms on the gradient of differentiable rewards: some denoising steps are taken again
-    with gradient, and decoded.
-    """
+    """Algorithms that train on the gradient of differentiable rewards: they repeat some denoising
+    steps with gradient, and decode."""
 
     stage_defaults: ClassVar = {"sampler": {"name": "ode"}}
 
@@ -208,20 +205,17 @@ class DirectAlignConfig(GradientConfig):
     """Direct-Align (2509.06942): final latents are noised with their own initial noise, and
     recovered by one step with gradient.
 
-    The step ends at a sigma that is drawn for each sample from [``min_sigma``, ``max_sigma``]. The
-    denoising branch starts above it, the inversion branch below it.
+    The step ends at a sigma that is sampled for each latent from [``min_sigma``, ``max_sigma``].
+    The denoising branch starts above it, the inversion branch below it.
     """
 
     min_sigma: float = Field(0.75, ge=0, lt=1)
     max_sigma: float = Field(0.9643, gt=0, lt=1)
     jump: float = Field(0.1, gt=0, le=0.5)
-    """How far a step goes, as a share of the band [``min_sigma``, ``max_sigma``]; less near its
-    ends, which it does not leave.
-    """
+    """Length of the step, as a share of the band [``min_sigma``, ``max_sigma``]. The step is
+    shorter near the ends of the band and never leaves it."""
     inversion: bool = True
-    """Whether each sample also has a row of the inversion branch; false: the denoising branch
-    alone.
-    """
+    """Add a row of the inversion branch for each sample. false: only the denoising branch."""
 
     @model_validator(mode="after")
     def _some_sigma_lies_in_the_band(self) -> DirectAlignConfig:
@@ -250,40 +244,35 @@ class DirectAlignConfig(GradientConfig):
 
 
 class MatchingConfig(AlgorithmConfig):
-    """Distillation of a many-step teacher into a few-step student, by the distribution of its
-    samples (docs/few_steps.md).
-    """
+    """Distribution matching: distils a many-step teacher into a few-step student
+    (docs/few_steps.md)."""
 
     kind: ClassVar = "matching"
     stages: ClassVar = ("online",)
     along_trajectory: ClassVar[bool] = False
-    """What is noised again is the end of a deterministic step, to the noise levels of that step;
-    else the clean prediction.
-    """
+    """true: noise the end of a deterministic step again, to the noise levels of that step. false:
+    noise the clean prediction."""
 
     teacher: PathText | None = Field(None, min_length=1)
-    """Policy folder (or URI) of the teacher, trained from the same base model with the same
-    ``policy``; left out, the policy that the stage starts from.
-    """
+    """Policy folder (or URI) of the teacher. It must have the same base model and the same
+    ``policy``. Default: the policy that the stage starts from."""
     guidance: float = Field(1.0, ge=1)
-    """Scale of classifier-free guidance of the teacher alone: the student learns to generate
-    without (``model.guidance: 1``).
-    """
+    """Scale of classifier-free guidance of the teacher only. The student learns to generate without
+    guidance (``model.guidance: 1``)."""
     fake_updates: int = Field(5, ge=1)
-    """Optimiser steps of the fake score before each of the student's, on the same samples with
-    other noise.
-    """
+    """Optimiser steps of the fake score before each optimiser step of the student, on the same
+    samples with other noise."""
     fake_lr_factor: float = Field(1.0, gt=0)
-    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise.
-    """
+    """Learning rate of the fake score, relative to the student's. The rest of its optimiser is the
+    same."""
     sigma: SigmaConfig = SigmaConfig(kind="uniform", min=0.02, max=0.98)
-    """Noise levels at which the two scores are compared, and the fake score is trained."""
+    """Noise levels at which the loss compares the two scores and at which the fake score is
+    trained."""
 
 
 class CustomAlgorithmConfig(Strict):
-    """A user's own: ``path`` leads to an ``ebbflow.algorithms.base.Algorithm``, ``options`` are its
-    hyper-parameters.
-    """
+    """An algorithm of your own: ``path`` names an ``ebbflow.algorithms.base.Algorithm``,
+    ``options`` are its hyper-parameters."""
 
     name: Literal["custom"] = "custom"
     path: Annotated[str, name_or_path()]

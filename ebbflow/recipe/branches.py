@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ebbflow.recipe.stages import StageConfig
 
 BRANCH = "branch:"
-"""How a teacher begins that is the policy of a branch, and not a folder: ``branch:letters``."""
+"""Prefix of a teacher that is the policy of a branch and not a folder: ``branch:letters``."""
 
 
 class BranchConfig(Strict):
@@ -26,9 +26,9 @@ class BranchConfig(Strict):
     """
 
     prompts: list[str] = []
-    """Names of sets of ``prompts.mixture``; left out, all prompts."""
+    """Names of sets of ``prompts.mixture``. Default: all prompts."""
     rewards: list[AnyRewardConfig] = Field([], exclude_if=operator.not_)
-    """What its stages train on, and what its policies are evaluated by; left out, ``rewards``."""
+    """Rewards that its stages train on and that evaluate its policies. Default: ``rewards``."""
 
 
 def taught_by(stage: StageConfig) -> list[str]:

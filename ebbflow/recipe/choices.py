@@ -72,7 +72,7 @@ def listed(choices: dict[str, str]) -> str:
 
 
 class SamplerConfig(Strict):
-    """How latents are denoised; the steps are in ``ebbflow.flow``."""
+    """The sampler: how latents are denoised. ``ebbflow.flow`` has the denoising steps."""
 
     name: Annotated[str, name_or_path(*SAMPLERS)] = Field(
         "ode",
@@ -80,7 +80,7 @@ class SamplerConfig(Strict):
     )
     steps: int = Field(6, ge=2, le=1000)
     eta: float | None = Field(None, gt=0, le=2)
-    """Noise level; left out: the published default of the sampler (.7, .3, .8)."""
+    """Noise level. Default: the published value of the sampler (.7, .3, .8)."""
 
     @property
     def stochastic(self) -> bool:
@@ -125,12 +125,12 @@ class SamplerConfig(Strict):
 
 
 class SizeConfig(Strict):
-    """A size of images, and how many of a stage's rollouts have it."""
+    """An image size, and its share of the rollouts of a stage."""
 
     height: int = Field(ge=8)
     width: int = Field(ge=8)
     weight: float = Field(1.0, gt=0)
-    """Its share, in proportion to the others'."""
+    """Weight of this size, relative to the other sizes."""
 
     @property
     def label(self) -> str:
@@ -138,23 +138,22 @@ class SizeConfig(Strict):
 
 
 class ParityConfig(Strict):
-    """What another engine has to show before it may generate: log-probs like the training policy's,
-    on the same noise.
-    """
+    """The parity gate of a rollout engine: before it may generate, its log-probs must agree with
+    those of the training policy on the same noise."""
 
     samples: int = Field(4, ge=1)
     bar: float | None = Field(None, gt=0)
-    """Largest |difference| of a sample's log-prob at a step, on the mean unit of all log-probs
-    here. Left out: the clip range of the algorithm (of ``flow_dppo`` sqrt(2 tau / D)), so that no
-    sample of the gate would have lost its gradient; 1e-3 where nothing is clipped.
-    """
+    """Largest allowed |difference| of a sample's log-prob at a step, in the mean over elements,
+    as all log-probs here. Default: the clip range of the algorithm (for ``flow_dppo`` sqrt(2 tau
+    / D)), so that no sample of the gate would have lost its gradient; 1e-3 where nothing is
+    clipped."""
 
 
 class WindowConfig(Strict):
-    """Which denoising steps are stochastic and trained; one draw per optimisation step for all
-    samples.
+    """The denoising steps that are stochastic and trained. All samples of an optimisation step
+    share one window.
 
-    A key that the kind does not use is an error.
+    A key that the window's kind does not use is an error.
     """
 
     kind: Literal["all", "fixed", "random", "progressive", "decaying", "share"] = Field(
@@ -163,24 +162,22 @@ class WindowConfig(Strict):
     size: int = Field(3, ge=1)
     start: int = Field(0, ge=0)
     limit: float = Field(0.5, gt=0, le=1)
-    """Windows start within this share of the denoising steps: late steps carry mostly noise.
-    ``decaying`` hurries through them instead, and its default is 1.
-    """
+    """Windows start within this share of the denoising steps, because late steps carry mostly
+    noise. ``decaying`` moves through late steps faster instead, and its default is 1."""
     stride: int = Field(1, ge=1)
     steps_per_window: int = Field(10, ge=1)
     decay: float = Field(0.1, ge=0)
-    """``decaying``: a window at start t stays for ceil(steps_per_window exp(-decay max(t -
-    decay_after, 0))) steps ...
-    """
+    """Decay of ``decaying``: a window at start t stays for ceil(steps_per_window exp(-decay max(t -
+    decay_after, 0))) steps."""
     decay_after: int | None = Field(None, ge=0)
-    """... left out: half of the denoising steps, rounded up (published: 13 of 25)."""
+    """Start from which ``decaying`` moves faster. Default: half of the denoising steps, rounded up
+    (published: 13 of 25)."""
     roll_over: bool = True
-    """Begin again at ``start`` after the last window; without it the last window stays."""
+    """Begin again at ``start`` after the last window. false: the last window stays."""
     share: float = Field(0.6, gt=0, le=1)
     tail: float | None = Field(None, gt=0, lt=1)
-    """After the window, DPM-Solver++ takes this share of the remaining steps: .4 is MixGRPO-Flash,
-    and .2 with a ``fixed`` window at 0 is Flash*.
-    """
+    """DPM-Solver++ takes this share of the steps that remain after the window: .4 is MixGRPO-Flash,
+    and .2 with a ``fixed`` window at 0 is Flash*."""
 
     @model_validator(mode="before")
     @classmethod
@@ -211,17 +208,16 @@ class WindowConfig(Strict):
 
 
 class TreeConfig(Strict):
-    """The samples of a group as leaves of trees: trajectories that split at some denoising steps
-    (BranchGRPO, 2509.06040).
+    """Tree rollouts (BranchGRPO, 2509.06040): trajectories split at some denoising steps, and the
+    leaves are the group's samples.
 
-    What is before a split is generated and trained once, with the mean reward of the leaves after
+    The part before a split is generated and trained once, with the mean reward of the leaves after
     it.
     """
 
     splits: list[int] = Field([0, 3, 6, 9], min_length=1)
-    """Denoising steps at which every trajectory becomes ``branches``, ascending; they are
-    stochastic in every window.
-    """
+    """Denoising steps at which every trajectory splits into ``branches``, in ascending order. These
+    steps are stochastic in every window."""
     branches: int = Field(2, ge=2)
 
     @property
@@ -259,25 +255,22 @@ class AdvantagesConfig(Strict):
     """
 
     std: Literal["global", "group", "none"] = "global"
-    """Of the whole batch (Flow-GRPO), of the group (DanceGRPO), or 1 (Dr. GRPO)."""
+    """Standard deviation to divide by: that of the whole batch (Flow-GRPO), that of the group
+    (DanceGRPO), or 1 (Dr. GRPO)."""
     clip: float | None = Field(ADVANTAGE_CLIP, gt=0)
-    """Advantages are clamped to +-clip; ``null``, for algorithms on trajectories: not at all
-    (Flow-DPPO).
-    """
+    """Clamp advantages to +-clip. ``null``, for algorithms on trajectories: no clamping
+    (Flow-DPPO)."""
     combine: Literal["per_reward", "sum"] = "per_reward"
-    """Several rewards: each normalised by itself, then added with the weights; or their weighted
-    sum, normalised (Flow-GRPO).
-    """
+    """How several rewards are combined: ``per_reward`` normalises each reward and adds them with
+    their weights; ``sum`` adds them with their weights and normalises the sum (Flow-GRPO)."""
     trim: float = Field(0.0, ge=0, lt=0.5)
-    """Share of a group left out at either end of its rewards when its baseline, their mean, is
-    taken.
-    """
+    """Share of a group's rewards, at either end, that the baseline (the mean of the rest)
+    ignores."""
     keep_extremes: int | None = Field(None, ge=1)
-    """Train on this many best and as many worst samples of each group only."""
+    """Train only on this number of best and this number of worst samples of each group."""
     running: bool = False
-    """Baseline and standard deviation of a prompt over all its samples of the stage so far, not of
-    this step alone.
-    """
+    """Compute the baseline and the standard deviation of a prompt over all its samples of the stage
+    so far, not over this step only."""
 
     @model_validator(mode="after")
     def _one_baseline(self) -> AdvantagesConfig:
@@ -290,24 +283,22 @@ class AdvantagesConfig(Strict):
 
 
 class ReferenceConfig(Strict):
-    """The pull back to the base model."""
+    """The penalty for moving away from the base model."""
 
     weight: float = Field(0.0, ge=0)
-    """Its weight in the loss; every algorithm has its own default."""
+    """Weight of the penalty in the loss. Every algorithm has its own default."""
     penalty: Literal["kl", "kl_without_dt", "velocity"] = "velocity"
-    """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step;
-    ``kl_without_dt``: over 2 s^2, as Flow-GRPO's code has it, and under ``cps`` the same as ``kl``;
-    ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity`` otherwise.
-    """
+    """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step.
+    ``kl_without_dt``: the same over 2 s^2, as Flow-GRPO's code computes it; under ``cps`` it equals
+    ``kl``. ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity``
+    otherwise."""
     guidance: float = Field(1.0, ge=1)
-    """Scale of classifier-free guidance of v_ref alone, for algorithms on final latents: their
-    policy is pulled to the base model as it draws with guidance. 1 is none.
-    """
+    """Scale of classifier-free guidance of v_ref only, for algorithms on final latents: the penalty
+    then pulls their policy towards the guided base model. 1: no guidance."""
     adaptive: bool = False
-    """Weigh each row's penalty by its advantage: from 1e-4 at -``advantages.clip`` up to ``weight``
-    at the other end. What scores badly is left sooner, and what scores well stays near the base
-    model (CRD, 2603.14128).
-    """
+    """Weight each row's penalty by its advantage, from 1e-4 at -``advantages.clip`` up to
+    ``weight`` at +``advantages.clip``. The policy leaves samples with low scores faster, and stays
+    near the base model on samples with high scores (CRD, 2603.14128)."""
 
     @property
     def guided(self) -> bool:
@@ -316,48 +307,45 @@ class ReferenceConfig(Strict):
 
 
 class CorrectionConfig(Strict):
-    """What is done about rollouts that another policy made than the one that trains: another
-    engine, precision or version.
+    """Off-policy correction of rollouts from another engine, precision or policy version than the
+    one in training.
 
     Everything is a function of delta = log-prob under the training policy - log-prob of the
     rollout, of a sample at a step.
     """
 
     mode: Literal["bypass", "decoupled"] = "decoupled"
-    """``bypass``, two policies: the ratio is against the rollout's log-probs. This corrects next to
-    nothing: a ratio of mean log-probs is the true one to the power 1 / D, of its own step alone.
-    ``decoupled``, three policies: the ratio is against the training policy before the updates of
-    this step (one more forward pass), and importance weights correct the rollout.
-    """
+    """``bypass`` uses two policies: the ratio is against the rollout's log-probs. This corrects
+    next to nothing: a ratio of mean log-probs is the true one to the power 1 / D, of its own step
+    alone. ``decoupled`` uses three policies: the ratio is against the training policy before the
+    updates of this step (one more forward pass), and importance weights correct for the rollout
+    policy."""
     unit: Literal["mean", "sum"] = "sum"
-    """Scale of delta in weights and thresholds: the sum over the latent's D elements, the true
-    log-density; or their mean, like every log-prob here and in published code, which is D times as
-    small, so that 1e-4 is much.
-    """
+    """Scale of delta in weights and thresholds. ``sum``: the sum over the latent's D elements, the
+    true log-density. ``mean``: their mean, like every log-prob here and in published code; it is D
+    times smaller, so 1e-4 is much."""
     weights: Literal["none", "truncated", "masked"] = "truncated"
-    """exp(delta), at most ``high``; or exp(delta) where it lies within [``low``, ``high``] and the
-    term dropped elsewhere. Left out in mode ``bypass``: none.
-    """
+    """Importance weights. ``truncated``: exp(delta), at most ``high``. ``masked``: exp(delta)
+    within [``low``, ``high``], and terms outside are dropped. Default in mode ``bypass``: none."""
     level: Literal["step", "trajectory"] = "step"
-    """One weight per step, which varies less; or one per sample from the sum of its deltas: before
-    the bounds, only this one (with unit ``sum``) gives the gradient of the policy that trains.
-    """
+    """``step``: one weight per step, with less variance. ``trajectory``: one weight per sample,
+    from the sum of its deltas. Before the bounds, only this one (with unit ``sum``) gives the
+    gradient of the policy that trains."""
     low: float = Field(0.8, gt=0, lt=1)
     high: float = Field(1.25, gt=1)
-    """Bounds of the weights; left out with unit ``mean``: .9995 and 1.0005."""
+    """Upper bound of the weights. Default with unit ``mean``: .9995 for ``low`` and 1.0005 for
+    ``high``."""
     normalise: bool = False
     """Divide the weights by their mean over the batch."""
     reject: Literal["none", "k1", "k2", "k3"] = "none"
-    """Drop rows by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 - delta.
-    """
+    """Drop rows by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 -
+    delta."""
     reject_level: Literal["step", "sequence_mean", "sequence_sum", "sequence_max"] = "step"
-    """What is compared with the threshold: the step's own, or the mean, sum or largest over the
-    sample's steps.
-    """
+    """Value that is compared with the threshold: that of the step, or the mean, sum or maximum over
+    the sample's steps."""
     reject_above: float = Field(0.25, gt=0)
-    """Threshold, on the scale of ``unit``; left out: .25 for k1 and .03 for k2 and k3, with unit
-    ``mean`` 5e-4 and 1.25e-7.
-    """
+    """Threshold, on the scale of ``unit``. Default: .25 for k1 and .03 for k2 and k3; with unit
+    ``mean`` 5e-4 and 1.25e-7."""
 
     @model_validator(mode="before")
     @classmethod
@@ -396,21 +384,18 @@ SCHEDULES = {
 
 
 class LearningRateScheduleConfig(Strict):
-    """The learning rate at each optimiser step of the stage: it rises over the warm-up, then
-    follows ``kind``.
-    """
+    """The learning rate at each optimiser step of the stage: it rises during the warm-up, then
+    follows ``kind``."""
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description=listed(SCHEDULES))
     warmup: int = Field(0, ge=0)
-    """Optimiser steps of the warm-up: step n, from zero, has the share (n + 1) / (warmup + 1) of
-    lr.
-    """
+    """Optimiser steps of the warm-up. Step n, counted from zero, has the learning rate lr (n + 1) /
+    (warmup + 1)."""
     updates: int | None = Field(None, ge=1)
-    """Optimiser steps, warm-up included, after which ``linear`` and ``cosine`` stay at ``final``;
-    left out: all of the stage.
-    """
+    """Optimiser steps, warm-up included, after which ``linear`` and ``cosine`` stay at ``final``.
+    Default: all steps of the stage."""
     final: float = Field(0.0, ge=0, le=1)
-    """Share of lr that ``linear`` and ``cosine`` end at."""
+    """Final learning rate of ``linear`` and ``cosine``, as a share of lr."""
 
     @property
     def falls(self) -> bool:
@@ -450,14 +435,13 @@ class LearningRateScheduleConfig(Strict):
 
 
 class LearningRateFactorConfig(Strict):
-    """A factor of the learning rate of some parameters."""
+    """A learning-rate factor for some of the parameters."""
 
     parameters: str = Field(min_length=1)
-    """Pattern of their names, ``*`` for anything: ``"*.lora_B.*"`` with factor 16 is LoRA+
-    (2402.12354).
-    """
+    """Pattern of parameter names, ``*`` for anything: ``"*.lora_B.*"`` with factor 16 is LoRA+
+    (2402.12354)."""
     factor: float = Field(ge=0)
-    """0 leaves them as they are."""
+    """Factor of the learning rate. 0 freezes the parameters."""
 
 
 OPTIMIZERS = {
@@ -480,15 +464,15 @@ class OptimizerConfig(Strict):
     lr: float = Field(3e-4, ge=0, le=1)
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
     lr_factors: list[LearningRateFactorConfig] = []
-    """Learning rates of some parameters, by their names; the first pattern that fits one counts."""
+    """Learning-rate factors of some parameters, by name. The first pattern that matches applies."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
     """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second."""
+    """Added to the square root of the running mean of the squared gradient."""
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Of Muon: Nesterov's, over the gradients."""
+    """Nesterov momentum of Muon."""
     weight_decay: float = Field(1e-4, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
 

@@ -15,7 +15,8 @@ from ebbflow.recipe.plugins import name_or_path
 
 
 class EvaluationConfig(Strict):
-    """Fixed prompts and fixed noise; the policy is served with the same sampler and size."""
+    """Evaluation on fixed prompts and fixed noise. The policy is served with the same sampler and
+    size."""
 
     steps: int = Field(10, ge=2, le=1000)
     sampler: Annotated[str, name_or_path(*SAMPLERS)] = Field(
@@ -24,18 +25,18 @@ class EvaluationConfig(Strict):
         description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md).",
     )
     eta: float | None = Field(None, gt=0, le=2, exclude_if=partial(operator.is_, None))
-    """Noise level of a stochastic sampler; left out: its published default."""
+    """Noise level of a stochastic sampler. Default: its published value."""
     height: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
-    """Of the images, in pixels; left out, ``model.height``: train small, evaluate large."""
+    """Height of the images, in pixels. Default: ``model.height``. A larger one trains small and
+    evaluates large."""
     width: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
     micro_batch: int = Field(64, ge=1)
     """Samples per forward pass."""
     samples: int = Field(4, ge=1, le=64)
-    """Samples of each of the ``repeated_prompts``; all other prompts have one."""
+    """Samples of each of the ``repeated_prompts``. All other prompts have one sample."""
     repeated_prompts: int = Field(16, ge=0)
-    """The first held-out prompts, as many as these: their samples say how diverse a prompt's images
-    are, and what the best of them scores.
-    """
+    """Number of held-out prompts, the first ones, that get several ``samples``. These measure the
+    diversity of a prompt's images and the score of the best one."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
     resamples: int = Field(10_000, ge=100)
 

@@ -22,11 +22,12 @@ class Family:
 
     Attributes:
         adapter: class of its file, an ``ebbflow.models.base.Model``.
-        guided: has classifier-free guidance, and so reads negative prompts.
-        edits_images: every prompt comes with an image.
-        experts: has a transformer for much noise and one for little, and ``model.expert`` names the
-            one that is trained, or both.
-        diffusers: ``DiffusionPipeline.from_pretrained`` loads its folders, and draws with them.
+        guided: whether it has classifier-free guidance, and so reads negative prompts.
+        edits_images: whether every prompt comes with an image.
+        experts: whether it has one transformer for high noise and one for low noise;
+            ``model.expert`` names the one that is trained, or both.
+        diffusers: whether ``DiffusionPipeline.from_pretrained`` loads its folders and generates
+            with them.
         vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment
             (``containers/vllm_omni``); None: the engine cannot generate with it.
         tiny: builders of its tiny models (``ebbflow tiny name``), in

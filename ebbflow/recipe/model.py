@@ -27,7 +27,8 @@ DESCRIPTIONS: dict[Alphabet, str] = {
 
 
 class GlyphTrainingConfig(Strict):
-    """How the glyph base model is trained from scratch when ``model.path`` is left out."""
+    """Training of the glyph base model from scratch, which happens when ``model.path`` is not
+    set."""
 
     height: int = Field(16, ge=16, le=64, multiple_of=8)
     width: int = Field(32, ge=16, le=256, multiple_of=8)
@@ -36,17 +37,16 @@ class GlyphTrainingConfig(Strict):
     alphabets: list[Alphabet] = Field(
         ["capitals"], min_length=1, exclude_if=lambda given: given == ["capitals"]
     )
-    """What the strings are made of, each of one of these. A model without ``lower_case`` reads
-    small letters as capitals.
-    """
+    """Alphabets of the strings; each string uses one of them. A model without ``lower_case`` reads
+    small letters as capitals."""
     steps: int = Field(900, ge=1)
     batch: int = Field(64, ge=1)
     lr: float = Field(2e-3, gt=0, le=1)
     ema: float = Field(0.99, ge=0, lt=1)
     caption_noise: float = Field(0.35, ge=0, le=1)
-    """Probability of replacing each letter of a caption in the last third. It leaves reinforcement
-    learning something to improve: without it the base already spells almost everything right.
-    """
+    """Probability of replacing each letter of a caption in the last third of the training. It
+    leaves reinforcement learning something to improve: without it the base model already spells
+    almost everything right."""
     seed: int = Field(0, ge=0, lt=2**63)
 
     @field_validator("alphabets")
@@ -66,78 +66,64 @@ class GlyphTrainingConfig(Strict):
 
 
 class FsdpConfig(Strict):
-    """How processes that train together share the weights (FSDP2). One process has all of them, and
-    uses none of these keys.
-    """
+    """Sharding of the weights over the processes that train together (FSDP2). A single process
+    ignores these keys."""
 
     gather: Literal["float32", "bfloat16"] = "float32"
-    """Of trained weights on their way between processes, and in the network; with ``precision:
-    bfloat16``, bfloat16 sends half as much. Gradients are added in float32, and the optimiser's
-    weights stay float32.
-    """
+    """Precision of trained weights while they are gathered, and in the network. With ``precision:
+    bfloat16``, bfloat16 halves the traffic. Gradients are reduced in float32, and the optimiser's
+    weights stay float32."""
     keep_gathered: bool = False
-    """In passes without gradient, keep the weights of all blocks from one micro-batch to the next:
-    they are sent once, and every process holds the whole network meanwhile.
-    """
+    """In passes without gradient, keep the gathered weights of all blocks from one micro-batch to
+    the next. They are sent once, and every process holds the whole network during these passes."""
     prefetch: bool = False
-    """Ask for the weights of the next block before a block computes, not as it ends: for GPUs that
-    wait for their CPU.
-    """
+    """Gather the weights of the next block before a block computes, not when it ends. Use it where
+    GPUs wait for their CPU."""
 
 
 class ModelConfig(PretrainedSourceConfig):
     """The base model: a folder or repository in the Hugging Face layout of its family, or the glyph
-    model, trained here.
-    """
+    model, which the run trains."""
 
     family: Annotated[str, name_or_path(*FAMILIES)] = "glyph"
-    """A family that Ebbflow ships, or ``package.module:Class``, an adapter of your own
-    (``docs/extending.md``).
-    """
+    """A model family that Ebbflow ships, or ``package.module:Class``, an adapter of your own
+    (``docs/extending.md``)."""
     height: int | None = Field(None, ge=8)
-    """Of the images, in pixels; left out, the default of the family's pipeline. The glyph model's
-    is ``training.height``.
-    """
+    """Height of the images, in pixels. Default: that of the family's pipeline. The glyph model has
+    ``training.height``."""
     width: int | None = Field(None, ge=8)
     frames: int = Field(1, ge=1)
-    """Of a video; 1 draws images."""
+    """Frames of a video. 1 generates images."""
     expert: Literal["high_noise", "low_noise", "both"] | None = None
-    """Which transformer is trained, of a model with two (``wan_a14b``, ``wan_i2v``); left out, the
-    one for ``high_noise``.
-    """
+    """The transformer that is trained, for families with two (``wan_a14b``, ``wan_i2v``). Default:
+    the one for ``high_noise``."""
     guidance: float = Field(1.0, ge=1)
     """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or
-    the guidance that the network takes as an input (``flux``). 1 is none.
-    """
+    the guidance that the network takes as an input (``flux``). 1: no guidance."""
     max_tokens: int | None = Field(None, ge=1)
-    """Longest prompt, in tokens of the large text encoder; left out, the default of the family's
-    pipeline.
-    """
+    """Maximum prompt length, in tokens of the large text encoder. Default: that of the family's
+    pipeline."""
     precision: Precision = "float32"
-    """Of the network's arithmetic in rollout, training and evaluation, and of frozen weights.
-    Latents, log-probs and trained parameters are always float32.
-    """
+    """Precision of the network's arithmetic in rollout, training and evaluation, and of frozen
+    weights. Latents, log-probs and trained parameters are always float32."""
     gradient_checkpointing: bool = False
-    """Recompute the activations of each block in the backward pass: slower, far less memory."""
+    """Recompute the activations of each block in the backward pass: slower, with far less
+    memory."""
     gradient_checkpointing_every: int = Field(1, ge=1)
-    """Of the blocks, recompute each so many; the others keep their activations, which costs memory
-    and saves time.
-    """
+    """Recompute one block in every n; the others keep their activations. Larger values are faster
+    and take more memory."""
     fsdp: FsdpConfig = FsdpConfig()
     cpu_offload: bool = False
-    """Keep in main memory what training needs only now and then: the optimiser's state and the
-    copies of the policy; where several processes share the model (FSDP2), its weights and gradients
-    too, which go to the GPU block by block. Slower.
-    """
+    """Keep tensors that training needs rarely in main memory: the optimiser's state and the copies
+    of the policy. Where several processes share the model (FSDP2), also its weights and gradients,
+    which move to the GPU block by block. Slower."""
     attention: str | None = None
-    """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...); left out,
-    its default.
-    """
+    """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...). Default:
+    that of diffusers."""
     compile: Literal["blocks", "off"] = "off"
-    """``blocks`` compiles the network block by block (``torch.compile``) where it generates
-    rollouts and trains: a quarter to a third faster, after a minute or more of compiling in each
-    process that has not got it from torch's cache.
-    """
+    """``blocks`` compiles the network block by block (``torch.compile``) for rollouts and training.
+    It is a quarter to a third faster, after a minute or more of compiling in each process that does
+    not find the result in torch's cache."""
     training: GlyphTrainingConfig = GlyphTrainingConfig()
 
     @field_validator("compile", mode="before")

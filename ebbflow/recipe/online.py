@@ -25,21 +25,21 @@ Role = Literal["training", "rollout", "reward"]
 
 
 class WorkersConfig(Strict):
-    """The workers of one role, and how much of a machine each gets under ``placement: ray``."""
+    """The number of workers of one role, and the share of a machine that each gets under
+    ``placement: ray``."""
 
     count: int = Field(1, ge=1)
     cpus: float = Field(1, gt=0)
-    """Cores of each; a fraction shares one."""
+    """CPU cores per worker. Several workers may share a core by fractions."""
     gpus: float = Field(0, ge=0)
-    """GPUs of each; a fraction shares one."""
+    """GPUs per worker. Several workers may share a GPU by fractions."""
     cores: list[int] | None = Field(None, min_length=1)
-    """Numbers of the CPU cores that these workers must stay on; left out, the system moves them."""
+    """Pin these workers to the CPU cores with these numbers. Default: no pinning."""
 
 
 class ResourcesConfig(Strict):
-    """Who does the work of an online stage. In this process (``placement: in_process``) only
-    ``reward.count`` may be above 1.
-    """
+    """The workers of an online stage. With ``placement: in_process`` only ``reward.count`` may be
+    above 1."""
 
     training: WorkersConfig = WorkersConfig()
     rollout: WorkersConfig = WorkersConfig()
@@ -47,69 +47,61 @@ class ResourcesConfig(Strict):
 
 
 class ScoringConfig(Strict):
-    """How patient an online stage is with its rewards; what fails in the end is masked and counted
-    (``max_failed_share``)."""
+    """Time-out and retries of rewards in an online stage. Scores that fail in the end are masked
+    and counted (``max_failed_share``)."""
 
     timeout: float = Field(600, gt=0)
     """Seconds for the images of one part of a step."""
     retries: int = Field(2, ge=0)
-    """Further attempts after a time-out, an error or the death of a worker."""
+    """Retries after a time-out, an error or the death of a worker."""
 
 
 class ValidationConfig(Strict):
-    """Samples of fixed validation prompts with fixed noise, before the first step and while the
-    stage runs.
-    """
+    """Validation on fixed prompts with fixed noise, before the first step and during the stage."""
 
     every: int = Field(10, ge=1)
     """Steps between two validations."""
     prompts: int = Field(16, ge=1)
-    """Validation prompts, the first ones."""
+    """Number of validation prompts; the first ones are used."""
     best: bool = False
-    """End with the policy of the best validation instead of the last one; of those steps that have
-    a checkpoint.
-    """
+    """End with the policy of the best validation instead of the last one. Only steps with a
+    checkpoint count."""
 
 
 class DumpsConfig(Strict):
-    """Rollouts kept to be looked at: images, and a JSON line for each with prompt, target, scores,
-    policy version and seed.
-    """
+    """Dumps of rollouts for inspection: images, and a JSON line for each with prompt, target,
+    scores, policy version and seed."""
 
     every: int = Field(10, ge=1)
     """Steps between two dumps."""
     samples: int = Field(16, ge=1)
-    """Images of a dump, the first ones of its step."""
+    """Images per dump, the first ones of the step."""
 
 
 class ProfileConfig(Strict):
-    """Traces of torch's profiler, and the memory of GPUs, of some steps: of each worker, the first
-    task of the step.
-    """
+    """Profiles of some steps: traces of torch's profiler and the memory of GPUs, for the first task
+    of the step on each worker."""
 
     steps: list[int] = Field([1], min_length=1)
-    """Numbers of the steps, from zero."""
+    """Indices of the steps, from zero."""
     roles: list[Role] = Field(["training", "rollout"], min_length=1)
 
 
 class PromptFilterConfig(Strict):
-    """Training prompts that the stage leaves out, after a first pass with the policy that it starts
-    from.
-    """
+    """Filter of training prompts: the stage scores them once with the policy that it starts from,
+    and drops those outside the limits."""
 
     prompts: int | None = Field(None, ge=1)
-    """How many the first pass tries, a random choice; the stage trains on what is left of them.
-    Left out: all.
-    """
+    """Number of prompts to try, chosen at random. The stage trains on those that remain. Default:
+    all."""
     samples: int = Field(4, ge=2)
-    """Of each prompt, made and scored as in training."""
+    """Samples per prompt, generated and scored as in training."""
     min_reward: float | None = None
     max_reward: float | None = None
-    """A prompt stays whose mean reward, the weighted sum, is neither below the one nor above the
-    other.
-    """
+    """Keep prompts whose mean reward (the weighted sum) lies in [``min_reward``,
+    ``max_reward``]."""
     min_std: float = Field(0.0, ge=0)
-    """A prompt stays whose samples have at least this standard deviation of rewards."""
+    """Keep prompts whose samples have at least this standard deviation of rewards."""
 
     @model_validator(mode="after")
     def _something_is_left_out(self) -> PromptFilterConfig:
@@ -140,49 +132,44 @@ CURRICULA = {
 
 
 class CurriculumConfig(Strict):
-    """Prompts are drawn by what their rewards say so far, instead of in turn; those not yet seen
-    count as much as the best.
-    """
+    """Sample prompts by their rewards so far, instead of in turn. Prompts without rewards count as
+    much as the best."""
 
     weight: Literal["spread", "low_reward"] = Field(
         "spread", description="; ".join(f"{name}: {text}" for name, text in CURRICULA.items()) + "."
     )
     floor: float = Field(0.1, gt=0, le=1)
-    """Smallest weight, as a share of the largest: every prompt comes back."""
+    """Smallest weight of a prompt, as a share of the largest, so that every prompt comes back."""
     rate: float = Field(0.5, gt=0, le=1)
-    """Share of the newest group in the running mean and standard deviation of a prompt."""
+    """Weight of the newest group in the running mean and standard deviation of a prompt."""
 
 
 class OnlineConfig(Strict):
-    """Keys of an online stage, apart from what it learns and how."""
+    """How an online stage runs, apart from what it learns and how."""
 
     mode: Mode = Field(
         "sync", description="; ".join(f"{name}: {text}" for name, text in MODES.items()) + "."
     )
     staleness: int = Field(1, ge=1)
-    """With mode ``async``: optimisation steps that the policy may be ahead of the rollouts that it
-    learns from.
-    """
+    """With mode ``async``: the number of optimisation steps that the policy may be ahead of the
+    rollouts that it trains on."""
     placement: Literal["in_process", "ray"] = "in_process"
-    """Everything in one process; or workers of their own for training, rollouts and rewards, as Ray
-    actors.
-    """
+    """``in_process``: everything in one process. ``ray``: training, rollouts and rewards have
+    workers of their own, as Ray actors."""
     resources: ResourcesConfig = ResourcesConfig()
     prompt_filter: PromptFilterConfig | None = None
     curriculum: CurriculumConfig | None = None
     rollout_timeout: float = Field(3600, gt=0)
-    """With ``placement: ray``: seconds for the rollouts of one part of a step; then the worker is
-    replaced.
-    """
+    """With ``placement: ray``: seconds for the rollouts of one part of a step. A worker that takes
+    longer is replaced."""
     scoring: ScoringConfig = ScoringConfig()
     validation: ValidationConfig | None = None
     dumps: DumpsConfig | None = None
     profile: ProfileConfig | None = None
     statistics_alarm: float | None = Field(2.0, gt=0)
-    """An image statistic (entropy, edges, brightness ...) of a step's samples that differs from the
-    first step's by more than so many of its standard deviations, beyond chance, is warned of and
-    stands in the report; ``null``: none is.
-    """
+    """Warn, and tell the report, when an image statistic (entropy, edges, brightness ...) of a
+    step's samples differs from the first step's by more than this number of its standard
+    deviations, beyond chance. ``null``: no warning."""
 
     def traces(self, role: Role, step: int) -> bool:
         """Whether the work of a role for a step is profiled."""

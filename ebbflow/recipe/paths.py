@@ -23,14 +23,12 @@ PATTERN = re.compile(r"[*?[]")
 HTTP_PATTERN = re.compile(r"[*[]")
 """What Flyte and fsspec take for the pattern of several files."""
 PATH_KEYS = {"path", "source", "held_out_source", "pairs", "teacher"}
-"""Keys of a recipe that name files, folders or ``package.module:name``."""
+"""Recipe keys that name files, folders or ``package.module:name``."""
 PATH_MAPPINGS = {"teachers"}
-"""Keys of mappings whose values do."""
+"""Recipe keys of mappings whose values do."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
 SHIPPED = "ebbflow:datasets/"
-"""How the text of a path begins that names a file installed with Ebbflow: it means the same on
-every machine.
-"""
+"""Prefix of a path to a file that is installed with Ebbflow. It means the same on every machine."""
 PACKAGE = Path(__file__).parents[1]
 
 

@@ -19,35 +19,29 @@ class PolicyConfig(Strict):
     rank: int = Field(16, ge=1)
     alpha: int = Field(16, ge=1)
     targets: list[str] | None = Field(None, min_length=1)
-    """Names of the linear layers that LoRA adapts, or their ends; left out, those of the model's
-    family.
-    """
+    """Names of the linear layers that LoRA adapts, or the ends of these names. Default: those of
+    the model's family."""
     layers: list[str] | None = Field(None, min_length=1)
-    """Patterns (``*`` for anything) of the layers to train, such as ``"transformer_blocks.1?.*"``;
-    left out, all. Under LoRA, of its ``targets`` those that fit a pattern.
-    """
+    """Patterns (``*`` for anything) of the layers to train, such as ``"transformer_blocks.1?.*"``.
+    Default: all. Under LoRA, only ``targets`` that match a pattern are trained."""
     init: Literal["gaussian", "kaiming"] = "gaussian"
-    """Of the first factors of LoRA: normal with a standard deviation of 1 / rank; or uniform, as
-    its authors' code has it. The second ones are 0, so that the policy starts at the base model,
-    which PiSSA and OLoRA would change.
-    """
+    """Initialisation of LoRA's first factors: normal with a standard deviation of 1 / rank, or
+    uniform, as in its authors' code. The second factors are 0, so that the policy starts at the
+    base model, which PiSSA and OLoRA would change."""
     rslora: bool = False
-    """Scale adapters by alpha / sqrt(rank), not alpha / rank: their effect does not shrink with the
-    rank (2312.03732).
-    """
+    """Scale adapters by alpha / sqrt(rank) instead of alpha / rank, so that their effect does not
+    shrink with the rank (2312.03732)."""
     dora: bool = False
-    """Train the length of each row of an adapted weight apart from its direction (2402.09353):
-    nearer to full training at low ranks, and slower.
-    """
+    """DoRA (2402.09353): train the magnitude of each row of an adapted weight separately from its
+    direction. Closer to full training at low ranks, and slower."""
     start: PretrainedSourceConfig | None = None
-    """What training starts from instead of the base model: the policy folder of an earlier run, or
-    a published LoRA (a file, a folder or a repository) of this base, of at most this rank.
-    """
+    """Start training from this policy instead of the base model: the policy folder of an earlier
+    run, or a published LoRA (a file, a folder or a repository) of this base model, with at most
+    this rank."""
     ema: EmaScheduleConfig | None = None
-    """An exponential moving average of the trained parameters, updated after every optimiser step.
-    Where there is one, it is what gets evaluated, promoted and served; training goes on from the
-    parameters themselves.
-    """
+    """Exponential moving average of the trained parameters, updated after every optimiser step. If
+    it is set, the average is evaluated, promoted and served; training continues from the parameters
+    themselves."""
 
     @property
     def scale(self) -> float:

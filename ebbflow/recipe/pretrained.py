@@ -15,12 +15,13 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class PretrainedSourceConfig(Strict):
-    """Where weights come from."""
+    """The source of pretrained weights."""
 
     path: PathText | None = None
-    """A folder or a URI; with a revision, the id of a Hugging Face repository (``owner/name``)."""
+    """A folder or a URI. With a ``revision``, the id of a Hugging Face repository
+    (``owner/name``)."""
     revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
-    """The commit of the repository, 40 hexadecimal digits; nothing is fetched without one."""
+    """Commit of the repository, 40 hexadecimal digits. Without it nothing is downloaded."""
 
     @property
     def on_hub(self) -> bool:

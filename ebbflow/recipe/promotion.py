@@ -12,16 +12,17 @@ Tolerance = Annotated[float, Field(ge=0)]
 
 
 class MarginsConfig(Strict):
-    """How far an image statistic may move from the champion's: the candidate must prove that it
+    """How far each image statistic may move from the champion's. The candidate must prove that it
     moved less.
 
-    In standard deviations of the champion's prompts (Glass's delta, an effect size), but the
-    diversity within a prompt as a share of the champion's mean. ``null``: it is measured and not
-    tested.
+    The unit is the standard deviation of the champion's prompts (Glass's delta, an effect size).
+    For the diversity within a prompt it is a share of the champion's mean. ``null``: the statistic
+    is measured and not tested.
     """
 
     entropy: float | None = Field(2.5, gt=0)
-    """Of the grey levels; falls when images become flat or clear, rises with grain."""
+    """Entropy of the grey levels. It falls when images become flat or clear, and rises with
+    grain."""
     edge_density: float | None = Field(1.5, gt=0)
     """Share of the pixels that lie on an edge."""
     brightness: float | None = Field(1.5, gt=0)
@@ -29,40 +30,34 @@ class MarginsConfig(Strict):
     saturation: float | None = Field(1.0, gt=0)
     """Mean saturation."""
     sharpness: float | None = Field(1.0, gt=0)
-    """Standard deviation of the Laplacian; only a fall is tested, as a policy that learns to draw
-    clearly raises it.
-    """
+    """Standard deviation of the Laplacian. Only a fall is tested, because a policy that learns to
+    generate clear images raises it."""
     text_likeness: float | None = Field(1.0, gt=0)
-    """Share of the image that looks like lines of text; only a rise is tested, and only where no
-    trained reward reads.
-    """
+    """Share of the image that looks like lines of text. Only a rise is tested, and only where no
+    trained reward reads."""
     diversity_across_prompts: float | None = Field(1.5, gt=0)
-    """Distance of an image to the nearest one of another prompt, 0 for duplicates. Of a diversity
-    only a fall is tested.
-    """
+    """Distance of an image to the nearest image of another prompt; 0 for duplicates. For each
+    diversity, only a fall is tested."""
     diversity_latents: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the latents of a prompt's samples, as a share: where one picture is right,
-    it falls as a policy learns.
-    """
+    """Distance between the latents of a prompt's samples, as a share. Where only one picture is
+    right, it falls as a policy learns."""
     diversity_pixels: float | None = Field(0.9, gt=0, lt=1)
     """Distance between the thumbnails of a prompt's samples, as a share."""
     diversity_features: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the features of a prompt's samples, as a share, where a reward or guardrail
-    has a network.
-    """
+    """Distance between the features of a prompt's samples, as a share. It needs a reward or
+    guardrail with a network."""
 
 
 class GuardrailToleranceConfig(Strict):
     """How far the mean of a guardrail may fall below the champion's."""
 
     default: float = Field(0.1, ge=0)
-    """Of every guardrail that is not named below, in standard deviations of the champion's prompts
-    (Glass's delta).
-    """
+    """Tolerance of every guardrail without an entry below, in standard deviations of the champion's
+    prompts (Glass's delta)."""
     standard_deviations: dict[str, Tolerance] = {}
-    """Of single guardrails by name, in the same unit."""
+    """Tolerances of single guardrails by name, in the same unit."""
     absolute: dict[str, Tolerance] = {}
-    """Of single guardrails by name, on the scale of their scores."""
+    """Tolerances of single guardrails by name, on the scale of their scores."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,6 +83,5 @@ class PromotionConfig(Strict):
     guardrail_tolerance: GuardrailToleranceConfig = GuardrailToleranceConfig()
     margins: MarginsConfig = MarginsConfig()
     approval: float | None = Field(None, gt=0, le=24 * 365)
-    """Hours that a policy which passed the gate waits for a person to approve it; left out, nobody
-    is asked. Nobody in time is a no.
-    """
+    """Hours that a policy which passed the gate waits for a person's approval. Default: no approval
+    is needed. No answer in time is a rejection."""

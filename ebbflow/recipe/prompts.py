@@ -16,11 +16,12 @@ class PromptSetConfig(Strict):
     """One file of a mixture."""
 
     source: PathText
-    """As ``prompts.source``."""
+    """Same as ``prompts.source``."""
     name: str | None = Field(None, pattern=NAME, max_length=MAX_LENGTH)
-    """In the prompt table, in its column ``source``; left out, the name of the file."""
+    """Name of the set in the column ``source`` of the prompt table. Default: the name of the
+    file."""
     weight: float = Field(1.0, gt=0)
-    """Its share of the prompts of every step, in proportion to the others'."""
+    """Weight of this set in every step, relative to the other sets."""
 
     @property
     def label(self) -> str:
@@ -32,26 +33,23 @@ class PromptsConfig(Strict):
     """Where prompts come from and how they are split by id."""
 
     source: PathText | None = None
-    """A .txt, .jsonl, .json, .csv, .tsv or .parquet file; left out: random strings for the glyph
-    model. A relative path, here as for every input, is looked for next to the recipe, then in the
-    working directory. ``ebbflow:datasets/signs/prompts.txt`` is installed with Ebbflow, so that
-    every pod has it.
-    """
+    """A .txt, .jsonl, .json, .csv, .tsv or .parquet file. Default: random strings for the glyph
+    model. A relative path, like that of every input, is looked up next to the recipe, then in the
+    working directory. ``ebbflow:datasets/signs/prompts.txt`` is installed with Ebbflow, so every
+    pod has it."""
     mixture: list[PromptSetConfig] = []
-    """Several files instead of ``source``: every step takes prompts of all of them, in proportion
-    to their weights.
-    """
+    """Several files instead of ``source``. Every step takes prompts from all of them, in proportion
+    to their weights."""
     count: int = Field(2048, ge=3)
-    """How many strings to make up when there is no source."""
+    """Number of random strings, without a source."""
     validation: int = Field(64, ge=1)
-    """Prompts that choose the best round."""
+    """Number of validation prompts, which choose the best round."""
     held_out: int = Field(128, ge=2)
-    """Prompts that only the report and the promotion gate see."""
+    """Number of held-out prompts, which only the report and the promotion gate see."""
     held_out_source: PathText | None = Field(None, exclude_if=partial(operator.is_, None))
-    """A file of its own for the held-out prompts, such as those of a benchmark: ``held_out`` of
-    them, all or a choice that is the same in every run. Its prompts are not trained on. Validation
-    prompts are still of the training set.
-    """
+    """A separate file for the held-out prompts, such as those of a benchmark: ``held_out`` of them,
+    all or a choice that is the same in every run. No stage trains on them. Validation prompts still
+    come from the training set."""
 
     @property
     def sources(self) -> list[str]:

@@ -66,25 +66,22 @@ SHIPPED = "workflows/recipes"
 
 
 class StopRuleConfig(Strict):
-    """Ends the rounds early: the validation reward has not grown by ``min_delta`` for ``patience``
-    rounds.
-    """
+    """Early stopping: ends the rounds when the validation reward has not grown by ``min_delta`` for
+    ``patience`` rounds."""
 
     patience: int = Field(2, ge=1)
     min_delta: float = Field(0.0, ge=0)
 
 
 class TrackingConfig(Strict):
-    """Where runs are tracked; ``MLFLOW_TRACKING_URI`` when ``uri`` is left out, a SQLite file in
-    ``output`` without it.
-    """
+    """Where runs are tracked. Default of ``uri``: ``MLFLOW_TRACKING_URI``, or else a SQLite file in
+    ``output``."""
 
     experiment: str = Field("ebbflow", min_length=1, max_length=MAX_LENGTH)
     uri: StoreText | None = None
     sinks: list[Literal["tensorboard", "wandb"]] = []
-    """Where the curves of a run also go; each needs its package (docs/metrics.md). One that fails
-    is a warning.
-    """
+    """Other trackers that also get the curves of a run; each needs its package (docs/metrics.md). A
+    sink that fails causes a warning."""
 
 
 class Recipe(Strict):
@@ -93,35 +90,31 @@ class Recipe(Strict):
     name: str = Field("glyph", pattern=NAME, max_length=MAX_LENGTH)
     seed: int = Field(0, ge=0, lt=2**31)
     output: OutputText = "runs"
-    """Folder (or URI) that gets the report and the summary, one folder per run."""
+    """Folder (or URI) for the report and the summary, with one folder per run."""
     threads: int = Field(1, ge=1)
-    """Torch threads per process: small models do not gain from more unless the cores are idle."""
+    """Torch threads per process. Small models gain from more only if cores are idle."""
     deterministic: bool = False
-    """On a GPU: kernels that give the same bytes every time, slower; an operation that has none is
-    an error (docs/bitwise.md).
-    """
+    """On a GPU, use deterministic kernels: slower, with the same bytes every time. An operation
+    without such a kernel is an error (docs/bitwise.md)."""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
     rewards: list[AnyRewardConfig] = Field([reward("ocr")], min_length=1)
-    """What is trained on: the weighted sum of these."""
+    """Rewards to train on, as their weighted sum."""
     guardrails: list[AnyRewardConfig] = [reward("tesseract"), reward("similarity")]
-    """Metrics that are watched and never trained on; one that is not installed is reported and left
-    out.
-    """
+    """Rewards that are measured and never trained on. A guardrail that is not installed is reported
+    and skipped."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
     """Share of samples whose scoring may fail (they are masked and counted) before the stage stops;
-    also of the held-out samples on which a guardrail may fail before the gate refuses.
-    """
+    also the share of held-out samples on which a guardrail may fail before the gate rejects."""
     policy: PolicyConfig = PolicyConfig()
     rounds: int = Field(1, ge=1, le=20)
     stages: list[AnyStageConfig] = Field([OnlineStageConfig(), OfflineStageConfig()], min_length=1)
-    """What one round does, in order; stages of ``branches`` side by side."""
+    """Stages of one round, in order. Stages of different ``branches`` run side by side."""
     branches: dict[Annotated[str, Field(pattern=NAME, max_length=MAX_LENGTH)], BranchConfig] = (
         Field({}, exclude_if=operator.not_)
     )
-    """Specialists of a round, by their names; a distillation then has them as teachers
-    (docs/branches.md).
-    """
+    """Branches of a round by name. Each trains a specialist, and a distillation can take them as
+    teachers (docs/branches.md)."""
     stop: StopRuleConfig = StopRuleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()

@@ -36,12 +36,11 @@ class RewardConfig(Strict):
 
     name: str
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
-    """Of a reward that is trained on, in the sum."""
+    """Weight of the reward in the weighted sum that is trained on."""
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
-    """How its scores are called in tables, charts and reports; left out, its name."""
+    """Name of its scores in tables, charts and reports. Default: the reward's name."""
     prompts: list[str] = Field([], exclude_if=operator.not_)
-    """Names of sets of ``prompts.mixture``: only their prompts are scored. Left out, all prompts.
-    """
+    """Names of sets of ``prompts.mixture``: only their prompts are scored. Default: all prompts."""
 
     def applies_to(self, prompt_set: str) -> bool:
         """Whether it scores the prompts of a set of the mixture."""
@@ -103,18 +102,18 @@ Case = Literal["ignored", "kept"]
 
 
 class OcrRewardConfig(ReadingRewardConfig):
-    """A reward that spells out what it reads, and compares it with the target."""
+    """Reads the text of the image and compares it with the target."""
 
     match: Match = "exact"
-    """``exact``: every further letter that is read costs. ``contained``: a reading that contains
-    the target scores 1, as in published code; a policy can then write more than it was asked for.
-    """
+    """``exact``: every extra letter lowers the score. ``contained``: a reading that contains the
+    target scores 1, as in published code; a policy can then write more than the prompt asks for."""
     case: Case = Field("ignored", exclude_if=lambda given: given == "ignored")
-    """``ignored``: "open" is as good as "OPEN", as published. ``kept``: it is not."""
+    """``ignored``: "open" is as good as "OPEN", as in published code. ``kept``: letter case
+    counts."""
 
 
 class CustomRewardConfig(RewardConfig):
-    """A user's own: what ``package.module:Name`` leads to, called with the options."""
+    """A reward of your own: the object at ``package.module:Name``, called with the options."""
 
     name: Literal["custom"] = "custom"
     path: Annotated[str, name_or_path()]

@@ -43,69 +43,66 @@ from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig, algorithm_na
 
 
 class CheckpointsConfig(Strict):
-    """Where a stage goes on after it was stopped: with the same bytes as if it never had been."""
+    """Checkpoints of a stage. A stage that resumes from one ends with the same bytes as one that
+    was never stopped."""
 
     every: int = Field(10, ge=1)
-    """Steps between two, of an offline stage optimiser steps."""
+    """Steps between two checkpoints; in an offline stage, optimiser steps."""
     keep: int = Field(2, ge=1)
-    """How many are kept: the last ones, in case the newest turns out to be damaged. The best
-    validated one stays beside them.
-    """
+    """Number of newest checkpoints to keep, in case the newest is damaged. The best validated one
+    is kept as well."""
 
 
 class StageConfig(Strict):
-    """What online and offline stages share."""
+    """Keys that online and offline stages share."""
 
     algorithm: AnyAlgorithmConfig
     branch: str | None = Field(None, exclude_if=operator.not_)
-    """The one of ``branches`` that this stage is of; different branches begin with the same policy
-    and run side by side.
-    """
+    """The branch (a name of ``branches``) that this stage belongs to. Different branches start from
+    the same policy and run side by side."""
     sampler: SamplerConfig = SamplerConfig()
     sizes: list[SizeConfig] = Field([], exclude_if=operator.not_)
-    """Sizes of the images of rollouts: every step of an online stage has one of them, drawn by
-    their weights, and every shard of an offline stage. Left out: that of ``model``.
-    """
+    """Image sizes of the rollouts. Each step of an online stage, and each shard of an offline
+    stage, has one size, sampled by weight. Default: the size of ``model``."""
     window: WindowConfig | None = None
-    """For algorithms that train on the steps of a trajectory; they have one by default."""
+    """Window of trained denoising steps, for algorithms on trajectories. They have one by
+    default."""
     advantages: AdvantagesConfig = AdvantagesConfig()
     reference: ReferenceConfig = ReferenceConfig()
     correction: CorrectionConfig | None = None
-    """For algorithms on trajectories: none by default, and the ratio is against the rollout's
-    log-probs as they are; where another policy, engine or precision generates, that is an alarm.
-    """
+    """Off-policy correction, for algorithms on trajectories. Default: none; the ratio is against
+    the rollout's log-probs. Without it, rollouts of another policy, engine or precision raise an
+    alarm."""
     optimizer: OptimizerConfig = OptimizerConfig()
     group_size: int = Field(16, ge=2)
-    """Samples per prompt; advantages compare inside the group."""
+    """Samples per prompt. Advantages compare samples within this group."""
     shared_initial_noise: bool = False
-    """The samples of a prompt start from one noise, another at every step of an online stage
-    (``--init_same_noise`` of DanceGRPO and MixGRPO); only the noise of stochastic steps tells them
-    apart.
-    """
+    """All samples of a prompt start from the same noise, which changes at every step of an online
+    stage (``--init_same_noise`` of DanceGRPO and MixGRPO). Only the noise of stochastic steps makes
+    them different."""
     micro_batch: int = Field(64, ge=1)
     """Samples per forward and backward pass."""
     guidance_in_loss: bool = True
-    """Of algorithms on trajectories, where the model has classifier-free guidance: false generates
-    with it, and trains the network's own prediction, with ratios against that prediction before the
-    updates of the step (one more forward pass).
-    """
+    """For algorithms on trajectories and models with classifier-free guidance. false: generate with
+    guidance and train the unguided prediction; ratios are against that prediction before the
+    updates of the step (one more forward pass)."""
     rollout_precision: Precision | None = None
-    """Of the network while it generates, where that is not ``model.precision``."""
+    """Precision of the network during rollouts. Default: ``model.precision``."""
     engine: Annotated[str, name_or_path(*ENGINES)] = Field(
         "diffusers",
         description=f"{listed(ENGINES)} Or package.module:Name of your own (docs/extending.md).",
     )
     parity: ParityConfig = ParityConfig()
-    """The gate of another engine than ``diffusers``."""
+    """Parity gate of an engine other than ``diffusers``."""
     drift_alarm: float = Field(1.0, gt=0)
-    """A velocity drift from the base model, mean((v - v_base)^2), above this is warned of and
-    stands in the report: what learns well stays well below 1, what games its reward often does not.
-    """
+    """Warn, and tell the report, when the velocity drift from the base model, mean((v - v_base)^2),
+    is above this. A policy that learns well stays well below 1; one that games its reward often
+    does not."""
     checkpoints: CheckpointsConfig | None = CheckpointsConfig()
     max_hours: float | None = Field(None, gt=0)
-    """Hours after which the stage ends with what was learnt so far, and the run goes on."""
+    """Hours after which the stage ends with the policy it has. The run continues."""
     max_gpu_hours: float | None = Field(None, gt=0)
-    """The same, of all GPUs of the stage together."""
+    """The same limit in GPU hours, summed over all GPUs of the stage."""
 
     @property
     def hyper(self) -> AlgorithmConfig:
@@ -459,30 +456,27 @@ REUSABLE_FORWARD: dict[str, tuple[Any, str]] = {
 
 
 class OnlineStageConfig(OnlineConfig, StageConfig):
-    """Fresh samples, immediate updates: rollout, score, advantages, update, repeated with the
-    models hot.
-    """
+    """An online stage: rollout, score, advantages, update, repeated while the models stay
+    loaded."""
 
     kind: Literal["online"] = "online"
     algorithm: AnyAlgorithmConfig = algorithm_named("mix_grpo")
     steps: int = Field(40, ge=1)
-    """Rollout-and-update steps."""
+    """Number of steps; each generates rollouts and updates the policy."""
     prompts_per_step: int = Field(8, ge=1)
     refill_rounds: int = Field(0, ge=0)
-    """Times that a step draws other prompts in place of those whose samples all score alike, as
-    dynamic sampling of DAPO does (2503.14476); generated with the newest weights, and waited for.
-    """
+    """Rounds of dynamic sampling (DAPO, 2503.14476): a step replaces prompts whose samples all have
+    the same score by other prompts, at most this number of times. It waits for their rollouts,
+    which the newest weights generate."""
     updates_per_step: int = Field(2, ge=1)
-    """Optimiser steps per rollout batch: its samples are split into that many parts."""
+    """Optimiser steps per rollout batch. The samples are split into this number of parts."""
     reuse_rollout_forward: bool = Field(False, exclude_if=operator.not_)
-    """Of algorithms on trajectories with ``updates_per_step: 1``: the update goes back through the
-    rollout's own forward passes and predicts nothing again: faster, and the activations of all
-    trained steps of all samples of a step are in memory together (docs/online.md).
-    """
+    """For algorithms on trajectories with ``updates_per_step: 1``. The backward pass uses the
+    rollout's own forward passes, so nothing is predicted again. Faster, but the activations of all
+    trained steps of all samples of a step are in memory together (docs/online.md)."""
     tree: TreeConfig | None = None
-    """Of algorithms on trajectories: the samples of a group branch off each other, and every
-    denoising step has an advantage of its own (docs/algorithms.md).
-    """
+    """Tree rollouts, for algorithms on trajectories: the samples of a group split from common
+    trajectories, and every denoising step has an advantage of its own (docs/algorithms.md)."""
 
     @model_serializer(mode="wrap")
     def _without_a_tree_as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -619,26 +613,23 @@ def lacks_correction(stage: StageConfig, precision: Precision) -> bool:
 
 
 class OfflineStageConfig(StageConfig):
-    """A large batch generated and scored once, in shards, then several epochs over it; or a file of
-    preference pairs.
-    """
+    """An offline stage: a large batch is generated and scored once, in shards, then trained on for
+    several epochs; or training on a file of preference pairs."""
 
     kind: Literal["offline"] = "offline"
     algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
     pairs: PathText | None = None
-    """A .parquet or .jsonl file of preference pairs to train on, instead of generating and scoring
-    (``datasets/README.md``).
-    """
+    """A .parquet or .jsonl file of preference pairs to train on, instead of generated and scored
+    samples (``datasets/README.md``)."""
     prompts: int = Field(64, ge=1)
     shards: int = Field(2, ge=1)
-    """Rollout and scoring pods; prompts are dealt out evenly."""
+    """Number of rollout and scoring pods. Prompts are split evenly among them."""
     epochs: int = Field(2, ge=1)
     batch_size: int = Field(128, ge=1)
     """Samples per optimiser step, over all training processes."""
     latent_precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the final latents in rollout shards: bfloat16 rounds them, and takes less than half the
-    space and time to read.
-    """
+    """Precision of the final latents in rollout shards. bfloat16 rounds them, and takes less than
+    half of the space and of the reading time."""
 
     @model_validator(mode="after")
     def _shards_have_prompts(self) -> OfflineStageConfig:
@@ -677,9 +668,8 @@ class OfflineStageConfig(StageConfig):
 
 
 class CustomStageConfig(StageConfig):
-    """A stage kind of your own: ``path`` leads to the function that trains, ``options`` are its
-    settings (docs/extending.md).
-    """
+    """A stage kind of your own: ``path`` names the function that trains, ``options`` are its
+    settings (docs/extending.md)."""
 
     kind: Literal["custom"] = "custom"
     algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
