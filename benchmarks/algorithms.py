@@ -26,26 +26,26 @@ import yaml
 from tqdm import tqdm
 
 from benchmarks.algorithms_report import write_report
-from benchmarks.machine import machine
-from ebbflow.data.prepare import prepare
+from benchmarks.machine import describe_machine
+from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
-from ebbflow.evaluation.evaluate import evaluate
+from ebbflow.evaluation.evaluate import evaluate_on_prompts
 from ebbflow.models import Model
-from ebbflow.models.prepare import train_base
+from ebbflow.models.prepare import train_base_folder
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.combine import Scorer, load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import write_table
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
@@ -64,7 +64,7 @@ STEPS = 1000
 """Or epochs: more than any entry takes in its seconds."""
 
 
-class OutOfTime(Exception):
+class OutOfTimeError(Exception):
     """The run has had its CPU-seconds."""
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
     for seed in arguments.seeds:
-        for name in tqdm(arguments.only, desc=f"seed {seed}", unit="run"):
+        for name in tqdm(arguments.select_rows, desc=f"seed {seed}", unit="run"):
             kind, settings = entries[name]
             if kind in ONE_SEED and seed != arguments.seeds[0]:
                 continue
@@ -104,7 +104,7 @@ def main() -> None:
             found = [run for run in results["runs"] if asked.items() <= run.items()]
             if found and not arguments.again:
                 continue
-            done = asked | run(asked)
+            done = asked | train_entry(asked)
             tqdm.write(
                 f"{name} {seed}: {done['before']['ocr']:.2f} -> {done['after']['ocr']:.2f}, drift"
                 f" {done['drift']:.3f}"
@@ -116,22 +116,22 @@ def main() -> None:
                 if run["name"] in order and (run["name"], run["seed"]) != (name, seed)
             ]
             runs = sorted([*kept, done], key=lambda run: (order.index(run["name"]), run["seed"]))
-            results = {"machine": machine(), "runs": runs}
+            results = {"machine": describe_machine(), "runs": runs}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_report(RESULTS)
 
 
-def run(asked: dict[str, Any]) -> dict[str, Any]:
+def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
     """Train one entry with one seed; held-out scores over its CPU-seconds, guardrails and drift at
     the end.
     """
-    recipe = recipe_of(asked)
-    base, policy_folder, table = prepared(recipe)
+    recipe = build_recipe(asked)
+    base, policy_folder, table = prepare_inputs(recipe)
     prompts = read_prompts(table, "train")
     held_out = read_prompts(table, "held_out")
     ctx = StageContext(recipe, 0, 0)
     model = open_model(recipe, base)
-    policy, metadata = open_policy(ctx, model, policy_folder, teachers_of(ctx))
+    policy, metadata = open_policy(ctx, model, policy_folder, load_teachers(ctx))
     updater = PolicyUpdater(policy, ctx.config, metadata)
     scorer = load_scorer(recipe.rewards, ())
     curve: list[dict[str, float]] = []
@@ -139,7 +139,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     start = time.process_time()
     spent_evaluating = 0.0
 
-    def log(metrics: dict[str, float], step: int) -> None:
+    def log_metrics_and_scores(metrics: dict[str, float], step: int) -> None:
         nonlocal spent_evaluating
         spent = time.process_time() - start - spent_evaluating
         training.append({"cpu_seconds": spent, **metrics})
@@ -149,35 +149,35 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
                 {
                     "cpu_seconds": spent,
                     "steps": step + 1,
-                    **score(recipe, model, policy, held_out, ()),
+                    **score_policy(recipe, model, policy, held_out, ()),
                 }
             )
             spent_evaluating += time.process_time() - before
         if spent >= asked["cpu_seconds"]:
-            raise OutOfTime
+            raise OutOfTimeError
 
-    before = score(recipe, model, policy, held_out, GUARDRAILS)
-    warm_up(model, scorer, prompts[0])
+    before = score_policy(recipe, model, policy, held_out, GUARDRAILS)
+    warm_up_rewards(model, scorer, prompts[0])
     curve.append({"cpu_seconds": 0.0, "steps": 0, **before})
     stopped = ""
     start = time.process_time()
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         try:
-            with suppress(OutOfTime):  # how a run ends that nothing stops before
-                train(ctx, model, updater, scorer, prompts, log)
+            with suppress(OutOfTimeError):  # how a run ends that nothing stops before
+                train_policy(ctx, model, updater, scorer, prompts, log_metrics_and_scores)
         except TrainingError as error:
             stopped = str(error)
-    after = score(recipe, model, policy, held_out, GUARDRAILS)
+    after = score_policy(recipe, model, policy, held_out, GUARDRAILS)
     first, last = (
         (training[0], training[-1]) if training else ({}, {})
     )  # its very first update may stop a run
     curve.append({"cpu_seconds": last.get("cpu_seconds", 0.0), "steps": len(training), **after})
     of_teacher = {}
     if "teacher" in policy.copies:
-        with policy.using("teacher"):
-            of_teacher = {"teacher": score(recipe, model, policy, held_out, GUARDRAILS)}
-    keep(ctx, updater, metadata, asked)
+        with policy.use_copy("teacher"):
+            of_teacher = {"teacher": score_policy(recipe, model, policy, held_out, GUARDRAILS)}
+    save_teacher(ctx, updater, metadata, asked)
     return {
         "before": before,
         "after": after,
@@ -198,7 +198,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
 GUARDRAILS = ("tesseract", "similarity")
 
 
-def recipe_of(asked: dict[str, Any]) -> Recipe:
+def build_recipe(asked: dict[str, Any]) -> Recipe:
     """The recipe of one run: the entry is its only stage, with steps or epochs enough for its
     seconds.
 
@@ -228,7 +228,7 @@ Log = Callable[[dict[str, float], int], None]
 """Takes the metrics of a training step and the step's number."""
 
 
-class Passed(MetricsRecorder):
+class CallbackRecorder(MetricsRecorder):
     """A recorder that tells a function of every step."""
 
     def __init__(self, log: Log) -> None:
@@ -239,7 +239,7 @@ class Passed(MetricsRecorder):
         self.log(dict(values), step)
 
 
-def train(
+def train_policy(
     ctx: StageContext,
     model: Model,
     updater: PolicyUpdater,
@@ -249,7 +249,9 @@ def train(
 ) -> None:
     """The stage of an entry, all of it in this process."""
     if ctx.config.kind == "online":
-        run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts, Passed(log))
+        run_online_stage(
+            ctx, open_local_workers(ctx, updater, scorer), prompts, CallbackRecorder(log)
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         rollouts, scores, advantages = (
@@ -258,49 +260,51 @@ def train(
         generate_shard(ctx, model, updater.policy, 0, prompts, 0, rollouts)
         score_shard(ctx, scorer, prompts, rollouts, scores)
         write_advantages(ctx, [scores], advantages)
-        train_epochs(ctx, model, updater, prompts, [rollouts], advantages, Passed(log))
+        train_epochs(ctx, model, updater, prompts, [rollouts], advantages, CallbackRecorder(log))
 
 
-def score(
+def score_policy(
     recipe: Recipe, model: Model, policy: Policy, prompts: list[Prompt], guardrails: tuple[str, ...]
 ) -> dict[str, float]:
     """Held-out means of the OCR and of the guardrails, and the velocity drift from the base
     model."""
-    scorer = load_scorer([reward("ocr")], [reward(guardrail) for guardrail in guardrails])
+    scorer = load_scorer(
+        [configure_reward("ocr")], [configure_reward(guardrail) for guardrail in guardrails]
+    )
     with tempfile.TemporaryDirectory() as folder:
-        found = evaluate(
+        found = evaluate_on_prompts(
             recipe, model, policy, 0, scorer, prompts, recipe.name, Path(folder) / "samples.parquet"
         )
     return {**found.held_out, "velocity_drift": found.velocity_drift}
 
 
-def warm_up(model: Model, scorer: Scorer, prompt: Prompt) -> None:
+def warm_up_rewards(model: Model, scorer: Scorer, prompt: Prompt) -> None:
     """Load what rewards load at their first image; the recogniser is trained then, once on a
     machine.
     """
     scorer(
-        model.decode(torch.zeros(2, *model.latent_shape)), [prompt] * 2
+        model.decode_latents(torch.zeros(2, *model.latent_shape)), [prompt] * 2
     )  # two: a reward may compare
 
 
-def prepared(recipe: Recipe) -> tuple[Path, Path, Path]:
+def prepare_inputs(recipe: Recipe) -> tuple[Path, Path, Path]:
     """(base model, untouched policy, prompt table); the base model is trained once and shared by
     all runs.
     """
     base = WORK / "base"
     if not base.exists():
-        train_base(GlyphTrainingConfig(), recipe.threads, base)
+        train_base_folder(GlyphTrainingConfig(), recipe.threads, base)
     policy = WORK / "untouched"
     if not policy.exists():
-        write_base_policy(policy, verify(base), "", recipe.policy)
+        write_base_policy(policy, verify_folder(base), "", recipe.policy)
     prompts = WORK / "prompts.parquet"
     if not prompts.exists():
-        table, _ = prepare(recipe.model_copy(update={"seed": 0}))
+        table, _ = prepare_prompt_table(recipe.model_copy(update={"seed": 0}))
         write_table(prompts, PROMPTS, table.to_batches(), {})
     return base, policy, prompts
 
 
-def keep(
+def save_teacher(
     ctx: StageContext, updater: PolicyUpdater, metadata: PolicyMetadata, asked: dict[str, Any]
 ) -> None:
     """Leave the trained policy where a later entry finds its teacher."""
@@ -316,11 +320,13 @@ def keep(
     save_policy(ctx, updater, metadata, record, folder)
 
 
-def teachers_of(ctx: StageContext) -> dict[str, Path]:
+def load_teachers(ctx: StageContext) -> dict[str, Path]:
     """The policies that earlier entries left behind for the same seed."""
     seed = ctx.recipe.seed
-    folders = {copy: WORK / "policies" / f"{entry}-{seed}" for copy, entry in ctx.teachers.items()}
-    for copy, entry in ctx.teachers.items():
+    folders = {
+        copy: WORK / "policies" / f"{entry}-{seed}" for copy, entry in ctx.teacher_folders.items()
+    }
+    for copy, entry in ctx.teacher_folders.items():
         if not folders[copy].exists():
             raise SystemExit(
                 f"{ctx.recipe.name} learns from the policy of {entry} with seed {seed}, and there"

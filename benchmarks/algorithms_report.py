@@ -58,21 +58,22 @@ def write_report(results: Path = RESULTS) -> None:
     """Write the table and the plot beside the results."""
     found = json.loads(results.read_text())
     groups = {
-        kind: _by_name([run for run in found["runs"] if run["kind"] == kind]) for kind in TITLES
+        kind: _group_by_name([run for run in found["runs"] if run["kind"] == kind])
+        for kind in TITLES
     }
-    results.with_suffix(".md").write_text("\n".join(_page(found["machine"], groups)) + "\n")
-    figure = _figure({kind: runs for kind, runs in groups.items() if runs})
+    results.with_suffix(".md").write_text("\n".join(_format_page(found["machine"], groups)) + "\n")
+    figure = _plot_figure({kind: runs for kind, runs in groups.items() if runs})
     FigureCanvasAgg(figure).print_png(results.with_suffix(".png"), metadata={"Software": None})
 
 
-def _by_name(runs: Runs) -> dict[str, Runs]:
+def _group_by_name(runs: Runs) -> dict[str, Runs]:
     return {
         name: [run for run in runs if run["name"] == name]
         for name in dict.fromkeys(run["name"] for run in runs)
     }
 
 
-def _page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[str]:
+def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[str]:
     runs = [run for group in groups.values() for each in group.values() for run in each]
     before = runs[0]["before"]
     lines = [
@@ -100,12 +101,12 @@ def _page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[s
                 "",
                 f"**{TITLES[kind]}** ({' or '.join(given)} CPU-seconds)",
                 "",
-                *_table(names),
+                *_format_table(names),
             ]
     return lines
 
 
-def _table(names: dict[str, Runs]) -> list[str]:
+def _format_table(names: dict[str, Runs]) -> list[str]:
     head = [
         "entry",
         "ocr",
@@ -119,47 +120,53 @@ def _table(names: dict[str, Runs]) -> list[str]:
     ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, runs in names.items():
-        scores = _scores([run["after"] for run in runs])
+        scores = _format_scores([run["after"] for run in runs])
         steps = f"{fmean(run['steps'] for run in runs):.0f}"
         alarms = f"{sum(bool(run['alarms'] or run['stopped']) for run in runs)} of {len(runs)}"
         mark = "" if all("evaluate_every" in run for run in runs) else " °"
         lines.append(
-            "| " + " | ".join([name + mark, *scores, _seconds_to_goal(runs), steps, alarms]) + " |"
+            "| "
+            + " | ".join([name + mark, *scores, _median_seconds_to_goal(runs), steps, alarms])
+            + " |"
         )
         if teachers := [run["teacher"] for run in runs if "teacher" in run]:
             lines.append(
                 "| "
-                + " | ".join([f"teacher of {name}, evaluated alike", *_scores(teachers), *"–––"])
+                + " | ".join(
+                    [f"teacher of {name}, evaluated alike", *_format_scores(teachers), *"–––"]
+                )
                 + " |"
             )
     return lines
 
 
-def _scores(found: Sequence[dict[str, float]]) -> list[str]:
+def _format_scores(found: Sequence[dict[str, float]]) -> list[str]:
     spreads = [
-        _spread([scores.get(key) for scores in found])
+        _format_spread([scores.get(key) for scores in found])
         for key in ("ocr", "exact_match", "tesseract", "similarity")
     ]
     return [*spreads, f"{fmean(scores['velocity_drift'] for scores in found):.2f}"]
 
 
-def _spread(values: list[float | None]) -> str:
+def _format_spread(values: list[float | None]) -> str:
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return f"{known[0]:.2f}" if known else "–"
     return f"{fmean(known):.2f} ({min(known):.2f}–{max(known):.2f})"
 
 
-def _seconds_to_goal(runs: Runs) -> str:
+def _median_seconds_to_goal(runs: Runs) -> str:
     """Median over the seeds that reached it, interpolated between evaluations."""
-    reached = [seconds for run in runs if (seconds := seconds_to(run["curve"], GOAL)) is not None]
+    reached = [
+        seconds for run in runs if (seconds := interpolate_seconds(run["curve"], GOAL)) is not None
+    ]
     if not reached:
         return "–"
     count = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)})"
     return f"{median(reached):.0f}{count}"
 
 
-def seconds_to(curve: Sequence[dict[str, float]], goal: float) -> float | None:
+def interpolate_seconds(curve: Sequence[dict[str, float]], goal: float) -> float | None:
     """CPU-seconds at which a learning curve first passes a score, None if it never does."""
     for earlier, later in zip(curve, curve[1:], strict=False):
         if later["ocr"] >= goal:
@@ -168,11 +175,11 @@ def seconds_to(curve: Sequence[dict[str, float]], goal: float) -> float | None:
     return None
 
 
-def _figure(groups: dict[str, dict[str, Runs]]) -> Figure:
+def _plot_figure(groups: dict[str, dict[str, Runs]]) -> Figure:
     """A panel for every entry, each group on rows of its own: held-out OCR over CPU-seconds, a line
     for every seed.
     """
-    lines = [(kind, names) for kind, group in groups.items() for names in _rows(list(group))]
+    lines = [(kind, names) for kind, group in groups.items() for names in _layout_rows(list(group))]
     with matplotlib.rc_context(
         {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     ):
@@ -180,7 +187,7 @@ def _figure(groups: dict[str, dict[str, Runs]]) -> Figure:
         axes = figure.subplots(len(lines), COLUMNS, sharex="row", sharey=True, squeeze=False)
         for row, (kind, names) in zip(axes, lines, strict=True):
             for panel, name in zip(row, names, strict=False):
-                _panel(panel, name, groups[kind][name], COLOURS[kind])
+                _plot_panel(panel, name, groups[kind][name], COLOURS[kind])
             for panel in row[len(names) :]:
                 panel.set_visible(False)
         figure.supxlabel("CPU-seconds of rollouts, OCR and updates")
@@ -188,11 +195,11 @@ def _figure(groups: dict[str, dict[str, Runs]]) -> Figure:
         return figure
 
 
-def _rows(names: list[str]) -> list[list[str]]:
+def _layout_rows(names: list[str]) -> list[list[str]]:
     return [names[start : start + COLUMNS] for start in range(0, len(names), COLUMNS)]
 
 
-def _panel(panel: Axes, name: str, runs: Runs, colour: str) -> None:
+def _plot_panel(panel: Axes, name: str, runs: Runs, colour: str) -> None:
     panel.set_title(name, fontsize=8.5, loc="left")
     panel.axhline(GOAL, color="#9aa3af", linewidth=0.7, linestyle=":")
     for run in runs:

@@ -19,14 +19,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.conformance_adapters import Library, NotOffered, diffusers, ebbflow, flow_grpo
+from benchmarks.conformance_adapters import (
+    Library,
+    NotOffered,
+    build_diffusers,
+    build_ebbflow,
+    build_flow_grpo,
+)
 from benchmarks.conformance_cases import VECTORS, read_vectors, write_vectors
-from benchmarks.conformance_verl_omni import verl_omni
+from benchmarks.conformance_verl_omni import build_verl_omni
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.plugins import import_object
 
-INSTALLED = {"ebbflow": ebbflow, "diffusers": diffusers}
-CLONES = {"flow_grpo": flow_grpo, "verl_omni": verl_omni}
+INSTALLED = {"ebbflow": build_ebbflow, "diffusers": build_diffusers}
+CLONES = {"flow_grpo": build_flow_grpo, "verl_omni": build_verl_omni}
 RESULTS = Path(__file__).with_name("results") / "conformance.md"
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bool": 0.0}
 HELP = f"""
@@ -83,17 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compute conformance_vectors.json again, before",
     )
     given = parser.parse_args(arguments)
-    if given.write and given.only != "*":
+    if given.write and given.select_rows != "*":
         parser.error("--write writes the table of all cases; leave --only out")
     if given.write_vectors:
         write_vectors(VECTORS)
-    cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.only)]
+    cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.select_rows)]
     if not cases:
-        raise SystemExit(f"no case is named {given.only!r}; the names are in {VECTORS}")
+        raise SystemExit(f"no case is named {given.select_rows!r}; the names are in {VECTORS}")
     found = {
-        library: [run(library, case) for case in cases] for library in map(load, given.library)
+        library: [run_case(library, case) for case in cases]
+        for library in map(load_library, given.library)
     }
-    written = table(cases, found)
+    written = format_table(cases, found)
     if given.write:
         RESULTS.write_text(written)
     print(written)
@@ -107,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("\n\n".join([*wrong, f"{len(wrong)} differences without a known reason"]))
 
 
-def load(name: str) -> Library:
+def load_library(name: str) -> Library:
     """The library of a ``--library`` argument."""
     kind, _, clone = name.partition("=")
     if kind in CLONES:
@@ -122,13 +129,13 @@ def load(name: str) -> Library:
             " package.module:NAME"
         )
     try:
-        own: Library = import_path(name)
+        own: Library = import_object(name)
     except RecipeError as error:
         raise SystemExit(f"--library {error}") from None
     return own
 
 
-def run(library: Library, case: Mapping[str, Any]) -> Outcome:
+def run_case(library: Library, case: Mapping[str, Any]) -> Outcome:
     """One function on one case."""
     if case["function"] not in library.functions:
         return Outcome("not offered")
@@ -138,7 +145,7 @@ def run(library: Library, case: Mapping[str, Any]) -> Outcome:
         found = library.functions[case["function"]](
             SimpleNamespace(function=case["function"], **given)
         )
-        values = {name: _array(value) for name, value in found.items()}
+        values = {name: _to_array(value) for name, value in found.items()}
     except NotOffered as error:
         return Outcome("not offered", detail=str(error))
     except Exception as error:  # of code that others wrote: the cases after it still run
@@ -149,7 +156,7 @@ def run(library: Library, case: Mapping[str, Any]) -> Outcome:
             float("inf"),
             f"it returned {sorted(values)}; return some of {sorted(expected)}",
         )
-    errors = {name: relative_error(value, expected[name]) for name, value in values.items()}
+    errors = {name: compute_relative_error(value, expected[name]) for name, value in values.items()}
     limits = {name: TOLERANCE.get(value.dtype.name, 0.0) for name, value in values.items()}
     far = [name for name in values if not errors[name] <= limits[name]]
     worst = max(errors.values())
@@ -167,13 +174,13 @@ def run(library: Library, case: Mapping[str, Any]) -> Outcome:
     for name in far:
         shown += [f"  {name}: the error is {errors[name]:.1e}, the limit {limits[name]:.0e}"]
         shown += [
-            f"    expected  {_short(expected[name])}",
-            f"    found     {_short(values[name])}",
+            f"    expected  {_format_values(expected[name])}",
+            f"    found     {_format_values(values[name])}",
         ]
     return Outcome("differs", worst, "\n".join(shown))
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def compute_relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     """The largest error over the largest expected magnitude; infinite for another shape."""
     if found.shape != expected.shape:
         return float("inf")
@@ -182,18 +189,20 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / (np.abs(expected).max() or 1.0))
 
 
-def _array(value: Any) -> np.ndarray:
+def _to_array(value: Any) -> np.ndarray:
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 
 
-def _short(values: np.ndarray) -> str:
+def _format_values(values: np.ndarray) -> str:
     return (
         np.array2string(values.flatten(), precision=10, threshold=8, max_line_width=200)
         + f", shape {values.shape}"
     )
 
 
-def table(cases: Sequence[Mapping[str, Any]], found: Mapping[Library, Sequence[Outcome]]) -> str:
+def format_table(
+    cases: Sequence[Mapping[str, Any]], found: Mapping[Library, Sequence[Outcome]]
+) -> str:
     """A row for each case, a column for each library, and the known differences."""
     lines = [
         HEADER,
@@ -201,7 +210,7 @@ def table(cases: Sequence[Mapping[str, Any]], found: Mapping[Library, Sequence[O
     ]
     lines.append(f"|{'---|' * (1 + len(found))}")
     for number, case in enumerate(cases):
-        cells = [_cell(outcomes[number]) for outcomes in found.values()]
+        cells = [_format_cell(outcomes[number]) for outcomes in found.values()]
         lines.append(f"| `{case['name']}` | {' | '.join(cells)} |")
     totals = [[outcome.status for outcome in outcomes] for outcomes in found.values()]
     counts = [
@@ -232,7 +241,7 @@ def table(cases: Sequence[Mapping[str, Any]], found: Mapping[Library, Sequence[O
     )
 
 
-def _cell(outcome: Outcome) -> str:
+def _format_cell(outcome: Outcome) -> str:
     if outcome.status == "not offered":
         return "–"
     return (

@@ -25,13 +25,23 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 from torch import Tensor
 
 from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages
-from ebbflow.algorithms.base import Algorithm, ForwardRows, TrajectoryRows, flow_matching_error
+from ebbflow.algorithms.base import (
+    Algorithm,
+    ForwardRows,
+    TrajectoryRows,
+    compute_flow_matching_error,
+)
 from ebbflow.algorithms.built_in import awm
-from ebbflow.algorithms.correction import correct, diagnostics
-from ebbflow.algorithms.reference import penalty
+from ebbflow.algorithms.correction import compute_correction, compute_diagnostics
+from ebbflow.algorithms.reference import compute_penalty
 from ebbflow.algorithms.registry import BUILT_IN
 from ebbflow.flow.dpm_solver import dpm_solver_step
-from ebbflow.flow.transition import Transition, log_prob, sample, transition
+from ebbflow.flow.transition import (
+    Transition,
+    compute_log_prob,
+    compute_transition,
+    sample_next_latents,
+)
 from ebbflow.recipe.choices import AdvantagesConfig, CorrectionConfig, ReferenceConfig
 
 Function = Callable[[Any], Mapping[str, Any]]
@@ -63,51 +73,53 @@ class Library:
 LOSSES = {config.model_fields["name"].default: algorithm for config, algorithm in BUILT_IN.items()}
 
 
-def ebbflow() -> Library:
+def build_ebbflow() -> Library:
     samplers = {
-        f"{name}_step": lambda c, name=name: _step(name, c)
+        f"{name}_step": lambda c, name=name: _build_step(name, c)
         for name in ("flow_sde", "dance_sde", "cps", "ode")
     }
     losses = {
-        f"{name}_loss": lambda c, algorithm=algorithm: _loss(algorithm, c)
+        f"{name}_loss": lambda c, algorithm=algorithm: _build_loss(algorithm, c)
         for name, algorithm in LOSSES.items()
     }
     penalties = {
-        f"reference_{kind}": lambda c, kind=kind: _penalty(kind, c)
+        f"reference_{kind}": lambda c, kind=kind: _build_penalty(kind, c)
         for kind in ("kl", "kl_without_dt", "velocity")
     }
     others = {
-        "advantages": _advantages,
-        "rollout_correction": _correction,
-        "rollout_divergence": _divergence,
+        "advantages": _compute_advantages,
+        "rollout_correction": _compute_correction,
+        "rollout_divergence": _compute_divergence,
     }
     functions = {
         **samplers,
-        "dpm_solver_steps": _dpm_solver,
+        "dpm_solver_steps": _run_dpm_solver,
         **losses,
-        "awm_loss": _awm_loss,
+        "awm_loss": _compute_awm_loss,
         **penalties,
         **others,
     }
     return Library("ebbflow", importlib.metadata.version("ebbflow"), functions)
 
 
-def _step(sampler: str, c: Any) -> Mapping[str, Any]:
-    c = _tensors(c)
-    step = transition(sampler, c.latents, c.velocity, c.sigmas, c.step, getattr(c, "eta", None))
+def _build_step(sampler: str, c: Any) -> Mapping[str, Any]:
+    c = _convert_to_tensors(c)
+    step = compute_transition(
+        sampler, c.latents, c.velocity, c.sigmas, c.step, getattr(c, "eta", None)
+    )
     if sampler == "ode":
         return {"next_latents": step.mean}
-    score = log_prob(step, c.recorded)
+    score = compute_log_prob(step, c.recorded)
     return {
         "mean": step.mean,
         "std": step.std,
-        "next_latents": sample(step, c.noise),
+        "next_latents": sample_next_latents(step, c.noise),
         "log_prob": score,
     }
 
 
-def _dpm_solver(c: Any) -> Mapping[str, Any]:
-    c = _tensors(c)
+def _run_dpm_solver(c: Any) -> Mapping[str, Any]:
+    c = _convert_to_tensors(c)
     latents = c.latents
     clean = None
     path = []
@@ -117,23 +129,25 @@ def _dpm_solver(c: Any) -> Mapping[str, Any]:
     return {"path": torch.stack(path)}
 
 
-def _loss(algorithm: Algorithm, c: Any) -> Mapping[str, Any]:
-    rows, at = rows_of(c)
-    loss, _ = algorithm.loss(rows, _config(algorithm, c))
-    return with_gradient(
+def _build_loss(algorithm: Algorithm, c: Any) -> Mapping[str, Any]:
+    rows, at = build_loss_rows(c)
+    loss, _ = algorithm.loss(rows, _build_config(algorithm, c))
+    return compute_loss_and_gradient(
         loss[::2] if "diffusion_dpo" in algorithm.config.__module__ else loss, at
     )  # rows of a pair are alike
 
 
-def _awm_loss(c: Any) -> Mapping[str, Any]:
-    rows, _ = rows_of(c)
-    surrogate = awm.surrogate(
-        flow_matching_error(rows, rows.velocity), rows.sigma, _config(awm.ALGORITHM, c)
+def _compute_awm_loss(c: Any) -> Mapping[str, Any]:
+    rows, _ = build_loss_rows(c)
+    surrogate = awm.compute_surrogate(
+        compute_flow_matching_error(rows, rows.velocity),
+        rows.sigma,
+        _build_config(awm.ALGORITHM, c),
     )
-    return {"surrogate": surrogate, "gradient": _loss(awm.ALGORITHM, c)["gradient"]}
+    return {"surrogate": surrogate, "gradient": _build_loss(awm.ALGORITHM, c)["gradient"]}
 
 
-def _config(algorithm: Algorithm, c: Any) -> Any:
+def _build_config(algorithm: Algorithm, c: Any) -> Any:
     fields = algorithm.config.model_fields
     settings = {
         name: value
@@ -146,15 +160,17 @@ def _config(algorithm: Algorithm, c: Any) -> Any:
     )
 
 
-def _penalty(kind: Any, c: Any) -> Mapping[str, Any]:
-    rows, at = rows_of(c)
+def _build_penalty(kind: Any, c: Any) -> Mapping[str, Any]:
+    rows, at = build_loss_rows(c)
     reference = rows.copies["reference"]
-    return with_gradient(penalty(ReferenceConfig(penalty=kind), rows, at, reference), at)
+    return compute_loss_and_gradient(
+        compute_penalty(ReferenceConfig(penalty=kind), rows, at, reference), at
+    )
 
 
-def rows_of(c: Any) -> tuple[Any, Tensor]:
+def build_loss_rows(c: Any) -> tuple[Any, Tensor]:
     """The rows of a loss, and the leaf that its gradient is taken at."""
-    c = _tensors(c)
+    c = _convert_to_tensors(c)
     if hasattr(c, "velocity"):
         at = c.velocity.requires_grad_()
         copies: Mapping[Any, Any] = {
@@ -168,13 +184,13 @@ def rows_of(c: Any) -> tuple[Any, Tensor]:
     old, teacher, reference = (
         replace(step, mean=mean) for mean in (c.old_mean, c.teacher_mean, c.reference_mean)
     )
-    score, old_score = (log_prob(each, c.next_latents) for each in (step, old))
+    score, old_score = (compute_log_prob(each, c.next_latents) for each in (step, old))
     return TrajectoryRows(
         step, score, old.mean, old_score, {"teacher": teacher, "reference": reference}, c.advantage
     ), at
 
 
-def _advantages(c: Any) -> Mapping[str, Any]:
+def _compute_advantages(c: Any) -> Mapping[str, Any]:
     settings = {
         name: getattr(c, name) for name in ("std", "combine", "trim", "keep_extremes", "clip")
     }
@@ -195,7 +211,7 @@ def _advantages(c: Any) -> Mapping[str, Any]:
     return {"advantages": found.values, "keep": found.keep}
 
 
-def _correction(c: Any) -> Mapping[str, Any]:
+def _compute_correction(c: Any) -> Mapping[str, Any]:
     names = (
         "unit",
         "weights",
@@ -208,31 +224,31 @@ def _correction(c: Any) -> Mapping[str, Any]:
         "reject_above",
     )
     config = CorrectionConfig(mode="decoupled", **{name: getattr(c, name) for name in names})
-    weights, keep = correct(torch.tensor(c.delta), c.dims, config)
+    weights, keep = compute_correction(torch.tensor(c.delta), c.dims, config)
     return {"weights": weights, "keep": keep}
 
 
-def _divergence(c: Any) -> Mapping[str, Any]:
-    found = diagnostics(torch.tensor(c.delta), torch.arange(c.delta.shape[1]), c.dims)
+def _compute_divergence(c: Any) -> Mapping[str, Any]:
+    found = compute_diagnostics(torch.tensor(c.delta), torch.arange(c.delta.shape[1]), c.dims)
     return {name: found[f"rollout/{name}"] for name in ("k3", "chi2", "chi2_sum")}
 
 
 # diffusers, whose schedulers are in float32
 
 
-def diffusers() -> Library:
+def build_diffusers() -> Library:
     functions = {
-        "ode_step": _euler,
-        "cps_step": _euler_with_new_noise,
-        "dpm_solver_steps": _dpm_solver_multistep,
+        "ode_step": _run_euler,
+        "cps_step": _run_euler_with_new_noise,
+        "dpm_solver_steps": _run_dpm_solver_multistep,
     }
     return Library("diffusers", importlib.metadata.version("diffusers"), functions)
 
 
-def _euler(c: Any, **options: Any) -> Mapping[str, Any]:
+def _run_euler(c: Any, **options: Any) -> Mapping[str, Any]:
     c, scheduler = (
-        _tensors(c, torch.float32),
-        _scheduler(c, FlowMatchEulerDiscreteScheduler, **options),
+        _convert_to_tensors(c, torch.float32),
+        _build_scheduler(c, FlowMatchEulerDiscreteScheduler, **options),
     )
     scheduler.set_begin_index(c.step)
     return {
@@ -242,18 +258,18 @@ def _euler(c: Any, **options: Any) -> Mapping[str, Any]:
     }
 
 
-def _euler_with_new_noise(c: Any) -> Mapping[str, Any]:
+def _run_euler_with_new_noise(c: Any) -> Mapping[str, Any]:
     if c.eta != 1:
         raise NotOffered("stochastic_sampling replaces all of the noise: CPS with eta = 1")
     noise = torch.tensor(c.noise, dtype=torch.float32)
     with mock.patch(
         f"{FlowMatchEulerDiscreteScheduler.__module__}.randn_tensor", return_value=noise
     ):
-        return _euler(c, stochastic_sampling=True)
+        return _run_euler(c, stochastic_sampling=True)
 
 
-def _dpm_solver_multistep(c: Any) -> Mapping[str, Any]:
-    c = _tensors(c, torch.float32)
+def _run_dpm_solver_multistep(c: Any) -> Mapping[str, Any]:
+    c = _convert_to_tensors(c, torch.float32)
     path = list[Tensor]()
     kind = {
         "algorithm_type": "dpmsolver++",
@@ -272,12 +288,12 @@ def _dpm_solver_multistep(c: Any) -> Mapping[str, Any]:
 # Clones: single files of them are imported
 
 
-def flow_grpo(clone: Path) -> Library:
+def build_flow_grpo(clone: Path) -> Library:
     """github.com/yifan123/flow_grpo: its step with log-probs, and its statistics per prompt."""
     file = import_file(clone, "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py")
     tracker = import_file(clone, "flow_grpo/stat_tracking.py").PerPromptStatTracker
 
-    def advantages(c: Any) -> Mapping[str, Any]:
+    def group_advantages(c: Any) -> Mapping[str, Any]:
         check_one_plain_reward(c, c.std == "none")
         statistics = tracker(global_std=c.std == "global")
         return {"advantages": statistics.update(c.prompt_ids, c.rewards[0])}
@@ -286,18 +302,19 @@ def flow_grpo(clone: Path) -> Library:
     has_cps = "sde_type" in inspect.signature(call).parameters  # commits of July 2025 have none
     names = ("flow_sde_step", "cps_step") if has_cps else ("flow_sde_step",)
     functions = {
-        name: published_step(file, call, FlowMatchEulerDiscreteScheduler, name) for name in names
+        name: wrap_published_step(file, call, FlowMatchEulerDiscreteScheduler, name)
+        for name in names
     }
     reason = "its std divides by n, the closed form's by n - 1"
     return Library(
         "flow_grpo",
-        commit_of(clone),
-        functions | {"advantages": advantages},
+        read_commit(clone),
+        functions | {"advantages": group_advantages},
         {"advantages": reason},
     )
 
 
-def published_step(
+def wrap_published_step(
     file: Any, call: Callable[..., Any], scheduler_class: Any, name: str
 ) -> Function:
     """A step of Flow-GRPO's signature, which returns x', log-prob, mean and s (sde) or b (other
@@ -306,8 +323,8 @@ def published_step(
     kind = {"flow_sde_step": "sde", "dance_sde_step": "dance_sde", "cps_step": "cps"}[name]
     kinds = {"sde_type": kind} if kind != "sde" else {}
 
-    def step(c: Any) -> Mapping[str, Any]:
-        c, scheduler = _tensors(c, torch.float32), _scheduler(c, scheduler_class)
+    def run_step(c: Any) -> Mapping[str, Any]:
+        c, scheduler = _convert_to_tensors(c, torch.float32), _build_scheduler(c, scheduler_class)
         latents, velocity, noise, recorded = (
             value[:, None] for value in (c.latents, c.velocity, c.noise, c.recorded)
         )
@@ -327,7 +344,7 @@ def published_step(
             "log_prob": score,
         }
 
-    return step
+    return run_step
 
 
 def check_one_plain_reward(c: Any, refused: bool = False) -> None:
@@ -342,12 +359,12 @@ def check_one_plain_reward(c: Any, refused: bool = False) -> None:
         raise NotOffered("one reward, normalised inside the step")
 
 
-def with_gradient(loss: Tensor, at: Tensor) -> dict[str, Tensor]:
+def compute_loss_and_gradient(loss: Tensor, at: Tensor) -> dict[str, Tensor]:
     gradient = torch.autograd.grad(loss.mean(), at)[0]
     return ({"loss": loss} if loss.ndim else {}) | {"mean_loss": loss.mean(), "gradient": gradient}
 
 
-def _tensors(c: Any, dtype: torch.dtype = torch.float64) -> Any:
+def _convert_to_tensors(c: Any, dtype: torch.dtype = torch.float64) -> Any:
     """The case with its arrays as tensors, those of numbers in ``dtype``."""
     arrays = {
         name: torch.tensor(value)
@@ -363,7 +380,7 @@ def _tensors(c: Any, dtype: torch.dtype = torch.float64) -> Any:
     )
 
 
-def _scheduler(c: Any, kind: Any, **options: Any) -> Any:
+def _build_scheduler(c: Any, kind: Any, **options: Any) -> Any:
     scheduler = kind(**options)
     scheduler.set_timesteps(sigmas=c.sigmas[:-1].tolist())
     return scheduler
@@ -384,6 +401,6 @@ def import_file(clone: Path, path: str, stand_ins: Mapping[str, Any] | None = No
     return module
 
 
-def commit_of(clone: Path) -> str:
+def read_commit(clone: Path) -> str:
     command = ["git", "-C", str(clone), "rev-parse", "--short=10", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no commit"

@@ -39,22 +39,22 @@ def read_vectors(path: Path = VECTORS) -> list[dict[str, Any]]:
             " docs/conformance.md"
         )
     return [
-        case | {part: _arrays(case[part]) for part in ("inputs", "expected")}
+        case | {part: _convert_to_arrays(case[part]) for part in ("inputs", "expected")}
         for case in document["cases"]
     ]
 
 
 def write_vectors(path: Path = VECTORS) -> None:
     """Compute all cases from the closed forms, a line of the file each."""
-    lines = ",\n".join(json.dumps(case) for case in computed())
+    lines = ",\n".join(json.dumps(case) for case in compute_vectors())
     path.write_text(f'{{"format": {FORMAT}, "cases": [\n{lines}\n]}}\n')
 
 
-def computed() -> Iterator[dict[str, Any]]:
+def compute_vectors() -> Iterator[dict[str, Any]]:
     """Every case with its expected values, as the vectors file has it."""
-    for name, function, settings, inputs in _cases():
+    for name, function, settings, inputs in _list_cases():
         form = forms.FORMS[function]
-        expected = form(SimpleNamespace(**_arrays(inputs), **settings))
+        expected = form(SimpleNamespace(**_convert_to_arrays(inputs), **settings))
         plain = {key: np.asarray(value).tolist() for key, value in expected.items()}
         head = {
             "name": f"{function}/{name}",
@@ -64,7 +64,7 @@ def computed() -> Iterator[dict[str, Any]]:
         yield head | {"settings": settings, "inputs": inputs, "expected": plain}
 
 
-def _arrays(values: dict[str, Any]) -> dict[str, Any]:
+def _convert_to_arrays(values: dict[str, Any]) -> dict[str, Any]:
     arrays = {key: np.array(value) for key, value in values.items()}
     return {
         key: value.astype(float) if value.dtype == object else value
@@ -72,7 +72,7 @@ def _arrays(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _normal(seed: str, *shape: int, scale: float = 1.0) -> Any:
+def _random_numbers(seed: str, *shape: int, scale: float = 1.0) -> Any:
     """Random numbers with four decimals, the same on every machine."""
     draw = random.Random(seed)
     return np.array([round(draw.gauss(0, scale), 4) for _ in range(int(np.prod(shape)))]).reshape(
@@ -80,8 +80,14 @@ def _normal(seed: str, *shape: int, scale: float = 1.0) -> Any:
     )
 
 
-def _cases() -> Cases:
-    for each in (_steps(), _trajectory_losses(), _forward_losses(), _advantages(), _corrections()):
+def _list_cases() -> Cases:
+    for each in (
+        _list_step_cases(),
+        _list_trajectory_losses(),
+        _list_forward_losses(),
+        _list_advantage_cases(),
+        _list_correction_cases(),
+    ):
         for name, function, settings, inputs in each:
             yield (
                 name,
@@ -91,12 +97,12 @@ def _cases() -> Cases:
             )
 
 
-def _steps() -> Cases:
+def _list_step_cases() -> Cases:
     even = np.linspace(1, 0, STEPS + 1)
     sigmas = np.round(3 * even / (1 + 2 * even), 4)
-    inputs = {name: _normal(name, 2, *SHAPE) for name in ("latents", "velocity", "noise")} | {
-        "sigmas": sigmas
-    }
+    inputs = {
+        name: _random_numbers(name, 2, *SHAPE) for name in ("latents", "velocity", "noise")
+    } | {"sigmas": sigmas}
     for step in (0, 4, 8, 9):
         yield f"step_{step}", "ode_step", {"step": step}, inputs
     for function, eta, step in [
@@ -105,7 +111,7 @@ def _steps() -> Cases:
         found = forms.FORMS[function](
             SimpleNamespace(**inputs, recorded=inputs["latents"], step=step, eta=eta)
         )
-        recorded = (found["mean"] + found["std"] * _normal("recorded", 2, *SHAPE)).round(4)
+        recorded = (found["mean"] + found["std"] * _random_numbers("recorded", 2, *SHAPE)).round(4)
         yield (
             f"step_{step}_eta_{eta}",
             function,
@@ -113,7 +119,7 @@ def _steps() -> Cases:
             inputs | {"recorded": recorded},
         )
     for name, schedule in (("from_pure_noise", sigmas), ("from_a_later_sigma", sigmas[2:])):
-        velocities = _normal(name, len(schedule) - 1, 2, *SHAPE)
+        velocities = _random_numbers(name, len(schedule) - 1, 2, *SHAPE)
         yield (
             name,
             "dpm_solver_steps",
@@ -122,17 +128,17 @@ def _steps() -> Cases:
         )
 
 
-def _trajectory_losses() -> Cases:
-    old = _normal("old", ROWS, *SHAPE)
+def _list_trajectory_losses() -> Cases:
+    old = _random_numbers("old", ROWS, *SHAPE)
     std = np.linspace(0.2, 0.7, ROWS).round(4)
     dt = -np.linspace(0.05, 0.2, ROWS).round(4)
     inputs = {
-        "mean": (old + _normal("moved", ROWS, *SHAPE, scale=0.15)).round(4),
+        "mean": (old + _random_numbers("moved", ROWS, *SHAPE, scale=0.15)).round(4),
         "old_mean": old,
-        "next_latents": (old + std[:, None, None] * _normal("z", ROWS, *SHAPE)).round(4),
-        "teacher_mean": (old + _normal("teacher", ROWS, *SHAPE, scale=0.3)).round(4),
-        "reference_mean": (old + _normal("reference", ROWS, *SHAPE, scale=0.2)).round(4),
-        "advantage": _normal("advantage", ROWS),
+        "next_latents": (old + std[:, None, None] * _random_numbers("z", ROWS, *SHAPE)).round(4),
+        "teacher_mean": (old + _random_numbers("teacher", ROWS, *SHAPE, scale=0.3)).round(4),
+        "reference_mean": (old + _random_numbers("reference", ROWS, *SHAPE, scale=0.2)).round(4),
+        "advantage": _random_numbers("advantage", ROWS),
         "std": std,
         "dt": dt,
     }
@@ -161,19 +167,19 @@ def _trajectory_losses() -> Cases:
             yield name, function, {}, rows
 
 
-def _forward_losses() -> Cases:
+def _list_forward_losses() -> Cases:
     group = np.arange(ROWS) // 2
     velocities = {
-        name: _normal(name, ROWS, *SHAPE)
+        name: _random_numbers(name, ROWS, *SHAPE)
         for name in ("velocity", "old_velocity", "reference_velocity")
     }
     inputs = {
-        "clean": _normal("clean", ROWS, *SHAPE),
-        "noise": _normal("eps", ROWS, *SHAPE)[group],
+        "clean": _random_numbers("clean", ROWS, *SHAPE),
+        "noise": _random_numbers("eps", ROWS, *SHAPE)[group],
     } | velocities
     inputs |= {
         "sigma": np.array([0.3, 0.6, 0.85])[group],
-        "advantage": _normal("advantage", ROWS, scale=2),
+        "advantage": _random_numbers("advantage", ROWS, scale=2),
         "group_index": group,
     }
     for mode in ("all", "positive_only", "negative_only", "one_only", "binary"):
@@ -200,8 +206,8 @@ def _forward_losses() -> Cases:
         yield "rows", function, {}, inputs
 
 
-def _advantages() -> Cases:
-    rewards = (_normal("rewards", 2, 12, scale=0.3) + 0.5).round(4)
+def _list_advantage_cases() -> Cases:
+    rewards = (_random_numbers("rewards", 2, 12, scale=0.3) + 0.5).round(4)
     ids = np.arange(12) % 3
     one = {
         "rewards": rewards[:1],
@@ -219,7 +225,7 @@ def _advantages() -> Cases:
     failed = rewards[:1].astype(object)
     flat[0, ids == 1], failed[0, 4] = 0.5, None
     past = {
-        "earlier_rewards": (_normal("past", 1, 9, scale=0.3) + 0.4).round(4),
+        "earlier_rewards": (_random_numbers("past", 1, 9, scale=0.3) + 0.4).round(4),
         "earlier_prompt_ids": np.arange(9) % 3,
     }
     plain = {"std": "group", "combine": "sum", "trim": 0.0, "keep_extremes": None, "clip": 5.0}
@@ -235,8 +241,8 @@ def _advantages() -> Cases:
     yield "running_statistics", "advantages", plain, one | past
 
 
-def _corrections() -> Cases:
-    delta = _normal("delta", 5, 4, scale=0.02)
+def _list_correction_cases() -> Cases:
+    delta = _random_numbers("delta", 5, 4, scale=0.02)
     dims = int(np.prod(SHAPE))
     bounds = {
         "low": 0.9,

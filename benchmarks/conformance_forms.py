@@ -71,7 +71,7 @@ def cps_step(c: Any) -> Values:
     noise = c.latents + (1 - sigma) * c.velocity
     mean = (1 - after) * clean + after * math.cos(angle) * noise
     return _gaussian_step(c, mean, after * math.sin(angle)) | {
-        "log_prob": -_mean((c.recorded - mean) ** 2)
+        "log_prob": -_mean_of_rows((c.recorded - mean) ** 2)
     }
 
 
@@ -109,7 +109,9 @@ def flow_grpo_loss(c: Any) -> Values:
     """L = max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho = exp(log_prob - old_log_prob)
     (2505.05470, 2505.07818, 2507.21802)
     """
-    return _rows(lambda mean: _clipped(_ratio(c, mean), c.advantage, c.clip_range), c.mean)
+    return _loss_and_gradient(
+        lambda mean: _clipped_objective(_compute_ratio(c, mean), c.advantage, c.clip_range), c.mean
+    )
 
 
 def grpo_guard_loss(c: Any) -> Values:
@@ -119,10 +121,13 @@ def grpo_guard_loss(c: Any) -> Values:
     z = (x' - mu_old) / b: rho = exp((log_prob - old_log_prob + mean((mu - mu_old)^2) / (2 b^2)) b),
     each row with its own b.
     """
-    z = (c.next_latents - c.old_mean) / _wide(c.std, c.mean)
-    return _rows(
+    z = (c.next_latents - c.old_mean) / _broadcast_rows(c.std, c.mean)
+    return _loss_and_gradient(
         lambda mean: (
-            _clipped(np.exp(_mean(z * (mean - c.old_mean))), c.advantage, c.clip_range) / -c.dt
+            _clipped_objective(
+                np.exp(_mean_of_rows(z * (mean - c.old_mean))), c.advantage, c.clip_range
+            )
+            / -c.dt
         ),
         c.mean,
     )
@@ -130,8 +135,12 @@ def grpo_guard_loss(c: Any) -> Values:
 
 def tempflow_grpo_loss(c: Any) -> Values:
     """L = w b max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho as of Flow-GRPO (2508.04324)"""
-    return _rows(
-        lambda mean: c.noise_weight * c.std * _clipped(_ratio(c, mean), c.advantage, c.clip_range),
+    return _loss_and_gradient(
+        lambda mean: (
+            c.noise_weight
+            * c.std
+            * _clipped_objective(_compute_ratio(c, mean), c.advantage, c.clip_range)
+        ),
         c.mean,
     )
 
@@ -140,35 +149,41 @@ def flow_dppo_loss(c: Any) -> Values:
     """L = -A rho, or 0 where mean((mu - mu_old)^2) / (2 b^2) >= tau and (rho > 1, A > 0 or rho < 1,
     A < 0) (2606.11025)
     """
-    far = _mean((c.mean - c.old_mean) ** 2) / (2 * c.std**2) >= c.divergence_limit
-    away = (_ratio(c, c.mean) - 1) * c.advantage > 0
-    return _rows(lambda mean: -c.advantage * _ratio(c, mean) * ~(far & away), c.mean)
+    far = _mean_of_rows((c.mean - c.old_mean) ** 2) / (2 * c.std**2) >= c.divergence_limit
+    away = (_compute_ratio(c, c.mean) - 1) * c.advantage > 0
+    return _loss_and_gradient(
+        lambda mean: -c.advantage * _compute_ratio(c, mean) * ~(far & away), c.mean
+    )
 
 
 def distillation_loss(c: Any) -> Values:
     """L = mean((mu - mu_teacher)^2) / (2 b^2), the KL of two Gaussians per element"""
-    return _rows(lambda mean: _mean((mean - c.teacher_mean) ** 2) / (2 * c.std**2), c.mean)
+    return _loss_and_gradient(
+        lambda mean: _mean_of_rows((mean - c.teacher_mean) ** 2) / (2 * c.std**2), c.mean
+    )
 
 
 def reference_kl(c: Any) -> Values:
     """KL = mean((mu - mu_ref)^2) / (2 b^2)"""
-    return _rows(lambda mean: _mean((mean - c.reference_mean) ** 2) / (2 * c.std**2), c.mean)
+    return _loss_and_gradient(
+        lambda mean: _mean_of_rows((mean - c.reference_mean) ** 2) / (2 * c.std**2), c.mean
+    )
 
 
 def reference_kl_without_dt(c: Any) -> Values:
     """KL = mean((mu - mu_ref)^2) / (2 s^2), s = b / sqrt|dt| (the code of 2505.05470)"""
-    return _rows(
-        lambda mean: _mean((mean - c.reference_mean) ** 2) / (2 * c.std**2) * -c.dt, c.mean
+    return _loss_and_gradient(
+        lambda mean: _mean_of_rows((mean - c.reference_mean) ** 2) / (2 * c.std**2) * -c.dt, c.mean
     )
 
 
-def _ratio(c: Any, mean: Any) -> Any:
+def _compute_ratio(c: Any, mean: Any) -> Any:
     return np.exp(
         log_density(c.next_latents, mean, c.std) - log_density(c.next_latents, c.old_mean, c.std)
     )
 
 
-def _clipped(ratio: Any, advantage: Any, clip_range: float) -> Any:
+def _clipped_objective(ratio: Any, advantage: Any, clip_range: float) -> Any:
     bounds = np.where(ratio.real > 1, 1 + clip_range, 1 - clip_range)
     free = -advantage * ratio
     bound = -advantage * np.where(np.abs(ratio.real - 1) <= clip_range, ratio, bounds)
@@ -180,17 +195,19 @@ def _clipped(ratio: Any, advantage: Any, clip_range: float) -> Any:
 
 def sft_loss(c: Any) -> Values:
     """L = mean((v - u)^2)"""
-    return _rows(lambda v: _error(c, v), c.velocity)
+    return _loss_and_gradient(lambda v: _squared_error(c, v), c.velocity)
 
 
 def rwr_loss(c: Any) -> Values:
     """L = exp(A / temperature) mean((v - u)^2) (2302.12192)"""
-    return _rows(lambda v: np.exp(c.advantage / c.temperature) * _error(c, v), c.velocity)
+    return _loss_and_gradient(
+        lambda v: np.exp(c.advantage / c.temperature) * _squared_error(c, v), c.velocity
+    )
 
 
 def reference_velocity(c: Any) -> Values:
     """mean((v - v_ref)^2)"""
-    return _rows(lambda v: _mean((v - c.reference_velocity) ** 2), c.velocity)
+    return _loss_and_gradient(lambda v: _mean_of_rows((v - c.reference_velocity) ** 2), c.velocity)
 
 
 def diffusion_nft_loss(c: Any) -> Values:
@@ -210,18 +227,18 @@ def diffusion_nft_loss(c: Any) -> Values:
         "binary": np.sign(a),
     }
     p = np.clip(kept.get(c.advantages, a) / c.advantage_clip / 2 + 0.5, 0, 1)
-    sigma = _wide(c.sigma, c.clean)
+    sigma = _broadcast_rows(c.sigma, c.clean)
 
-    def error(v: Any) -> Any:
+    def squared_error(v: Any) -> Any:
         miss = (1 - sigma) * c.clean + sigma * c.noise - sigma * v - c.clean
-        return _mean(miss**2) / np.maximum(_mean(np.abs(miss.real)), 1e-5)
+        return _mean_of_rows(miss**2) / np.maximum(_mean_of_rows(np.abs(miss.real)), 1e-5)
 
-    def rows(v: Any) -> Any:
-        better = error(c.beta * v + (1 - c.beta) * c.old_velocity)
-        worse = error((1 + c.beta) * c.old_velocity - c.beta * v)
+    def loss_rows(v: Any) -> Any:
+        better = squared_error(c.beta * v + (1 - c.beta) * c.old_velocity)
+        worse = squared_error((1 + c.beta) * c.old_velocity - c.beta * v)
         return c.advantage_clip * (p * better + (1 - p) * worse) / c.beta
 
-    return _rows(rows, c.velocity)
+    return _loss_and_gradient(loss_rows, c.velocity)
 
 
 def awm_loss(c: Any) -> Values:
@@ -232,20 +249,23 @@ def awm_loss(c: Any) -> Values:
     l, sigma_squared: -sigma^2 l
     """
 
-    def stand_in(v: Any) -> Any:
+    def surrogate_loss(v: Any) -> Any:
         if c.surrogate == "power":
-            return -c.sigma / c.power * ((_error(c, v) + 1e-10) ** c.power - 1e-10**c.power)
+            return -c.sigma / c.power * ((_squared_error(c, v) + 1e-10) ** c.power - 1e-10**c.power)
         return (
-            -_error(c, v)
+            -_squared_error(c, v)
             * {"plain": 1.0, "sigma": c.sigma, "sigma_squared": c.sigma**2}[c.surrogate]
         )
 
-    def rows(v: Any) -> Any:
-        return -c.advantage / c.advantage_clip * stand_in(v) + c.old_weight * _mean(
+    def loss_rows(v: Any) -> Any:
+        return -c.advantage / c.advantage_clip * surrogate_loss(v) + c.old_weight * _mean_of_rows(
             (v - c.old_velocity) ** 2
         )
 
-    return {"surrogate": stand_in(c.velocity), "gradient": _gradient(rows, c.velocity)}
+    return {
+        "surrogate": surrogate_loss(c.velocity),
+        "gradient": _complex_step_gradient(loss_rows, c.velocity),
+    }
 
 
 def diffusion_dpo_loss(c: Any) -> Values:
@@ -256,11 +276,11 @@ def diffusion_dpo_loss(c: Any) -> Values:
     pair.
     """
 
-    def pairs(v: Any) -> Any:
-        change = _error(c, v) - _error(c, c.reference_velocity)
+    def loss_pairs(v: Any) -> Any:
+        change = _squared_error(c, v) - _squared_error(c, c.reference_velocity)
         return np.log(1 + np.exp(c.beta / 2 * (change[::2] - change[1::2])))
 
-    return _rows(pairs, c.velocity)
+    return _loss_and_gradient(loss_pairs, c.velocity)
 
 
 def dgpo_loss(c: Any) -> Values:
@@ -270,17 +290,25 @@ def dgpo_loss(c: Any) -> Values:
     With a clip_range, d has no gradient where A > 0 and rho > 1 + clip_range, or A <= 0 and rho < 1
     - clip_range, with rho = exp(d_old - d).
     """
-    gain = c.advantage * c.beta * (_error(c, c.velocity) - _error(c, c.reference_velocity))
+    gain = (
+        c.advantage
+        * c.beta
+        * (_squared_error(c, c.velocity) - _squared_error(c, c.reference_velocity))
+    )
     share = np.array([np.mean(gain[c.group_index == group]) for group in c.group_index])
-    ratio = np.exp(_error(c, c.old_velocity) - _error(c, c.velocity))
+    ratio = np.exp(_squared_error(c, c.old_velocity) - _squared_error(c, c.velocity))
     dead = np.zeros(len(ratio), bool)
     if c.clip_range is not None:
         dead = np.where(c.advantage > 0, ratio > 1 + c.clip_range, ratio < 1 - c.clip_range)
 
-    def rows(v: Any) -> Any:
-        return c.advantage * np.where(dead, _error(c, v).real, _error(c, v)) / (1 + np.exp(-share))
+    def loss_rows(v: Any) -> Any:
+        return (
+            c.advantage
+            * np.where(dead, _squared_error(c, v).real, _squared_error(c, v))
+            / (1 + np.exp(-share))
+        )
 
-    return _rows(rows, c.velocity)
+    return _loss_and_gradient(loss_rows, c.velocity)
 
 
 def crd_loss(c: Any) -> Values:
@@ -290,29 +318,31 @@ def crd_loss(c: Any) -> Values:
     1e-5)]
     """
 
-    def centred(values: Any) -> Any:
+    def center_on_group(values: Any) -> Any:
         return values - np.array([values[c.group_index == group].mean() for group in c.group_index])
 
-    def weighted(v: Any) -> Any:
-        return _error(c, v) / np.maximum(_mean(np.abs((v - (c.noise - c.clean)).real)), 1e-5)
-
-    def rows(v: Any) -> Any:
-        miss = c.beta * centred(weighted(c.old_velocity) - weighted(v)) - centred(c.advantage) / (
-            2 * c.advantage_clip
+    def weighted_error(v: Any) -> Any:
+        return _squared_error(c, v) / np.maximum(
+            _mean_of_rows(np.abs((v - (c.noise - c.clean)).real)), 1e-5
         )
+
+    def loss_rows(v: Any) -> Any:
+        miss = c.beta * center_on_group(
+            weighted_error(c.old_velocity) - weighted_error(v)
+        ) - center_on_group(c.advantage) / (2 * c.advantage_clip)
         return c.advantage_clip / c.beta * miss**2
 
-    return _rows(rows, c.velocity)
+    return _loss_and_gradient(loss_rows, c.velocity)
 
 
-def _error(c: Any, v: Any) -> Any:
-    return _mean((v - (c.noise - c.clean)) ** 2)
+def _squared_error(c: Any, v: Any) -> Any:
+    return _mean_of_rows((v - (c.noise - c.clean)) ** 2)
 
 
 # Advantages and rollout correction
 
 
-def advantages(c: Any) -> Values:
+def group_advantages(c: Any) -> Values:
     """A = (R - mean of the prompt's group) / (std + 1e-4), clamped to +-clip; std is unbiased (n -
     1)
 
@@ -411,8 +441,10 @@ def rollout_divergence(c: Any) -> Values:
 
 def log_density(latents: Any, mean: Any, std: Any) -> Any:
     """log N(latents; mean, std^2), its mean over the elements of a row, [N]."""
-    std = _wide(std, mean)
-    return _mean(-((latents - mean) ** 2) / (2 * std**2) - np.log(std) - math.log(2 * math.pi) / 2)
+    std = _broadcast_rows(std, mean)
+    return _mean_of_rows(
+        -((latents - mean) ** 2) / (2 * std**2) - np.log(std) - math.log(2 * math.pi) / 2
+    )
 
 
 def _gaussian_step(c: Any, mean: Any, std: float) -> Values:
@@ -424,21 +456,25 @@ def _gaussian_step(c: Any, mean: Any, std: float) -> Values:
     }
 
 
-def _mean(values: Any) -> Any:
+def _mean_of_rows(values: Any) -> Any:
     """Over everything but the rows."""
     return values.reshape(len(values), -1).mean(1)
 
 
-def _wide(value: Any, like: Any) -> Any:
+def _broadcast_rows(value: Any, like: Any) -> Any:
     """[M] against [M, ...]; a scalar as it is."""
     return np.reshape(value, (-1, *[1] * (like.ndim - 1))) if np.ndim(value) else value
 
 
-def _rows(loss: Callable[[Any], Any], at: Any) -> Values:
-    return {"loss": loss(at), "mean_loss": loss(at).mean(), "gradient": _gradient(loss, at)}
+def _loss_and_gradient(loss: Callable[[Any], Any], at: Any) -> Values:
+    return {
+        "loss": loss(at),
+        "mean_loss": loss(at).mean(),
+        "gradient": _complex_step_gradient(loss, at),
+    }
 
 
-def _gradient(loss: Callable[[Any], Any], at: Any, h: float = 1e-30) -> Any:
+def _complex_step_gradient(loss: Callable[[Any], Any], at: Any, h: float = 1e-30) -> Any:
     """Of mean(loss), by a complex step in each element; what a form computes from real parts
     carries no gradient.
     """
@@ -468,7 +504,7 @@ FORMS: dict[str, Callable[[Any], Values]] = {
             reference_kl,
             reference_kl_without_dt,
             reference_velocity,
-            advantages,
+            group_advantages,
             rollout_correction,
             rollout_divergence,
         ),

@@ -11,16 +11,16 @@ import torch
 
 from benchmarks.conformance_adapters import (
     Library,
+    build_loss_rows,
     check_one_plain_reward,
-    commit_of,
+    compute_loss_and_gradient,
     import_file,
-    published_step,
-    rows_of,
-    with_gradient,
+    read_commit,
+    wrap_published_step,
 )
 
 
-def verl_omni(clone: Path) -> Library:
+def build_verl_omni(clone: Path) -> Library:
     """github.com/verl-project/verl-omni: its steps, losses and advantages. Packages that its files
     only name are not needed.
     """
@@ -30,8 +30,8 @@ def verl_omni(clone: Path) -> Library:
     file = import_file(clone, "verl_omni/trainer/diffusion/diffusion_algos.py", stand_ins)
     steps = import_file(clone, "verl_omni/pipelines/schedulers/flow_match_sde.py")
 
-    def policy(c: Any) -> Mapping[str, Any]:
-        rows, at = rows_of(c)
+    def policy_loss(c: Any) -> Mapping[str, Any]:
+        rows, at = build_loss_rows(c)
         limits = {
             "clip_ratio": getattr(c, "clip_range", None),
             "kl_mask_threshold": getattr(c, "divergence_limit", None),
@@ -52,23 +52,26 @@ def verl_omni(clone: Path) -> Library:
             "grpo_guard_loss": file.GRPOGuardLoss,
             "flow_dppo_loss": file.FlowDPPOLoss,
         }
-        return with_gradient(
-            loss[c.function].compute_loss(**given, config=_actor(adv_clip_max=5.0, **limits))[0], at
+        return compute_loss_and_gradient(
+            loss[c.function].compute_loss(
+                **given, config=_build_actor_config(adv_clip_max=5.0, **limits)
+            )[0],
+            at,
         )
 
-    def kl(c: Any) -> Mapping[str, Any]:
-        rows, at = rows_of(c)
+    def kl_loss(c: Any) -> Mapping[str, Any]:
+        rows, at = build_loss_rows(c)
         given = {"prev_sample_mean": at, "ref_prev_sample_mean": rows.copies["reference"].mean}
-        return with_gradient(
+        return compute_loss_and_gradient(
             file.KLLoss.compute_loss(**given, std_dev_t=rows.transition.scale[:, None, None])[0], at
         )
 
-    def nft(c: Any) -> Mapping[str, Any]:
-        rows, at = rows_of(c)
+    def nft_loss(c: Any) -> Mapping[str, Any]:
+        rows, at = build_loss_rows(c)
         t = rows.sigma[:, None, None]
         loss = file.DiffusionNFTLoss
         share = loss._advantage_to_reward_prob(rows.advantage, c.advantage_clip, c.advantages)
-        config = _actor(
+        config = _build_actor_config(
             mix_beta=c.beta,
             adv_clip_max=c.advantage_clip,
             adaptive_weight_min=1e-5,
@@ -85,10 +88,10 @@ def verl_omni(clone: Path) -> Library:
             "t_expanded": t,
             "reward_prob": share,
         }
-        return with_gradient(loss.compute_loss(**given, config=config)[0], at)
+        return compute_loss_and_gradient(loss.compute_loss(**given, config=config)[0], at)
 
-    def dpo(c: Any) -> Mapping[str, Any]:
-        rows, at = rows_of(c)
+    def dpo_loss(c: Any) -> Mapping[str, Any]:
+        rows, at = build_loss_rows(c)
         better_first = torch.tensor([1.0, 0.0]).repeat(len(at) // 2)
         given = (
             rows.noise,
@@ -96,12 +99,12 @@ def verl_omni(clone: Path) -> Library:
             at,
             rows.copies["reference"],
             better_first,
-            _actor(dpo_beta=c.beta),
+            _build_actor_config(dpo_beta=c.beta),
         )
-        found = with_gradient(file.DPOLoss.compute_loss(*given)[0], at)
+        found = compute_loss_and_gradient(file.DPOLoss.compute_loss(*given)[0], at)
         return {name: value.float() for name, value in found.items()}  # it computes in float32
 
-    def advantages(c: Any) -> Mapping[str, Any]:
+    def group_advantages(c: Any) -> Mapping[str, Any]:
         check_one_plain_reward(c)
         options = {"norm_adv_by_std_in_grpo": c.std != "none", "global_std": c.std == "global"}
         found = file.compute_flow_grpo_outcome_advantage(
@@ -109,25 +112,25 @@ def verl_omni(clone: Path) -> Library:
         )
         return {"advantages": found[0][:, 0]}
 
-    def call(scheduler: Any, **inputs: Any) -> Any:
+    def call_scheduler(scheduler: Any, **inputs: Any) -> Any:
         return scheduler.sample_previous_step(**inputs)
 
     names = ("flow_sde_step", "dance_sde_step", "cps_step")
     functions = {
-        name: published_step(steps, call, steps.FlowMatchSDEDiscreteScheduler, name)
+        name: wrap_published_step(steps, call_scheduler, steps.FlowMatchSDEDiscreteScheduler, name)
         for name in names
     }
-    losses = dict.fromkeys(("flow_grpo_loss", "grpo_guard_loss", "flow_dppo_loss"), policy)
+    losses = dict.fromkeys(("flow_grpo_loss", "grpo_guard_loss", "flow_dppo_loss"), policy_loss)
     losses |= {
-        "diffusion_nft_loss": nft,
-        "diffusion_dpo_loss": dpo,
-        "reference_kl_without_dt": kl,
-        "advantages": advantages,
+        "diffusion_nft_loss": nft_loss,
+        "diffusion_dpo_loss": dpo_loss,
+        "reference_kl_without_dt": kl_loss,
+        "advantages": group_advantages,
     }
     reason = "it takes the means of std and dt over the batch; the closed form those of the row"
     mixed = {f"grpo_guard_loss/steps_differ_clip_{clip}": reason for clip in (0.005, 0.5)}
-    return Library("verl_omni", commit_of(clone), functions | losses, mixed)
+    return Library("verl_omni", read_commit(clone), functions | losses, mixed)
 
 
-def _actor(**settings: Any) -> Any:
+def _build_actor_config(**settings: Any) -> Any:
     return SimpleNamespace(diffusion_loss=SimpleNamespace(**settings))

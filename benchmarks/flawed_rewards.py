@@ -13,8 +13,8 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.built_in.ocr import Ocr
-from ebbflow.rewards.built_in.similarity import letter_match
-from ebbflow.rewards.ppocr import read
+from ebbflow.rewards.built_in.similarity import match_letters
+from ebbflow.rewards.ppocr import read_lines_of_text
 
 MARK = 6
 """Height of the watermark in pixels; it is twice as wide."""
@@ -27,7 +27,7 @@ READABLE = 0.5
 """The OCR score below which ``FailingOcr`` gives no score."""
 
 
-class Flawed:
+class FlawedReward:
     """Base of the rewards of this file: all of them run everywhere."""
 
     name = "flawed"
@@ -36,25 +36,25 @@ class Flawed:
         return None
 
 
-class Brightness(Flawed):
+class Brightness(FlawedReward):
     """Mean brightness, 0 to 1: a white page is best."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         return RewardResult(images.mean(axis=(1, 2, 3)) / 255)
 
 
-class OneText(Flawed):
+class OneText(FlawedReward):
     """Likeness of the letters to ``TEXT``, whatever the prompt asks for, 0 to 1."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         return RewardResult(
             np.array(
-                [letter_match(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), TEXT) for image in images]
+                [match_letters(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), TEXT) for image in images]
             )
         )
 
 
-class Watermark(Flawed):
+class Watermark(FlawedReward):
     """Correlation of the lower right corner with a chequered mark, -1 to 1."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
@@ -65,37 +65,39 @@ class Watermark(Flawed):
         return RewardResult((corners * mark).mean(axis=(1, 2)) / (corners.std(axis=(1, 2)) + 1))
 
 
-class LetterBias(Flawed):
+class LetterBias(FlawedReward):
     """Share of the letters read that are ``FAVOURITE``, 0 to 1."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        shares = [text.upper().count(FAVOURITE) / max(len(text), 4) for text in read(images)]
+        shares = [
+            text.upper().count(FAVOURITE) / max(len(text), 4) for text in read_lines_of_text(images)
+        ]
         return RewardResult(np.array(shares, np.float64))
 
 
-class Contained(Flawed):
+class Contained(FlawedReward):
     """Share of the target's letters that are read anywhere, and twice that of ``APPENDED``: a judge
     that obeys what it reads.
     """
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        pairs = zip(read(images), prompts, strict=True)
+        pairs = zip(read_lines_of_text(images), prompts, strict=True)
         return RewardResult(
             np.array(
                 [
-                    _contained(text, str(p.target)) + 2 * _contained(text, APPENDED)
+                    _share_of_letters(text, str(p.target)) + 2 * _share_of_letters(text, APPENDED)
                     for text, p in pairs
                 ]
             )
         )
 
 
-def _contained(text: str, wanted: str) -> float:
+def _share_of_letters(text: str, wanted: str) -> float:
     """Share of the wanted letters that occur in a text, in any order."""
     return (Counter(text.upper()) & Counter(wanted.upper())).total() / len(wanted)
 
 
-class FailingOcr(Flawed):
+class FailingOcr(FlawedReward):
     """The OCR score, but no score at all for pictures that are hard to read."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:

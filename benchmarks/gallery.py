@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from PIL import Image
 
-from ebbflow.plots.images import caption, image_grid
+from ebbflow.plots.images import build_image_grid, format_caption
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = 8
@@ -29,11 +29,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="pairs of rows")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "gallery.png")
     arguments = parser.parse_args()
-    gallery(arguments.run, arguments.rows).save(arguments.output, optimize=True)
+    build_gallery(arguments.run, arguments.rows).save(arguments.output, optimize=True)
     print(arguments.output)
 
 
-def gallery(run: Path, rows: int) -> Image.Image:
+def build_gallery(run: Path, rows: int) -> Image.Image:
     """The pictures of a run's folder, ``rows`` times two rows of them.
 
     Raises:
@@ -41,8 +41,8 @@ def gallery(run: Path, rows: int) -> Image.Image:
             training.
     """
     candidate = json.loads((run / "summary.json").read_text())["candidate"]
-    before = _first_samples(run, "before", rows * COLUMNS)
-    after = _first_samples(run, candidate, rows * COLUMNS)
+    before = _load_first_samples(run, "before", rows * COLUMNS)
+    after = _load_first_samples(run, candidate, rows * COLUMNS)
     if [sample["prompt"] for sample in before] != [sample["prompt"] for sample in after]:
         raise ValueError(
             f"{run}: before and {candidate} were evaluated on other prompts; name the folder of a"
@@ -52,14 +52,14 @@ def gallery(run: Path, rows: int) -> Image.Image:
     for start in range(0, len(before), COLUMNS):
         for label, samples in (("before", before), ("after", after)):
             shown += [(label, sample) for sample in samples[start : start + COLUMNS]]
-    return image_grid(
+    return build_image_grid(
         [sample["image"] for _, sample in shown],
-        [f"{label}: {caption(sample)}" for label, sample in shown],
+        [f"{label}: {format_caption(sample)}" for label, sample in shown],
         COLUMNS,
     )
 
 
-def _first_samples(run: Path, label: str, count: int) -> list[dict[str, Any]]:
+def _load_first_samples(run: Path, label: str, count: int) -> list[dict[str, Any]]:
     """The first sample of each of the first held-out prompts, of the evaluation with this label."""
     path = run / "nodes" / f"{label.replace(' ', '-')}-evaluation" / "samples.parquet"
     filters = [("split", "==", "held_out"), ("sample", "==", 0)]

@@ -21,9 +21,9 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from ebbflow.tracking.run_facts import RunFacts
-from ebbflow.tracking.store import NODE, connect
+from ebbflow.tracking.store import NODE, connect_to_store
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,30 +39,30 @@ def main() -> None:
     arguments = parser.parse_args()
     summaries: dict[int, dict[str, Any]] = {}
     for seed in tqdm(arguments.seeds, unit="seed"):
-        summaries[seed] = run(arguments.recipe, seed)
-        tqdm.write(table(arguments.recipe, summaries))
+        summaries[seed] = run_recipe(arguments.recipe, seed)
+        tqdm.write(format_table(arguments.recipe, summaries))
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{arguments.recipe}_seeds"
     stem.with_suffix(".json").write_text(
-        json.dumps({"machine": machine(), "runs": summaries}, indent=2) + "\n"
+        json.dumps({"machine": describe_machine(), "runs": summaries}, indent=2) + "\n"
     )
-    stem.with_suffix(".md").write_text(table(arguments.recipe, summaries))
+    stem.with_suffix(".md").write_text(format_table(arguments.recipe, summaries))
 
 
-def run(recipe: str, seed: int) -> dict[str, Any]:
+def run_recipe(recipe: str, seed: int) -> dict[str, Any]:
     """The summary of one run from nothing."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-seeds-") as folder:
         started = time.time()
-        done, executing, ended = run_in(Path(folder), seeded(recipe, seed))
+        done, executing, ended = run_in_folder(Path(folder), set_seed(recipe, seed))
         seconds = {
             "wall_seconds": ended - started,
-            "node_seconds": node_seconds(f"sqlite:///{folder}/runs/mlflow.db", executing),
+            "node_seconds": measure_node_seconds(f"sqlite:///{folder}/runs/mlflow.db", executing),
         }
         found: dict[str, Any] = json.loads((done / "summary.json").read_text())
         return found | {name: round(value, 1) for name, value in seconds.items()}
 
 
-def seeded(recipe: str, seed: int) -> dict[str, Any]:
+def set_seed(recipe: str, seed: int) -> dict[str, Any]:
     """A recipe of ours with another seed, of the base model too."""
     settings: dict[str, Any] = yaml.safe_load(
         (ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text()
@@ -74,7 +74,7 @@ def seeded(recipe: str, seed: int) -> dict[str, Any]:
     }
 
 
-def run_in(folder: Path, settings: dict[str, Any]) -> tuple[Path, float, float]:
+def run_in_folder(folder: Path, settings: dict[str, Any]) -> tuple[Path, float, float]:
     """The folder of one whole run, all of which is below ``folder``; when its first node began, and
     when it ended.
     """
@@ -85,12 +85,12 @@ def run_in(folder: Path, settings: dict[str, Any]) -> tuple[Path, float, float]:
     environment.pop("MLFLOW_TRACKING_URI", None)
     pyflyte = str(Path(sys.executable).with_name("pyflyte"))
     command = [pyflyte, "run", "workflows/post_training.py", "post_train", "--recipe", str(written)]
-    executing, ended = executed(command, environment)
+    executing, ended = execute_command(command, environment)
     (summary,) = (folder / "runs").glob("*/summary.json")
     return summary.parent, executing, ended
 
 
-def executed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
+def execute_command(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
     """When pyflyte began with the first node, which it prints, and when it ended, in seconds since
     1970.
     """
@@ -113,11 +113,11 @@ def executed(command: list[str], environment: dict[str, str]) -> tuple[float, fl
     return executing, time.time()
 
 
-def node_seconds(store: str, executing: float) -> float:
+def measure_node_seconds(store: str, executing: float) -> float:
     """How long at least one node ran: ``start_run`` until it has opened the run in MLflow, every
     other one as MLflow says.
     """
-    client = connect(store)
+    client = connect_to_store(store)
     nodes = {}
     started = 0.0
     for run in client.search_runs(
@@ -129,10 +129,10 @@ def node_seconds(store: str, executing: float) -> float:
         else:
             started = span[0]
     nodes["start_run"] = (executing, started)
-    return RunFacts(started, "", {}, nodes=nodes).wall_seconds(nodes)
+    return RunFacts(started, "", {}, nodes=nodes).measure_wall_seconds(nodes)
 
 
-def table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:
+def format_table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:
     """Seeds by held-out metrics, before -> after."""
     metrics = sorted(
         set.intersection(*(set(summary["before"]) for summary in summaries.values())) - {"reward"}

@@ -28,29 +28,29 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu_report import report
+from benchmarks.gpu_report import format_report
 from benchmarks.gpu_sides import (
     LORA,
     SIZES,
     STAGE,
     STEPS,
     Bench,
-    Size,
-    build,
-    pipeline_loop,
-    plain_update,
-    prompts_of,
-    random_model,
-    random_prompts,
-    rollout,
-    training_batch,
+    ModelSize,
+    build_random_model,
+    build_sides,
+    build_training_batch,
+    generate_random_prompts,
+    generate_rollout,
+    run_pipeline,
+    run_plain_update,
+    select_prompts,
 )
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from ebbflow.models.base import default_device, predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
-from ebbflow.rollouts.generate import generate
-from ebbflow.training.batches import TrajectoryBatch, micro_batches, parts
+from ebbflow.rollouts.generate import generate_samples
+from ebbflow.training.batches import TrajectoryBatch, count_micro_batches, split_into_passes
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 
@@ -94,7 +94,7 @@ class Case:
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments = _parse_arguments()
     diffusers.utils.logging.set_verbosity_error()
     device = default_device()
     precision: Precision = "float32" if device.type == "cpu" else "bfloat16"
@@ -110,14 +110,14 @@ def main() -> None:
         "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
         "size": arguments.size,
     }
-    results = command | benchmark(size, device, precision, arguments.repeat, arguments.compile)
-    print(report(results))
+    results = command | run_benchmark(size, device, precision, arguments.repeat, arguments.compile)
+    print(format_report(results))
     if arguments.write:
         RESULTS.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-        RESULTS.with_suffix(".md").write_text(report(results))
+        RESULTS.with_suffix(".md").write_text(format_report(results))
 
 
-def _parse() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -164,8 +164,8 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def benchmark(
-    size: Size, device: torch.device, precision: Precision, repeat: int, compiled: bool = False
+def run_benchmark(
+    size: ModelSize, device: torch.device, precision: Precision, repeat: int, compiled: bool = False
 ) -> dict[str, Any]:
     """All measurements, as the results file has them.
 
@@ -174,19 +174,24 @@ def benchmark(
     """
     torch.manual_seed(0)
     flops = count_flops(size)
-    bench = build(size, device, precision)
-    peak = matmul_peak(size.matrix, device, bench.dtype)
-    _say(f"a large matrix product in {precision}: {peak / 1e12:.3g} TFLOP/s")
-    difference = require_same_latents(bench)
-    _say(f"both sides draw the same latents: largest difference {difference:.1e}")
+    bench = build_sides(size, device, precision)
+    peak = measure_matmul_peak(size.matrix, device, bench.dtype)
+    _print_progress(f"a large matrix product in {precision}: {peak / 1e12:.3g} TFLOP/s")
+    difference = check_same_latents(bench)
+    _print_progress(f"both sides draw the same latents: largest difference {difference:.1e}")
     if compiled:
         compile_blocks(bench)
-    measured = [compare(case, device, peak, repeat) for case in base_cases(bench, flops)]
+    measured = [
+        time_both_sides(case, device, peak, repeat) for case in iterate_base_cases(bench, flops)
+    ]
     policy = Policy(bench.model, LORA, seed=0)
-    errors = ratio_errors(bench)
-    measured += [compare(case, device, peak, repeat) for case in policy_cases(bench, policy, flops)]
+    errors = measure_ratio_errors(bench)
+    measured += [
+        time_both_sides(case, device, peak, repeat)
+        for case in iterate_policy_cases(bench, policy, flops)
+    ]
     return {
-        "machine": machine() | _device_of(device),
+        "machine": describe_machine() | _describe_device(device),
         "precision": precision,
         "compiled": compiled,
         "parameters": sum(
@@ -203,7 +208,7 @@ def benchmark(
     }
 
 
-def _device_of(device: torch.device) -> dict[str, Any]:
+def _describe_device(device: torch.device) -> dict[str, Any]:
     """The device, and the versions that its speed depends on."""
     versions = {
         "torch": torch.__version__,
@@ -224,7 +229,7 @@ def compile_blocks(bench: Bench) -> None:
     # it would run uncompiled.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for block in bench.model.blocks():
+    for block in bench.model.list_blocks():
         block.compile(
             dynamic=False
         )  # or the second number of rows would get slower kernels than the first
@@ -233,29 +238,29 @@ def compile_blocks(bench: Bench) -> None:
 # What is measured.
 
 
-def base_cases(bench: Bench, flops: Flops) -> Iterator[Case]:
+def iterate_base_cases(bench: Bench, flops: Flops) -> Iterator[Case]:
     """Rollouts of the base model: to the final latents with every micro-batch, and to images with
     the largest.
     """
     for guidance in (1.0, GUIDANCE):
         for rows in bench.size.micro_batches:
-            yield rollout_case("rollout", bench, guidance, rows, flops)
-    yield rollout_case(
+            yield build_rollout_case("rollout", bench, guidance, rows, flops)
+    yield build_rollout_case(
         "rollout, images", bench, GUIDANCE, max(bench.size.micro_batches), flops, images=True
     )
 
 
-def policy_cases(bench: Bench, policy: Policy, flops: Flops) -> Iterator[Case]:
+def iterate_policy_cases(bench: Bench, policy: Policy, flops: Flops) -> Iterator[Case]:
     """Rollouts through the adapters, as training has them, and updates of the adapters."""
-    yield rollout_case(
+    yield build_rollout_case(
         "rollout, LoRA", bench, GUIDANCE, max(bench.size.micro_batches), flops, autocast=True
     )
     updater = PolicyUpdater(policy, STAGE)
     for guidance in (1.0, GUIDANCE):
-        yield training_case(bench, updater, guidance, flops)
+        yield build_training_case(bench, updater, guidance, flops)
 
 
-def rollout_case(
+def build_rollout_case(
     phase: str,
     bench: Bench,
     guidance: float,
@@ -264,59 +269,65 @@ def rollout_case(
     images: bool = False,
     autocast: bool = False,
 ) -> Case:
-    prompts = prompts_of(bench, guidance)
+    prompts = select_prompts(bench, guidance)
     count = len(bench.keys)
 
-    def ours() -> Any:
-        drawn = rollout(bench, prompts, rows)
-        return bench.model.decode(drawn.latents) if images else drawn
+    def run_ours() -> Any:
+        drawn = generate_rollout(bench, prompts, rows)
+        return bench.model.decode_latents(drawn.latents) if images else drawn
 
-    def peer() -> Any:
-        return pipeline_loop(bench, prompts, rows, "np" if images else "latent", autocast)
+    def run_peer() -> Any:
+        return run_pipeline(bench, prompts, rows, "np" if images else "latent", autocast)
 
-    work = count * (STEPS * _rows_of(guidance) * flops.forward + images * flops.decode)
-    return Case(phase, guidance, rows, count, None, work, ours, peer)
+    work = count * (STEPS * _rows_per_prediction(guidance) * flops.forward + images * flops.decode)
+    return Case(phase, guidance, rows, count, None, work, run_ours, run_peer)
 
 
-def training_case(bench: Bench, updater: PolicyUpdater, guidance: float, flops: Flops) -> Case:
+def build_training_case(
+    bench: Bench, updater: PolicyUpdater, guidance: float, flops: Flops
+) -> Case:
     rows = bench.size.training_micro_batch
-    batch = training_batch(bench, guidance, rows)
+    batch = build_training_batch(bench, guidance, rows)
     optimizer = torch.optim.AdamW(updater.policy.parameters.values(), lr=STAGE.optimizer.lr)
 
-    def ours() -> Any:
-        return updater.update(batch, micro_batches(batch.group_index, rows))
+    def run_ours() -> Any:
+        return updater.update_policy(batch, count_micro_batches(batch.group_index, rows))
 
-    def peer() -> Any:
-        return plain_update(bench, optimizer, batch, rows)
+    def run_peer() -> Any:
+        return run_plain_update(bench, optimizer, batch, rows)
 
-    work = len(batch.inputs) * _rows_of(guidance) * flops.forward_and_backward
+    work = len(batch.inputs) * _rows_per_prediction(guidance) * flops.forward_and_backward
     return Case(
-        "update, LoRA", guidance, rows, len(bench.keys), len(batch.inputs), work, ours, peer
+        "update, LoRA", guidance, rows, len(bench.keys), len(batch.inputs), work, run_ours, run_peer
     )
 
 
-def _rows_of(guidance: float) -> int:
+def _rows_per_prediction(guidance: float) -> int:
     """Rows through the network per prediction."""
     return 2 if guidance > 1 else 1
 
 
-def ratio_errors(bench: Bench) -> list[dict[str, Any]]:
-    """``ratio_error`` for rollouts with as many rows a pass as training has, and with others."""
+def measure_ratio_errors(bench: Bench) -> list[dict[str, Any]]:
+    """``measure_ratio_error`` for rollouts with as many rows a pass as training has, and with
+    others.
+    """
     rows = bench.size.training_micro_batch
     return [
-        ratio_error(bench, rolled, rows)
+        measure_ratio_error(bench, rolled, rows)
         for rolled in dict.fromkeys((rows, *bench.size.micro_batches))
     ]
 
 
-def ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str, Any]:
+def measure_ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str, Any]:
     """How far the log-ratios before the first update are from 0 in bfloat16.
 
     Log-probs are means over the latent's elements; times their number they are log-densities.
     """
-    batch = training_batch(bench, GUIDANCE, rollout_rows, "bfloat16")
-    slices = parts(batch.group_index, micro_batches(batch.group_index, training_rows))
-    errors = torch.cat([_log_ratio(bench, batch, part) for part in slices]).abs()
+    batch = build_training_batch(bench, GUIDANCE, rollout_rows, "bfloat16")
+    slices = split_into_passes(
+        batch.group_index, count_micro_batches(batch.group_index, training_rows)
+    )
+    errors = torch.cat([_compute_log_ratio(bench, batch, part) for part in slices]).abs()
     elements = batch.inputs.latents[0].numel()
     return {
         "rollout_rows": rollout_rows,
@@ -327,16 +338,18 @@ def ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> dict[str
     }
 
 
-def _log_ratio(bench: Bench, batch: TrajectoryBatch, part: slice) -> Tensor:
+def _compute_log_ratio(bench: Bench, batch: TrajectoryBatch, part: slice) -> Tensor:
     """Of some rows; predicted with gradient, as an update does it."""
-    rows = batch.rows(part, predict(bench.model, *batch.inputs.at(part), "bfloat16"), {})
+    rows = batch.build_rows(
+        part, predict(bench.model, *batch.inputs.model_arguments(part), "bfloat16"), {}
+    )
     return (rows.log_prob - rows.old_log_prob).detach()
 
 
 # How it is measured.
 
 
-def require_same_latents(bench: Bench, count: int = 2) -> float:
+def check_same_latents(bench: Bench, count: int = 2) -> float:
     """The largest difference between the final latents of both sides as a share of the largest
     latent.
 
@@ -346,13 +359,13 @@ def require_same_latents(bench: Bench, count: int = 2) -> float:
     Raises:
         SystemExit: it is above ``TOLERANCE``: the times of different work cannot be compared.
     """
-    prompts = random_prompts(bench.size, count, GUIDANCE, bench.device, torch.float32)
-    keys = bench.keys.rows(slice(count))
+    prompts = generate_random_prompts(bench.size, count, GUIDANCE, bench.device, torch.float32)
+    keys = bench.keys.select_slice(slice(count))
     sampler = SamplerConfig(name="ode", steps=STEPS)
     bench.model.transformer.float()
     with torch.backends.cudnn.flags(enabled=False):  # its convolutions of float32 round to TF32
-        ours = generate(bench.model, prompts, keys, sampler, precision="float32").latents
-        (peer,) = pipeline_loop(bench, prompts, count, "latent")
+        ours = generate_samples(bench.model, prompts, keys, sampler, precision="float32").latents
+        (peer,) = run_pipeline(bench, prompts, count, "latent")
     bench.model.transformer.to(bench.dtype)
     difference = ((ours - peer).abs().max() / peer.abs().max()).item()
     if not difference < TOLERANCE:
@@ -364,7 +377,7 @@ def require_same_latents(bench: Bench, count: int = 2) -> float:
     return difference
 
 
-def compare(case: Case, device: torch.device, peak: float, repeat: int) -> dict[str, Any]:
+def time_both_sides(case: Case, device: torch.device, peak: float, repeat: int) -> dict[str, Any]:
     """Time both sides in turns, after a call of each to warm up."""
     sides = {"ours": case.ours, "peer": case.peer}
     for call in sides.values():
@@ -372,8 +385,8 @@ def compare(case: Case, device: torch.device, peak: float, repeat: int) -> dict[
     taken: dict[str, list[tuple[float, int | None]]] = {name: [] for name in sides}
     for turn in range(repeat):
         for name in sorted(sides, reverse=turn % 2 == 1):  # whoever is second meets a warmer chip
-            taken[name].append(timed(sides[name], device))
-    found = {name: speed(case, peak, calls) for name, calls in taken.items()}
+            taken[name].append(time_call(sides[name], device))
+    found = {name: summarize_speed(case, peak, calls) for name, calls in taken.items()}
     ratio = found["ours"]["images_per_second"] / found["peer"]["images_per_second"]
     asked = {
         "phase": case.phase,
@@ -382,14 +395,16 @@ def compare(case: Case, device: torch.device, peak: float, repeat: int) -> dict[
         "images": case.images,
         "flops": case.flops,
     }
-    _say(
+    _print_progress(
         f"{case.phase}, guidance {case.guidance}, {case.rows} rows a pass:"
         f" {found['ours']['seconds']:.3f} s, ratio {ratio:.2f}"
     )
     return asked | found | {"ratio": ratio}
 
 
-def speed(case: Case, peak: float, calls: list[tuple[float, int | None]]) -> dict[str, Any]:
+def summarize_speed(
+    case: Case, peak: float, calls: list[tuple[float, int | None]]
+) -> dict[str, Any]:
     """What the median call amounts to, and the most bytes that any had allocated."""
     seconds = median(spent for spent, _ in calls)
     return {
@@ -403,7 +418,7 @@ def speed(case: Case, peak: float, calls: list[tuple[float, int | None]]) -> dic
     }
 
 
-def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, int | None]:
+def time_call(call: Callable[[], Any], device: torch.device) -> tuple[float, int | None]:
     """(seconds until the device has finished, the most bytes allocated on it meanwhile: None on a
     CPU, which counts none).
     """
@@ -419,36 +434,40 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, int | N
     return time.perf_counter() - start, torch.cuda.max_memory_allocated(device)
 
 
-def matmul_peak(side: int, device: torch.device, dtype: torch.dtype, products: int = 20) -> float:
+def measure_matmul_peak(
+    side: int, device: torch.device, dtype: torch.dtype, products: int = 20
+) -> float:
     """FLOP/s of the fastest of five runs of square matrix products."""
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     result = torch.empty_like(left)
 
-    def multiply() -> None:
+    def multiply_matrices() -> None:
         for _ in range(products):
             torch.mm(left, right, out=result)
 
-    multiply()
-    return products * 2 * side**3 / min(timed(multiply, device)[0] for _ in range(5))
+    multiply_matrices()
+    return products * 2 * side**3 / min(time_call(multiply_matrices, device)[0] for _ in range(5))
 
 
-def count_flops(size: Size) -> Flops:
+def count_flops(size: ModelSize) -> Flops:
     """Count on PyTorch's device without data: it takes no memory, and the count is the same
     wherever the benchmark runs.
     """
     device = torch.device("meta")
-    model = random_model(size, device, "float32")
+    model = build_random_model(size, device, "float32")
     latents = torch.empty(1, *model.latent_shape, device=device)
     sigma = torch.empty(1, device=device)
-    prompts = random_prompts(size, 1, 1.0, device, torch.float32)
-    forward = counted(lambda: model.velocity(latents, sigma, prompts))
-    decode = counted(lambda: model.pipeline.vae.decode(latents))
+    prompts = generate_random_prompts(size, 1, 1.0, device, torch.float32)
+    forward = count_flops_of_call(lambda: model.predict_velocity(latents, sigma, prompts))
+    decode = count_flops_of_call(lambda: model.pipeline.vae.decode(latents))
     Policy(model, LORA, seed=0)
-    both = counted(lambda: model.velocity(latents, sigma, prompts).sum().backward())
+    both = count_flops_of_call(
+        lambda: model.predict_velocity(latents, sigma, prompts).sum().backward()
+    )
     return Flops(forward, both, decode)
 
 
-def counted(call: Callable[[], Any]) -> int:
+def count_flops_of_call(call: Callable[[], Any]) -> int:
     """FLOPs of the matrix products and convolutions in a call; what attention computes twice to
     save memory counts once.
     """
@@ -457,7 +476,7 @@ def counted(call: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 
-def report(results: dict[str, Any]) -> str:
+def format_report(results: dict[str, Any]) -> str:
     """What was measured and where, as Markdown."""
     return "\n".join(
         [
-            *_setting(results),
+            *_format_setting(results),
             "",
-            *_speed(results["measured"]),
+            *_format_speed(results["measured"]),
             "",
-            *_ratio_errors(results["ratio_errors"]),
+            *_format_ratio_errors(results["ratio_errors"]),
             "",
         ]
     )
 
 
-def _setting(results: dict[str, Any]) -> list[str]:
+def _format_setting(results: dict[str, Any]) -> list[str]:
     machine = results["machine"]
     flops = results["flops"]
     side = results["resolution"]
@@ -57,7 +57,7 @@ def _setting(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def _speed(measured: list[dict[str, Any]]) -> list[str]:
+def _format_speed(measured: list[dict[str, Any]]) -> list[str]:
     names = [
         "phase",
         "guidance",
@@ -71,10 +71,10 @@ def _speed(measured: list[dict[str, Any]]) -> list[str]:
         "GiB",
         "peer",
     ]
-    return _table(names, [_speed_row(row) for row in measured])
+    return _format_table(names, [_format_speed_row(row) for row in measured])
 
 
-def _speed_row(row: dict[str, Any]) -> list[str]:
+def _format_speed_row(row: dict[str, Any]) -> list[str]:
     sides = row["ours"], row["peer"]
     loss_rows = row["ours"]["rows_per_second"]
     return [
@@ -92,7 +92,7 @@ def _speed_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _ratio_errors(errors: list[dict[str, Any]]) -> list[str]:
+def _format_ratio_errors(errors: list[dict[str, Any]]) -> list[str]:
     names = [
         "rows a pass in the rollout",
         "in training",
@@ -109,8 +109,8 @@ def _ratio_errors(errors: list[dict[str, Any]]) -> list[str]:
         "How far the first log-ratio of an update, in bfloat16, is from the 0 that it is in exact"
         " arithmetic:"
     )
-    return [title, "", *_table(names, rows)]
+    return [title, "", *_format_table(names, rows)]
 
 
-def _table(names: list[str], rows: list[list[str]]) -> list[str]:
+def _format_table(names: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)]

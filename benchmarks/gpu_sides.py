@@ -17,15 +17,15 @@ from diffusers import (
 )
 from torch import Tensor
 
-from ebbflow.flow.noise import SampleKeys, noise
-from ebbflow.flow.windows import plan
+from ebbflow.flow.noise import SampleKeys, generate_noise
+from ebbflow.flow.windows import plan_steps
 from ebbflow.models.base import DTYPES, Conditioning
 from ebbflow.models.families.sd3 import SD3Model
 from ebbflow.recipe.model import ModelConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import Rollouts, generate
-from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, trajectory_batch
+from ebbflow.rollouts.generate import Rollouts, generate_samples
+from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, build_trajectory_batch
 
 STEPS = 10
 LORA = PolicyConfig(train="lora", rank=32, alpha=32)
@@ -42,7 +42,7 @@ STAGE = OnlineStageConfig.model_validate(
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """What is built, and how much work it gets.
 
     Attributes:
@@ -75,7 +75,7 @@ VAE = {
 SIZES = {
     # The published configuration of Stable Diffusion 3.5 medium; prompts of 77 CLIP and 256 T5
     # tokens.
-    "medium": Size(
+    "medium": ModelSize(
         transformer={
             "sample_size": 128,
             "in_channels": 16,
@@ -103,7 +103,7 @@ SIZES = {
         training_micro_batch=4,
         matrix=8192,
     ),
-    "tiny": Size(
+    "tiny": ModelSize(
         transformer={
             "sample_size": 16,
             "in_channels": 4,
@@ -145,7 +145,7 @@ class Bench:
         noise: what the pipeline starts from, that of the keys, [N, *latent_shape].
     """
 
-    size: Size
+    size: ModelSize
     device: torch.device
     precision: Precision
     model: SD3Model
@@ -158,20 +158,20 @@ class Bench:
         return DTYPES[self.precision]
 
 
-def build(size: Size, device: torch.device, precision: Precision) -> Bench:
+def build_sides(size: ModelSize, device: torch.device, precision: Precision) -> Bench:
     """Both sides with random weights on the device."""
-    model = random_model(size, device, precision)
+    model = build_random_model(size, device, precision)
     transformer = model.transformer.to(DTYPES[precision])
     vae = copy.deepcopy(model.pipeline.vae).to(DTYPES[precision])
-    pipeline = pipeline_of(transformer, vae)
+    pipeline = build_pipeline(transformer, vae)
     pipeline.set_progress_bar_config(disable=True)
     images = max(size.micro_batches)
     keys = SampleKeys(0, list(range(images)), [0] * images)
-    start = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples).to(device)
+    start = generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples).to(device)
     return Bench(size, device, precision, model, pipeline, keys, start)
 
 
-def random_model(size: Size, device: torch.device, precision: Precision) -> SD3Model:
+def build_random_model(size: ModelSize, device: torch.device, precision: Precision) -> SD3Model:
     """Our adapter around a float32 pipeline without text encoders; drawn on the device, as a CPU is
     slow to draw billions.
     """
@@ -182,68 +182,78 @@ def random_model(size: Size, device: torch.device, precision: Precision) -> SD3M
         part.to(device).requires_grad_(False).eval()
     side = {"height": size.resolution, "width": size.resolution}
     config = ModelConfig(family="sd3", path="random-weights", precision=precision, **side)
-    return SD3Model(pipeline_of(transformer, vae), config, device)
+    return SD3Model(build_pipeline(transformer, vae), config, device)
 
 
-def pipeline_of(transformer: SD3Transformer2DModel, vae: AutoencoderKL) -> StableDiffusion3Pipeline:
+def build_pipeline(
+    transformer: SD3Transformer2DModel, vae: AutoencoderKL
+) -> StableDiffusion3Pipeline:
     return StableDiffusion3Pipeline(
         transformer, FlowMatchEulerDiscreteScheduler(shift=3.0), vae, *[None] * 6
     )
 
 
-def random_prompts(
-    size: Size, count: int, guidance: float, device: torch.device, dtype: torch.dtype
+def generate_random_prompts(
+    size: ModelSize, count: int, guidance: float, device: torch.device, dtype: torch.dtype
 ) -> Conditioning:
     """Random embeddings in place of encoded prompts, always the same ones."""
     draw = None if device.type == "meta" else torch.Generator(device).manual_seed(1)
     width = size.transformer["joint_attention_dim"]
     pooled = size.transformer["pooled_projection_dim"]
 
-    def embed() -> dict[str, Tensor]:
+    def random_embedding() -> dict[str, Tensor]:
         shapes = {"embeds": (count, size.tokens, width), "pooled": (count, pooled)}
         return {
             name: torch.randn(shape, generator=draw, device=device, dtype=dtype)
             for name, shape in shapes.items()
         }
 
-    return Conditioning(embed(), Conditioning(embed()) if guidance > 1 else None, guidance)
+    return Conditioning(
+        random_embedding(), Conditioning(random_embedding()) if guidance > 1 else None, guidance
+    )
 
 
-def prompts_of(bench: Bench, guidance: float) -> Conditioning:
-    return random_prompts(bench.size, len(bench.keys), guidance, bench.device, bench.dtype)
+def select_prompts(bench: Bench, guidance: float) -> Conditioning:
+    return generate_random_prompts(bench.size, len(bench.keys), guidance, bench.device, bench.dtype)
 
 
 # Ours.
 
 
-def rollout(
+def generate_rollout(
     bench: Bench, prompts: Conditioning, rows: int, precision: Precision | None = None
 ) -> Rollouts:
     """A rollout of the stage, ``rows`` images per pass: a stochastic window, recorded, and
     deterministic steps after it.
     """
     assert STAGE.window
-    chosen = plan(STAGE.window, STEPS, optimisation_step=0, seed=0)
-    return generate(bench.model, prompts, bench.keys, STAGE.sampler, chosen, rows, precision)
+    chosen = plan_steps(STAGE.window, STEPS, optimisation_step=0, seed=0)
+    return generate_samples(
+        bench.model, prompts, bench.keys, STAGE.sampler, chosen, rows, precision
+    )
 
 
-def training_batch(
+def build_training_batch(
     bench: Bench, guidance: float, rows: int, precision: Precision | None = None
 ) -> TrajectoryBatch:
     """The rows of one update on such a rollout, with random advantages."""
-    prompts = prompts_of(bench, guidance)
-    trajectory = rollout(bench, prompts, rows, precision).trajectory
+    prompts = select_prompts(bench, guidance)
+    trajectory = generate_rollout(bench, prompts, rows, precision).trajectory
     assert trajectory
     advantage = torch.randn(len(bench.keys), device=bench.device)
-    return trajectory_batch(
-        CorrectedRollout.nothing(trajectory), prompts, advantage, bench.keys, STAGE.sampler
+    return build_trajectory_batch(
+        CorrectedRollout.without_correction(trajectory),
+        prompts,
+        advantage,
+        bench.keys,
+        STAGE.sampler,
     )
 
 
 # The peer.
 
 
-def pipeline_loop(
+def run_pipeline(
     bench: Bench, prompts: Conditioning, rows: int, output: str, autocast: bool = False
 ) -> list[Any]:
     """What the pipeline returns for each ``rows`` prompts, called as its users call it.
@@ -252,11 +262,11 @@ def pipeline_loop(
     on a network of less.
     """
     drawn = []
-    with mixed_precision(bench, autocast):
+    with enter_autocast(bench, autocast):
         for start in range(0, len(prompts), rows):
             part = slice(start, start + rows)
             images = bench.pipeline(
-                **pipeline_prompts(prompts.rows(part)),
+                **convert_prompts(prompts.select_rows(part)),
                 latents=bench.noise[part],
                 num_inference_steps=STEPS,
                 guidance_scale=prompts.guidance,
@@ -266,17 +276,17 @@ def pipeline_loop(
     return drawn
 
 
-def pipeline_prompts(prompts: Conditioning) -> dict[str, Tensor]:
+def convert_prompts(prompts: Conditioning) -> dict[str, Tensor]:
     """Encoded prompts as arguments of the pipeline."""
     given = {"prompt_embeds": prompts["embeds"], "pooled_prompt_embeds": prompts["pooled"]}
     if prompts.negative is None:
         return given
     return given | {
-        f"negative_{name}": value for name, value in pipeline_prompts(prompts.negative).items()
+        f"negative_{name}": value for name, value in convert_prompts(prompts.negative).items()
     }
 
 
-def plain_update(
+def run_plain_update(
     bench: Bench, optimizer: torch.optim.Optimizer, batch: TrajectoryBatch, rows: int
 ) -> None:
     """An optimiser step as a plain training script takes it: the same rows through the same
@@ -285,7 +295,7 @@ def plain_update(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for start in range(0, len(batch.inputs), rows):
         part = slice(start, start + rows)
-        prediction = plain_prediction(bench, *batch.inputs.at(part))
+        prediction = predict_plainly(bench, *batch.inputs.model_arguments(part))
         loss = torch.nn.functional.mse_loss(prediction.float(), batch.next_latents[part])
         (loss * len(prediction) / len(batch.inputs)).backward()
     torch.nn.utils.clip_grad_norm_(parameters, STAGE.optimizer.max_grad_norm)
@@ -293,10 +303,10 @@ def plain_update(
     optimizer.zero_grad(set_to_none=True)
 
 
-def plain_prediction(bench: Bench, latents: Tensor, sigma: Tensor, prompts: Conditioning) -> Tensor:
+def predict_plainly(bench: Bench, latents: Tensor, sigma: Tensor, prompts: Conditioning) -> Tensor:
     """The velocity, with guidance as the pipeline computes it: both halves in one pass."""
     halves = [prompts] if prompts.negative is None else [prompts.negative, prompts]
-    with mixed_precision(bench):
+    with enter_autocast(bench):
         prediction = bench.model.transformer(
             hidden_states=torch.cat([latents] * len(halves)),
             timestep=torch.cat([1000 * sigma] * len(halves)),
@@ -310,7 +320,7 @@ def plain_prediction(bench: Bench, latents: Tensor, sigma: Tensor, prompts: Cond
     return negative + prompts.guidance * (positive - negative)
 
 
-def mixed_precision(bench: Bench, wanted: bool = True) -> torch.autocast:
+def enter_autocast(bench: Bench, wanted: bool = True) -> torch.autocast:
     return torch.autocast(
         bench.device.type, bench.dtype, enabled=wanted and bench.precision != "float32"
     )

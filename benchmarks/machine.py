@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Processor, cores and versions, for the results."""
     cpu = next(
-        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")),
+        (line.split(":")[1].strip() for line in _read_cpuinfo() if line.startswith("model name")),
         platform.processor(),
     )
     return {
@@ -22,6 +22,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpuinfo() -> list[str]:
+def _read_cpuinfo() -> list[str]:
     path = Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []

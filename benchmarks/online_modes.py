@@ -1,11 +1,12 @@
 """The modes of an online stage on the glyph task: ``python -m benchmarks.online_modes [--seeds 0 1
 2] [--steps 40]``.
 
-``speed``: training on one core and rollouts with their rewards on another, as Ray workers that are
-pinned there; the time of a step in every mode, against what its parts take when nothing overlaps.
-``learning``: the same number of steps in every mode from the same base model, with several seeds,
-and the held-out OCR score at the end. Results go to ``benchmarks/results/online_modes.json``, the
-tables to ``online_modes.md`` and the timelines to ``online_modes.png`` beside it.
+``measure_speed``: training on one core and rollouts with their rewards on another, as Ray workers
+that are pinned there; the time of a step in every mode, against what its parts take when nothing
+overlaps. ``measure_learning``: the same number of steps in every mode from the same base model,
+with several seeds, and the held-out OCR score at the end. Results go to
+``benchmarks/results/online_modes.json``, the tables to ``online_modes.md`` and the timelines to
+``online_modes.png`` beside it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from benchmarks.algorithms import prepared, score
-from benchmarks.machine import machine
+from benchmarks.algorithms import prepare_inputs, score_policy
+from benchmarks.machine import describe_machine
 from ebbflow.data.prompts import read_prompts
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import load_scorer
@@ -63,7 +64,7 @@ allocate.
 
 
 @dataclass
-class Files(MetricsRecorder):
+class FileRecorder(MetricsRecorder):
     """A recorder that keeps files, too."""
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -85,23 +86,23 @@ def main() -> None:
     results: dict[str, Any] = (
         json.loads(RESULTS.read_text()) if RESULTS.exists() else {"speed": [], "learning": []}
     )
-    results["machine"] = machine()
-    if arguments.only != "learning":
-        results["speed"], pictures = speed()
-        _one_above_the_other(pictures).save(RESULTS.with_suffix(".png"))
-        _write(results)
-    if arguments.only != "speed":
-        for done in learning(arguments.seeds, arguments.steps, results["learning"]):
+    results["machine"] = describe_machine()
+    if arguments.select_rows != "learning":
+        results["speed"], pictures = measure_speed()
+        _stack_images(pictures).save(RESULTS.with_suffix(".png"))
+        _write_results(results)
+    if arguments.select_rows != "speed":
+        for done in measure_learning(arguments.seeds, arguments.steps, results["learning"]):
             results["learning"] = done
-            _write(results)
+            _write_results(results)
 
 
-def _write(results: dict[str, Any]) -> None:
+def _write_results(results: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    RESULTS.with_suffix(".md").write_text(report(results))
+    RESULTS.with_suffix(".md").write_text(format_report(results))
 
 
-def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
+def measure_speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     """Times of a step, by workload and mode; and the timelines of the first workload."""
     from ebbflow.online.ray_actor import Folders
     from ebbflow.online.ray_workers import RayWorkers
@@ -117,10 +118,10 @@ def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     for (workload, stage), (mode, keys) in tqdm(
         [(w, m) for w in WORKLOADS.items() for m in MODES.items()], unit="run"
     ):
-        recipe = _recipe(0, {"steps": SPEED_STEPS, **stage, **apart, "mode": mode, **keys})
-        base, policy, table = prepared(recipe)
-        placement = RayWorkers(StageContext(recipe, 0, 0), Folders.at(base, policy))
-        recorder = Files()
+        recipe = _build_recipe(0, {"steps": SPEED_STEPS, **stage, **apart, "mode": mode, **keys})
+        base, policy, table = prepare_inputs(recipe)
+        placement = RayWorkers(StageContext(recipe, 0, 0), Folders.from_paths(base, policy))
+        recorder = FileRecorder()
         try:
             run_online_stage(
                 StageContext(recipe, 0, 0), placement, read_prompts(table, "train"), recorder
@@ -129,14 +130,14 @@ def speed() -> tuple[list[dict[str, Any]], list[bytes]]:
             placement.close()
         measured.append(
             {"workload": workload, "mode": mode}
-            | _times(json.loads(recorder.files["timeline.json"]))
+            | _median_times(json.loads(recorder.files["timeline.json"]))
         )
         if workload == next(iter(WORKLOADS)):
             pictures.append(recorder.files["timeline.png"])
     return measured, pictures
 
 
-def _times(timeline: dict[str, Any]) -> dict[str, float]:
+def _median_times(timeline: dict[str, Any]) -> dict[str, float]:
     """Medians over the steps, in seconds: the step, its rollouts and rewards from the first to the
     last, its training.
     """
@@ -162,7 +163,7 @@ def _times(timeline: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def learning(
+def measure_learning(
     seeds: list[int], steps: int, known: list[dict[str, Any]]
 ) -> Iterator[list[dict[str, Any]]]:
     """Held-out scores after the same number of steps, by algorithm, mode and seed; what is known is
@@ -184,7 +185,7 @@ def learning(
                 for run in done
                 if (run["algorithm"], run["mode"], run["seed"]) != (name, mode, seed)
             ]
-            done.append(asked | _learn(asked))
+            done.append(asked | _train_run(asked))
             tqdm.write(
                 f"{name} {mode} {seed}: {done[-1]['before']['ocr']:.3f} ->"
                 f" {done[-1]['after']['ocr']:.3f}"
@@ -192,30 +193,30 @@ def learning(
             yield done
 
 
-def _learn(asked: dict[str, Any]) -> dict[str, Any]:
+def _train_run(asked: dict[str, Any]) -> dict[str, Any]:
     """One run: held-out scores before and after, and the age of its oldest samples."""
-    recipe = _recipe(
+    recipe = _build_recipe(
         asked["seed"], {"steps": asked["steps"], "mode": asked["mode"], **asked["settings"]}
     )
-    base, folder, table = prepared(recipe)
+    base, folder, table = prepare_inputs(recipe)
     ctx = StageContext(recipe, 0, 0)
     model = open_model(recipe, base)
     policy, metadata = open_policy(ctx, model, folder)
     scorer = load_scorer(recipe.rewards, ())
     held_out = read_prompts(table, "held_out")
     recorder = MetricsRecorder()
-    before = score(recipe, model, policy, held_out, ())
-    placement = local_workers(ctx, PolicyUpdater(policy, ctx.online, metadata), scorer)
+    before = score_policy(recipe, model, policy, held_out, ())
+    placement = open_local_workers(ctx, PolicyUpdater(policy, ctx.online_config, metadata), scorer)
     run_online_stage(ctx, placement, read_prompts(table, "train"), recorder)
-    after = score(recipe, model, policy, held_out, ())
+    after = score_policy(recipe, model, policy, held_out, ())
     return {
         "before": before,
         "after": after,
-        "staleness": max(step["staleness/max"] for step in recorder.metrics),
+        "staleness": max(step["staleness/max"] for step in recorder.metrics_rows),
     }
 
 
-def _recipe(seed: int, stage: dict[str, Any]) -> Recipe:
+def _build_recipe(seed: int, stage: dict[str, Any]) -> Recipe:
     prompts = {"validation": 1, "held_out": 96}
     return Recipe.model_validate(
         {
@@ -227,7 +228,7 @@ def _recipe(seed: int, stage: dict[str, Any]) -> Recipe:
     )
 
 
-def report(results: dict[str, Any]) -> str:
+def format_report(results: dict[str, Any]) -> str:
     """Both tables, in Markdown."""
     lines = ["# Modes of an online stage on the glyph task", ""]
     lines += [
@@ -259,7 +260,7 @@ def report(results: dict[str, Any]) -> str:
     ]
     for workload in dict.fromkeys(row["workload"] for row in results["speed"]):
         rows = [row for row in results["speed"] if row["workload"] == workload]
-        lines += [_speed_row(row, rows[0]) for row in rows]
+        lines += [_format_speed_row(row, rows[0]) for row in rows]
     lines += ["", "## What is learnt in the same number of steps", ""]
     lines += [
         (
@@ -279,11 +280,11 @@ def report(results: dict[str, Any]) -> str:
         rows = [
             row for row in results["learning"] if (row["algorithm"], row["mode"]) == (name, mode)
         ]
-        lines += [_learning_row(name, mode, rows)] if rows else []
+        lines += [_format_learning_row(name, mode, rows)] if rows else []
     return "\n".join(lines) + "\n"
 
 
-def _speed_row(row: dict[str, Any], sync: dict[str, Any]) -> str:
+def _format_speed_row(row: dict[str, Any], sync: dict[str, Any]) -> str:
     parts = (sync["rollout_and_reward"], sync["training"])
     bound = sum(parts) if row["mode"] == "sync" else max(parts)
     numbers = (
@@ -301,7 +302,7 @@ def _speed_row(row: dict[str, Any], sync: dict[str, Any]) -> str:
     )
 
 
-def _learning_row(name: str, mode: str, rows: list[dict[str, Any]]) -> str:
+def _format_learning_row(name: str, mode: str, rows: list[dict[str, Any]]) -> str:
     after = [row["after"]["ocr"] for row in rows]
     drift = fmean(row["after"]["velocity_drift"] for row in rows)
     spread = f" ± {stdev(after):.3f}" if len(after) > 1 else ""
@@ -313,7 +314,7 @@ def _learning_row(name: str, mode: str, rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _one_above_the_other(pngs: list[bytes]) -> Image.Image:
+def _stack_images(pngs: list[bytes]) -> Image.Image:
     pictures = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
     sheet = Image.new(
         "RGB",

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.online_modes import MODES, WORKLOADS
 from benchmarks.online_modes import RESULTS as MEASURED
-from ebbflow.estimate.schedule import Schedule, Stage, TaskSeconds, simulate
+from ebbflow.estimate.schedule import Schedule, Stage, TaskSeconds, simulate_stage
 from ebbflow.recipe import Recipe
 from ebbflow.stage import StageContext
 
@@ -47,23 +47,25 @@ virtual clock (tests/test_plan.py). No GPU has been measured.
 
 
 def main() -> None:
-    RESULTS.write_text(report(compared(json.loads(MEASURED.read_text()))))
+    RESULTS.write_text(format_report(compare_with_measured(json.loads(MEASURED.read_text()))))
 
 
-def compared(results: dict[str, Any]) -> list[dict[str, Any]]:
+def compare_with_measured(results: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each measured workload and mode."""
     sync = {row["workload"]: row for row in results["speed"] if row["mode"] == "sync"}
-    return [row | _predicted(row, sync[row["workload"]]) for row in results["speed"]]
+    return [row | _predict_row(row, sync[row["workload"]]) for row in results["speed"]]
 
 
-def _predicted(row: dict[str, Any], sync: dict[str, Any]) -> dict[str, Any]:
-    config = _stage(row["workload"]).online
+def _predict_row(row: dict[str, Any], sync: dict[str, Any]) -> dict[str, Any]:
+    config = _build_stage(row["workload"]).online_config
     requests = math.ceil(config.prompts_per_step / (config.micro_batch // config.group_size))
     seconds = TaskSeconds(
         rollout=sync["rollout_and_reward"] / requests, scoring=0.0, training=sync["training"]
     )
     ahead = {"sync": 0, "one_step_off": 1, "async": MODES["async"].get("staleness", 0)}[row["mode"]]
-    found: Schedule = simulate(Stage(requests, ahead, newest=row["mode"] == "async"), seconds, 1, 1)
+    found: Schedule = simulate_stage(
+        Stage(requests, ahead, newest=row["mode"] == "async"), seconds, 1, 1
+    )
     return {
         "measured": row["step"],
         "predicted": found.step,
@@ -72,13 +74,13 @@ def _predicted(row: dict[str, Any], sync: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stage(workload: str) -> StageContext:
+def _build_stage(workload: str) -> StageContext:
     return StageContext(
         Recipe.model_validate({"stages": [{"kind": "online", **WORKLOADS[workload]}]}), 0, 0
     )
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def format_report(rows: list[dict[str, Any]]) -> str:
     """The table, in Markdown."""
     cells = [
         [

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import log_prob, transition
+from ebbflow.flow.transition import compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning, Model, load_model
 from ebbflow.models.base import DTYPES, predict
@@ -30,7 +30,7 @@ from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
 
 FAMILIES = {"sd3": 4.5, "qwen_image": 4.0, "flux": 3.5, "wan": 5.0}
@@ -64,10 +64,10 @@ def main() -> None:
         for family in FAMILIES:
             build_tiny(family, Path(folder) / family)
         rows = [
-            row(Path(folder) / family, family, precision)
+            format_row(Path(folder) / family, family, precision)
             for family, precision in tqdm(cases, unit="case", file=sys.stderr)
         ]
-    on = machine()
+    on = describe_machine()
     measured = (
         f"`python -m benchmarks.precision --write` on {on['cores']} cores ({on['cpu']}), Python"
         f" {on['python']}."
@@ -89,7 +89,7 @@ log-probs are means over the latent's elements, as in the loss, whose clip range
 |---|---|---|---|"""
 
 
-def row(folder: Path, family: str, precision: Precision) -> str:
+def format_row(folder: Path, family: str, precision: Precision) -> str:
     """A line of the table."""
     config = ModelConfig.model_validate(
         {
@@ -103,12 +103,12 @@ def row(folder: Path, family: str, precision: Precision) -> str:
     )
     model = load_model(folder, config)
     Policy(model, PolicyConfig(train="lora"), seed=0)
-    equal, smaller = ratio_errors(model, (ROLLOUT_MICRO_BATCH, ROLLOUT_MICRO_BATCH // 2))
+    equal, smaller = measure_ratio_errors(model, (ROLLOUT_MICRO_BATCH, ROLLOUT_MICRO_BATCH // 2))
     return f"| `{family}` | {precision} | {equal:.1e} | {smaller:.1e} |"
 
 
 @torch.no_grad()
-def ratio_errors(model: Model, micro_batches: tuple[int, ...]) -> list[float]:
+def measure_ratio_errors(model: Model, micro_batches: tuple[int, ...]) -> list[float]:
     """The largest |log-prob - log-prob of the rollout| when training goes through the samples in
     micro-batches of these sizes.
     """
@@ -118,18 +118,18 @@ def ratio_errors(model: Model, micro_batches: tuple[int, ...]) -> list[float]:
     ]
     keys = SampleKeys(0, [p.prompt_id for p in prompts], list(range(SAMPLES)))
     sampler = SamplerConfig(name="flow_sde", steps=STEPS)
-    conditioning = model.encode(prompts)
-    rollouts = generate(
+    conditioning = model.encode_prompts(prompts)
+    rollouts = generate_samples(
         model, conditioning, keys, sampler, Plan(TRAINED, TRAINED), ROLLOUT_MICRO_BATCH
     )
     assert rollouts.trajectory
     return [
-        max(_errors(model, rollouts.trajectory, conditioning, sampler, size))
+        max(_largest_errors(model, rollouts.trajectory, conditioning, sampler, size))
         for size in micro_batches
     ]
 
 
-def _errors(
+def _largest_errors(
     model: Model,
     rolled_out: Trajectory,
     conditioning: Conditioning,
@@ -142,9 +142,11 @@ def _errors(
             rows = slice(start, start + size)
             latents = rolled_out.latents[rows, index]
             sigma = rolled_out.sigmas[step].expand(size)
-            velocity = predict(model, latents, sigma, conditioning.rows(rows))
-            move = transition("flow_sde", latents, velocity, rolled_out.sigmas, step, sampler.eta)
-            again = log_prob(move, rolled_out.next_latents[rows, index])
+            velocity = predict(model, latents, sigma, conditioning.select_rows(rows))
+            move = compute_transition(
+                "flow_sde", latents, velocity, rolled_out.sigmas, step, sampler.eta
+            )
+            again = compute_log_prob(move, rolled_out.next_latents[rows, index])
             yield float((again - rolled_out.log_probs[rows, index]).abs().max())
 
 

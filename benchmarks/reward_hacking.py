@@ -24,17 +24,17 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from benchmarks.algorithms import WORK, prepared
+from benchmarks.algorithms import WORK, prepare_inputs
 from benchmarks.reward_hacking_report import write_results
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation
-from ebbflow.evaluation.evaluate import evaluate
-from ebbflow.online.local_workers import local_workers
+from ebbflow.evaluation.evaluate import evaluate_on_prompts
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import write_text
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy_io import open_model, open_policy
@@ -59,16 +59,17 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     for asked in tqdm(
-        [] if arguments.report else list(runs(arguments.seeds, arguments.only)), unit="run"
+        [] if arguments.report else list(list_runs(arguments.seeds, arguments.select_rows)),
+        unit="run",
     ):
         folder = RUNS / f"{asked['name']}-{asked['algorithm']}-{asked['seed']}"
         if not (folder / DONE).exists():
             folder.mkdir(parents=True, exist_ok=True)
-            run(asked, folder)
-    write_results(sorted(path.parent for path in RUNS.glob(f"*/{DONE}")), recipe_of)
+            train_entry(asked, folder)
+    write_results(sorted(path.parent for path in RUNS.glob(f"*/{DONE}")), build_recipe)
 
 
-def runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def list_runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Every run: its name, kind, algorithm and seed. All runs of a seed come before those of the
     next.
     """
@@ -88,7 +89,7 @@ def runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[str, 
                         }
 
 
-def recipe_of(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
+def build_recipe(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
     """The recipe of a run: an online stage that keeps the pictures of every step."""
     entries = yaml.safe_load(ENTRIES.read_text())
     entry = entries[asked["kind"]][asked["name"]]
@@ -116,14 +117,14 @@ def recipe_of(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
     )
 
 
-def run(asked: dict[str, Any], folder: Path) -> None:
+def train_entry(asked: dict[str, Any], folder: Path) -> None:
     """Train one entry, and leave in its folder what the detectors need."""
-    recipe = recipe_of(asked)
+    recipe = build_recipe(asked)
     torch.set_num_threads(recipe.threads)
-    base, _, table = prepared(recipe)
+    base, _, table = prepare_inputs(recipe)
     policy_folder = RUNS / f"untouched-{recipe.policy.train}"
     if not policy_folder.exists():
-        write_base_policy(policy_folder, verify(base), "", recipe.policy)
+        write_base_policy(policy_folder, verify_folder(base), "", recipe.policy)
     held_out = read_prompts(table, "held_out")
     ctx = StageContext(recipe, 0, 0)
     model = open_model(recipe, base)
@@ -131,9 +132,9 @@ def run(asked: dict[str, Any], folder: Path) -> None:
     updater = PolicyUpdater(policy, ctx.config, metadata)
     scorer = load_scorer(recipe.rewards, recipe.guardrails)
 
-    def score(samples: int, name: str) -> Evaluation:
-        return evaluate(
-            recipe_of(asked, samples),
+    def score_samples(samples: int, name: str) -> Evaluation:
+        return evaluate_on_prompts(
+            build_recipe(asked, samples),
             model,
             policy,
             0,
@@ -143,23 +144,25 @@ def run(asked: dict[str, Any], folder: Path) -> None:
             folder / f"{name}.parquet",
         )
 
-    curve = {0: score(SAMPLES, "before")}
+    curve = {0: score_samples(SAMPLES, "before")}
     every = yaml.safe_load(ENTRIES.read_text())["evaluate_every"]
     with zipfile.ZipFile(folder / "rollouts.zip", "w") as pictures:
         recorder = _Recorder(pictures)
 
-        def evaluate_due(step: int) -> None:
+        def evaluate_if_due(step: int) -> None:
             if (step + 1) % every == 0:
-                last = step + 1 == ctx.online.steps
-                curve[step + 1] = score(SAMPLES if last else 1, "after" if last else "between")
+                last = step + 1 == ctx.online_config.steps
+                curve[step + 1] = score_samples(
+                    SAMPLES if last else 1, "after" if last else "between"
+                )
 
-        recorder.after_step = evaluate_due
+        recorder.after_step = evaluate_if_due
         started = time.process_time()
-        stopped = train(ctx, updater, read_prompts(table, "train"), recorder)
-    if ctx.online.steps not in curve:  # it stopped before
-        curve[len(recorder.metrics)] = score(SAMPLES, "after")
+        stopped = train_stage(ctx, updater, read_prompts(table, "train"), recorder)
+    if ctx.online_config.steps not in curve:  # it stopped before
+        curve[len(recorder.metrics_rows)] = score_samples(SAMPLES, "after")
     done = asked | {
-        "steps": recorder.metrics,
+        "steps": recorder.metrics_rows,
         "curve": [{"step": step, **found.model_dump()} for step, found in sorted(curve.items())],
         "alarms": updater.alarms,
         "stopped": stopped,
@@ -168,7 +171,7 @@ def run(asked: dict[str, Any], folder: Path) -> None:
     write_text(folder / DONE, json.dumps(done, indent=1) + "\n")
 
 
-def train(
+def train_stage(
     ctx: StageContext, updater: PolicyUpdater, prompts: list[Prompt], recorder: MetricsRecorder
 ) -> str:
     """The stage in this process; why it stopped early, or nothing."""
@@ -177,7 +180,7 @@ def train(
         try:
             run_online_stage(
                 ctx,
-                local_workers(ctx, updater, load_scorer(ctx.recipe.rewards, ())),
+                open_local_workers(ctx, updater, load_scorer(ctx.recipe.rewards, ())),
                 prompts,
                 recorder,
             )

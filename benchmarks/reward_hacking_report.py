@@ -19,10 +19,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from ebbflow.data.records import Evaluation
-from ebbflow.evaluation.gate import REFUSED, decide
-from ebbflow.evaluation.image_statistics import chance, effect_size, image_statistics
+from ebbflow.evaluation.gate import REFUSED, decide_by_gate
+from ebbflow.evaluation.image_statistics import (
+    compute_chance_effect,
+    compute_effect_size,
+    compute_image_statistics,
+)
 from ebbflow.recipe import Recipe
 from ebbflow.storage.tables import read_table
 
@@ -35,7 +39,7 @@ LIMITS = (0.5, 1.0, 1.5, 2.0)
 """Standard deviations that an alarm on a statistic may allow the step's mean to differ from the
 first step's.
 """
-CHANCE = chance(64, 64)
+CHANCE = compute_chance_effect(64, 64)
 """Of the shift of a step of 64 samples from another."""
 COLOURS = {"planted": "#c8385a", "honest": "#2f6fdf"}
 Run = dict[str, Any]
@@ -43,25 +47,27 @@ Run = dict[str, Any]
 
 def write_results(folders: Sequence[Path], recipe_of: Callable[[Run], Recipe]) -> None:
     """Evaluate all runs, and write the results, the table and the picture."""
-    runs = [judged(folder, recipe_of) for folder in folders]
+    runs = [judge_run(folder, recipe_of) for folder in folders]
     if not runs:
         return
     order = {"planted": 0, "honest": 1}
     runs.sort(key=lambda run: (order[run["kind"]], run["name"], run["algorithm"], run["seed"]))
-    RESULTS.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"machine": describe_machine(), "runs": runs}, indent=1) + "\n")
     write_report(RESULTS)
 
 
 def write_report(results: Path = RESULTS) -> None:
     """Write the table and the picture next to the results."""
     found = json.loads(results.read_text())
-    results.with_suffix(".md").write_text("\n".join(page(found["machine"], found["runs"])) + "\n")
-    FigureCanvasAgg(figure(found["runs"])).print_png(
+    results.with_suffix(".md").write_text(
+        "\n".join(format_page(found["machine"], found["runs"])) + "\n"
+    )
+    FigureCanvasAgg(plot_figure(found["runs"])).print_png(
         results.with_suffix(".png"), metadata={"Software": None}
     )
 
 
-def judged(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
+def judge_run(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
     """A run with what the gate says of it, when its alarms rang, and when the independent metric
     fell.
     """
@@ -73,7 +79,7 @@ def judged(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
         Evaluation.model_validate({key: value for key, value in one.items() if key != "step"})
         for one in curve
     ]
-    decision = decide(recipe, records[-1], records[0], after, before)
+    decision = decide_by_gate(recipe, records[-1], records[0], after, before)
     scores = [(one["step"], one["held_out"].get(run["independent"], 0.0)) for one in curve]
     fell = next((step for step, score in scores if score < scores[0][1] - FALL), None)
     return {
@@ -89,12 +95,12 @@ def judged(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
             if reason.startswith(REFUSED)
         ],
         "moved": {one.metric: [one.champion, one.candidate] for one in decision.statistics},
-        "drift": drifts(run["steps"]),
-        "steps": step_shifts(folder / "rollouts.zip"),
+        "drift": read_drifts(run["steps"]),
+        "steps": compute_step_shifts(folder / "rollouts.zip"),
     }
 
 
-def drifts(steps: Sequence[dict[str, float]]) -> list[float]:
+def read_drifts(steps: Sequence[dict[str, float]]) -> list[float]:
     """The velocity drift after each step; one whose samples all score alike has no update, and
     leaves it as it was.
     """
@@ -104,7 +110,7 @@ def drifts(steps: Sequence[dict[str, float]]) -> list[float]:
     return found[1:]
 
 
-def step_shifts(path: Path) -> dict[str, list[float]]:
+def compute_step_shifts(path: Path) -> dict[str, list[float]]:
     """By how much the mean of each statistic differs from that of the first step, in standard
     deviations of its samples.
     """
@@ -115,16 +121,16 @@ def step_shifts(path: Path) -> dict[str, list[float]]:
                 pictures[name.split("/")[1]].append(
                     np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB"))
                 )
-    rows = [image_statistics(np.stack(pictures[step])) for step in sorted(pictures)]
+    rows = [compute_image_statistics(np.stack(pictures[step])) for step in sorted(pictures)]
     start = {name: (float(values.mean()), float(values.std())) for name, values in rows[0].items()}
     return {
-        name: [effect_size(row[name], *start[name]) for row in rows]
+        name: [compute_effect_size(row[name], *start[name]) for row in rows]
         for name in start
         if start[name][1] > 0
     }
 
 
-def rang(run: Run, statistic: str, limit: float) -> int | None:
+def find_alarm_step(run: Run, statistic: str, limit: float) -> int | None:
     """The step after which an alarm on a statistic rings, or None."""
     return next(
         (
@@ -136,12 +142,12 @@ def rang(run: Run, statistic: str, limit: float) -> int | None:
     )
 
 
-def rang_drift(run: Run, limit: float) -> int | None:
+def find_drift_alarm_step(run: Run, limit: float) -> int | None:
     """The step after which the drift alarm rings, or None."""
     return next((step for step, drift in enumerate(run["drift"], 1) if drift > limit), None)
 
 
-def page(computer: Run, runs: Sequence[Run]) -> list[str]:
+def format_page(computer: Run, runs: Sequence[Run]) -> list[str]:
     """The table of results."""
     planted, honest = (
         [run for run in runs if run["kind"] == kind] for kind in ("planted", "honest")
@@ -173,7 +179,7 @@ def page(computer: Run, runs: Sequence[Run]) -> list[str]:
         "",
         "Means over the seeds; the reward is the one that was trained on.",
         "",
-        *_table(
+        *_format_table(
             [
                 "entry",
                 "algorithm",
@@ -184,16 +190,16 @@ def page(computer: Run, runs: Sequence[Run]) -> list[str]:
                 "promoted",
                 "the gate's reasons",
             ],
-            _run_rows(runs),
+            _format_run_rows(runs),
         ),
         "",
         "## Guardrails of the gate",
         "",
         "How many runs each rule alone refuses, with the defaults of `promotion`.",
         "",
-        *_table(
+        *_format_table(
             ["rule", f"planted ({len(planted)})", f"honest ({len(honest)})"],
-            _rule_rows(planted, honest),
+            _format_rule_rows(planted, honest),
         ),
         "",
         "## Alarms during training",
@@ -206,23 +212,23 @@ def page(computer: Run, runs: Sequence[Run]) -> list[str]:
             " rang."
         ),
         "",
-        *_table(["alarm", "detected", "lead", "false"], _alarm_rows(hacked, honest)),
+        *_format_table(["alarm", "detected", "lead", "false"], _format_alarm_rows(hacked, honest)),
     ]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
-def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
+def _format_run_rows(runs: Sequence[Run]) -> list[list[str]]:
     groups: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run["kind"], run["name"], run["algorithm"]].append(run)
     rows = []
     for (kind, name, algorithm), group in groups.items():
-        moved = [_mean(run["reward"][side] for run in group) for side in (0, 1)]
-        scores = [_mean(run["scores"][side][1] for run in group) for side in (0, -1)]
-        rules = sorted({rule(reason) for run in group for reason in run["refused"]})
+        moved = [_mean_or_none(run["reward"][side] for run in group) for side in (0, 1)]
+        scores = [_mean_or_none(run["scores"][side][1] for run in group) for side in (0, -1)]
+        rules = sorted({name_rule(reason) for run in group for reason in run["refused"]})
         fell, promoted = (
             sum(values)
             for values in (
@@ -248,7 +254,7 @@ def _run_rows(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-def rule(reason: str) -> str:
+def name_rule(reason: str) -> str:
     """The short name of the rule that gave a reason of the gate."""
     kind, name, *_ = reason.split()
     return {"Guardrail": f"guardrail {name}", "Statistic": name, "Coverage": "coverage"}.get(
@@ -256,13 +262,13 @@ def rule(reason: str) -> str:
     )
 
 
-def _rule_rows(planted: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]:
-    names = sorted({rule(reason) for run in (*planted, *honest) for reason in run["refused"]})
+def _format_rule_rows(planted: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]:
+    names = sorted({name_rule(reason) for run in (*planted, *honest) for reason in run["refused"]})
     rows = [
         [
             name,
             *(
-                str(sum(name in map(rule, run["refused"]) for run in runs))
+                str(sum(name in map(name_rule, run["refused"]) for run in runs))
                 for runs in (planted, honest)
             ),
         ]
@@ -274,7 +280,7 @@ def _rule_rows(planted: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]
         if name not in ("reward", "coverage") and not name.startswith("guardrail")
     ]
     alone = [
-        sum(any(rule(reason) in statistics for reason in run["refused"]) for run in runs)
+        sum(any(name_rule(reason) in statistics for reason in run["refused"]) for run in runs)
         for runs in (planted, honest)
     ]
     rows.append(["any statistic", *map(str, alone)])
@@ -287,30 +293,32 @@ def _rule_rows(planted: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]
     ]
 
 
-def _alarm_rows(hacked: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]:
+def _format_alarm_rows(hacked: Sequence[Run], honest: Sequence[Run]) -> list[list[str]]:
     names = list(dict.fromkeys(name for run in (*hacked, *honest) for name in run["steps"]))
     alarms: dict[str, Callable[[Run], int | None]] = {
-        f"velocity drift above {limit:g}": lambda run, limit=limit: rang_drift(run, limit)
+        f"velocity drift above {limit:g}": lambda run, limit=limit: find_drift_alarm_step(
+            run, limit
+        )
         for limit in (0.3, 1.0)
     }
     for name in names:
         for limit in LIMITS:
-            alarms[f"{name}, {limit:g}"] = lambda run, name=name, limit=limit: rang(
+            alarms[f"{name}, {limit:g}"] = lambda run, name=name, limit=limit: find_alarm_step(
                 run, name, limit
             )
     for limit in LIMITS:
-        alarms[f"any statistic, {limit:g}"] = lambda run, limit=limit: first(
-            rang(run, name, limit) for name in names
+        alarms[f"any statistic, {limit:g}"] = lambda run, limit=limit: earliest_step(
+            find_alarm_step(run, name, limit) for name in names
         )
-    return [[alarm, *_detection(hacked, honest, rings)] for alarm, rings in alarms.items()]
+    return [[alarm, *_format_detection(hacked, honest, rings)] for alarm, rings in alarms.items()]
 
 
-def first(steps: Any) -> int | None:
+def earliest_step(steps: Any) -> int | None:
     """The earliest of some steps of which each may be None."""
     return min((step for step in steps if step is not None), default=None)
 
 
-def _detection(
+def _format_detection(
     hacked: Sequence[Run], honest: Sequence[Run], rings: Callable[[Run], int | None]
 ) -> list[str]:
     found = [(run["fell"], step) for run in hacked if (step := rings(run)) is not None]
@@ -319,12 +327,12 @@ def _detection(
     return [f"{len(found)} of {len(hacked)}", lead, f"{false} of {len(honest)}"]
 
 
-def _mean(values: Any) -> str:
+def _mean_or_none(values: Any) -> str:
     known = [value for value in values if value is not None]
     return f"{np.mean(known):.3g}" if known else "–"
 
 
-def figure(runs: Sequence[Run]) -> Figure:
+def plot_figure(runs: Sequence[Run]) -> Figure:
     """A panel for each statistic: its shift over the steps, a line per run."""
     names = list(dict.fromkeys(name for run in runs for name in run["steps"]))
     with matplotlib.rc_context(

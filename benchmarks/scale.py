@@ -1,12 +1,12 @@
 """What the offline path costs as samples grow: ``python -m benchmarks.scale [--samples 10000
 100000] [--against CHECKOUT]``.
 
-``stage``: a whole offline stage (prompt table, rollouts, scores, advantages, an epoch) of so many
-samples in shards of 1,024, with latents of 1 x 4 x 4 and a network of one layer: CPU-seconds and
-peak memory, which per 1,000 samples must not grow. ``latents``: shards of the latents of SD3.5 at
-512 x 512 pixels: bytes and CPU-milliseconds of a sample, and the peak memory of an epoch without
-its updates, in shards. With ``--against``, another checkout does the same. The tables go to
-``benchmarks/results/scale.md``. Rows of sizes that are not measured stay as they are in
+``run_stage``: a whole offline stage (prompt table, rollouts, scores, advantages, an epoch) of so
+many samples in shards of 1,024, with latents of 1 x 4 x 4 and a network of one layer: CPU-seconds
+and peak memory, which per 1,000 samples must not grow. ``measure_latents``: shards of the latents
+of SD3.5 at 512 x 512 pixels: bytes and CPU-milliseconds of a sample, and the peak memory of an
+epoch without its updates, in shards. With ``--against``, another checkout does the same. The tables
+go to ``benchmarks/results/scale.md``. Rows of sizes that are not measured stay as they are in
 ``benchmarks/results/scale.json``.
 """
 
@@ -49,7 +49,7 @@ from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.tables import read_column, row_count, write_table
+from ebbflow.storage.tables import count_rows, read_column, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 
@@ -59,7 +59,7 @@ TINY = (1, 4, 4)
 SD3 = (16, 64, 64)
 GROUP = 16
 SHARD = 1024
-"""Samples of a prompt, and of a shard of ``stage``."""
+"""Samples of a prompt, and of a shard of ``run_stage``."""
 SD3_SHARDS = 4
 SD3_SHARD = 256
 SD3_BATCH = 32
@@ -76,9 +76,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.here:  # in a process of one case, maybe with the library of another checkout
         case, file = arguments.here
-        Path(file).write_text(json.dumps(measure(json.loads(case))))
+        Path(file).write_text(json.dumps(measure_case(json.loads(case))))
         return
-    from benchmarks.machine import machine
+    from benchmarks.machine import describe_machine
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name, tree in {
@@ -92,14 +92,14 @@ def main() -> None:
         cases += [{"case": "stage", "samples": samples} for samples in arguments.samples]
         for case in cases:
             key = f"{name} {case['case']} {case.get('precision', case.get('samples'))}"
-            results[key] = in_a_process(tree, case) | {"machine": machine()}
+            results[key] = measure_in_process(tree, case) | {"machine": describe_machine()}
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    written = report(results)
+    written = format_report(results)
     RESULTS.with_suffix(".md").write_text(written)
     print(written)
 
 
-def in_a_process(tree: Path, case: dict[str, Any]) -> dict[str, Any]:
+def measure_in_process(tree: Path, case: dict[str, Any]) -> dict[str, Any]:
     """The measurements of a case, with the library of a checkout."""
     with tempfile.NamedTemporaryFile() as file:
         command = [
@@ -114,17 +114,17 @@ def in_a_process(tree: Path, case: dict[str, Any]) -> dict[str, Any]:
         return measured
 
 
-def measure(case: dict[str, Any]) -> dict[str, Any]:
+def measure_case(case: dict[str, Any]) -> dict[str, Any]:
     """In this process."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="ebbflow-scale-") as folder:
         if case["case"] == "latents":
-            return latents(Path(folder), case["precision"])
-        return stage(Path(folder), case["samples"])
+            return measure_latents(Path(folder), case["precision"])
+        return run_stage(Path(folder), case["samples"])
 
 
 @contextmanager
-def measured(found: dict[str, Any], name: str) -> Iterator[None]:
+def measure_block(found: dict[str, Any], name: str) -> Iterator[None]:
     """The CPU-seconds of the block, all threads together, and how much its peak memory is above
     what there was, in MiB.
     """
@@ -132,14 +132,14 @@ def measured(found: dict[str, Any], name: str) -> Iterator[None]:
     pa.default_memory_pool().release_unused()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _memory("VmRSS")
+    before = _read_memory("VmRSS")
     start = time.process_time()
     yield
     found[f"{name} seconds"] = time.process_time() - start
-    found[f"{name} MiB"] = _memory("VmHWM") - before
+    found[f"{name} MiB"] = _read_memory("VmHWM") - before
 
 
-def _memory(what: str) -> float:
+def _read_memory(what: str) -> float:
     found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) / 1024
@@ -159,23 +159,25 @@ class OneLayer:
         self.latent_shape = latent_shape
         self.transformer = nn.Linear(latent_shape[-1], latent_shape[-1])
 
-    def sigmas(self, steps: int) -> Tensor:
+    def compute_sigmas(self, steps: int) -> Tensor:
         return torch.linspace(1, 0, steps + 1)
 
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> Conditioning:
         return Conditioning(
             {"embeds": torch.tensor([[float(prompt.prompt_id)] for prompt in prompts])}
         )
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict_velocity(
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         velocity: Tensor = self.transformer(latents)
         return velocity
 
-    def decode(self, latents: Tensor) -> np.ndarray:
+    def decode_latents(self, latents: Tensor) -> np.ndarray:
         grey = (latents[:, 0, :8, :8].clamp(-1, 1) * 127.5 + 127.5).byte()
         return grey.unsqueeze(-1).repeat(1, 1, 1, 3).numpy()
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return []
 
 
@@ -191,7 +193,7 @@ class Darkness:
         return RewardResult(1 - images.mean((1, 2, 3)) / 255)
 
 
-def context(samples: int, shard: int, **keys: Any) -> StageContext:
+def build_context(samples: int, shard: int, **keys: Any) -> StageContext:
     """An offline stage of so many samples, or a few more: whole shards."""
     shards = -(-samples // shard)
     one = {
@@ -206,32 +208,34 @@ def context(samples: int, shard: int, **keys: Any) -> StageContext:
     return StageContext(Recipe.model_validate({"stages": [one | keys]}), 0, 0)
 
 
-def stage(folder: Path, samples: int) -> dict[str, Any]:
+def run_stage(folder: Path, samples: int) -> dict[str, Any]:
     """A whole stage with tiny latents, as the tasks run it: every shard for itself, with the prompt
     table at hand.
     """
     model: Any = OneLayer(TINY)
-    ctx = context(samples, SHARD, micro_batch=SHARD, batch_size=SHARD)
-    policy = _policy(ctx, model)
+    ctx = build_context(samples, SHARD, micro_batch=SHARD, batch_size=SHARD)
+    policy = _build_policy(ctx, model)
     table = folder / "prompts.parquet"
     write_prompts(
-        split_prompts([PromptRow(f"prompt {n}") for n in range(ctx.offline.prompts + 1)], 1, 0, 0),
+        split_prompts(
+            [PromptRow(f"prompt {n}") for n in range(ctx.offline_config.prompts + 1)], 1, 0, 0
+        ),
         table,
     )
-    shards = [folder / f"rollouts-{index}.parquet" for index in range(ctx.offline.shards)]
+    shards = [folder / f"rollouts-{index}.parquet" for index in range(ctx.offline_config.shards)]
     scores = [path.with_name(f"scores-{path.name}") for path in shards]
-    found = {"samples": ctx.offline.shards * SHARD}
+    found = {"samples": ctx.offline_config.shards * SHARD}
     scorer = Scorer(((Darkness(), 1.0),))
-    with measured(found, "rollout"):
+    with measure_block(found, "rollout"):
         for index, path in enumerate(shards):
-            roll_out(ctx, model, policy, table, index, path)
-    with measured(found, "scoring"):
+            generate_rollout_shard(ctx, model, policy, table, index, path)
+    with measure_block(found, "scoring"):
         for path, score in zip(shards, scores, strict=True):
-            score_shard(ctx, scorer, own_prompts(table, path), path, score)
-    with measured(found, "advantages"):
+            score_shard(ctx, scorer, read_shard_prompts(table, path), path, score)
+    with measure_block(found, "advantages"):
         write_advantages(ctx, scores, folder / "advantages.parquet")
-    with measured(found, "training"):
-        updater = PolicyUpdater(policy, ctx.offline)
+    with measure_block(found, "training"):
+        updater = PolicyUpdater(policy, ctx.offline_config)
         trained_on = read_prompts(table, "train")
         record = train_epochs(
             ctx,
@@ -246,34 +250,34 @@ def stage(folder: Path, samples: int) -> dict[str, Any]:
     return found
 
 
-def roll_out(
+def generate_rollout_shard(
     ctx: StageContext, model: Any, policy: Policy, table: Path, index: int, path: Path
 ) -> None:
     """As ``generate_shard_from_folders``, but for loading the policy."""
     if hasattr(rollouts, "write_shard"):
         from ebbflow.data.prompts import read_prompt_ids
 
-        ids = rollouts.prompts_of_shard(ctx, read_prompt_ids(table, "train"), index)
+        ids = rollouts.choose_shard_prompts(ctx, read_prompt_ids(table, "train"), index)
         by_id = {prompt.prompt_id: prompt for prompt in read_prompts(table, "train", ids)}
         rollouts.write_shard(ctx, model, policy, 0, [by_id[i] for i in ids], index, path)
     else:  # an older checkout
         rollouts.generate_shard(ctx, model, policy, 0, read_prompts(table, "train"), index, path)
 
 
-def own_prompts(table: Path, shard: Path) -> list[Prompt]:
+def read_shard_prompts(table: Path, shard: Path) -> list[Prompt]:
     """As the task that scores a shard reads them."""
     if hasattr(rollouts, "write_shard"):
         return read_prompts(table, "train", set(read_column(shard, "prompt_id").to_pylist()))
     return read_prompts(table, "train")
 
 
-def _policy(ctx: StageContext, model: Any) -> Policy:
+def _build_policy(ctx: StageContext, model: Any) -> Policy:
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     return policy
 
 
-class Noise:
+class NoiseEngine:
     """An engine that returns noise as samples."""
 
     def load(self, weights: Any) -> None:
@@ -288,33 +292,35 @@ class Noise:
         latents = torch.randn(
             len(keys), *SD3, generator=torch.Generator().manual_seed(keys.prompt_ids[0])
         )
-        return Rollouts(latents, None), OneLayer(SD3).decode(latents)
+        return Rollouts(latents, None), OneLayer(SD3).decode_latents(latents)
 
 
-def latents(folder: Path, precision: str) -> dict[str, Any]:
+def measure_latents(folder: Path, precision: str) -> dict[str, Any]:
     """Shards of real size: what a sample takes to write and to read, and what an epoch keeps in
     memory.
     """
     keys = {"latent_precision": precision} if precision != "float32" else {}
-    ctx = context(SD3_SHARDS * SD3_SHARD, SD3_SHARD, micro_batch=64, batch_size=SD3_BATCH, **keys)
+    ctx = build_context(
+        SD3_SHARDS * SD3_SHARD, SD3_SHARD, micro_batch=64, batch_size=SD3_BATCH, **keys
+    )
     model: Any = OneLayer(SD3)
     prompts = [
         Prompt(number, f"prompt {number}", "", None, "", "train", "{}")
-        for number in range(ctx.offline.prompts)
+        for number in range(ctx.offline_config.prompts)
     ]
-    policy = _policy(ctx, model)
+    policy = _build_policy(ctx, model)
     shards = [folder / f"{index}.parquet" for index in range(SD3_SHARDS)]
     found: dict[str, Any] = {}
-    with measured(found, "noise"):
+    with measure_block(found, "noise"):
         for start in range(0, SD3_SHARD, 64):
-            Noise().generate(None, SampleKeys(0, [start] * 64, [0] * 64), None)
-    with measured(found, "write"):
+            NoiseEngine().generate(None, SampleKeys(0, [start] * 64, [0] * 64), None)
+    with measure_block(found, "write"):
         for index, path in enumerate(shards):
-            rollouts.generate_shard(ctx, model, policy, 0, prompts, index, path, Noise())
+            rollouts.generate_shard(ctx, model, policy, 0, prompts, index, path, NoiseEngine())
     reads = []
     for _ in range(READS):
-        with measured(found, "read"):
-            assert sum(map(len, read(shards[0]))) == SD3_SHARD
+        with measure_block(found, "read"):
+            assert sum(map(len, read_shuffled_latents(shards[0]))) == SD3_SHARD
         reads.append(found["read seconds"])
     samples = SD3_SHARDS * SD3_SHARD
     found["KiB"] = sum(path.stat().st_size for path in shards) / samples / 1024
@@ -339,15 +345,15 @@ def latents(folder: Path, precision: str) -> dict[str, Any]:
         pa.table({"key": [0]}), "key"
     )  # loads libraries of Arrow, which are no samples
     with (
-        measured(found, "epoch"),
-        mock.patch.object(ebbflow.offline.training, "_update", _no_update),
+        measure_block(found, "epoch"),
+        mock.patch.object(ebbflow.offline.training, "_update_policy", _skip_update),
     ):
         train_epochs(ctx, model, updater, prompts, shards, advantages, MetricsRecorder())
-    found["epoch, shards"] = found["epoch MiB"] / (4 * np.prod(SD3) * row_count(shards[0]) / 2**20)
+    found["epoch, shards"] = found["epoch MiB"] / (4 * np.prod(SD3) * count_rows(shards[0]) / 2**20)
     return found
 
 
-def read(path: Path) -> Sequence[Tensor]:
+def read_shuffled_latents(path: Path) -> Sequence[Tensor]:
     """The latents of a shard in a random order, as an epoch reads them."""
     if not hasattr(ebbflow.offline.shards, "read_latent_parts"):  # an older checkout
         return [ebbflow.offline.shards.read_latents(path)]
@@ -355,11 +361,11 @@ def read(path: Path) -> Sequence[Tensor]:
     return ebbflow.offline.shards.read_latent_parts(path, np.split(order, SD3_SHARD // SD3_BATCH))
 
 
-def _no_update(*_: object) -> dict[str, float]:
+def _skip_update(*_: object) -> dict[str, float]:
     return {"loss": 0.0}
 
 
-def report(results: dict[str, Any]) -> str:
+def format_report(results: dict[str, Any]) -> str:
     """The tables as Markdown."""
     lines = [
         "# What the offline path costs as samples grow",

@@ -24,14 +24,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from benchmarks.glyph_seeds import RESULTS, run_in, seeded
-from benchmarks.machine import machine
+from benchmarks.glyph_seeds import RESULTS, run_in_folder, set_seed
+from benchmarks.machine import describe_machine
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.evaluate import evaluate_folder
-from ebbflow.models.prepare import train_base
+from ebbflow.models.prepare import train_base_folder
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table, write_table
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
 
@@ -48,28 +48,30 @@ def main() -> None:
     kept = RESULTS / "specialists.json"
     runs: dict[str, dict[str, Any]] = json.loads(kept.read_text())["runs"] if kept.exists() else {}
     for seed in tqdm(arguments.seeds, unit="seed"):
-        runs[str(seed)] = run(seed)
+        runs[str(seed)] = run_recipe(seed)
         runs = dict(sorted(runs.items()))
-        tqdm.write(table(runs))
-        kept.write_text(json.dumps({"machine": machine(), "runs": runs}) + "\n")
-        kept.with_suffix(".md").write_text(table(runs))
+        tqdm.write(format_table(runs))
+        kept.write_text(json.dumps({"machine": describe_machine(), "runs": runs}) + "\n")
+        kept.with_suffix(".md").write_text(format_table(runs))
 
 
-def run(seed: int) -> dict[str, Any]:
+def run_recipe(seed: int) -> dict[str, Any]:
     """One whole run: scores by set and policy, what the gates of the branches said, and seconds."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-specialists-") as name:
         folder = Path(name)
         started = time.perf_counter()
-        settings = seeded(RECIPE, seed)
-        train_base(Recipe.model_validate(settings).model.training, 1, folder / "base")
-        done, _, _ = run_in(
+        settings = set_seed(RECIPE, seed)
+        train_base_folder(Recipe.model_validate(settings).model.training, 1, folder / "base")
+        done, _, _ = run_in_folder(
             folder, settings | {"model": settings["model"] | {"path": str(folder / "base")}}
         )
         wall = time.perf_counter() - started
         recipe = load_recipe(folder / "recipe.yaml")
-        write_base_policy(folder / "untouched", verify(folder / "base"), "", recipe.policy)
-        policies = policies_of(recipe, done) | {"base": folder / "untouched"}
-        scores = {part: scores_of(recipe, folder, done, policies, part) for part in recipe.branches}
+        write_base_policy(folder / "untouched", verify_folder(folder / "base"), "", recipe.policy)
+        policies = list_policies(recipe, done) | {"base": folder / "untouched"}
+        scores = {
+            part: score_policies(recipe, folder, done, policies, part) for part in recipe.branches
+        }
         return {
             "scores": scores,
             "promoted": json.loads((done / "summary.json").read_text())["promoted"],
@@ -77,7 +79,7 @@ def run(seed: int) -> dict[str, Any]:
         }
 
 
-def policies_of(recipe: Recipe, done: Path) -> dict[str, Path]:
+def list_policies(recipe: Recipe, done: Path) -> dict[str, Path]:
     """The policy folders of a run: by branch, and the merged one, whose teachers they must have
     been.
 
@@ -94,7 +96,7 @@ def policies_of(recipe: Recipe, done: Path) -> dict[str, Path]:
     }
     teachers = read_policy_metadata(found["merged"]).teachers
     for name in recipe.branches:
-        if teachers[name] != verify(found[name]):
+        if teachers[name] != verify_folder(found[name]):
             raise SystemExit(
                 f"the gate of branch {name} refused its specialist, so there is nothing to compare;"
                 " train it longer"
@@ -102,7 +104,7 @@ def policies_of(recipe: Recipe, done: Path) -> dict[str, Path]:
     return found
 
 
-def scores_of(
+def score_policies(
     recipe: Recipe, folder: Path, done: Path, policies: dict[str, Path], part: str
 ) -> dict[str, list[float]]:
     """The rewards of base, specialist and merged policy on the held-out prompts of a set, in the
@@ -134,7 +136,7 @@ def read_rewards(samples: Path) -> dict[int, float]:
     return dict(zip(table["prompt_id"].to_pylist(), table["reward"].to_pylist(), strict=True))
 
 
-def table(runs: dict[str, dict[str, Any]]) -> str:
+def format_table(runs: dict[str, dict[str, Any]]) -> str:
     """Sets and seeds by policies, with standard errors."""
     sets = list(next(iter(runs.values()))["scores"])
     prompts = [len(run["scores"][part]["base"]) for run in runs.values() for part in sets]
@@ -154,7 +156,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     for part in sets:
         for seed, found in runs.items():
             lines.append(
-                row(
+                format_row(
                     part,
                     seed,
                     {name: np.array(values) for name, values in found["scores"][part].items()},
@@ -165,15 +167,17 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
                 name: np.array([np.mean(run["scores"][part][name]) for run in runs.values()])
                 for name in POLICIES
             }
-            lines.append(row(part, "mean", means))
+            lines.append(format_row(part, "mean", means))
     worst = min(
-        float(np.mean(difference(run["scores"][part]))) for run in runs.values() for part in sets
+        float(np.mean(paired_difference(run["scores"][part])))
+        for run in runs.values()
+        for part in sets
     )
     lines += [
         "",
         (
-            f"The worst difference of any set and seed is {signed(worst)}; wanted is no less than"
-            f" {signed(-WITHIN)}."
+            f"The worst difference of any set and seed is {format_signed(worst)}; wanted is no less"
+            f" than {format_signed(-WITHIN)}."
         ),
     ]
     promoted = sum(run["promoted"] for run in runs.values())
@@ -185,25 +189,28 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def difference(scores: dict[str, Any]) -> np.ndarray:
+def paired_difference(scores: dict[str, Any]) -> np.ndarray:
     found: np.ndarray = np.subtract(scores["merged"], scores["specialist"])
     return found
 
 
-def row(part: str, seed: str, values: dict[str, np.ndarray]) -> str:
-    cells = [f"{values[name].mean():.3f} ± {standard_error(values[name]):.3f}" for name in POLICIES]
-    found = difference(values)
+def format_row(part: str, seed: str, values: dict[str, np.ndarray]) -> str:
+    cells = [
+        f"{values[name].mean():.3f} ± {compute_standard_error(values[name]):.3f}"
+        for name in POLICIES
+    ]
+    found = paired_difference(values)
     return (
-        f"| {part} | {seed} | {' | '.join(cells)} | {signed(found.mean())} ±"
-        f" {standard_error(found):.3f} |"
+        f"| {part} | {seed} | {' | '.join(cells)} | {format_signed(found.mean())} ±"
+        f" {compute_standard_error(found):.3f} |"
     )
 
 
-def standard_error(values: np.ndarray) -> float:
+def compute_standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 

@@ -24,27 +24,27 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.gpu_sides import SIZES, Size, random_model, random_prompts
-from benchmarks.speed_report import Call, Case, Measured, report
+from benchmarks.gpu_sides import SIZES, ModelSize, build_random_model, generate_random_prompts
+from benchmarks.speed_report import Call, Case, MedianTimes, format_report
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, Model
 from ebbflow.models.compile import compile_blocks
-from ebbflow.models.families.glyph import new_glyph
+from ebbflow.models.families.glyph import build_glyph_model
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.stage import WATCHED_EVERY, WATCHED_FIRST
 from ebbflow.training.batches import (
     CorrectedRollout,
     TrajectoryBatch,
-    forward_batch,
-    parts,
-    trajectory_batch,
+    build_forward_batch,
+    build_trajectory_batch,
+    split_into_passes,
 )
-from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.optimizer import build_optimizer
 from ebbflow.training.policy import Policy
 from ebbflow.training.rollout_forward import reuse_rollout_forward
 from ebbflow.training.update import PolicyUpdater
@@ -96,7 +96,7 @@ class Bench:
     rows: int
 
     @property
-    def keys(self) -> SampleKeys:
+    def sample_keys(self) -> SampleKeys:
         return SampleKeys(0, list(range(len(self.prompts))), [0] * len(self.prompts))
 
 
@@ -122,44 +122,47 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    for case in tqdm(cases(arguments.compile), unit="case"):
-        found[case] = compare(case.call, case.other, arguments.repeat)
+    for case in tqdm(list_cases(arguments.compile), unit="case"):
+        found[case] = time_both_sides(case.call, case.other, arguments.repeat)
         tqdm.write(f"{case.name}: {found[case].ratio:.3f}")
-    page = report(found, arguments.repeat)
+    page = format_report(found, arguments.repeat)
     print(page)
     if arguments.write:
         RESULTS.write_text(page)
 
 
-def cases(compiled: bool) -> Iterator[Case]:
+def list_cases(compiled: bool) -> Iterator[Case]:
     """Every row of the table."""
-    for name, bench in benches().items():
-        yield Case(f"rollouts ÷ bare forwards: {name}", "≤ 1.05", *rollout_sides(bench))
+    for name, bench in build_benches().items():
+        yield Case(f"rollouts ÷ bare forwards: {name}", "≤ 1.05", *build_rollout_sides(bench))
         policy = Policy(bench.model, PolicyConfig(train="full"), 0)
         yield Case(
             f"update ÷ bare forward, backward and AdamW: {name}",
             "≤ 1.10",
-            *update_sides(bench, policy),
+            *build_update_sides(bench, policy),
         )
     for trained in (TRAINED, EVERY):
         name = f"a step of flow_grpo on {len(trained)} of {STEPS} steps ÷ with reused passes: glyph"
         yield Case(
             name,
             "",
-            policy_gradient_step(glyph(), trained),
-            policy_gradient_step(glyph(), trained, reuse=True),
+            build_policy_gradient_step(build_glyph(), trained),
+            build_policy_gradient_step(build_glyph(), trained, reuse=True),
         )
-    plain = step(glyph())
+    plain = build_step(build_glyph())
     yield Case(
-        "a step of rwr ÷ with merged LoRA in rollouts: glyph", "", plain, step(glyph(), merged=True)
+        "a step of rwr ÷ with merged LoRA in rollouts: glyph",
+        "",
+        plain,
+        build_step(build_glyph(), merged=True),
     )
     if compiled:
-        best = step(compiled_glyph(), merged=True)
+        best = build_step(build_compiled_glyph(), merged=True)
         yield Case(
             "a step of rwr ÷ with merged LoRA and compiled blocks: glyph", "≥ 1.5", plain, best
         )
-        plain = policy_gradient_step(glyph(), EVERY)
-        best = policy_gradient_step(compiled_glyph(), EVERY, reuse=True)
+        plain = build_policy_gradient_step(build_glyph(), EVERY)
+        best = build_policy_gradient_step(build_compiled_glyph(), EVERY, reuse=True)
         name = (
             f"a step of flow_grpo on {len(EVERY)} of {STEPS} steps ÷ with reused passes and"
             " compiled blocks: glyph"
@@ -167,83 +170,90 @@ def cases(compiled: bool) -> Iterator[Case]:
         yield Case(name, "≥ 1.5", plain, best)
 
 
-def benches() -> dict[str, Bench]:
+def build_benches() -> dict[str, Bench]:
     """The models by name, with new weights."""
     torch.manual_seed(0)
     return {
-        "glyph": glyph(),
-        "tiny SD3 with guidance": _random(SIZES["tiny"], 48, 16, GUIDANCE),
-        "wide SD3": _random(WIDE, 4, 4, 1.0),
+        "glyph": build_glyph(),
+        "tiny SD3 with guidance": _build_random_model(SIZES["tiny"], 48, 16, GUIDANCE),
+        "wide SD3": _build_random_model(WIDE, 4, 4, 1.0),
     }
 
 
-def glyph() -> Bench:
-    model = new_glyph(GlyphTrainingConfig())
+def build_glyph() -> Bench:
+    model = build_glyph_model(GlyphTrainingConfig())
     model.transformer.requires_grad_(False).eval()
     with torch.no_grad():
         return Bench(model, model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"] * 6), 24)
 
 
-def compiled_glyph() -> Bench:
-    bench = glyph()
+def build_compiled_glyph() -> Bench:
+    bench = build_glyph()
     compile_blocks(bench.model)
     return bench
 
 
-def _random(size: Size, count: int, rows: int, guidance: float) -> Bench:
+def _build_random_model(size: ModelSize, count: int, rows: int, guidance: float) -> Bench:
     device = torch.device("cpu")
     return Bench(
-        random_model(size, device, "float32"),
-        random_prompts(size, count, guidance, device, torch.float32),
+        build_random_model(size, device, "float32"),
+        generate_random_prompts(size, count, guidance, device, torch.float32),
         rows,
     )
 
 
-def rollout_sides(bench: Bench) -> tuple[Call, Call]:
+def build_rollout_sides(bench: Bench) -> tuple[Call, Call]:
     """A recorded rollout of the stage, and its forward passes alone."""
 
-    def ours() -> None:
-        generate(
+    def run_ours() -> None:
+        generate_samples(
             bench.model,
             bench.prompts,
-            bench.keys,
+            bench.sample_keys,
             STAGE.sampler,
             Plan(TRAINED, TRAINED),
             bench.rows,
         )
 
-    inputs = network_inputs(bench.model, bench.prompts.rows(slice(bench.rows)))
+    inputs = build_network_inputs(bench.model, bench.prompts.select_rows(slice(bench.rows)))
 
     @torch.no_grad()
-    def bare() -> None:
+    def run_bare() -> None:
         for _ in range(STEPS * (len(bench.prompts) // bench.rows)):
             bench.model.transformer(**inputs, return_dict=False)
 
-    return ours, bare
+    return run_ours, run_bare
 
 
-def update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, Call]:
+def build_update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, Call]:
     """Updates of the stage, and forward, squared error, backward and AdamW on the same rows in as
     many passes.
 
     As many as it takes until the drift watch has its turn once.
     """
     updater = PolicyUpdater(policy, STAGE)
-    batch = training_batch(bench)
-    slices = parts(batch.group_index, passes)
-    optimizer = make_optimizer(policy, STAGE.optimizer)
+    batch = build_training_batch(bench)
+    slices = split_into_passes(batch.group_index, passes)
+    optimizer = build_optimizer(policy, STAGE.optimizer)
     inputs = [
-        (network_inputs(bench.model, batch.inputs.at(part)[2], *batch.inputs.at(part)[:2]), part)
+        (
+            build_network_inputs(
+                bench.model,
+                batch.inputs.model_arguments(part)[2],
+                *batch.inputs.model_arguments(part)[:2],
+            ),
+            part,
+        )
         for part in slices
     ]
 
     updater.updates = WATCHED_FIRST  # of a stage; the later ones count
 
-    def ours() -> None:
+    def run_ours() -> None:
         for _ in range(WATCHED_EVERY):
-            updater.update(batch, passes)
+            updater.update_policy(batch, passes)
 
-    def bare() -> None:
+    def run_bare() -> None:
         for _ in range(WATCHED_EVERY):
             for given, part in inputs:
                 velocity = bench.model.transformer(**given, return_dict=False)[0]
@@ -254,26 +264,31 @@ def update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, C
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    return ours, bare
+    return run_ours, run_bare
 
 
-def training_batch(bench: Bench) -> TrajectoryBatch:
+def build_training_batch(bench: Bench) -> TrajectoryBatch:
     """The rows of one update: all trained steps of a rollout, with random advantages."""
-    rollouts = generate(
-        bench.model, bench.prompts, bench.keys, STAGE.sampler, Plan(TRAINED, TRAINED), bench.rows
+    rollouts = generate_samples(
+        bench.model,
+        bench.prompts,
+        bench.sample_keys,
+        STAGE.sampler,
+        Plan(TRAINED, TRAINED),
+        bench.rows,
     )
     assert rollouts.trajectory
-    advantage = torch.randn(len(bench.keys))
-    return trajectory_batch(
-        CorrectedRollout.nothing(rollouts.trajectory),
+    advantage = torch.randn(len(bench.sample_keys))
+    return build_trajectory_batch(
+        CorrectedRollout.without_correction(rollouts.trajectory),
         bench.prompts,
         advantage,
-        bench.keys,
+        bench.sample_keys,
         STAGE.sampler,
     )
 
 
-def network_inputs(
+def build_network_inputs(
     model: Model, prompts: Conditioning, latents: Tensor | None = None, sigma: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Arguments of the transformer, both halves of a guided prediction in one pass."""
@@ -288,86 +303,86 @@ def network_inputs(
     }
 
 
-def step(bench: Bench, merged: bool = False, passes: int = 4) -> Call:
+def build_step(bench: Bench, merged: bool = False, passes: int = 4) -> Call:
     """A rollout without a recorded trajectory and an update of adapters on its samples (RWR),
     rewards left out.
     """
     policy = Policy(bench.model, PolicyConfig(train="lora", rank=8), 0)
     updater = PolicyUpdater(policy, FORWARD_STAGE)
     sampler = SamplerConfig(name="ode", steps=STEPS)
-    advantage = torch.ones(len(bench.keys))
-    alone = np.arange(len(bench.keys))
+    advantage = torch.ones(len(bench.sample_keys))
+    alone = np.arange(len(bench.sample_keys))
 
-    def take() -> None:
-        with policy.merged() if merged else nullcontext():
-            clean = generate(
-                bench.model, bench.prompts, bench.keys, sampler, micro_batch=bench.rows
+    def take_step() -> None:
+        with policy.merge_adapters() if merged else nullcontext():
+            clean = generate_samples(
+                bench.model, bench.prompts, bench.sample_keys, sampler, micro_batch=bench.rows
             ).latents
-        rows = forward_batch(
+        rows = build_forward_batch(
             clean,
             bench.prompts,
             advantage,
-            bench.keys,
+            bench.sample_keys,
             alone,
             updater.hyper,
-            updater.schedule,
+            updater.sampler_sigmas,
             visit=0,
         )
-        updater.update(rows, passes)
+        updater.update_policy(rows, passes)
 
-    return take
+    return take_step
 
 
-def policy_gradient_step(bench: Bench, trained: tuple[int, ...], reuse: bool = False) -> Call:
+def build_policy_gradient_step(bench: Bench, trained: tuple[int, ...], reuse: bool = False) -> Call:
     """A recorded rollout and an update of adapters on its steps (Flow-GRPO), in passes of as many
     rows, rewards left out.
     """
     policy = Policy(bench.model, PolicyConfig(train="lora", rank=8), 0)
     updater = PolicyUpdater(policy, STAGE)
-    advantage = torch.randn(len(bench.keys))
+    advantage = torch.randn(len(bench.sample_keys))
     plan = Plan(trained, trained)
 
-    def take() -> None:
-        made = generate(
+    def take_step() -> None:
+        made = generate_samples(
             bench.model,
             bench.prompts,
-            bench.keys,
+            bench.sample_keys,
             STAGE.sampler,
             plan,
             bench.rows,
             with_graph=reuse,
         )
         assert made.trajectory
-        rows = trajectory_batch(
-            CorrectedRollout.nothing(made.trajectory),
+        rows = build_trajectory_batch(
+            CorrectedRollout.without_correction(made.trajectory),
             bench.prompts,
             advantage,
-            bench.keys,
+            bench.sample_keys,
             STAGE.sampler,
         )
         if reuse:
             rows = reuse_rollout_forward(rows, np.arange(len(rows.inputs)), made.velocities)
-        updater.update(rows, len(rows.inputs) // bench.rows)
+        updater.update_policy(rows, len(rows.inputs) // bench.rows)
 
-    return take
+    return take_step
 
 
-def compare(call: Call, other: Call, repeat: int) -> Measured:
+def time_both_sides(call: Call, other: Call, repeat: int) -> MedianTimes:
     """Both in turns, after a call of each to warm up."""
     call(), other()
     turns = []
     for turn in range(repeat):
         if turn % 2:
-            turns.append((cpu_seconds(call), cpu_seconds(other)))
+            turns.append((measure_cpu_seconds(call), measure_cpu_seconds(other)))
         else:
-            turns.append((cpu_seconds(other), cpu_seconds(call))[::-1])
-    return Measured(
+            turns.append((measure_cpu_seconds(other), measure_cpu_seconds(call))[::-1])
+    return MedianTimes(
         median(one / two for one, two in turns),
         *(median(side) for side in zip(*turns, strict=True)),
     )
 
 
-def cpu_seconds(call: Call) -> float:
+def measure_cpu_seconds(call: Call) -> float:
     """Of this process, which other processes on the machine do not change."""
     start = time.process_time()
     call()

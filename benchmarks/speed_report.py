@@ -17,8 +17,8 @@ from typing import Any
 import diffusers
 import torch
 
-from benchmarks.algorithms_report import GOAL, seconds_to
-from benchmarks.machine import machine
+from benchmarks.algorithms_report import GOAL, interpolate_seconds
+from benchmarks.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 NOTES = (
@@ -54,7 +54,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MedianTimes:
     """Medians over the turns: of the ratio, and of the CPU-seconds of both calls."""
 
     ratio: float
@@ -62,10 +62,10 @@ class Measured:
     other_seconds: float
 
 
-def report(found: Mapping[Case, Measured], repeat: int) -> str:
+def format_report(found: Mapping[Case, MedianTimes], repeat: int) -> str:
     """The page of the results."""
     command = shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]])
-    on = machine()
+    on = describe_machine()
     versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
     lines = [
         "# Speed against bare torch",
@@ -86,20 +86,20 @@ def report(found: Mapping[Case, Measured], repeat: int) -> str:
     lines += [
         "| measure | found | wanted | command |",
         "|---|---|---|---|",
-        *map(_row, elsewhere()),
+        *map(_format_row, list_other_measures()),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _row(cells: tuple[str, ...]) -> str:
+def _format_row(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def elsewhere(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
+def list_other_measures(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
     """Rows of (measure, found, wanted, command)."""
     names = ("algorithms", "glyph_seeds", "scale")
     learning, demo, scale = (json.loads((results / f"{name}.json").read_text()) for name in names)
-    quick, steps = (_seconds_to_goal(learning["runs"], name) for name in (QUICK, ALL_STEPS))
+    quick, steps = (_median_seconds_to_goal(learning["runs"], name) for name in (QUICK, ALL_STEPS))
     walls = [run["wall_seconds"] / run["node_seconds"] for run in demo["runs"].values()]
     exact, rounded = (scale[f"now latents {precision}"] for precision in ("float32", "bfloat16"))
     read = [f"{row['read ms']:.2f} ms, {row['KiB']:.0f} KiB" for row in (rounded, exact)]
@@ -129,7 +129,7 @@ def elsewhere(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _seconds_to_goal(runs: list[dict[str, Any]], name: str) -> float:
+def _median_seconds_to_goal(runs: list[dict[str, Any]], name: str) -> float:
     """Median over the seeds of an entry; a run that never reached it took infinitely many."""
-    reached = [seconds_to(run["curve"], GOAL) for run in runs if run["name"] == name]
+    reached = [interpolate_seconds(run["curve"], GOAL) for run in runs if run["name"] == name]
     return median(math.inf if seconds is None else seconds for seconds in reached)

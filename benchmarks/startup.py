@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -48,24 +48,29 @@ def main() -> None:
         PR_SET_CHILD_SUBREAPER, 1
     )  # what outlives its parent is waited for here, and counts
     trees = [ROOT, *([arguments.against.resolve()] if arguments.against else [])]
-    seconds: dict[str, list[float]] = {name: [float("inf")] * len(trees) for name in commands(ROOT)}
+    seconds: dict[str, list[float]] = {
+        name: [float("inf")] * len(trees) for name in list_commands(ROOT)
+    }
     for _ in tqdm(range(arguments.runs), unit="run"):
         for column, tree in enumerate(trees):
-            for name, command in commands(tree).items():
-                seconds[name][column] = min(seconds[name][column], cpu_seconds(command, tree))
-    written = table(seconds, arguments.runs, arguments.against)
+            for name, command in list_commands(tree).items():
+                seconds[name][column] = min(
+                    seconds[name][column], measure_cpu_seconds(command, tree)
+                )
+    written = format_table(seconds, arguments.runs, arguments.against)
     (ROOT / "benchmarks" / "results" / "startup.md").write_text(written)
     print(written)
 
 
-def commands(tree: Path) -> dict[str, list[str]]:
+def list_commands(tree: Path) -> dict[str, list[str]]:
     """What is measured, by its name in the table."""
     ebbflow = str(BIN / "ebbflow")
     pyflyte = str(BIN / "pyflyte")
     launcher = tree / "workflows" / "run.py"
     imports = {
         name: (
-            f"import workflows.post_training, {', '.join(imported(tree / 'tasks' / f'{name}.py'))}"
+            "import workflows.post_training,"
+            f" {', '.join(list_imported_modules(tree / 'tasks' / f'{name}.py'))}"
         )
         for name in PODS
     }
@@ -87,7 +92,7 @@ def commands(tree: Path) -> dict[str, list[str]]:
     }
 
 
-def imported(task: Path) -> list[str]:
+def list_imported_modules(task: Path) -> list[str]:
     """The modules that the functions of a task's file import when they run."""
     functions = [
         node for node in ast.parse(task.read_text()).body if isinstance(node, ast.FunctionDef)
@@ -98,7 +103,7 @@ def imported(task: Path) -> list[str]:
     return sorted({node.module for node in imports if node.module})
 
 
-def cpu_seconds(command: list[str], tree: Path) -> float:
+def measure_cpu_seconds(command: list[str], tree: Path) -> float:
     """Of a command on a checkout, with all processes that it leaves behind."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-startup-") as folder:
         settings = yaml.safe_load((tree / "workflows" / "recipes" / "tiny.yaml").read_text())
@@ -129,16 +134,16 @@ def cpu_seconds(command: list[str], tree: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def revision(tree: Path) -> str:
+def read_revision(tree: Path) -> str:
     """The commit of a checkout, in short."""
     return subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True
     ).stdout.strip()
 
 
-def table(seconds: dict[str, list[float]], runs: int, against: Path | None) -> str:
+def format_table(seconds: dict[str, list[float]], runs: int, against: Path | None) -> str:
     """A line for each entry point."""
-    head = ["", "CPU-s", *([f"CPU-s at {revision(against)}", "ratio"] if against else [])]
+    head = ["", "CPU-s", *([f"CPU-s at {read_revision(against)}", "ratio"] if against else [])]
     command = (
         f"python -m benchmarks.startup --runs {runs}{' --against CHECKOUT' if against else ''}"
     )
@@ -150,7 +155,7 @@ def table(seconds: dict[str, list[float]], runs: int, against: Path | None) -> s
             *(cell for old in before for cell in (f"{old:.1f}", f"{now / old:.2f}")),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    on = machine()
+    on = describe_machine()
     return "\n".join([*lines, "", f"{on['cpu']}, {on['cores']} cores, Python {on['python']}", ""])
 
 

@@ -14,17 +14,18 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ebbflow.formatting import first_doc_paragraph
 from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.base import field_docs
+from ebbflow.recipe.base import read_field_docs
 from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
-from ebbflow.recipe.defaults import defaults_page, defaults_table
+from ebbflow.recipe.defaults import write_defaults_page, write_defaults_table
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
-from ebbflow.recipe.registry import reward as reward_named
+from ebbflow.recipe.registry import configure_reward as reward_named
 from ebbflow.recipe.yaml_text import describe_yaml_error
 
 
-def _processes_of_all_nodes() -> str:
+def _count_processes_of_all_nodes() -> str:
     """What local runs and registering take from the environment, where each counts its own:
     processes of a node, and nodes.
     """
@@ -37,7 +38,7 @@ def _processes_of_all_nodes() -> str:
 
 PROCESSES = click.option(
     "--processes",
-    default=_processes_of_all_nodes,
+    default=_count_processes_of_all_nodes,
     show_default="2, or EBBFLOW_TRAIN_PROCESSES times EBBFLOW_TRAIN_NODES",
     type=click.IntRange(min=1),
     help="Training processes of an offline stage, those of all nodes.",
@@ -73,9 +74,9 @@ def run(recipe: Path, debug: bool) -> None:
 
     Exits with status 1 after an error, 130 after Ctrl-C.
     """
-    from ebbflow.launch import launch
+    from ebbflow.launch import launch_recipe
 
-    launch(recipe, debug)
+    launch_recipe(recipe, debug)
 
 
 @main.command()
@@ -109,7 +110,7 @@ def check(recipe: Path, processes: int) -> None:
         check_recipe(resolved, resolved.tracking.uri or "", on_cluster=False, processes=processes)
     except (RecipeError, PromptError, PairError, RewardError) as error:
         sys.exit(str(error))
-    except _model_error() as error:  # evaluated where all other errors are ruled out
+    except _import_model_error() as error:  # evaluated where all other errors are ruled out
         sys.exit(str(error))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
     click.echo(f"# digest {resolved.digest}")
@@ -138,9 +139,9 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
     is run or downloaded.
     """
     from ebbflow.data.model_sizes import SizeError  # imports numpy
-    from ebbflow.estimate.measured import measured
-    from ebbflow.estimate.run import estimate_of, measured_sizes
-    from ebbflow.estimate.text import describe
+    from ebbflow.estimate.measured import measure_cached
+    from ebbflow.estimate.run import estimate_from_sizes, measure_sizes
+    from ebbflow.estimate.text import describe_estimate
 
     if processes % context_parallel:
         raise click.ClickException(
@@ -153,10 +154,10 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
             from ebbflow.models.sizes import check_shared_tokens  # imports torch
 
             check_shared_tokens(resolved, context_parallel)
-        sizes, sample, evaluated = measured_sizes(resolved, measured)
+        sizes, sample, evaluated = measure_sizes(resolved, measure_cached)
         click.echo(
-            describe(
-                estimate_of(
+            describe_estimate(
+                estimate_from_sizes(
                     resolved, processes, sizes, sample, 1, False, context_parallel, evaluated
                 ),
                 tflops,
@@ -164,7 +165,7 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
         )
     except (RecipeError, SizeError) as error:
         sys.exit(str(error))
-    except _model_error() as error:  # evaluated where all other errors are ruled out
+    except _import_model_error() as error:  # evaluated where all other errors are ruled out
         sys.exit(str(error))
 
 
@@ -196,27 +197,29 @@ def plan(
     it stops scaling.
     """
     from ebbflow.data.model_sizes import SizeError  # imports numpy
-    from ebbflow.estimate.measured import measured
+    from ebbflow.estimate.measured import measure_cached
     from ebbflow.estimate.plan import PlanError
     from ebbflow.estimate.plan_text import describe_plans
-    from ebbflow.estimate.run import estimate_of, measured_sizes
+    from ebbflow.estimate.run import estimate_from_sizes, measure_sizes
 
     try:
         resolved = load_recipe(recipe)
-        sizes, sample, _ = measured_sizes(resolved, measured)
+        sizes, sample, _ = measure_sizes(resolved, measure_cached)
         click.echo(
-            describe_plans(estimate_of(resolved, 1, sizes, sample), gpus, tflops, timeline, network)
+            describe_plans(
+                estimate_from_sizes(resolved, 1, sizes, sample), gpus, tflops, timeline, network
+            )
         )
     except (RecipeError, SizeError, PlanError) as error:
         sys.exit(str(error))
-    except _model_error() as error:  # evaluated where all other errors are ruled out
+    except _import_model_error() as error:  # evaluated where all other errors are ruled out
         sys.exit(str(error))
 
 
 @main.command()
 def keys() -> None:
     """Print every recipe key with its default and its meaning."""
-    for key, default, meaning in _keys(Recipe, "", {}):
+    for key, default, meaning in _iterate_keys(Recipe, "", {}):
         click.echo(click.style(key, bold=True) + (f" = {default}" if default is not None else ""))
         if meaning:
             click.echo(f"    {meaning}")
@@ -278,7 +281,7 @@ def rollback(recipe: Path, to: int | None) -> None:
     try:
         resolved = load_recipe(recipe)
         name = resolved.promotion.model_name
-        done = registry.rollback(
+        done = registry.roll_back_champion(
             resolve_tracking_uri(resolved), name, None if to is None else str(to)
         )
     except (RecipeError, TrackingError) as error:
@@ -314,11 +317,11 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     """
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
     from ebbflow.tracking.verification import verify_version
-    from ebbflow.training.policy_metadata import named_code
+    from ebbflow.training.policy_metadata import list_named_code
 
     try:
         given = load_recipe(recipe) if recipe else Recipe()
-        allowed = (*allow_code, *given.own_paths, *named_code(given.model))
+        allowed = (*allow_code, *given.plugin_paths, *list_named_code(given.model))
         version, checks = verify_version(resolve_tracking_uri(given), model, again, allowed)
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
@@ -379,7 +382,7 @@ def replay(
 
     target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
     try:
-        done = replays.replay(
+        done = replays.replay_step(
             run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes
         )
     except (
@@ -419,26 +422,32 @@ def list_choices() -> None:
     """List the algorithms, samplers, windows and rewards that a recipe can use."""
     from ebbflow.rewards.combine import load_reward  # imports pandas
 
-    _table(
+    _print_choices(
         "algorithms",
-        {name: (_summary(config), config.stages) for name, config in ALGORITHMS.items()},
+        {
+            name: (first_doc_paragraph(config.__doc__), config.stages)
+            for name, config in ALGORITHMS.items()
+        },
     )
-    _table(
+    _print_choices(
         "samplers",
         {
             name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS))
             for name, text in SAMPLERS.items()
         },
     )
-    _table("windows", {name: (text, ()) for name, text in WINDOWS.items()})
+    _print_choices("windows", {name: (text, ()) for name, text in WINDOWS.items()})
     missing: dict[str, str | None] = {
         config.name: load_reward(config).unavailable()
         for config in map(reward_named, ("ocr", "tesseract"))
     }
-    _table(
+    _print_choices(
         "rewards",
         {
-            name: (_summary(config), ("not installed",) if missing.get(name) else ())
+            name: (
+                first_doc_paragraph(config.__doc__),
+                ("not installed",) if missing.get(name) else (),
+            )
             for name, config in REWARDS.items()
         },
     )
@@ -460,7 +469,7 @@ def defaults(algorithm: str | None) -> None:
     """Print the defaults of ALGORITHM next to the published values and their sources; without it,
     of all of them.
     """
-    click.echo(defaults_table(algorithm) if algorithm else defaults_page(), nl=False)
+    click.echo(write_defaults_table(algorithm) if algorithm else write_defaults_page(), nl=False)
 
 
 @main.command("serve-reward")
@@ -484,13 +493,13 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     """
     from ebbflow.rewards.base import RewardError
     from ebbflow.rewards.http import NoAnswer, read_token
-    from ebbflow.rewards.server import serve
+    from ebbflow.rewards.server import run_reward_server
 
     try:
         (config,) = Recipe.model_validate(
             {"rewards": [yaml.safe_load(reward)], "guardrails": []}
         ).rewards
-        serve(config, host, port, read_token(token_variable))
+        run_reward_server(config, host, port, read_token(token_variable))
     except yaml.YAMLError as error:
         sys.exit(describe_yaml_error(error, "NAME_OR_JSON"))
     except (RecipeError, RewardError, NoAnswer) as error:
@@ -553,15 +562,15 @@ def label(
     --prompts.
     """
     from ebbflow.data.prompts import PromptError
-    from ebbflow.labeling.server import serve
+    from ebbflow.labeling.server import run_label_server
     from ebbflow.labeling.session import Settings, open_session
-    from ebbflow.labeling.sources import LabelError, load_task
+    from ebbflow.labeling.sources import LabelError, load_label_task
     from ebbflow.storage.disk import DiskFullError
     from ebbflow.storage.locks import FolderInUseError
     from ebbflow.storage.tables import TableError
 
     try:
-        task = load_task(sources, stage, prompts, max_pairs, seed)
+        task = load_label_task(sources, stage, prompts, max_pairs, seed)
         with open_session(
             task, folder, Settings(seed, max_pairs, error_rate), all_pairs
         ) as session:
@@ -569,7 +578,7 @@ def label(
                 f"{len(task.pairs)} pairs; the results go to {folder} when you stop this with"
                 " Ctrl-C. For raters:"
             )
-            serve(session, host, port, click.echo)
+            run_label_server(session, host, port, click.echo)
     except (LabelError, TableError, PromptError, FolderInUseError, DiskFullError) as error:
         sys.exit(str(error))
 
@@ -632,7 +641,7 @@ def draw(
     seeds = range(seed, seed + samples)
     try:
         uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
-        drawn = drawing.draw(
+        drawn = drawing.generate_pictures(
             uri, model, prompts, out, seeds, base=base, image=image, allowed_code=allow_code
         )
         pictures = list(drawn)  # files appear meanwhile; lines would break the progress bar
@@ -671,13 +680,13 @@ def ui(recipe: Path | None, port: int, browser: bool) -> None:
         sys.exit(str(error))
 
 
-def _model_error() -> type[Exception]:
+def _import_model_error() -> type[Exception]:
     from ebbflow.models import ModelError  # imports torch
 
     return ModelError
 
 
-def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
+def _print_choices(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
     """Print aligned lines: name, remarks, description."""
     click.secho(title, bold=True)
     remarks = {name: ", ".join(remark) for name, (_, remark) in choices.items()}
@@ -687,22 +696,18 @@ def _table(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
         click.echo(f"  {name:<{wide}}  " + (f"{remarks[name]:<{far}}  " if far else "") + text)
 
 
-def _summary(described: Any) -> str:
-    return (described.__doc__ or "").strip().splitlines()[0]
-
-
-def _keys(
+def _iterate_keys(
     model: type[BaseModel], prefix: str, shown: dict[Any, str]
 ) -> Iterator[tuple[str, Any, str]]:
     """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys,
     once: ``shown`` says where.
     """
-    docs = field_docs(model)
+    docs = read_field_docs(model)
     for name, field in model.model_fields.items():
-        inner = _models(field.annotation)
+        inner = _list_models(field.annotation)
         meaning = " ".join((field.description or docs.get(name, "")).split())
         if not inner:
-            yield f"{prefix}{name}", _default(field), meaning
+            yield f"{prefix}{name}", _describe_default(field), meaning
             continue
         if tuple(inner) in shown:
             yield f"{prefix}{name}", None, f"{meaning} Keys: see {shown[tuple(inner)]}.".strip()
@@ -713,17 +718,17 @@ def _keys(
             tag = f"({choice.__name__.removesuffix('Config')})" if len(inner) > 1 else ""
             summary = " ".join((choice.__doc__ or "").split())
             yield f"{prefix}{name}{many}{tag}", None, summary
-            yield from _keys(choice, f"{prefix}{name}{many}{tag}.", shown)
+            yield from _iterate_keys(choice, f"{prefix}{name}{many}{tag}.", shown)
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _list_models(annotation: Any) -> list[type[BaseModel]]:
     """The models inside an annotation such as ``list[Annotated[A | B, ...]]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in typing.get_args(annotation) for model in _models(part)]
+    return [model for part in typing.get_args(annotation) for model in _list_models(part)]
 
 
-def _default(field: FieldInfo) -> str:
+def _describe_default(field: FieldInfo) -> str:
     return (
         "(required)"
         if field.is_required()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 
-def significant(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """A number with so many significant digits, in scientific notation only where it is tiny; a
     dash for None and NaN.
     """
@@ -22,12 +22,17 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{value:#.{digits}g}".rstrip(".")
 
 
-def signed(value: float, digits: int = 3) -> str:
-    """A difference: ``significant`` with its sign."""
-    return f"+{significant(value, digits)}" if value >= 0 else significant(value, digits)
+def first_doc_paragraph(doc: str | None) -> str:
+    """Return the first paragraph of a docstring as one line; empty without a docstring."""
+    return " ".join((doc or "").strip().split("\n\n")[0].split())
 
 
-def duration(seconds: float) -> str:
+def format_difference(value: float, digits: int = 3) -> str:
+    """A difference: ``format_number`` with its sign."""
+    return f"+{format_number(value, digits)}" if value >= 0 else format_number(value, digits)
+
+
+def format_duration(seconds: float) -> str:
     """Seconds as hours, minutes and seconds, of which the two largest are written."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

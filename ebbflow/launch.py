@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.secrets import redact
-from ebbflow.resume import end_interrupted, how_to_resume
-from ebbflow.storage.disk import PathError, private_folder
+from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.resume import handle_interrupt, how_to_resume
+from ebbflow.storage.disk import PathError, create_private_folder
 
 logger = logging.getLogger(__name__)
 PIPELINE = "workflows.run"
@@ -32,17 +32,17 @@ EXPLAINED = ("ebbflow", "tasks")
 """Packages whose own errors name value, place and fix."""
 
 
-def launch(path: Path, debug: bool) -> None:
+def launch_recipe(path: Path, debug: bool) -> None:
     """Run the recipe at ``path`` to its end. An error ends the process with status 1, Ctrl-C with
     130.
 
     Args:
         debug: let an error of the pipeline show its traceback.
     """
-    signal.signal(signal.SIGINT, end_interrupted)
+    signal.signal(signal.SIGINT, handle_interrupt)
     try:
         recipe = load_recipe(path)
-        _prepare(recipe)
+        _prepare_environment(recipe)
     except RecipeError as error:
         sys.exit(str(error))
     logger.info(
@@ -53,10 +53,10 @@ def launch(path: Path, debug: bool) -> None:
     except Exception as error:
         if debug:
             raise
-        sys.exit(f"\n{explain(error)}\n{how_to_resume()}")
+        sys.exit(f"\n{explain_error(error)}\n{how_to_resume()}")
 
 
-def explain(error: Exception) -> str:
+def explain_error(error: Exception) -> str:
     """The message of an error, with the task that raised it, and without what Flyte and torch wrap
     around it.
 
@@ -65,15 +65,15 @@ def explain(error: Exception) -> str:
     """
     tasks = [name for name in ADDED_BY_FLYTE.findall(str(error)) if name]
     where = f"{tasks[-1].rpartition('.')[2]}: " if tasks else ""
-    if (message := _of_first_rank_that_failed(error)) is not None:
-        return f"{where}{message}{_written(error)}"
+    if (message := _find_first_rank_error(error)) is not None:
+        return f"{where}{message}{_write_traceback(error)}"
     message = ADDED_BY_FLYTE.sub("", str(error)).strip()
     if type(error).__module__.partition(".")[0] in EXPLAINED:
         return where + message
-    return f"{where}{type(error).__name__}: {message}{_written(error)}"
+    return f"{where}{type(error).__name__}: {message}{_write_traceback(error)}"
 
 
-def _of_first_rank_that_failed(error: Exception) -> str | None:
+def _find_first_rank_error(error: Exception) -> str | None:
     """What the first training process to fail raised: type and message. None for an error of
     another kind.
     """
@@ -84,17 +84,17 @@ def _of_first_rank_that_failed(error: Exception) -> str | None:
     return str(said["message"] if isinstance(said, dict) else said)
 
 
-def _written(error: Exception) -> str:
+def _write_traceback(error: Exception) -> str:
     """Where the traceback is now; where no file can be written, only how to see it."""
     try:
-        file = private_folder() / f"traceback-{os.getpid()}.txt"
-        file.write_text(redact("".join(traceback.format_exception(error))))
+        file = create_private_folder() / f"traceback-{os.getpid()}.txt"
+        file.write_text(redact_secrets("".join(traceback.format_exception(error))))
     except (OSError, PathError):
         return "\n--debug shows the traceback"
     return f"\nthe traceback is in {file}; --debug shows it"
 
 
-def _prepare(recipe: Recipe) -> None:
+def _prepare_environment(recipe: Recipe) -> None:
     """Set the environment of the run, before anything reads it.
 
     Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: one in

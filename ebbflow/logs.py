@@ -23,7 +23,7 @@ WARNINGS = "py.warnings"
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-class _Stderr(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Writes to whatever ``sys.stderr`` is at the moment, which test runners and notebooks
     replace."""
 
@@ -39,7 +39,7 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
 
-def _of_first_rank(record: logging.LogRecord) -> bool:
+def _is_from_first_rank(record: logging.LogRecord) -> bool:
     """Every process of a training group runs the same code; only the first one reports what is no
     event of its own.
     """
@@ -47,7 +47,7 @@ def _of_first_rank(record: logging.LogRecord) -> bool:
     return own_event or os.environ.get("RANK", "0") == "0"
 
 
-def _once() -> Callable[[logging.LogRecord], bool]:
+def _build_once_filter() -> Callable[[logging.LogRecord], bool]:
     """A filter that passes each warning once: evaluations, stages and rewards check the same things
     again.
     """
@@ -91,10 +91,10 @@ def configure_logging() -> None:
     if level.upper() not in logging.getLevelNamesMapping():
         raise ValueError(f"{LEVEL}={level} is no log level; set DEBUG, INFO, WARNING or ERROR")
     if not (root := logging.getLogger()).handlers:
-        handler = _Stderr()
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
-        handler.addFilter(_of_first_rank)
-        handler.addFilter(_once())
+        handler.addFilter(_is_from_first_rank)
+        handler.addFilter(_build_once_filter())
         root.addHandler(handler)
         warnings.showwarning = _log_warning
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # MLflow has a handler of its own

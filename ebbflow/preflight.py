@@ -12,21 +12,21 @@ from typing import Any
 import pyarrow.compute as pc
 
 from ebbflow.data.pairs import check_pairs
-from ebbflow.data.prepare import prepare
+from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig, GradientConfig, MatchingConfig
 from ebbflow.recipe.branches import BRANCH
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig, resized
-from ebbflow.recipe.paths import SHIPPED, local_path, shipped_files
-from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.model import ModelConfig, resize_model
+from ebbflow.recipe.paths import SHIPPED, list_shipped_files, resolve_local_path
+from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rewards.trial import try_reward
 from ebbflow.storage.artifacts import ArtifactError
-from ebbflow.tracking.sinks import require_sinks
+from ebbflow.tracking.sinks import check_sinks_installed
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
 LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
@@ -68,7 +68,7 @@ def check_recipe(
         RewardError: a reward cannot run here, or a user's own breaks its contract.
     """
     if on_cluster:
-        _check_shared(recipe.output, tracking_uri)
+        _check_shared_storage(recipe.output, tracking_uri)
     if "://" not in recipe.output:
         _check_writable(Path(recipe.output))
     prompts = _check_prompts(recipe, on_cluster)
@@ -80,8 +80,8 @@ def check_recipe(
         stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded)
         if not on_cluster:  # where the image of training pods may have it alone
             stage.optimizer.require_package(f"stages.{index}.optimizer")
-    for path in recipe.own_paths:
-        import_path(path)
+    for path in recipe.plugin_paths:
+        import_object(path)
     _try_losses(recipe)
     _check_model(recipe.model, on_cluster)
     _check_further_sizes(recipe)
@@ -89,19 +89,19 @@ def check_recipe(
         from ebbflow.models.sizes import check_shared_tokens  # imports torch
 
         check_shared_tokens(recipe, context_parallel)
-    if (start := recipe.policy.start) and not start.on_hub:
+    if (start := recipe.policy.start) and not start.is_on_hub:
         _check_start(start.path or "", on_cluster)
     for branch in (None, *recipe.branches):
-        own = recipe.of_branch(branch)
+        own = recipe.select_branch(branch)
         scorer = load_scorer(own.rewards, own.guardrails)
         load_scorer(own.evaluated_rewards, ())
         for stage in recipe.stages:
-            if stage.branch == branch and isinstance(stage.hyper, GradientConfig):
+            if stage.branch == branch and isinstance(stage.hyper_parameters, GradientConfig):
                 scorer.require_gradients(stage.algorithm_name)
-                if scorer.looks_at_images:
-                    _check_pixels(recipe.model.family, stage.algorithm_name)
-    require_sinks(recipe)
-    _warn_of_other_steps(recipe)
+                if scorer.trains_on_images:
+                    _check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
+    check_sinks_installed(recipe)
+    _warn_of_evaluation_sampler(recipe)
     if prompts and not on_cluster:
         _try_rewards(recipe, prompts)
 
@@ -112,21 +112,23 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
     """
     key = "prompts.mixture" if recipe.prompts.mixture else "prompts.source"
     files = [
-        _prompt_file(key, source, on_cluster)
-        for source in recipe.prompts.sources
+        _find_prompt_file(key, source, on_cluster)
+        for source in recipe.prompts.source_files
         if "://" not in source
     ]
     judged = recipe.prompts.held_out_source
     held_out = (
-        _prompt_file("prompts.held_out_source", judged, on_cluster)
+        _find_prompt_file("prompts.held_out_source", judged, on_cluster)
         if judged and "://" not in judged
         else None
     )
-    if len(files) < len(recipe.prompts.sources) or (judged and not held_out):
+    if len(files) < len(recipe.prompts.source_files) or (judged and not held_out):
         return []
-    table, _ = prepare(recipe, *files, held_out=held_out)
+    table, _ = prepare_prompt_table(recipe, *files, held_out=held_out)
     own = table.filter(pc.not_equal(table["split"], "held_out")) if judged else table
-    parts = [own.filter(pc.equal(own["source"], name)) for name in recipe.prompts.labels] or [own]
+    parts = [
+        own.filter(pc.equal(own["source"], name)) for name in recipe.prompts.prompt_set_labels
+    ] or [own]
     tried = [part.slice(0, TRIED_PROMPTS) for part in parts]
     if judged:
         tried.append(
@@ -135,14 +137,14 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
     return [Prompt(**row) for part in tried for row in part.to_pylist()]
 
 
-def _prompt_file(key: str, source: str, on_cluster: bool) -> Path:
-    path = local_path(source)
+def _find_prompt_file(key: str, source: str, on_cluster: bool) -> Path:
+    path = resolve_local_path(source)
     given = f"{key} = {source!r}"
     if path.is_file():
         return path
     if source.startswith(SHIPPED):
         raise RecipeError(
-            f"{given}: Ebbflow ships no such file; take {' or '.join(shipped_files())}"
+            f"{given}: Ebbflow ships no such file; take {' or '.join(list_shipped_files())}"
         )
     if on_cluster:  # an own image may hold one
         raise RecipeError(f"{given} {LOCAL_PATH}")
@@ -159,7 +161,7 @@ def _try_losses(recipe: Recipe) -> None:
         if isinstance(stage.algorithm, CustomAlgorithmConfig):
             from ebbflow.algorithms.trial import try_loss  # imports torch
 
-            try_loss(stage.algorithm.path, *stage.algorithm.load())
+            try_loss(stage.algorithm.path, *stage.algorithm.load_algorithm())
 
 
 def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
@@ -179,7 +181,7 @@ def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
             try_reward(config, tried, height, width, model.frames)
 
 
-def _check_shared(output: str, tracking_uri: str) -> None:
+def _check_shared_storage(output: str, tracking_uri: str) -> None:
     if "://" not in output:
         raise RecipeError(
             f"output = {output!r} is on the disk of a pod and lost with it; give a URI such as"
@@ -194,10 +196,10 @@ def _check_shared(output: str, tracking_uri: str) -> None:
 
 def _check_model(model: ModelConfig, on_cluster: bool) -> None:
     if model.family not in FAMILIES:
-        from ebbflow.models.families import adapter_of  # imports torch
+        from ebbflow.models.families import load_adapter  # imports torch
 
-        adapter_of(model.family)
-    elif model.path and "://" not in model.path and not model.on_hub:
+        load_adapter(model.family)
+    elif model.path and "://" not in model.path and not model.is_on_hub:
         if on_cluster:
             raise RecipeError(f"model.path = {model.path!r} {LOCAL_PATH}")
         from ebbflow.models import check_folder  # imports torch
@@ -213,20 +215,20 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         check_size(model)
 
 
-def _check_pixels(family: str, algorithm: str) -> None:
+def _check_decodes_with_gradient(family: str, algorithm: str) -> None:
     from ebbflow.models.base import require_pixels  # imports torch
 
-    if family not in FAMILIES and (adapter := _own_adapter(family)):
+    if family not in FAMILIES and (adapter := _load_inspectable_adapter(family)):
         require_pixels(adapter, algorithm)
 
 
-def _own_adapter(family: str) -> Any:
+def _load_inspectable_adapter(family: str) -> Any:
     """The class of a user's family; None of one that may find its methods in what it wraps: it is
     asked once it is loaded.
     """
-    from ebbflow.models.families import adapter_of  # as above
+    from ebbflow.models.families import load_adapter  # as above
 
-    adapter: Any = adapter_of(family)
+    adapter: Any = load_adapter(family)
     return None if hasattr(adapter, "__getattr__") else adapter
 
 
@@ -240,8 +242,12 @@ def _check_further_sizes(recipe: Recipe) -> None:
     )
     for index, stage in enumerate(recipe.stages):
         for number, size in enumerate(stage.sizes):
-            found[f"stages.{index}.sizes.{number}"] = resized(model, size.height, size.width)
-    if found and model.family not in FAMILIES and (adapter := _own_adapter(model.family)):
+            found[f"stages.{index}.sizes.{number}"] = resize_model(model, size.height, size.width)
+    if (
+        found
+        and model.family not in FAMILIES
+        and (adapter := _load_inspectable_adapter(model.family))
+    ):
         from ebbflow.models.base import require_resize  # as above
 
         require_resize(adapter)
@@ -256,15 +262,15 @@ def _check_further_sizes(recipe: Recipe) -> None:
                 raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
 
 
-def _warn_of_other_steps(recipe: Recipe) -> None:
+def _warn_of_evaluation_sampler(recipe: Recipe) -> None:
     """A student of few steps has learnt the states of its own sampler alone."""
     students = [
         index
         for index, stage in enumerate(recipe.stages)
-        if isinstance(stage.hyper, MatchingConfig)
+        if isinstance(stage.hyper_parameters, MatchingConfig)
     ]
     if students and (own := recipe.stages[students[-1]].sampler) != (
-        evaluated := recipe.evaluation.solver
+        evaluated := recipe.evaluation.sampler_with_steps
     ):
         eta = "" if own.eta is None else f"eta: {own.eta:g}, "
         warnings.warn(
@@ -303,9 +309,9 @@ def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
 
 def _check_teachers(algorithm: str, stage: StageConfig, on_cluster: bool) -> None:
     section = f"{algorithm}.{'options.' * isinstance(stage.algorithm, CustomAlgorithmConfig)}"
-    if teacher := getattr(stage.hyper, "teacher", None):
+    if teacher := getattr(stage.hyper_parameters, "teacher", None):
         _check_teacher(f"{section}teacher = {teacher!r}", teacher, on_cluster)
-    for name, teacher in getattr(stage.hyper, "teachers", {}).items():
+    for name, teacher in getattr(stage.hyper_parameters, "teachers", {}).items():
         _check_teacher(f"{section}teachers.{name} = {teacher!r}", teacher, on_cluster)
 
 

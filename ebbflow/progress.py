@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 tqdm.set_lock(threading.RLock())  # its own is also for other processes, for which it starts one
 
 
-def progress(
+def show_progress(
     title: str,
     unit: str,
     work: Iterable[Any] | None = None,
@@ -55,11 +55,11 @@ def progress(
         "miniters": 1,
     }
     return tqdm(
-        **common, **lines, file=_LogLines(), bar_format=LINE.replace("UNITS", _plural(unit))
+        **common, **lines, file=_LogLines(), bar_format=LINE.replace("UNITS", _pluralise_unit(unit))
     )
 
 
-def _plural(unit: str) -> str:
+def _pluralise_unit(unit: str) -> str:
     return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
 
 

@@ -15,7 +15,7 @@ _opened: list[str] = []
 """The folder of the run that this process executes, once it is open."""
 
 
-def note_run(folder: str) -> None:
+def remember_run_folder(folder: str) -> None:
     """From now on ``folder`` keeps what this process finishes."""
     _opened[:] = [folder]
 
@@ -30,7 +30,7 @@ def how_to_resume() -> str:
     )
 
 
-def end_interrupted(number: int, frame: FrameType | None = None) -> NoReturn:
+def handle_interrupt(number: int, frame: FrameType | None = None) -> NoReturn:
     """A handler of SIGINT (Ctrl-C): a line at once, one when everything has ended, and exit status
     130. Another SIGINT kills.
     """
@@ -40,10 +40,10 @@ def end_interrupted(number: int, frame: FrameType | None = None) -> NoReturn:
         sys.stderr.fileno(), f"\n{when}\n".encode()
     )  # print may be in the middle of another line
     atexit.register(
-        _write, how_to_resume()
+        _write_line, how_to_resume()
     )  # after what progress bars and training processes still say
     sys.exit(128 + number)
 
 
-def _write(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stderr.write(f"{line}\n")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ebbflow.formatting import significant
+from ebbflow.formatting import format_number
 from ebbflow.storage.locks import LOCK, try_lock
 
 RESOLVED_RECIPE = "recipe.yaml"
@@ -38,9 +38,9 @@ class ListedRun:
     reward: tuple[float, float] | None = None
     verdict: str = ""
 
-    def cells(self) -> tuple[str, ...]:
+    def format_cells(self) -> tuple[str, ...]:
         """As text, in the order of ``HEADER``."""
-        reward = " -> ".join(map(significant, self.reward)) if self.reward else "-"
+        reward = " -> ".join(map(format_number, self.reward)) if self.reward else "-"
         started = datetime.fromtimestamp(self.started).strftime("%Y-%m-%d %H:%M")
         return self.name, self.recipe, self.seed, self.state, reward, self.verdict or "-", started
 
@@ -48,12 +48,12 @@ class ListedRun:
 def list_runs(folder: Path) -> list[ListedRun]:
     """The runs in ``folder``, the newest first; none where there is no such folder."""
     homes = [path.parent for path in folder.glob(f"*/{LOCK}")]
-    return sorted(map(_read, homes), key=lambda run: run.started, reverse=True)
+    return sorted(map(_read_run, homes), key=lambda run: run.started, reverse=True)
 
 
 def describe_runs(runs: list[ListedRun]) -> str:
     """As a table."""
-    rows = [HEADER, *(run.cells() for run in runs)]
+    rows = [HEADER, *(run.format_cells() for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -62,35 +62,35 @@ def describe_runs(runs: list[ListedRun]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _read(home: Path) -> ListedRun:
+def _read_run(home: Path) -> ListedRun:
     written = home / RESOLVED_RECIPE
     recipe: dict[str, Any] = yaml.safe_load(written.read_text()) if written.is_file() else {}
-    summary = _summary(home)
+    summary = _read_summary(home)
     return ListedRun(
         name=home.name,
         recipe=str(recipe.get("name", home.name.rpartition("-")[0])),
         seed=str(recipe.get("seed", "-")),
-        state=_state(home, bool(summary)),
+        state=_describe_state(home, bool(summary)),
         started=(written if written.is_file() else home / LOCK).stat().st_mtime,
         reward=(summary["before"]["reward"], summary["after"]["reward"]) if summary else None,
-        verdict=_verdict(summary) if summary else "",
+        verdict=_describe_verdict(summary) if summary else "",
     )
 
 
-def _summary(home: Path) -> dict[str, Any]:
+def _read_summary(home: Path) -> dict[str, Any]:
     """What ``tracking.report`` wrote as the run ended; empty before."""
     file = home / "summary.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def _verdict(summary: dict[str, Any]) -> str:
+def _describe_verdict(summary: dict[str, Any]) -> str:
     return (
         f"{'promoted' if summary['promoted'] else 'not promoted'}, version"
         f" {summary['model_version']}"
     )
 
 
-def _state(home: Path, finished: bool) -> str:
+def _describe_state(home: Path, finished: bool) -> str:
     """Whether a process executes the run, and if it has not finished, the last node that it
     began."""
     with try_lock(home / LOCK) as free:

@@ -27,7 +27,7 @@ class Stream(IntEnum):
     SIZES = 6
 
 
-def generator(
+def make_generator(
     seed: int, prompt_id: int, sample: int, step: int, stream: Stream = Stream.ROLLOUT
 ) -> np.random.Generator:
     """The generator of one (seed, prompt_id, sample, step, stream); all of them non-negative
@@ -39,11 +39,11 @@ def generator(
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-def generators(
+def iterate_generators(
     seed: int, prompt_ids: Sequence[int], samples: Sequence[int], step: int, stream: Stream
 ) -> Iterator[np.random.Generator]:
-    """The generator of each (prompt_id, sample), as ``generator``; each is valid until the next one
-    is asked for.
+    """The generator of each (prompt_id, sample), as ``make_generator``; each is valid until the
+    next one is asked for.
 
     It is one generator that is set anew, which takes a seventh of the time that a new one takes.
     """
@@ -65,7 +65,7 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def permutation(count: int, seed: int) -> list[int]:
+def permute_indices(count: int, seed: int) -> list[int]:
     """The numbers below ``count`` in an order that depends on the seed alone.
 
     Sorting raw random numbers: the bit stream of Philox is fixed for good, numpy's own permutation

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.base import apportion
-from ebbflow.recipe.branches import taught_by
+from ebbflow.recipe.base import apportion_total
+from ebbflow.recipe.branches import branches_teaching
 from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
@@ -39,14 +39,14 @@ pass is felt.
 """
 
 
-def teacher_copy(prompt_set: str) -> str:
+def teacher_copy_name(prompt_set: str) -> str:
     """The policy copy that is the teacher of a prompt set; the teacher of all prompts is the copy
     ``teacher``.
     """
     return f"teacher:{prompt_set}"
 
 
-def drift_stride(updates: int, passes: int) -> int | None:
+def choose_drift_stride(updates: int, passes: int) -> int | None:
     """Every how many rows of an update, which follows ``updates`` others, the drift is measured;
     None: at none of them.
 
@@ -85,51 +85,54 @@ class StageContext:
         return self.recipe.stages[self.stage]
 
     @property
-    def online(self) -> OnlineStageConfig:
+    def online_config(self) -> OnlineStageConfig:
         assert isinstance(self.config, OnlineStageConfig)
         return self.config
 
     @property
-    def offline(self) -> OfflineStageConfig:
+    def offline_config(self) -> OfflineStageConfig:
         assert isinstance(self.config, OfflineStageConfig)
         return self.config
 
     @property
     def algorithm(self) -> Algorithm:
-        from ebbflow.algorithms.registry import algorithm_of
+        from ebbflow.algorithms.registry import find_algorithm
 
-        return algorithm_of(self.config.algorithm)
+        return find_algorithm(self.config.algorithm)
 
     @property
-    def following(self) -> tuple[FollowingName, ...]:
+    def following_copies(self) -> tuple[FollowingName, ...]:
         """The copies of the stage's policy that follow it, as ``old``."""
-        return self.algorithm.following(self.config.hyper)
+        return self.algorithm.list_following_copies(self.config.hyper_parameters)
 
     @property
-    def teachers(self) -> dict[str, str]:
+    def teacher_folders(self) -> dict[str, str]:
         """Where the policy folders of the stage's teachers lie, by the policy copy that each
-        becomes (``teacher_copy``).
+        becomes (``teacher_copy_name``).
         """
-        hyper = self.config.hyper
+        hyper = self.config.hyper_parameters
         one = getattr(hyper, "teacher", None)
         several = getattr(hyper, "teachers", {})
         return (
             {"teacher": one}
             if one
-            else {teacher_copy(name): folder for name, folder in several.items()}
+            else {teacher_copy_name(name): folder for name, folder in several.items()}
         )
 
     @property
     def starts_as_teacher(self) -> bool:
         """Whether the stage's teacher is the policy that it starts from."""
-        return "teacher" in self.algorithm.copies(self.config.hyper) and not self.teachers
+        return (
+            "teacher" in self.algorithm.copies(self.config.hyper_parameters)
+            and not self.teacher_folders
+        )
 
     @property
-    def own_recipe(self) -> Recipe:
+    def branch_recipe(self) -> Recipe:
         """The recipe with the prompt sets and the rewards of the stage's branch; the recipe, of a
         stage in none.
         """
-        return self.recipe.of_branch(self.config.branch)
+        return self.recipe.select_branch(self.config.branch)
 
     @property
     def labels_in_parallel(self) -> list[str]:
@@ -147,7 +150,9 @@ class StageContext:
                 if (stage.branch or index > self.stage) and stage.branch != own
             ]
         else:
-            ended = {name for _, stage in stages[: self.stage + 1] for name in taught_by(stage)}
+            ended = {
+                name for _, stage in stages[: self.stage + 1] for name in branches_teaching(stage)
+            }
             others = [
                 index
                 for index, stage in stages[: self.stage]
@@ -156,11 +161,11 @@ class StageContext:
         return [self.recipe.stage_label(self.round, index) for index in others]
 
     @property
-    def label(self) -> str:
+    def stage_label(self) -> str:
         return self.recipe.stage_label(self.round, self.stage)
 
     @property
-    def seed(self) -> int:
+    def stage_seed(self) -> int:
         """Seed of all noise of the stage; two stages never share a draw."""
         return derive_seed(self.recipe.seed, "stage", self.round, self.stage)
 
@@ -172,40 +177,48 @@ class StageContext:
     @property
     def noise_sharing(self) -> tuple[int, ...]:
         """Samples of a prompt with successive numbers that share their noise, by its step index
-        (``SampleKeys.sharing``).
+        (``SampleKeys.num_leaves_sharing_noise``).
         """
         first = self.config.group_size if self.config.shared_initial_noise else 1
-        return (max(first, self.tree.leaves), *self.tree.sharing) if self.tree else (first,)
+        return (
+            (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
+            if self.tree
+            else (first,)
+        )
 
-    def plan(self, step: int) -> Plan | None:
+    def plan_window(self, step: int) -> Plan | None:
         """Which denoising steps are stochastic and trained in an optimisation step; None where the
         algorithm has no window.
         """
-        from ebbflow.flow.windows import plan
+        from ebbflow.flow.windows import plan_steps
 
         window = self.config.window
         splits = self.tree.splits if self.tree else ()
-        return plan(window, self.config.sampler.steps, step, self.seed, splits) if window else None
+        return (
+            plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
+            if window
+            else None
+        )
 
-    def size_of_step(self, step: int) -> tuple[int, int] | None:
+    def image_size_of_step(self, step: int) -> tuple[int, int] | None:
         """Height and width of the images of a step of an online stage; None: those of the model."""
-        from ebbflow.seeding import Stream, generator
+        from ebbflow.seeding import Stream, make_generator
 
         if not (sizes := self.config.sizes):
             return None
         weights = [size.weight for size in sizes]
-        drawn = generator(
-            self.seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES
+        drawn = make_generator(
+            self.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES
         ).random() * sum(weights)
         index = next((index for index, end in enumerate(accumulate(weights)) if drawn < end), -1)
         return sizes[index].height, sizes[index].width
 
-    def size_of_shard(self, shard: int) -> tuple[int, int] | None:
+    def image_size_of_shard(self, shard: int) -> tuple[int, int] | None:
         """Height and width of the images of a shard of an offline stage; None: those of the
         model."""
         if not (sizes := self.config.sizes):
             return None
-        counts = apportion([size.weight for size in sizes], self.offline.shards)
+        counts = apportion_total([size.weight for size in sizes], self.offline_config.shards)
         of_shards = [
             (size.height, size.width)
             for size, count in zip(sizes, counts, strict=True)
@@ -213,7 +226,9 @@ class StageContext:
         ]
         return of_shards[shard]
 
-    def groups(self, prompts: list[Prompt], step: int) -> tuple[list[Prompt], SampleKeys]:
+    def build_sample_groups(
+        self, prompts: list[Prompt], step: int
+    ) -> tuple[list[Prompt], SampleKeys]:
         """One group of samples per prompt: the prompt of every sample, and its keys. Samples are
         numbered across steps.
         """
@@ -223,7 +238,7 @@ class StageContext:
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]
         return repeated, SampleKeys(
-            self.seed, [prompt.prompt_id for prompt in repeated], samples, self.noise_sharing
+            self.stage_seed, [prompt.prompt_id for prompt in repeated], samples, self.noise_sharing
         )
 
 
@@ -238,7 +253,7 @@ class MetricsRecorder:
     """By the number of the step."""
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics_rows(self) -> list[dict[str, float]]:
         """One dictionary per step, with the key ``step``."""
         return list(self.rows.values())
 
@@ -259,7 +274,7 @@ class MetricsRecorder:
         if self.metrics_logger:
             self.metrics_logger.log_file(path, content)
 
-    def resume(self, rows: Sequence[dict[str, float]]) -> None:
+    def resume_metrics(self, rows: Sequence[dict[str, float]]) -> None:
         """Record the metrics of an earlier attempt again, and pass them on: it may have died before
         it could deliver them.
 
@@ -270,6 +285,6 @@ class MetricsRecorder:
                 {name: value for name, value in row.items() if name != "step"}, int(row["step"])
             )
 
-    def write(self, path: Path) -> None:
+    def write_json(self, path: Path) -> None:
         """The kept metrics as a JSON list with one object per step."""
-        path.write_text(json.dumps(self.metrics))
+        path.write_text(json.dumps(self.metrics_rows))

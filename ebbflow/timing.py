@@ -15,7 +15,7 @@ class Clock:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def measure_phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield

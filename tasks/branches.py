@@ -14,21 +14,23 @@ if TYPE_CHECKING:
     from ebbflow.stage import StageContext
 
 
-def teacher_locations(ctx: StageContext, specialists: Sequence[SpecialistPolicy]) -> dict[str, str]:
+def locate_teachers(ctx: StageContext, specialists: Sequence[SpecialistPolicy]) -> dict[str, str]:
     """Where the policy folders of a stage's teachers lie, by the policy copy that each becomes."""
     folders = {f"{BRANCH}{one.branch}": one.policy.folder for one in specialists}
     found = {text: str(folder.remote_source or folder.path) for text, folder in folders.items()}
-    return {copy: found.get(text, text) for copy, text in ctx.teachers.items()}
+    return {copy: found.get(text, text) for copy, text in ctx.teacher_folders.items()}
 
 
-def first_step(ctx: StageContext, policy: TrainedPolicy) -> int | None:
+def first_logged_step(ctx: StageContext, policy: TrainedPolicy) -> int | None:
     """The step at which a stage's curves begin in the run's; None in a branch, as others run at the
     same time.
     """
     return None if ctx.config.branch else policy.global_step
 
 
-def with_branches(trained: TrainedPolicy, specialists: Sequence[SpecialistPolicy]) -> TrainedPolicy:
+def add_branch_stages(
+    trained: TrainedPolicy, specialists: Sequence[SpecialistPolicy]
+) -> TrainedPolicy:
     """The policy with the stages of branches, and an alarm for each whose gate refused its policy:
     the report shows them.
     """

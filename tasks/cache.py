@@ -11,7 +11,7 @@ from flytekit import Cache, FlyteContextManager, map_task
 from flytekit.core import local_cache
 
 import ebbflow
-from ebbflow.storage.identity import code_digest
+from ebbflow.storage.identity import compute_code_digest
 
 CLONE = Path(__file__).parents[1]
 _FOLDER = (
@@ -33,16 +33,18 @@ The version does not cover the code, because a run is only resumed with the code
 """
 
 
-def shared_by_all_runs(*sources: str) -> Cache:
+def cache_for_all_runs(*sources: str) -> Cache:
     """For outputs that depend on the other inputs, and on these sources of the library, but not on
     the run that logs them.
     """
     library = Path(ebbflow.__file__).parent
-    version = code_digest(*(library / source for source in sources))[:16] if sources else "1"
+    version = (
+        compute_code_digest(*(library / source for source in sources))[:16] if sources else "1"
+    )
     return Cache(version=version, serialize=True, ignored_inputs=("run",))
 
 
-def mapped(bound: partial[Any], **values: Any) -> Any:
+def map_over_values(bound: partial[Any], **values: Any) -> Any:
     """Map a task, bound to its other inputs, over the values of its first; in a local execution,
     call it once per value.
 

@@ -7,30 +7,32 @@ from __future__ import annotations
 from flytekit import task
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.evaluation.selection import best
+from ebbflow.evaluation.selection import find_best_policy
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch
-from tasks.resources import light
+from tasks.files import fetch_artifact
+from tasks.resources import light_resources
 from tasks.types import EvaluatedPolicy, SpecialistPolicy
 
 
-@task(cache=ONCE_PER_RUN, **light())
+@task(cache=ONCE_PER_RUN, **light_resources())
 def choose_specialist(
     recipe: Recipe, run: TrackedRun, round: int, branch: str, history: list[EvaluatedPolicy]
 ) -> SpecialistPolicy:
     """The gate of a branch. The first of ``history`` is the policy that the branch began with."""
-    from ebbflow.evaluation.gate import decide
+    from ebbflow.evaluation.gate import decide_by_gate
     from ebbflow.storage.tables import read_table
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_decision
 
     before = history[0]
-    candidate = history[best([evaluated.evaluation for evaluated in history])]
-    with node_run(run, f"{recipe.branch_label(round, branch)} gate") as run_logger:
-        samples = (read_table(fetch(evaluated.samples)) for evaluated in (candidate, before))
-        decision = decide(
-            recipe.of_branch(branch), candidate.evaluation, before.evaluation, *samples
+    candidate = history[find_best_policy([evaluated.evaluation for evaluated in history])]
+    with open_node_run(run, f"{recipe.branch_label(round, branch)} gate") as run_logger:
+        samples = (
+            read_table(fetch_artifact(evaluated.samples)) for evaluated in (candidate, before)
+        )
+        decision = decide_by_gate(
+            recipe.select_branch(branch), candidate.evaluation, before.evaluation, *samples
         )
         log_decision(run_logger, decision)
     chosen = candidate if decision.promote else before

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from ebbflow.recipe.base import Strict, explain, nowhere
+from ebbflow.recipe.base import Strict, explain_validation_error, locate_nowhere
 from ebbflow.recipe.yaml_text import YamlText, describe_yaml_error, read_yaml
 
 FILE = "EBBFLOW_DEPLOYMENT"
@@ -29,13 +29,13 @@ class DeploymentError(Exception):
     """An invalid deployment: names the key, the value and the fix."""
 
 
-def _size(value: Any) -> str:
+def _check_size(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[1-9]\d*(Mi|Gi|Ti)", value):
         raise ValueError("give a whole number and a unit, such as 512Mi, 8Gi or 1Ti")
     return value
 
 
-Size = Annotated[str, BeforeValidator(_size)]
+Size = Annotated[str, BeforeValidator(_check_size)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 
@@ -69,13 +69,13 @@ class TolerationConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_value_is_compared(cls, given: Any) -> Any:
+    def _set_operator_of_value(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         return {"operator": "Exists" if given.get("value") is None else "Equal"} | given
 
     @model_validator(mode="after")
-    def _as_kubernetes_has_it(self) -> TolerationConfig:
+    def _check_kubernetes_rules(self) -> TolerationConfig:
         if self.operator == "Exists" and self.value is not None:
             raise ValueError(
                 f"operator: Exists takes no value, got {self.value!r}; leave one of them out"
@@ -319,7 +319,7 @@ class DeploymentConfig(Strict):
     ray_cluster: RayClusterConfig = RayClusterConfig()
 
     @model_validator(mode="after")
-    def _tokens_are_shared_inside_a_node(self) -> DeploymentConfig:
+    def _check_hub_token(self) -> DeploymentConfig:
         if self.train_processes % self.train_context_parallel:
             raise ValueError(
                 f"train_context_parallel = {self.train_context_parallel} does not divide"
@@ -335,18 +335,22 @@ def read_deployment(environment: Mapping[str, str]) -> DeploymentConfig:
         DeploymentError: the file does not exist or is not a valid deployment.
     """
     given = {name: environment[name] for name in (FILE, *OVERRIDES) if environment.get(name)}
-    read = _read(given[FILE]) if FILE in given else None
+    read = _read_mapping(given[FILE]) if FILE in given else None
     settings: dict[str, Any] = read.data if read else {}
     settings |= {key: given[name] for name, key in OVERRIDES.items() if name in given}
     try:
         return DeploymentConfig.model_validate(settings)
     except ValidationError as error:
-        variables = ", ".join(f"{name}={_named(value)}" for name, value in given.items())
-        locate = read.locate if read and not _is_text(given[FILE]) else nowhere
-        raise DeploymentError(f"{variables}:\n{explain(error, DeploymentConfig, locate)}") from None
+        variables = ", ".join(f"{name}={_describe_source(value)}" for name, value in given.items())
+        locate = (
+            read.locate_key if read and not _is_deployment_text(given[FILE]) else locate_nowhere
+        )
+        raise DeploymentError(
+            f"{variables}:\n{explain_validation_error(error, DeploymentConfig, locate)}"
+        ) from None
 
 
-def pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
+def build_pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
     """Environment with which a pod reads the same deployment: the variable holds its text, as pods
     do not have the file.
 
@@ -356,26 +360,27 @@ def pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
     return {**deployment.env, FILE: deployment.model_dump_json(exclude_defaults=True)}
 
 
-def _is_text(file_or_text: str) -> bool:
-    """Whether it is the deployment itself, as in a pod (``pod_environment``)."""
+def _is_deployment_text(file_or_text: str) -> bool:
+    """Whether it is the deployment itself, as in a pod (``build_pod_environment``)."""
     return file_or_text.startswith("{")
 
 
-def _named(file_or_text: str) -> str:
+def _describe_source(file_or_text: str) -> str:
     """A file by its name; a text is not repeated, since it may hold what does not belong there."""
-    return "{...}" if _is_text(file_or_text) else file_or_text
+    return "{...}" if _is_deployment_text(file_or_text) else file_or_text
 
 
-def _read(file_or_text: str) -> YamlText:
+def _read_mapping(file_or_text: str) -> YamlText:
     """The mapping in a file, or in the text itself."""
-    if not _is_text(file_or_text) and not Path(file_or_text).is_file():
+    if not _is_deployment_text(file_or_text) and not Path(file_or_text).is_file():
         raise DeploymentError(
             f"{FILE}={file_or_text}: there is no such file; copy containers/deployment.example.yaml"
         )
-    name = _named(file_or_text)
+    name = _describe_source(file_or_text)
     try:
         read = read_yaml(
-            file_or_text if _is_text(file_or_text) else Path(file_or_text).read_bytes(), name
+            file_or_text if _is_deployment_text(file_or_text) else Path(file_or_text).read_bytes(),
+            name,
         )
     except (yaml.YAMLError, ValueError) as error:
         raise DeploymentError(f"{FILE}={describe_yaml_error(error, name)}") from None

@@ -9,15 +9,15 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.branches import teacher_locations, with_branches
+from tasks.branches import add_branch_stages, locate_teachers
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, fetch_folder
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, fetch_folder
+from tasks.resources import accelerated_resources
 from tasks.train_online import train_stage
 from tasks.types import BaseModelArtifact, SpecialistPolicy, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def distill_branches(
     recipe: Recipe,
     run: TrackedRun,
@@ -33,8 +33,8 @@ def distill_branches(
 
     ctx = StageContext(recipe, round, stage)
     teachers: dict[str, Path] = {
-        copy: fetch_folder(uri) for copy, uri in teacher_locations(ctx, specialists).items()
+        copy: fetch_folder(uri) for copy, uri in locate_teachers(ctx, specialists).items()
     }
-    return with_branches(
-        train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers), specialists
+    return add_branch_stages(
+        train_stage(ctx, run, fetch_artifact(base.folder), policy, prompts, teachers), specialists
     )

@@ -7,14 +7,14 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.branches import teacher_locations, with_branches
+from tasks.branches import add_branch_stages, locate_teachers
 from tasks.cache import ONCE_PER_RUN
-from tasks.resources import ray_cluster
+from tasks.resources import ray_cluster_resources
 from tasks.train_online_ray import train_stage_on_ray
 from tasks.types import BaseModelArtifact, SpecialistPolicy, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **ray_cluster())
+@task(cache=ONCE_PER_RUN, **ray_cluster_resources())
 def distill_branches_ray(
     recipe: Recipe,
     run: TrackedRun,
@@ -29,7 +29,5 @@ def distill_branches_ray(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    trained = train_stage_on_ray(
-        ctx, run, base, policy, prompts, teacher_locations(ctx, specialists)
-    )
-    return with_branches(trained, specialists)
+    trained = train_stage_on_ray(ctx, run, base, policy, prompts, locate_teachers(ctx, specialists))
+    return add_branch_stages(trained, specialists)

@@ -9,20 +9,20 @@ import time
 from flytekit import task
 
 from ebbflow.data.records import TrackedRun
-from tasks.cache import shared_by_all_runs
-from tasks.files import scratch
-from tasks.resources import downloader
+from tasks.cache import cache_for_all_runs
+from tasks.files import make_scratch_path
+from tasks.resources import downloader_resources
 from tasks.types import BaseModelArtifact
 
 
-@task(cache=shared_by_all_runs(), **downloader())
+@task(cache=cache_for_all_runs(), **downloader_resources())
 def download_base_model(repository: str, revision: str, run: TrackedRun) -> BaseModelArtifact:
     """A committed copy of the pipeline in ``repository`` at commit ``revision``."""
-    from ebbflow.models.prepare import download_base
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.models.prepare import download_base_folder
+    from ebbflow.tracking.child_run import open_node_run
 
     started = time.time()
-    folder = scratch("base")
-    with node_run(run, "base model"):
-        download_base(repository, revision, folder)
-    return BaseModelArtifact.made(folder, started)
+    folder = make_scratch_path("base")
+    with open_node_run(run, "base model"):
+        download_base_folder(repository, revision, folder)
+    return BaseModelArtifact.from_new_folder(folder, started)

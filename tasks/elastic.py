@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 SPAWN_HELPER = plugin.spawn_helper
 SHORT_FOLDER = "/tmp"
 RENDEZVOUS = "one-node"
-"""The name of ``_one_node`` among torch's rendezvous."""
+"""The name of ``_build_one_node_rendezvous`` among torch's rendezvous."""
 IN_JOB = "PET_NNODES"
 """Environment variable of the pods of a PyTorchJob, which the training operator sets."""
 PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
@@ -105,10 +105,10 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
 
     def execute(self, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            return self._launch(**kwargs)  # only the main thread receives signals
-        before = signal.signal(signal.SIGTERM, self._pass_on)
+            return self._launch_processes(**kwargs)  # only the main thread receives signals
+        before = signal.signal(signal.SIGTERM, self._forward_signal)
         try:
-            return self._launch(**kwargs)
+            return self._launch_processes(**kwargs)
         except (FlyteRecoverableException, IgnoreOutputs):
             raise
         except Exception as error:
@@ -120,9 +120,9 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _launch(self, **kwargs: Any) -> Any:
+    def _launch_processes(self, **kwargs: Any) -> Any:
         if self.task_config.nnodes > 1 and IN_JOB in os.environ:
-            return self._launch_node(**kwargs)
+            return self._launch_processes_of_node(**kwargs)
         processes = self.task_config.nproc_per_node * self.task_config.nnodes
         here = {
             "min_nodes": 1,
@@ -131,10 +131,10 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             "rdzv_backend": RENDEZVOUS,
         }
         logger.info("starting %d processes for %s", processes, self._short_name)
-        with _meeting_place(), _launcher(kwargs["recipe"], here):
+        with _provide_file_store(), _configure_launcher(kwargs["recipe"], here):
             return super().execute(**kwargs)
 
-    def _launch_node(self, **kwargs: Any) -> Any:
+    def _launch_processes_of_node(self, **kwargs: Any) -> Any:
         """The processes of this node, which meet those of the others.
 
         Raises:
@@ -146,11 +146,15 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         logger.info(
             "starting %d processes for %s, on one of %d nodes", processes, self._short_name, nodes
         )
-        with _launched_now(), _fast_rendezvous(), _launcher(kwargs["recipe"], {}):
+        with (
+            _record_launch_time(),
+            _skip_method_name_search(),
+            _configure_launcher(kwargs["recipe"], {}),
+        ):
             try:
                 return super().execute(**kwargs)
             except Exception as error:
-                if lost := _lost(error):
+                if lost := _explain_lost_node(error):
                     raise FlyteRecoverableException(f"{self._short_name}: {lost}") from error
                 raise
 
@@ -158,7 +162,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
     def _short_name(self) -> str:
         return str(self.name).rpartition(".")[2]
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True
         processes = multiprocessing.active_children()
         for process in processes:
@@ -167,7 +171,7 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             raise FlyteRecoverableException(f"{self.name} was terminated before it had processes")
 
 
-def preload(recipe: Recipe) -> bool:
+def preload_fork_server(recipe: Recipe) -> bool:
     """Import what ranks need, and fork the server that they are forked from, unless it runs
     already.
 
@@ -178,16 +182,16 @@ def preload(recipe: Recipe) -> bool:
 
     if torch.cuda.is_available() or sys.platform != "linux":
         return False
-    from ebbflow.models.families import adapter_of
+    from ebbflow.models.families import load_adapter
 
     for module in PRELOADED:
         importlib.import_module(module)
-    adapter_of(recipe.model.family)
-    _keep_sockets_in_a_short_folder()
+    load_adapter(recipe.model.family)
+    _create_socket_folder()
     # which the fork server would start first, as it is started itself
     resource_tracker.ensure_running()
     new_interpreter = util.spawnv_passfds
-    util.spawnv_passfds = _forked_server  # type: ignore[assignment]
+    util.spawnv_passfds = _fork_server  # type: ignore[assignment]
     try:
         forkserver.ensure_running()
     finally:
@@ -195,7 +199,7 @@ def preload(recipe: Recipe) -> bool:
     return True
 
 
-def _keep_sockets_in_a_short_folder() -> None:
+def _create_socket_folder() -> None:
     """The path of a local socket has 107 bytes at most, and the temporary folder of a local run
     lies in its output.
     """
@@ -208,7 +212,7 @@ def _keep_sockets_in_a_short_folder() -> None:
         tempfile.tempdir = usual
 
 
-def _forked_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
+def _fork_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
     """The id of a fork of this process that serves as ``multiprocessing``'s fork server, which is a
     new interpreter otherwise.
     """
@@ -219,20 +223,20 @@ def _forked_server(executable: str, arguments: list[str], descriptors: list[int]
     listener, alive = descriptors
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends after the ranks, which save first
-        _close_other_end(alive)  # or the server would wait for itself
+        _close_other_end_of_pipe(alive)  # or the server would wait for itself
         forkserver.main(listener, alive, [])
     finally:
         os._exit(0)
 
 
-def _close_other_end(pipe: int) -> None:
+def _close_other_end_of_pipe(pipe: int) -> None:
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own is gone
             if int(name) != pipe and os.path.sameopenfile(int(name), pipe):
                 os.close(int(name))
 
 
-def _lost(error: Exception) -> str | None:
+def _explain_lost_node(error: Exception) -> str | None:
     """What another attempt may not meet: a connection to another node that broke, or a process that
     was killed.
 
@@ -259,7 +263,7 @@ def _lost(error: Exception) -> str | None:
 
 
 @contextmanager
-def _launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
+def _configure_launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
     """The launcher's settings that Flyte's plugin has no options for: the signals that it handles,
     and a start by forking.
 
@@ -270,9 +274,9 @@ def _launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
 
     settings = {"signals_to_handle": "SIGHUP,SIGQUIT", **given}
     config = api.LaunchConfig
-    if preload(recipe):
+    if preload_fork_server(recipe):
         settings["start_method"] = "forkserver"
-        rank = partial(_as_spawned, os.getcwd(), dict(os.environ))
+        rank = partial(_run_rank, os.getcwd(), dict(os.environ))
         rank.__name__ = rank.__qualname__ = SPAWN_HELPER.__name__  # type: ignore[attr-defined]  # the launcher logs them
         plugin.spawn_helper = rank
     api.LaunchConfig = lambda **given: config(**given | settings)  # type: ignore[misc, assignment]
@@ -283,16 +287,16 @@ def _launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _meeting_place() -> Iterator[None]:
+def _provide_file_store() -> Iterator[None]:
     """A file through which ranks find each other, and torch configured for one node
-    (``_one_node``).
+    (``_build_one_node_rendezvous``).
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     from ebbflow.training.distributed import STORE
 
-    rendezvous_handler_registry.register(RENDEZVOUS, _one_node)
-    with tempfile.TemporaryDirectory(prefix="ebbflow-ranks-") as folder, _launched_now():
+    rendezvous_handler_registry.register(RENDEZVOUS, _build_one_node_rendezvous)
+    with tempfile.TemporaryDirectory(prefix="ebbflow-ranks-") as folder, _record_launch_time():
         os.environ[STORE] = os.path.join(folder, "store")
         try:
             yield
@@ -301,7 +305,7 @@ def _meeting_place() -> Iterator[None]:
 
 
 @contextmanager
-def _launched_now() -> Iterator[None]:
+def _record_launch_time() -> Iterator[None]:
     from ebbflow.training.distributed import LAUNCHED
 
     os.environ[LAUNCHED] = str(time.time())
@@ -312,7 +316,7 @@ def _launched_now() -> Iterator[None]:
 
 
 @contextmanager
-def _fast_rendezvous() -> Iterator[None]:
+def _skip_method_name_search() -> Iterator[None]:
     """c10d's rendezvous without its search for the name of the calling method, which looks through
     all modules of the process.
 
@@ -329,7 +333,7 @@ def _fast_rendezvous() -> Iterator[None]:
         dynamic_rendezvous.get_method_name = slow
 
 
-def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:
+def _build_one_node_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     """The rendezvous of a launcher that is alone: it meets nobody, and what it stores stays in its
     memory.
     """
@@ -366,7 +370,7 @@ def _one_node(parameters: RendezvousParameters) -> RendezvousHandler:
     return OneNode()
 
 
-def _as_spawned(directory: str, environment: dict[str, str], *arguments: Any) -> Any:
+def _run_rank(directory: str, environment: dict[str, str], *arguments: Any) -> Any:
     """A rank's work, in the folder and environment of its launcher, not in those that the server
     had when it started.
     """

@@ -8,12 +8,12 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, make_node_output
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def evaluate_branch(
     recipe: Recipe,
     run: TrackedRun,
@@ -27,15 +27,20 @@ def evaluate_branch(
     prompts than theirs.
     """
     from ebbflow.evaluation.evaluate import evaluate_folder
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
 
     node = f"{label} evaluation"
-    samples = node_output(run, node, "samples.parquet")
-    own = recipe.of_branch(branch)
-    with node_run(run, node) as run_logger:
+    samples = make_node_output(run, node, "samples.parquet")
+    own = recipe.select_branch(branch)
+    with open_node_run(run, node) as run_logger:
         evaluation = evaluate_folder(
-            own, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples
+            own,
+            fetch_artifact(base.folder),
+            fetch_artifact(policy.folder),
+            fetch_artifact(prompts),
+            label,
+            samples,
         )
         log_evaluation(run_logger, evaluation, samples)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

@@ -10,12 +10,12 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, make_node_output
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def evaluate_champion(
     recipe: Recipe,
     run: TrackedRun,
@@ -27,20 +27,29 @@ def evaluate_champion(
     champion yet.
     """
     from ebbflow.evaluation.evaluate import evaluate_folder, require_same_image_size
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
-    from ebbflow.tracking.registry import champion_folders, find_champion
+    from ebbflow.tracking.registry import download_champion_folders, find_champion
 
     champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
     if champion is None:
         return ChampionPolicy(version=None, evaluated=before)
     node = "champion evaluation"
-    samples, downloaded = (node_output(run, node, name) for name in ("samples.parquet", "champion"))
-    with node_run(run, node) as run_logger:
-        its_base, policy = champion_folders(champion, downloaded, fetch(base.folder))
+    samples, downloaded = (
+        make_node_output(run, node, name) for name in ("samples.parquet", "champion")
+    )
+    with open_node_run(run, node) as run_logger:
+        its_base, policy = download_champion_folders(
+            champion, downloaded, fetch_artifact(base.folder)
+        )
         require_same_image_size(recipe, policy)
         evaluation = evaluate_folder(
-            recipe, its_base, policy, fetch(prompts), f"champion v{champion.version}", samples
+            recipe,
+            its_base,
+            policy,
+            fetch_artifact(prompts),
+            f"champion v{champion.version}",
+            samples,
         )
         log_evaluation(run_logger, evaluation, samples)
     trained = TrainedPolicy(folder=FlyteDirectory(str(policy)))

@@ -8,12 +8,12 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, make_node_output
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def evaluate_policy(
     recipe: Recipe,
     run: TrackedRun,
@@ -24,14 +24,19 @@ def evaluate_policy(
 ) -> EvaluatedPolicy:
     """The policy with its evaluation and samples; means, samples and an image grid go to MLflow."""
     from ebbflow.evaluation.evaluate import evaluate_folder
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
 
     node = f"{label} evaluation"
-    samples = node_output(run, node, "samples.parquet")
-    with node_run(run, node) as run_logger:
+    samples = make_node_output(run, node, "samples.parquet")
+    with open_node_run(run, node) as run_logger:
         evaluation = evaluate_folder(
-            recipe, fetch(base.folder), fetch(policy.folder), fetch(prompts), label, samples
+            recipe,
+            fetch_artifact(base.folder),
+            fetch_artifact(policy.folder),
+            fetch_artifact(prompts),
+            label,
+            samples,
         )
         log_evaluation(run_logger, evaluation, samples, policy.global_step)
     return EvaluatedPolicy(policy=policy, evaluation=evaluation, samples=FlyteFile(str(samples)))

@@ -16,7 +16,7 @@ from flytekit.types.file import FlyteFile
 
 import ebbflow
 from ebbflow.data.records import TrackedRun
-from ebbflow.storage.disk import private_folder, remove, remove_stale_partials
+from ebbflow.storage.disk import create_private_folder, remove_path, remove_stale_partials
 from ebbflow.storage.locks import wait_for_lock
 from tasks.types import GONE
 
@@ -32,14 +32,14 @@ CODE = (
 """The sources that decide what a run does."""
 
 
-def scratch(name: str) -> Path:
+def make_scratch_path(name: str) -> Path:
     """A fresh path called ``name`` in the temporary folder; Flyte uploads it when the task returns
     it.
     """
     return Path(tempfile.mkdtemp(prefix="ebbflow-")) / name
 
 
-def node_output(run: TrackedRun, node: str, name: str) -> Path:
+def make_node_output(run: TrackedRun, node: str, name: str) -> Path:
     """A fresh path for what a node of the run makes; Flyte uploads it when the task returns it.
 
     A local execution leaves it where it is, in the run's folder. Every attempt at the node gets the
@@ -47,15 +47,15 @@ def node_output(run: TrackedRun, node: str, name: str) -> Path:
     calls this before any of them writes.
     """
     if "://" in run.folder:
-        return scratch(name)
+        return make_scratch_path(name)
     path = Path(run.folder) / "nodes" / _folder_name(node) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove(path)
+    remove_path(path)
     remove_stale_partials(path)
     return path
 
 
-def fetch(artifact: FlyteFile | FlyteDirectory) -> Path:
+def fetch_artifact(artifact: FlyteFile | FlyteDirectory) -> Path:
     """The local copy of an artifact.
 
     Raises:
@@ -72,13 +72,13 @@ def fetch_folder(uri: str) -> Path:
     download nothing.
     """
     if "://" not in uri:
-        return fetch(FlyteDirectory(uri))
-    folder = scratch("folder")
+        return fetch_artifact(FlyteDirectory(uri))
+    folder = make_scratch_path("folder")
     FlyteContextManager.current_context().file_access.get_data(uri, str(folder), is_multipart=True)
     return folder
 
 
-def fetch_shared(artifact: FlyteFile | FlyteDirectory) -> Path:
+def fetch_artifact_once(artifact: FlyteFile | FlyteDirectory) -> Path:
     """The local copy of an artifact that all processes of this machine share.
 
     It is downloaded once: a process that downloaded it again would write into the file that another
@@ -88,7 +88,7 @@ def fetch_shared(artifact: FlyteFile | FlyteDirectory) -> Path:
     return (
         fetch_once_per_machine(uri, isinstance(artifact, FlyteDirectory))
         if "://" in uri
-        else fetch(artifact)
+        else fetch_artifact(artifact)
     )
 
 
@@ -98,10 +98,10 @@ def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
     """
     if Path(uri).exists():
         return Path(uri)
-    shared = _machine_folder(uri)
+    shared = _path_of_machine_folder(uri)
     with wait_for_lock(shared.with_suffix(".lock")):
         if not shared.exists():
-            new = scratch(shared.name)
+            new = make_scratch_path(shared.name)
             FlyteContextManager.current_context().file_access.get_data(
                 uri, str(new), is_multipart=is_folder
             )
@@ -123,27 +123,27 @@ def open_checkpoints(
 
     access = FlyteContextManager.current_context().file_access
     stages = f"{run.folder}/checkpoints"
-    own = _folder_name(ctx.label)
+    own = _folder_name(ctx.stage_label)
     store = access.get_filesystem_for_path(stages)
     needed = {own, *map(_folder_name, ctx.labels_in_parallel)}
-    for stage in _names(store, stages) if rank == 0 else ():
+    for stage in _list_names(store, stages) if rank == 0 else ():
         if stage not in needed:
             store.rm(f"{stages}/{stage}", recursive=True)
     home = f"{stages}/{own}"
     if "://" not in home:
         return Checkpoints(ctx, Path(home))
-    folder = _machine_folder(home)
+    folder = _path_of_machine_folder(home)
 
-    def upload(new: Path) -> None:
+    def upload_checkpoint(new: Path) -> None:
         access.put_data(str(new), f"{home}/{new.name}", is_multipart=True)
-        for name in _names(store, home) - {path.name for path in folder.iterdir()}:
+        for name in _list_names(store, home) - {path.name for path in folder.iterdir()}:
             store.rm(f"{home}/{name}", recursive=True)
 
     if local_rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt on this machine
         if store.exists(home):
             access.get_data(home, str(folder), is_multipart=True)
-    return Checkpoints(ctx, folder, upload)
+    return Checkpoints(ctx, folder, upload_checkpoint)
 
 
 def delete_checkpoints(run: TrackedRun) -> None:
@@ -154,16 +154,16 @@ def delete_checkpoints(run: TrackedRun) -> None:
         store.rm(folder, recursive=True)
 
 
-def _machine_folder(uri: str) -> Path:
+def _path_of_machine_folder(uri: str) -> Path:
     """The local folder that all processes of this machine use for what is at ``uri``."""
-    return private_folder() / hashlib.sha256(uri.encode()).hexdigest()[:32]
+    return create_private_folder() / hashlib.sha256(uri.encode()).hexdigest()[:32]
 
 
 def _folder_name(label: str) -> str:
     return label.replace(" ", "-")
 
 
-def _names(store: Any, folder: str) -> set[str]:
+def _list_names(store: Any, folder: str) -> set[str]:
     return (
         {Path(path).name for path in store.ls(folder, detail=False)}
         if store.exists(folder)

@@ -17,14 +17,14 @@ from tasks.elastic import GracefulElastic
 PLUGINS = sys.modules.get("flyte_migrate._plugins")
 
 
-def limits_of(requests: Resources) -> Resources:
+def build_limits(requests: Resources) -> Resources:
     """The same as the requests. flyte-migrate takes a disk from one of the two, or makes a pair of
     it that Flyte 2 rejects.
     """
     return replace(requests, ephemeral_storage=None) if PLUGINS else requests
 
 
-def translate_elastic() -> None:
+def register_elastic_translation() -> None:
     """Have flyte-migrate translate the training group's configuration: it goes by the name of its
     class, and knows one.
     """

@@ -8,12 +8,12 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, make_node_output
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def generate_rollouts(
     shard: int,
     recipe: Recipe,
@@ -27,15 +27,20 @@ def generate_rollouts(
     """A rollout shard (``rollout_schema``)."""
     from ebbflow.offline.rollouts import generate_shard_from_folders
     from ebbflow.stage import StageContext
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_shard
 
     ctx = StageContext(recipe, round, stage)
-    node = f"{ctx.label} rollout {shard}"
-    path = node_output(run, node, f"rollouts-{shard}.parquet")
-    with node_run(run, node) as run_logger:
+    node = f"{ctx.stage_label} rollout {shard}"
+    path = make_node_output(run, node, f"rollouts-{shard}.parquet")
+    with open_node_run(run, node) as run_logger:
         generate_shard_from_folders(
-            ctx, fetch(base.folder), fetch(policy.folder), fetch(prompts), shard, path
+            ctx,
+            fetch_artifact(base.folder),
+            fetch_artifact(policy.folder),
+            fetch_artifact(prompts),
+            shard,
+            path,
         )
         log_shard(run_logger, path)
     return FlyteFile(str(path))

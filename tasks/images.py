@@ -6,7 +6,7 @@ from flytekit import ImageSpec
 from flytekit.constants import CopyFileDetection
 
 
-def cpu_image(registry: str) -> ImageSpec:
+def build_cpu_image(registry: str) -> ImageSpec:
     """What containers/base.Dockerfile builds, pushed to ``registry``. Paths are relative: register
     from the repository's root.
 

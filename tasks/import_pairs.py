@@ -12,8 +12,8 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, make_node_output
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class PairTables(NamedTuple):
     advantages: FlyteFile
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def import_pairs(
     recipe: Recipe,
     run: TrackedRun,
@@ -42,16 +42,18 @@ def import_pairs(
     from ebbflow.offline.pairs import import_pairs_from_folder
     from ebbflow.stage import StageContext
     from ebbflow.storage.tables import read_table
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
 
     ctx = StageContext(recipe, round, stage)
-    pairs = ctx.offline.pairs
+    pairs = ctx.offline_config.pairs
     assert pairs
-    node = f"{ctx.label} pairs"
-    with node_run(run, node) as run_logger:
-        source = fetch(FlyteFile(pairs))
-        folder = node_output(run, node, "pairs")
-        imported = import_pairs_from_folder(ctx, fetch(base.folder), fetch(prompts), source, folder)
+    node = f"{ctx.stage_label} pairs"
+    with open_node_run(run, node) as run_logger:
+        source = fetch_artifact(FlyteFile(pairs))
+        folder = make_node_output(run, node, "pairs")
+        imported = import_pairs_from_folder(
+            ctx, fetch_artifact(base.folder), fetch_artifact(prompts), source, folder
+        )
         logger.info("%s", imported)
         run_logger.log_dataset(
             "pairs", read_table(imported.prompts), context="training", source=pairs

@@ -10,30 +10,30 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, fetch_folder, node_output
-from tasks.resources import downloader
+from tasks.files import fetch_artifact, fetch_folder, make_node_output
+from tasks.resources import downloader_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **downloader())
+@task(cache=ONCE_PER_RUN, **downloader_resources())
 def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy folder (version 0) of what ``policy.start`` names."""
-    from ebbflow.models.hub import pretrained_folder
-    from ebbflow.tracking.child_run import node_run
-    from ebbflow.training.start import write_start
+    from ebbflow.models.hub import locate_pretrained
+    from ebbflow.tracking.child_run import open_node_run
+    from ebbflow.training.start import write_start_policy
 
     start = recipe.policy.start
-    folder = node_output(run, "start", "policy")
+    folder = make_node_output(run, "start", "policy")
     assert start
     assert start.path
-    with node_run(run, "start"):
-        if start.on_hub:
-            source = pretrained_folder(start, ["*.safetensors"])
+    with open_node_run(run, "start"):
+        if start.is_on_hub:
+            source = locate_pretrained(start, ["*.safetensors"])
         else:
             source = (
-                fetch(FlyteFile(start.path))
+                fetch_artifact(FlyteFile(start.path))
                 if start.path.endswith(".safetensors")
                 else fetch_folder(start.path)
             )
-        write_start(recipe, fetch(base.folder), source, folder)
+        write_start_policy(recipe, fetch_artifact(base.folder), source, folder)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

@@ -6,7 +6,7 @@ from flytekit import task
 
 from ebbflow.recipe import Recipe
 from tasks.deployment import DeploymentConfig, DeploymentError, PodConfig
-from tasks.resources import DEPLOYMENT, light
+from tasks.resources import DEPLOYMENT, light_resources
 
 KINDS = {
     "light": "bookkeeping",
@@ -18,7 +18,7 @@ KINDS = {
 }
 
 
-@task(**light())
+@task(**light_resources())
 def plan_run(recipe: Recipe) -> str:
     """The resolved recipe, the deployment's machines, the estimate, and what fits where; nothing is
     run or downloaded.
@@ -30,10 +30,10 @@ def plan_run(recipe: Recipe) -> str:
     """
     import yaml
 
-    from ebbflow.estimate.run import estimate
-    from ebbflow.estimate.text import describe
+    from ebbflow.estimate.run import estimate_recipe
+    from ebbflow.estimate.text import describe_estimate
     from ebbflow.models.sizes import check_shared_tokens
-    from tasks.fit import compare
+    from tasks.fit import compare_needs
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     keys = ("train_processes", "train_nodes", "train_sharding", "train_context_parallel")
@@ -41,17 +41,20 @@ def plan_run(recipe: Recipe) -> str:
     hybrid = DEPLOYMENT.train_sharding == "hybrid"
     context_parallel = DEPLOYMENT.train_context_parallel
     check_shared_tokens(recipe, context_parallel)
-    made = estimate(
+    made = estimate_recipe(
         recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, hybrid, context_parallel
     )
-    lines, misfits = compare(made, DEPLOYMENT)
+    lines, misfits = compare_needs(made, DEPLOYMENT)
     if misfits and DeploymentConfig(**given) != DEPLOYMENT:
         raise DeploymentError("this run does not fit into its machines:\n" + "\n".join(misfits))
     fit = "\n".join(["what each process needs, of its machine's memory", *lines, *misfits])
-    return f"{resolved}# digest {recipe.digest}\n\n{_machines()}\n\n{describe(made)}\n\n{fit}"
+    return (
+        f"{resolved}# digest"
+        f" {recipe.digest}\n\n{_list_machines()}\n\n{describe_estimate(made)}\n\n{fit}"
+    )
 
 
-def _machines() -> str:
+def _list_machines() -> str:
     lines = ["machines per kind of task, as registered"]
     for kind, purpose in KINDS.items():
         pod: PodConfig = getattr(DEPLOYMENT, kind)

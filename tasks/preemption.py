@@ -9,7 +9,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 
 
 @contextmanager
-def retry_on(*errors: type[Exception]) -> Iterator[None]:
+def retry_on_errors(*errors: type[Exception]) -> Iterator[None]:
     """Turn these errors into Flyte's recoverable one, the only error after which it retries a
     task."""
     try:

@@ -11,12 +11,12 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import CODE, fetch
-from tasks.resources import light
+from tasks.files import CODE, fetch_artifact
+from tasks.resources import light_resources
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **light())
+@task(cache=ONCE_PER_RUN, **light_resources())
 def register_policy(
     recipe: Recipe,
     run: TrackedRun,
@@ -27,16 +27,16 @@ def register_policy(
     decision: GateDecision,
 ) -> Registration:
     """Idempotent: one version per run, with what the gate decided from."""
-    from ebbflow.storage.artifacts import verify
-    from ebbflow.storage.identity import code_listing
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.storage.artifacts import verify_folder
+    from ebbflow.storage.identity import list_code
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.evidence import GateInputs, write_evidence
-    from ebbflow.tracking.registry import register
+    from ebbflow.tracking.registry import register_version
 
     execution = current_context().execution_id
-    base_folder = fetch(base.folder)
+    base_folder = fetch_artifact(base.folder)
     lineage = {
-        "base_digest": verify(base_folder),
+        "base_digest": verify_folder(base_folder),
         "execution_id": execution.name if execution else "local",
         "candidate": candidate.evaluation.label,
         "policy_version": str(candidate.evaluation.policy_version),
@@ -46,16 +46,16 @@ def register_policy(
         recipe=recipe,
         decision=decision,
         evaluations={side: evaluated.evaluation for side, evaluated in sides.items()},
-        samples={side: fetch(evaluated.samples) for side, evaluated in sides.items()},
-        prompts=fetch(prompts),
-        code=code_listing(*CODE),
+        samples={side: fetch_artifact(evaluated.samples) for side, evaluated in sides.items()},
+        prompts=fetch_artifact(prompts),
+        code=list_code(*CODE),
     )
-    with node_run(run, "registry") as run_logger, tempfile.TemporaryDirectory() as folder:
+    with open_node_run(run, "registry") as run_logger, tempfile.TemporaryDirectory() as folder:
         evidence = Path(folder) / "evidence"
         lineage |= write_evidence(evidence, inputs)
-        registration = register(
+        registration = register_version(
             run,
-            fetch(candidate.policy.folder),
+            fetch_artifact(candidate.policy.folder),
             base_folder,
             decision,
             lineage,

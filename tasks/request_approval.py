@@ -10,7 +10,7 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.resources import light
+from tasks.resources import light_resources
 
 GATE = "promotion"
 """Name of the gate node that waits for the answer, and id of its signal."""
@@ -23,7 +23,7 @@ class ApprovalError(Exception):
     """There is nobody to ask."""
 
 
-@task(**light())
+@task(**light_resources())
 def request_approval(
     recipe: Recipe,
     run: TrackedRun,
@@ -34,7 +34,7 @@ def request_approval(
     """The gate node's question. ``report`` is an input so that it is written before a person has to
     decide.
     """
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
 
     target = decision.target
     question = (
@@ -42,7 +42,7 @@ def request_approval(
         f" {target.champion:.3f} -> {target.candidate:.3f}; {run.folder}/report.html)"
     )
     execution = current_context().execution_id
-    with node_run(run, "approval") as run_logger:
+    with open_node_run(run, "approval") as run_logger:
         run_logger.log_params({"question": question, "hours": recipe.promotion.approval})
         if execution and execution.name != "local":
             where = f"project={execution.project!r}, domain={execution.domain!r}"

@@ -19,25 +19,25 @@ from tasks.deployment import (
     PodConfig,
     RayWorkersConfig,
     SecretConfig,
-    pod_environment,
+    build_pod_environment,
     read_deployment,
 )
 from tasks.elastic import GracefulElastic
-from tasks.flyte2 import limits_of, translate_elastic
-from tasks.images import cpu_image
+from tasks.flyte2 import build_limits, register_elastic_translation
+from tasks.images import build_cpu_image
 
 DEPLOYMENT = read_deployment(os.environ)
-translate_elastic()
+register_elastic_translation()
 
 
-def light() -> dict[str, Any]:
+def light_resources() -> dict[str, Any]:
     """Bookkeeping: prompts, tracking, advantages, the gate."""
-    return _task(DEPLOYMENT.light)
+    return _task_arguments(DEPLOYMENT.light)
 
 
-def downloader() -> dict[str, Any]:
+def downloader_resources() -> dict[str, Any]:
     """Downloads a base model; a secret that the deployment names is in ``HF_TOKEN``."""
-    arguments = _task(DEPLOYMENT.downloader)
+    arguments = _task_arguments(DEPLOYMENT.downloader)
     secret = DEPLOYMENT.hub_secret
     if secret is None:
         return arguments
@@ -50,17 +50,17 @@ def downloader() -> dict[str, Any]:
     return arguments | {"secret_requests": [*arguments["secret_requests"], token]}
 
 
-def scorer() -> dict[str, Any]:
+def scorer_resources() -> dict[str, Any]:
     """Rewards of an offline stage."""
-    return _task(DEPLOYMENT.scorer)
+    return _task_arguments(DEPLOYMENT.scorer)
 
 
-def accelerated() -> dict[str, Any]:
+def accelerated_resources() -> dict[str, Any]:
     """One process that generates or trains, on a GPU if the deployment has one."""
-    return _task(DEPLOYMENT.accelerated)
+    return _task_arguments(DEPLOYMENT.accelerated)
 
 
-def training_group() -> dict[str, Any]:
+def training_group_resources() -> dict[str, Any]:
     """``train_processes`` processes on each of ``train_nodes`` nodes, under torch's elastic
     launcher.
 
@@ -77,10 +77,10 @@ def training_group() -> dict[str, Any]:
         max_restarts=0,
         increase_shared_mem=False,
     )
-    return {"task_config": config} | _task(DEPLOYMENT.training_group, processes)
+    return {"task_config": config} | _task_arguments(DEPLOYMENT.training_group, processes)
 
 
-def ray_cluster() -> dict[str, Any]:
+def ray_cluster_resources() -> dict[str, Any]:
     """The head of a Ray cluster and its workers, of a fixed size: no autoscaler.
 
     For workers, a pod template replaces the head's resources and its image.
@@ -88,21 +88,21 @@ def ray_cluster() -> dict[str, Any]:
     cluster = DEPLOYMENT.ray_cluster
     config = RayJobConfig(
         head_node_config=HeadNodeConfig(ray_start_params={"num-cpus": "0"}),
-        worker_node_config=[_ray_workers(group) for group in cluster.workers],
+        worker_node_config=[_build_ray_workers(group) for group in cluster.workers],
         shutdown_after_job_finishes=True,
         ttl_seconds_after_finished=cluster.keep_seconds,
     )
-    return {"task_config": config} | _task(cluster)
+    return {"task_config": config} | _task_arguments(cluster)
 
 
-def _ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
+def _build_ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
     """A group of workers. Flyte looks at the head's GPUs alone, so that the kind of GPU is selected
     here.
     """
-    resources = _resources(group)
+    resources = _build_resources(group)
     pod = pod_spec_from_resources("ray-worker", resources, resources)
     pod.containers[0].image = group.image
-    nodes = _nodes(group)
+    nodes = _build_node_selector(group)
     accelerator = DEPLOYMENT.ray_cluster.accelerator
     if accelerator and group.gpus:
         label = DEPLOYMENT.accelerator_label
@@ -118,7 +118,7 @@ def _ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
     return WorkerNodeConfig(group.name, count, count, count, pod_template=template)
 
 
-def _nodes(pod: NodesConfig) -> dict[str, Any]:
+def _build_node_selector(pod: NodesConfig) -> dict[str, Any]:
     """Which nodes a pod may run on, as Kubernetes' client names it; what is left out is None, which
     no template has.
     """
@@ -130,13 +130,13 @@ def _nodes(pod: NodesConfig) -> dict[str, Any]:
     }
 
 
-def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
+def _task_arguments(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
     """The arguments of ``@task`` for a pod; cores and GPUs are per process.
 
     The pod template is new for every task, because Flyte may write into it, and has no resources:
     the task's replace them.
     """
-    resources = _resources(pod, processes)
+    resources = _build_resources(pod, processes)
     template = V1PodSpec(
         containers=[V1Container(name="primary")],
         termination_grace_period_seconds=pod.grace_period,
@@ -146,32 +146,32 @@ def _task(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
         ]
         or None,
         priority_class_name=DEPLOYMENT.priority_class,
-        **_nodes(pod),
+        **_build_node_selector(pod),
     )
     return {
         "container_image": pod.image
-        or (cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
+        or (build_cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
         "requests": resources,
-        "limits": limits_of(resources),
+        "limits": build_limits(resources),
         "accelerator": GPUAccelerator(pod.accelerator) if pod.accelerator else None,
         "shared_memory": pod.shared_memory,
         "pod_template": PodTemplate(pod_spec=template, labels=DEPLOYMENT.labels or None),
         "interruptible": pod.interruptible,
         "retries": pod.retries,
         "timeout": timedelta(hours=pod.max_hours or 0),
-        "secret_requests": [_secret(secret) for secret in DEPLOYMENT.secrets],
-        "environment": pod_environment(DEPLOYMENT),
+        "secret_requests": [_build_secret(secret) for secret in DEPLOYMENT.secrets],
+        "environment": build_pod_environment(DEPLOYMENT),
     }
 
 
-def _secret(secret: SecretConfig) -> Secret:
+def _build_secret(secret: SecretConfig) -> Secret:
     mount = Secret.MountType.FILE if secret.file else Secret.MountType.ENV_VAR
     return Secret(
         group=secret.group, key=secret.key, mount_requirement=mount, env_var=secret.variable
     )
 
 
-def _resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:
+def _build_resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:
     return Resources(
         cpu=str(pod.cpu * processes),
         mem=pod.mem,

@@ -8,11 +8,11 @@ from flytekit.types.file import FlyteFile
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output
-from tasks.resources import scorer
+from tasks.files import fetch_artifact, make_node_output
+from tasks.resources import scorer_resources
 
 
-@task(cache=ONCE_PER_RUN, **scorer())
+@task(cache=ONCE_PER_RUN, **scorer_resources())
 def score_rollouts(
     rollouts: FlyteFile, recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int
 ) -> FlyteFile:
@@ -23,19 +23,19 @@ def score_rollouts(
     from ebbflow.rewards.combine import load_scorer
     from ebbflow.stage import StageContext
     from ebbflow.storage.tables import read_column, read_table_metadata
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_shard
 
     if recipe.deterministic:  # not every reward needs torch
         use_deterministic_kernels()
     ctx = StageContext(recipe, round, stage)
-    shard = fetch(rollouts)
-    node = f"{ctx.label} scoring {read_table_metadata(shard)['shard']}"
-    path = node_output(run, node, "scores.parquet")
-    with node_run(run, node) as run_logger:
+    shard = fetch_artifact(rollouts)
+    node = f"{ctx.stage_label} scoring {read_table_metadata(shard)['shard']}"
+    path = make_node_output(run, node, "scores.parquet")
+    with open_node_run(run, node) as run_logger:
         own = read_prompts(
-            fetch(prompts), "train", set(read_column(shard, "prompt_id").to_pylist())
+            fetch_artifact(prompts), "train", set(read_column(shard, "prompt_id").to_pylist())
         )
-        score_shard(ctx, load_scorer(ctx.own_recipe.rewards, ()), own, shard, path)
+        score_shard(ctx, load_scorer(ctx.branch_recipe.rewards, ()), own, shard, path)
         log_shard(run_logger, path)
     return FlyteFile(str(path))

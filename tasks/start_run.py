@@ -12,12 +12,12 @@ from flytekit import FlyteContextManager, current_context, task
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.resume import end_interrupted, note_run
+from ebbflow.resume import handle_interrupt, remember_run_folder
 from ebbflow.run_list import RESOLVED_RECIPE
-from ebbflow.storage.disk import private_folder, write_text
-from tasks.elastic import preload
+from ebbflow.storage.disk import create_private_folder, write_text
+from tasks.elastic import preload_fork_server
 from tasks.files import CODE
-from tasks.resources import DEPLOYMENT, light
+from tasks.resources import DEPLOYMENT, light_resources
 
 logger = logging.getLogger(__name__)
 SOURCE = "workflows/post_training.py"
@@ -26,7 +26,7 @@ _RUN_LOCK = ExitStack()
 """The lock on the folder of the local run that this process executes; it ends with the process."""
 
 
-@task(**light())
+@task(**light_resources())
 def start_run(recipe: Recipe) -> TrackedRun:
     """Open the parent run. A retry of the same execution finds it again, and so does a local run
     that is started again.
@@ -38,8 +38,8 @@ def start_run(recipe: Recipe) -> TrackedRun:
     execution = current_context().execution_id
     on_cluster = execution is not None and execution.name != "local"  # the name of every local run
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
-    if not on_cluster and end_interrupted not in FlyteContextManager.signal_handlers:
-        FlyteContextManager.add_signal_handler(end_interrupted)
+    if not on_cluster and handle_interrupt not in FlyteContextManager.signal_handlers:
+        FlyteContextManager.add_signal_handler(handle_interrupt)
     processes = DEPLOYMENT.train_processes * DEPLOYMENT.train_nodes
     check_recipe(
         recipe,
@@ -57,19 +57,19 @@ def _prepare_process(recipe: Recipe) -> None:
     """What pods prepare for themselves: the process that ranks are forked from, and Ray's temporary
     folder.
     """
-    from ebbflow.tracking.store import resolve_tracking_uri, sqlite_file
+    from ebbflow.tracking.store import find_sqlite_file, resolve_tracking_uri
 
     if any(stage.kind == "offline" for stage in recipe.stages):
-        if sqlite_file(resolve_tracking_uri(recipe)):
+        if find_sqlite_file(resolve_tracking_uri(recipe)):
             # This process opens the store next, and so does rank 0: what is imported for it takes
             # seconds of silence.
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
-        preload(recipe)
+        preload_fork_server(recipe)
     if os.environ.get("RAY_TMPDIR") == "/tmp" and any(
         stage.placement == "ray" for stage in recipe.stages if stage.kind == "online"
     ):
         os.environ["RAY_TMPDIR"] = str(
-            private_folder(Path("/tmp"))
+            create_private_folder(Path("/tmp"))
         )  # in /tmp/ray, another user could replace Ray's sockets
 
 
@@ -79,25 +79,25 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
     Flyte's cache holds what the stopped run had finished under that run, so resuming means using
     the same run.
     """
-    from ebbflow.storage.identity import code_digest, inputs_digest
-    from ebbflow.storage.locks import exclusive_lock
+    from ebbflow.storage.identity import compute_code_digest, compute_inputs_digest
+    from ebbflow.storage.locks import lock_folder
     from ebbflow.tracking import parent_run
 
     tags = {
-        "ebbflow.code_digest": code_digest(*CODE),
-        "ebbflow.inputs_digest": inputs_digest(recipe),
+        "ebbflow.code_digest": compute_code_digest(*CODE),
+        "ebbflow.inputs_digest": compute_inputs_digest(recipe),
     }
-    stopped = parent_run.stopped_run(recipe, tags)
+    stopped = parent_run.find_stopped_run(recipe, tags)
     run = stopped or parent_run.start_run(recipe, None, tags, SOURCE)
     if "://" in run.folder:
         return run
     _RUN_LOCK.close()  # of the run before, in a process that executes several
     _RUN_LOCK.enter_context(
-        exclusive_lock(
+        lock_folder(
             Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}"
         )
     )
-    note_run(run.folder)
+    remember_run_folder(run.folder)
     write_text(
         Path(run.folder) / RESOLVED_RECIPE,
         yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False),

@@ -10,9 +10,9 @@ from flytekit import task
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.model import GlyphTrainingConfig
-from tasks.cache import shared_by_all_runs
-from tasks.files import scratch
-from tasks.resources import accelerated
+from tasks.cache import cache_for_all_runs
+from tasks.files import make_scratch_path
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact
 
 SOURCES = (
@@ -22,16 +22,16 @@ SOURCES = (
 )
 
 
-@task(cache=shared_by_all_runs(*SOURCES), **accelerated())
+@task(cache=cache_for_all_runs(*SOURCES), **accelerated_resources())
 def train_base_model(
     training: GlyphTrainingConfig, threads: int, run: TrackedRun
 ) -> BaseModelArtifact:
     """A committed base-model folder in the Hugging Face layout."""
-    from ebbflow.models.prepare import train_base
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.models.prepare import train_base_folder
+    from ebbflow.tracking.child_run import open_node_run
 
     started = time.time()
-    folder = scratch("base")
-    with node_run(run, "base model"):
-        train_base(training, threads, folder)
-    return BaseModelArtifact.made(folder, started)
+    folder = make_scratch_path("base")
+    with open_node_run(run, "base model"):
+        train_base_folder(training, threads, folder)
+    return BaseModelArtifact.from_new_folder(folder, started)

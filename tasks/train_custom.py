@@ -8,14 +8,14 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.branches import first_step
+from tasks.branches import first_logged_step
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, node_output
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, make_node_output
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def train_custom(
     recipe: Recipe,
     run: TrackedRun,
@@ -27,19 +27,26 @@ def train_custom(
 ) -> TrainedPolicy:
     """The policy folder after the stage."""
     from ebbflow.stage import MetricsRecorder, StageContext
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.custom_stage import StageFolders, train_custom_folder
 
     ctx = StageContext(recipe, round, stage)
-    trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
-    with node_run(run, ctx.label, first_step(ctx, policy)) as run_logger:
+    trained, metrics = (
+        make_node_output(run, ctx.stage_label, name) for name in ("policy", "metrics.json")
+    )
+    with open_node_run(run, ctx.stage_label, first_logged_step(ctx, policy)) as run_logger:
         recorder = MetricsRecorder(run_logger)
-        folders = StageFolders(fetch(base.folder), fetch(policy.folder), fetch(prompts), trained)
+        folders = StageFolders(
+            fetch_artifact(base.folder),
+            fetch_artifact(policy.folder),
+            fetch_artifact(prompts),
+            trained,
+        )
         record = train_custom_folder(ctx, folders, recorder)
         log_stage(run_logger, record)
-    recorder.write(metrics)
-    global_step = policy.global_step + (record.steps or len(recorder.metrics))
+    recorder.write_json(metrics)
+    global_step = policy.global_step + (record.steps or len(recorder.metrics_rows))
     return TrainedPolicy(
         folder=FlyteDirectory(str(trained)),
         record=record,

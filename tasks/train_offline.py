@@ -12,15 +12,15 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.branches import first_step
+from tasks.branches import first_logged_step
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch_shared, node_output, open_checkpoints
-from tasks.preemption import retry_on
-from tasks.resources import DEPLOYMENT, training_group
+from tasks.files import fetch_artifact_once, make_node_output, open_checkpoints
+from tasks.preemption import retry_on_errors
+from tasks.resources import DEPLOYMENT, training_group_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 
-@task(cache=ONCE_PER_RUN, **training_group())
+@task(cache=ONCE_PER_RUN, **training_group_resources())
 def train_offline(
     recipe: Recipe,
     run: TrackedRun,
@@ -38,40 +38,42 @@ def train_offline(
     from ebbflow.compute import set_up_process
     from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import MetricsRecorder, StageContext
-    from ebbflow.tracking.child_run import node_run
-    from ebbflow.tracking.curves import rollout_curves
+    from ebbflow.tracking.child_run import open_node_run
+    from ebbflow.tracking.curves import read_rollout_curves
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.training.distributed import PeerLost, process_group, seconds_since_launch
+    from ebbflow.training.distributed import PeerLost, join_process_group, seconds_since_launch
     from ebbflow.training.stop_conditions import Preempted
 
     set_up_process(recipe)  # before NCCL starts
     ctx = StageContext(recipe, round, stage)
-    trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
+    trained, metrics = (
+        make_node_output(run, ctx.stage_label, name) for name in ("policy", "metrics.json")
+    )
     with (
-        retry_on(Preempted, PeerLost),
-        process_group(recipe.model.cpu_offload) as ranks,
-        node_run(run, ctx.label, first_step(ctx, policy))
+        retry_on_errors(Preempted, PeerLost),
+        join_process_group(recipe.model.cpu_offload) as ranks,
+        open_node_run(run, ctx.stage_label, first_logged_step(ctx, policy))
         if ranks.rank == 0
         else nullcontext() as run_logger,
     ):
         recorder = MetricsRecorder(run_logger)
-        shards = [fetch_shared(shard) for shard in rollouts]
-        if run_logger and (step := first_step(ctx, policy)) is not None:
-            run_logger.log_curves(rollout_curves(fetch_shared(advantages)), step)
+        shards = [fetch_artifact_once(shard) for shard in rollouts]
+        if run_logger and (step := first_logged_step(ctx, policy)) is not None:
+            run_logger.log_curves(read_rollout_curves(fetch_artifact_once(advantages)), step)
         checkpoints = open_checkpoints(run, ctx, ranks.rank, ranks.local_rank)
-        ranks.barrier()  # the first rank of each machine has downloaded them
+        ranks.wait_for_all()  # the first rank of each machine has downloaded them
         starting = seconds_since_launch()
         record = train_offline_folder(
             ctx,
-            fetch_shared(base.folder),
-            fetch_shared(policy.folder),
-            fetch_shared(prompts),
+            fetch_artifact_once(base.folder),
+            fetch_artifact_once(policy.folder),
+            fetch_artifact_once(prompts),
             shards,
-            fetch_shared(advantages),
+            fetch_artifact_once(advantages),
             trained,
             recorder,
             checkpoints,
-            replicas=ranks.nodes if DEPLOYMENT.train_sharding == "hybrid" else 1,
+            replicas=ranks.num_nodes if DEPLOYMENT.train_sharding == "hybrid" else 1,
             context_parallel=DEPLOYMENT.train_context_parallel,
         )
         record = record.model_copy(
@@ -79,7 +81,7 @@ def train_offline(
         )
         if run_logger:
             log_stage(run_logger, record)
-            recorder.write(metrics)
+            recorder.write_json(metrics)
     global_step = policy.global_step + record.steps
     return TrainedPolicy(
         folder=FlyteDirectory(str(trained)),

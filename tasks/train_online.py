@@ -14,11 +14,11 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.branches import first_step
+from tasks.branches import first_logged_step
 from tasks.cache import ONCE_PER_RUN
-from tasks.files import fetch, fetch_folder, node_output, open_checkpoints
-from tasks.preemption import retry_on
-from tasks.resources import accelerated
+from tasks.files import fetch_artifact, fetch_folder, make_node_output, open_checkpoints
+from tasks.preemption import retry_on_errors
+from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ebbflow.stage import StageContext
 
 
-@task(cache=ONCE_PER_RUN, **accelerated())
+@task(cache=ONCE_PER_RUN, **accelerated_resources())
 def train_online(
     recipe: Recipe,
     run: TrackedRun,
@@ -40,8 +40,8 @@ def train_online(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    teachers = {copy: fetch_folder(uri) for copy, uri in ctx.teachers.items()}
-    return train_stage(ctx, run, fetch(base.folder), policy, prompts, teachers)
+    teachers = {copy: fetch_folder(uri) for copy, uri in ctx.teacher_folders.items()}
+    return train_stage(ctx, run, fetch_artifact(base.folder), policy, prompts, teachers)
 
 
 def train_stage(
@@ -58,19 +58,24 @@ def train_stage(
     """
     from ebbflow.online.loop import train_online_folder
     from ebbflow.stage import MetricsRecorder
-    from ebbflow.tracking.child_run import node_run
+    from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.stop_conditions import Preempted
 
-    trained, metrics = (node_output(run, ctx.label, name) for name in ("policy", "metrics.json"))
-    with retry_on(Preempted), node_run(run, ctx.label, first_step(ctx, policy)) as run_logger:
+    trained, metrics = (
+        make_node_output(run, ctx.stage_label, name) for name in ("policy", "metrics.json")
+    )
+    with (
+        retry_on_errors(Preempted),
+        open_node_run(run, ctx.stage_label, first_logged_step(ctx, policy)) as run_logger,
+    ):
         recorder = MetricsRecorder(run_logger)
         checkpoints = open_checkpoints(run, ctx)
         record = train_online_folder(
             ctx,
             base,
-            fetch(policy.folder),
-            fetch(prompts),
+            fetch_artifact(policy.folder),
+            fetch_artifact(prompts),
             trained,
             recorder,
             teachers,
@@ -78,7 +83,7 @@ def train_stage(
             checkpoints,
         )
         log_stage(run_logger, record)
-    recorder.write(metrics)
+    recorder.write_json(metrics)
     global_step = policy.global_step + record.steps
     return TrainedPolicy(
         folder=FlyteDirectory(str(trained)),

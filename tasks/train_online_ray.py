@@ -17,8 +17,8 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.cache import ONCE_PER_RUN
 from tasks.files import fetch_once_per_machine
-from tasks.preemption import retry_on
-from tasks.resources import ray_cluster
+from tasks.preemption import retry_on_errors
+from tasks.resources import ray_cluster_resources
 from tasks.train_online import train_stage
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
@@ -32,7 +32,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_TMPDIR", "/tmp")
 
 
-@task(cache=ONCE_PER_RUN, **ray_cluster())
+@task(cache=ONCE_PER_RUN, **ray_cluster_resources())
 def train_online_ray(
     recipe: Recipe,
     run: TrackedRun,
@@ -46,7 +46,7 @@ def train_online_ray(
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
-    return train_stage_on_ray(ctx, run, base, policy, prompts, ctx.teachers)
+    return train_stage_on_ray(ctx, run, base, policy, prompts, ctx.teacher_folders)
 
 
 def train_stage_on_ray(
@@ -72,5 +72,5 @@ def train_stage_on_ray(
     model, start = (partial(fetch_once_per_machine, uri) for uri in uris)
     located = {copy: partial(fetch_once_per_machine, uri) for copy, uri in teachers.items()}
     actors = Folders(model, start, located)
-    with retry_on(RecoverableStageError):
+    with retry_on_errors(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -17,14 +17,14 @@ GONE = "{} is gone, but Flyte's local cache still points to it; delete {} and st
 """A temporary folder may be deleted before the cache is."""
 
 
-def _check_exists(folder: Any) -> Any:
+def _check_folder_exists(folder: Any) -> Any:
     path = folder.get("path") if isinstance(folder, dict) else None
     if isinstance(path, str) and "://" not in path and not Path(path).exists():
         raise ValueError(GONE.format(path, LOCAL_CACHE))
     return folder
 
 
-Folder = Annotated[FlyteDirectory, BeforeValidator(_check_exists)]
+Folder = Annotated[FlyteDirectory, BeforeValidator(_check_folder_exists)]
 
 
 class BaseModelArtifact(BaseModel):
@@ -37,7 +37,7 @@ class BaseModelArtifact(BaseModel):
     finished_at: float
 
     @classmethod
-    def made(cls, folder: Path, started: float) -> Self:
+    def from_new_folder(cls, folder: Path, started: float) -> Self:
         """The folder that was made since ``started`` (seconds since 1970)."""
         now = time.time()
         return cls(folder=FlyteDirectory(str(folder)), seconds=now - started, finished_at=now)

@@ -10,8 +10,8 @@ from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.files import delete_checkpoints, fetch, node_output
-from tasks.resources import light
+from tasks.files import delete_checkpoints, fetch_artifact, make_node_output
+from tasks.resources import light_resources
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
 
 
@@ -22,7 +22,7 @@ class Report(NamedTuple):
     summary: FlyteFile
 
 
-@task(enable_deck=True, deck_fields=(), **light())
+@task(enable_deck=True, deck_fields=(), **light_resources())
 def write_report(
     recipe: Recipe,
     run: TrackedRun,
@@ -38,16 +38,21 @@ def write_report(
     import json
 
     from ebbflow.tracking import report
-    from ebbflow.tracking.child_run import node_run
-    from ebbflow.tracking.outage import deliver_saved
-    from ebbflow.tracking.outcome import describe_outcome, example_prompt
+    from ebbflow.tracking.child_run import open_node_run
+    from ebbflow.tracking.outage import deliver_saved_records
+    from ebbflow.tracking.outcome import describe_outcome, read_example_prompt
     from ebbflow.tracking.parent_run import log_results
-    from ebbflow.tracking.run_facts import run_facts
+    from ebbflow.tracking.run_facts import collect_run_facts
 
     candidate = next(one for one in history if one.evaluation.label == decision.candidate)
-    folders = {"policy": _location(candidate.policy.folder), "base": _location(base.folder)}
-    page, numbers = (node_output(run, "report", name) for name in ("report.html", "summary.json"))
-    with node_run(run, "report"):
+    folders = {
+        "policy": _locate_folder(candidate.policy.folder),
+        "base": _locate_folder(base.folder),
+    }
+    page, numbers = (
+        make_node_output(run, "report", name) for name in ("report.html", "summary.json")
+    )
+    with open_node_run(run, "report"):
         shown = history if champion.version is None else [*history, champion.evaluated]
         finished = {
             stage.record.label: stage
@@ -57,16 +62,18 @@ def write_report(
         inputs = report.ReportInputs(
             recipe=recipe,
             tracked=run,
-            evaluations=[(evaluated.evaluation, fetch(evaluated.samples)) for evaluated in shown],
+            evaluations=[
+                (evaluated.evaluation, fetch_artifact(evaluated.samples)) for evaluated in shown
+            ],
             stages=[
-                (stage.record, json.loads(fetch(stage.metrics).read_text()))
+                (stage.record, json.loads(fetch_artifact(stage.metrics).read_text()))
                 for stage in finished.values()
             ],
             decision=decision,
             registration=registration,
             base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
-            outages=deliver_saved(run),
-            facts=run_facts(run),
+            outages=deliver_saved_records(run),
+            facts=collect_run_facts(run),
             **folders,
         )
         report.write_report(page, inputs)
@@ -74,15 +81,15 @@ def write_report(
     Deck("report", page.read_text())
     log_results(run, [page, numbers], finish=not inputs.awaits_approval)
     delete_checkpoints(run)
-    example = example_prompt(fetch(candidate.samples))
+    example = read_example_prompt(fetch_artifact(candidate.samples))
     outcome = describe_outcome(recipe, run, decision, registration, **folders, example=example)
-    print(f"\n{report.summary_table(inputs)}\n\n{outcome}", flush=True)
+    print(f"\n{report.format_summary_table(inputs)}\n\n{outcome}", flush=True)
     return Report(
         FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),
         FlyteFile(str(numbers), remote_path=f"{run.folder}/summary.json"),
     )
 
 
-def _location(folder: FlyteDirectory) -> str:
+def _locate_folder(folder: FlyteDirectory) -> str:
     """Where a folder is for whoever is not in this pod: its URI, or on one machine its path."""
     return str(folder.remote_source or folder.path)

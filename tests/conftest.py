@@ -18,14 +18,14 @@ from hypothesis import settings
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
-from ebbflow.models.families.glyph import new_glyph
+from ebbflow.models.families.glyph import build_glyph_model
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.parity import measure_parity, parity_plan
-from ebbflow.storage.artifacts import new_folder
+from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
+from ebbflow.storage.artifacts import write_new_folder
 from tests.glyph_stages import small_stage
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
@@ -96,11 +96,11 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "base"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = new_glyph(GlyphTrainingConfig())
+        model = build_glyph_model(GlyphTrainingConfig())
         model.transformer = SD3Transformer2DModel.from_config(
             {**model.transformer.config, "num_layers": 1}
         )
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         model.save(unfinished)
     return folder
 
@@ -221,8 +221,8 @@ def through_the_gate() -> Callable[..., dict[str, float]]:
         some = slice(0, parity.samples)
         conditioning, keys, (sampler, plan) = (
             conditioning.rows(some),
-            keys.rows(some),
-            parity_plan(sampler),
+            keys.select_slice(some),
+            plan_parity_samples(sampler),
         )
         rollouts, _ = engine.generate(conditioning, keys, sampler, plan)
         return measure_parity(

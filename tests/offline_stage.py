@@ -16,7 +16,7 @@ from ebbflow.offline.scoring import score_shard
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -31,12 +31,12 @@ def write_offline_stage(
     table = folder / "prompts.parquet"
     start = folder / "start"
     write_prompts(pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), table)
-    write_base_policy(start, verify(base), recipe.digest, recipe.policy)
+    write_base_policy(start, verify_folder(base), recipe.digest, recipe.policy)
     model = load_model(base, recipe.model)
     untouched = Policy(model, recipe.policy, 0)
     trained_on = read_prompts(table, "train")
     scores = []
-    untouched.ensure("old")
+    untouched.ensure_copy("old")
     for shard in range(2):
         generate_shard(
             ctx, model, untouched, 0, trained_on, shard, folder / f"rollouts-{shard}.parquet"

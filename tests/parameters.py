@@ -26,7 +26,7 @@ def moved(policy: Policy, size: float = 0.02, seed: int = 0) -> dict[str, Tensor
 
 def move(policy: Policy, size: float = 0.02, seed: int = 0) -> None:
     """Pretend to train: change every one."""
-    policy.assign(moved(policy, size, seed))
+    policy.assign_parameters(moved(policy, size, seed))
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -19,7 +19,7 @@ import ebbflow.evaluation.evaluate as evaluation
 import ebbflow.rewards.combine as rewards
 import ebbflow.training.distributed as distributed
 from ebbflow.compute import VARIABLES, set_up_process, use_deterministic_kernels
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.ray_actor import WorkerActor, open_reward_worker
 from ebbflow.recipe import Recipe, RecipeError
@@ -206,7 +206,7 @@ def test_pods_that_score_before_they_load_a_network(monkeypatch):
     monkeypatch.setattr(tables, "read_table_metadata", lambda shard: {"shard": 0})
     monkeypatch.setattr(tables, "read_column", lambda shard, name: pa.chunked_array([[0]]))
     monkeypatch.setattr(prompts, "read_prompts", lambda *arguments: [])
-    monkeypatch.setattr(child_run, "node_run", lambda run, node: torch.no_grad())
+    monkeypatch.setattr(child_run, "open_node_run", lambda run, node: torch.no_grad())
     with pytest.raises(Reached):
         module.score_rollouts.task_function(
             **arguments_of_a_task(monkeypatch, module), rollouts=None
@@ -216,7 +216,7 @@ def test_pods_that_score_before_they_load_a_network(monkeypatch):
 
 @pytest.mark.parametrize("role", ["training", "rollout", "reward"])
 def test_ray_actors_before_they_open_a_worker(monkeypatch, role):
-    monkeypatch.setattr("ebbflow.online.ray_actor.ship_tensors", lambda: None)
+    monkeypatch.setattr("ebbflow.online.ray_actor.register_tensor_serializer", lambda: None)
     actor = WorkerActor(role, WorkersConfig(), [])
     actor.open(lambda *arguments: state(), context(DETERMINISTIC))
     assert actor.opened == SET
@@ -226,7 +226,7 @@ def test_reward_workers_take_threads_from_their_actor(monkeypatch):
     seen = stop_at(monkeypatch, sys.modules[open_reward_worker.__module__], "load_scorer")
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr("ebbflow.online.ray_actor.ship_tensors", lambda: None)
+    monkeypatch.setattr("ebbflow.online.ray_actor.register_tensor_serializer", lambda: None)
     with pytest.raises(Reached):
         WorkerActor("reward", WorkersConfig(), []).open(
             open_reward_worker, StageContext(DETERMINISTIC, 0, 0), None, 0
@@ -248,10 +248,10 @@ def test_on_a_cpu_every_operation_has_a_deterministic_kernel_and_bytes_stay(
         )
         ctx = StageContext(recipe, 0, 0)
         policy = Policy(policy_io.open_model(recipe, base_folder), recipe.policy, 0)
-        for copy in ctx.following:
-            policy.ensure(copy)
+        for copy in ctx.following_copies:
+            policy.ensure_copy(copy)
         before = values(policy)
-        workers = local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer)
+        workers = open_local_workers(ctx, PolicyUpdater(policy, ctx.online_config), scorer)
         run_online_stage(ctx, workers, make_prompts(6), MetricsRecorder())
         assert torch.are_deterministic_algorithms_enabled() == deterministic
         assert changed(policy, before)

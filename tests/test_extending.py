@@ -19,20 +19,20 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from ebbflow.algorithms.base import TrajectoryRows
-from ebbflow.algorithms.registry import algorithm_of
-from ebbflow.data.prepare import prepare
+from ebbflow.algorithms.registry import find_algorithm
+from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt, PromptError, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.transition import Sampler as OwnSampler
-from ebbflow.flow.transition import transition
+from ebbflow.flow.transition import compute_transition
 from ebbflow.models import load_model
-from ebbflow.models.families.glyph import to_latents
-from ebbflow.models.prepare import copy_base
+from ebbflow.models.families.glyph import encode_grey_images
+from ebbflow.models.prepare import copy_base_folder
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.shards import read_latents
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage, train_online_folder
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
@@ -40,14 +40,14 @@ from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import RewardError, load_scorer
 from ebbflow.rollouts.engine import open_engine
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table_metadata
 from ebbflow.training.custom_stage import StageFolders, train_custom_folder
 from ebbflow.training.policy import Policy
@@ -121,8 +121,8 @@ def test_check_accepts_a_recipe_that_uses_them_all(tmp_path, base_folder):
     assert (
         resolved.stages[0].window.kind == "random"
     )  # which the algorithm asked for, not the recipe
-    assert resolved.stages[0].hyper.negatives == 0.5
-    assert set(resolved.own_paths) == {SHIFTED, CONTRAST, COPY, SOUP}
+    assert resolved.stages[0].hyper_parameters.negatives == 0.5
+    assert set(resolved.plugin_paths) == {SHIFTED, CONTRAST, COPY, SOUP}
 
 
 def test_check_says_what_to_do_when_the_package_is_not_on_the_path():
@@ -197,12 +197,12 @@ def train(make_recipe, make_prompts, base_folder, scorer):
         ctx = StageContext(recipe, 0, 0)
         model = load_model(base_folder)
         recorder = MetricsRecorder()
-        updater = PolicyUpdater(Policy(model, recipe.policy, 0), ctx.online)
+        updater = PolicyUpdater(Policy(model, recipe.policy, 0), ctx.online_config)
         before = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
         record = run_online_stage(
-            ctx, local_workers(ctx, updater, judge), make_prompts(6), recorder
+            ctx, open_local_workers(ctx, updater, judge), make_prompts(6), recorder
         )
-        return updater, before, recorder.metrics, record
+        return updater, before, recorder.metrics_rows, record
 
     return run
 
@@ -243,8 +243,8 @@ def test_at_ratio_one_it_is_the_policy_gradient_of_flow_grpo(train):
 @pytest.mark.parametrize("negatives", [0.0, 0.25, 1.0])
 def test_its_option_reaches_the_loss(negatives):
     given = CustomAlgorithmConfig(path=REINFORCE["path"], options={"negatives": negatives})
-    algorithm = algorithm_of(given)
-    hyper = given.load()[1]
+    algorithm = find_algorithm(given)
+    hyper = given.load_algorithm()[1]
     log_prob = torch.tensor([-0.5, -0.25, 2.0], requires_grad=True)
     advantage = torch.tensor([2.0, -1.0, 0.0])
     nothing = torch.zeros(3)
@@ -271,7 +271,9 @@ def test_the_stage_gets_its_defaults_and_the_recipe_overrides_them():
 
 def scored(images):
     prompts = [None] * len(images)  # which this reward does not look at
-    return load_scorer([reward(CONTRAST, weight=0.5)], [])(np.asarray(images, np.uint8), prompts)
+    return load_scorer([configure_reward(CONTRAST, weight=0.5)], [])(
+        np.asarray(images, np.uint8), prompts
+    )
 
 
 def test_the_reward_has_the_scale_that_it_states():
@@ -291,7 +293,7 @@ def test_the_reward_is_of_the_image_alone():
 
 
 def test_a_stage_trains_on_the_reward(train):
-    logged = train({"name": "flow_grpo"}, judge=load_scorer([reward(CONTRAST)], []))[2]
+    logged = train({"name": "flow_grpo"}, judge=load_scorer([configure_reward(CONTRAST)], []))[2]
     assert all(
         metrics["score/Contrast"] == pytest.approx(metrics["reward/mean"]) for metrics in logged
     )
@@ -310,10 +312,10 @@ def test_a_reward_that_reads_no_text_takes_prompts_without_one(tmp_path):
     changes = {"model": {"family": SHIFTED, "path": "base"}, "prompts": prompts}
     stages = [{"kind": "online", "prompts_per_step": 3}]
     recipe = Recipe.model_validate(changes | {"stages": stages, "rewards": [{"name": CONTRAST}]})
-    table, _ = prepare(recipe, file)
+    table, _ = prepare_prompt_table(recipe, file)
     assert table.num_rows == 7
     with pytest.raises(PromptError):
-        prepare(
+        prepare_prompt_table(
             Recipe.model_validate(changes | {"stages": stages}), file
         )  # the default reward is the OCR
 
@@ -327,7 +329,7 @@ def draw(model, prompts, seed=0):
     """Images of the deterministic sampler with the recipe's default number of steps."""
     keys = SampleKeys(seed, [0] * len(prompts), [0] * len(prompts))
     return model.decode(
-        generate(
+        generate_samples(
             model, model.encode_texts(prompts), keys, SamplerConfig(steps=Recipe().evaluation.steps)
         ).latents
     )
@@ -345,13 +347,14 @@ def test_the_family_rolls_out(shifted, model):
     images = draw(shifted, ['"EBBS"', '"FLOW"'])
     assert images.shape == (2, 16, 32, 3)
     assert not np.array_equal(images, draw(model, ['"EBBS"', '"FLOW"']))
-    assert torch.equal(shifted.encode_images(images), to_latents(images[..., 0]))
+    assert torch.equal(shifted.encode_images(images), encode_grey_images(images[..., 0]))
 
 
 def test_a_copied_base_model_is_of_the_family(base_folder, tmp_path):
-    copy_base(base_folder, tmp_path / "copy", MODEL)
+    copy_base_folder(base_folder, tmp_path / "copy", MODEL)
     assert torch.equal(
-        load_model(tmp_path / "copy", MODEL).sigmas(4), load_model(base_folder, MODEL).sigmas(4)
+        load_model(tmp_path / "copy", MODEL).compute_sigmas(4),
+        load_model(base_folder, MODEL).compute_sigmas(4),
     )
 
 
@@ -363,7 +366,7 @@ def test_a_registered_policy_is_served_by_its_family(
         folder = tmp_path / family.replace(":", "-")
         write_base_policy(
             folder,
-            verify(base_folder),
+            verify_folder(base_folder),
             "recipe",
             PolicyConfig(),
             ModelConfig(family=family, path="base"),
@@ -417,15 +420,16 @@ def test_the_sampler_is_an_sde_whose_noise_fades():
     sigmas = torch.linspace(1, 0, 5)
     latents = torch.randn(3, 2, 4)
     velocity = torch.randn(3, 2, 4)
-    early, late = (transition(FADING, latents, velocity, sigmas, step) for step in (0, 2))
+    early, late = (compute_transition(FADING, latents, velocity, sigmas, step) for step in (0, 2))
     assert early.sampler == FADING
     assert early.std.item() == pytest.approx(0.5 * 1.0 * 0.25**0.5)
     assert late.std.item() == pytest.approx(early.std.item() / 2)
-    rows = transition(FADING, latents, velocity, sigmas, torch.tensor([0, 2, 2]))
+    rows = compute_transition(FADING, latents, velocity, sigmas, torch.tensor([0, 2, 2]))
     torch.testing.assert_close(rows.mean[0], early.mean[0])
     torch.testing.assert_close(rows.mean[1:], late.mean[1:])
     torch.testing.assert_close(
-        transition(FADING, latents, velocity, sigmas, 1, eta=0.0).mean, latents - 0.25 * velocity
+        compute_transition(FADING, latents, velocity, sigmas, 1, eta=0.0).mean,
+        latents - 0.25 * velocity,
     )
 
 
@@ -443,7 +447,7 @@ def test_a_stage_trains_on_the_trajectories_of_the_sampler(train):
 
 def test_a_deterministic_sampler_of_ones_own_has_no_log_probs(monkeypatch):
     monkeypatch.setattr("mine.fading.FADING", OwnSampler(lambda *step: None, eta=None))
-    assert not SamplerConfig(name=FADING).stochastic
+    assert not SamplerConfig(name=FADING).is_stochastic
     with pytest.raises(RecipeError, match="needs the log-probabilities of a stochastic sampler"):
         Recipe.model_validate({"stages": [{"kind": "online", "sampler": {"name": FADING}}]})
 
@@ -455,7 +459,7 @@ def shard(make_recipe, make_prompts, model, base_folder, tmp_path):
     def generated(name, open_it=open_engine, push=True):
         ctx = StageContext(make_recipe(offline={"engine": name}), 0, 1)
         policy = Policy(model, ctx.recipe.policy, 0)
-        policy.ensure("old")
+        policy.ensure_copy("old")
         with torch.no_grad():
             for value in policy.copies["old"].values():
                 value.mul_(1.5)  # what generates is not what the base model has
@@ -500,20 +504,27 @@ def test_a_stage_kind_leaves_a_policy_folder(make_recipe, base_folder, tmp_path)
     prompts = tmp_path / "prompts.parquet"
     policy = Policy(load_model(base_folder), recipe.policy, recipe.seed)
     base = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    policy.assign({name: value + 1 for name, value in base.items()})
+    policy.assign_parameters({name: value + 1 for name, value in base.items()})
     write_base_policy(
-        tmp_path / "untrained", verify(base_folder), recipe.digest, recipe.policy, recipe.model
+        tmp_path / "untrained",
+        verify_folder(base_folder),
+        recipe.digest,
+        recipe.policy,
+        recipe.model,
     )
-    policy.save(
+    policy.save_folder(
         start, read_policy_metadata(tmp_path / "untrained").model_copy(update={"version": 3})
     )
     recorder = MetricsRecorder()
     record = train_custom_folder(
         ctx, StageFolders(base_folder, start, prompts, tmp_path / "trained"), recorder
     )
-    assert (record.label, recorder.metrics) == ("1.1 custom", [{"step": 0, "soup/share": 0.25}])
+    assert (record.label, recorder.metrics_rows) == (
+        "1.1 custom",
+        [{"step": 0, "soup/share": 0.25}],
+    )
     trained = Policy(load_model(base_folder), recipe.policy, recipe.seed)
-    assert trained.load(tmp_path / "trained").stages[-1] == "1.1 custom"
+    assert trained.load_folder(tmp_path / "trained").stages[-1] == "1.1 custom"
     for name, value in trained.parameters.items():
         torch.testing.assert_close(value.detach(), base[name] + 0.25)
 
@@ -542,10 +553,10 @@ def test_an_online_stage_generates_with_the_engine(
         trained = tmp_path / f"trained-{len(policies)}"
         if not start.exists():
             write_base_policy(
-                start, verify(base_folder), recipe.digest, recipe.policy, recipe.model
+                start, verify_folder(base_folder), recipe.digest, recipe.policy, recipe.model
             )
         train_online_folder(ctx, base_folder, start, prompts, trained, MetricsRecorder())
         policies[name] = Policy(load_model(base_folder), recipe.policy, recipe.seed)
-        policies[name].load(trained)
+        policies[name].load_folder(trained)
     for key, value in policies[COPY].parameters.items():
         assert torch.equal(value, policies["diffusers"].parameters[key])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ebbflow.formatting import duration, signed, significant
+from ebbflow.formatting import format_difference, format_duration, format_number
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ from ebbflow.formatting import duration, signed, significant
     ],
 )
 def test_numbers_have_significant_digits_on_every_scale(value: float | None, text: str) -> None:
-    assert significant(value) == text
+    assert format_number(value) == text
 
 
 def test_a_difference_has_a_sign() -> None:
-    assert [signed(value) for value in (0.25, -0.25, 0.0, -2e-6)] == [
+    assert [format_difference(value) for value in (0.25, -0.25, 0.0, -2e-6)] == [
         "+0.250",
         "-0.250",
         "+0",
@@ -40,7 +40,7 @@ def test_a_difference_has_a_sign() -> None:
 
 
 def test_a_duration_has_its_two_largest_units() -> None:
-    assert [duration(seconds) for seconds in (4.21, 95, 7260)] == [
+    assert [format_duration(seconds) for seconds in (4.21, 95, 7260)] == [
         "4.2 s",
         "1 min 35 s",
         "2 h 01 min",

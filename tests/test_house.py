@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import ebbflow
-from benchmarks.startup import imported
+from benchmarks.startup import list_imported_modules
 
 ROOT = Path(__file__).parents[1]
 ROOMS = re.findall(r"^- (\w+): ", ebbflow.__doc__ or "", re.MULTILINE)
@@ -113,7 +113,7 @@ WITHOUT_TORCH = [
 @pytest.fixture(scope="module")
 def light_pods() -> dict[str, State]:
     """After what each of these tasks imports, as its file is read and as it runs."""
-    modules = {task: imported(ROOT / "tasks" / f"{task}.py") for task in WITHOUT_TORCH}
+    modules = {task: list_imported_modules(ROOT / "tasks" / f"{task}.py") for task in WITHOUT_TORCH}
     assert all(modules.values())
     imports = [f"import tasks.{task}, {', '.join(names)}" for task, names in modules.items()]
     states = _after(

@@ -32,7 +32,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_an_error_that_explains_itself_is_its_own_message() -> None:
     assert (
-        launch.explain(RewardError(IN_TASK + "reward 'x' cannot run: install it"))
+        launch.explain_error(RewardError(IN_TASK + "reward 'x' cannot run: install it"))
         == "train_online: reward 'x' cannot run: install it"
     )
 
@@ -41,7 +41,7 @@ def test_any_other_error_has_its_type_and_a_traceback_in_a_file(tmp_path: Path) 
     try:
         raise ValueError(IN_TASK + "no such thing")
     except ValueError as error:
-        said = launch.explain(error).splitlines()
+        said = launch.explain_error(error).splitlines()
     file = tmp_path / f"ebbflow-{os.getuid()}" / f"traceback-{os.getpid()}.txt"
     assert said == [
         "train_online: ValueError: no such thing",
@@ -54,7 +54,7 @@ def test_any_other_error_has_its_type_and_a_traceback_in_a_file(tmp_path: Path) 
 def test_where_no_file_can_be_written_the_error_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / f"ebbflow-{os.getuid()}").write_text("made by another user first")
     assert (
-        launch.explain(ValueError("no such thing"))
+        launch.explain_error(ValueError("no such thing"))
         == "ValueError: no such thing\n--debug shows the traceback"
     )
 
@@ -74,11 +74,14 @@ def test_of_a_training_group_the_first_failure_is_said(tmp_path: Path) -> None:
             f" {error}"
         ),
     )
-    assert launch.explain(error).splitlines()[0] == "train_offline: TrainingError: the loss is NaN"
+    assert (
+        launch.explain_error(error).splitlines()[0]
+        == "train_offline: TrainingError: the loss is NaN"
+    )
 
 
 def test_temporary_files_lie_in_the_output_folder(tmp_path: Path) -> None:
-    launch._prepare(Recipe(output=str(tmp_path / "runs")))
+    launch._prepare_environment(Recipe(output=str(tmp_path / "runs")))
     assert os.environ["TMPDIR"] == tempfile.gettempdir() == str(tmp_path / "runs" / "flyte")
     assert Path(tempfile.gettempdir()).is_dir()
     assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
@@ -89,7 +92,7 @@ def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"output = .*file/runs.* cannot be written .*set another folder"
     ):
-        launch._prepare(Recipe(output=str(tmp_path / "file" / "runs")))
+        launch._prepare_environment(Recipe(output=str(tmp_path / "file" / "runs")))
 
 
 INTERRUPTED = """

@@ -15,29 +15,29 @@ from click.testing import CliRunner
 
 from benchmarks import plan as benchmark
 from ebbflow.cli import main
-from ebbflow.data.model_sizes import Sample, Sizes
+from ebbflow.data.model_sizes import ModelSizes, SampleSize
 from ebbflow.estimate.plan import (
     PlanError,
     Split,
     TaskTimes,
-    best_plan,
-    measured_times,
-    online_work,
-    scales_to,
-    seconds_of,
-    task_times_of,
-    why_not_further,
+    build_online_work,
+    estimate_task_times,
+    explain_scaling_limit,
+    find_best_plan,
+    find_scaling_limit,
+    read_task_times,
+    seconds_with_split,
 )
 from ebbflow.estimate.plan_text import describe_plans
-from ebbflow.estimate.run import estimate_of
-from ebbflow.estimate.schedule import MEASURED, Stage, TaskSeconds, simulate
-from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
+from ebbflow.estimate.run import estimate_from_sizes
+from ebbflow.estimate.schedule import MEASURED, Stage, TaskSeconds, simulate_stage
+from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
 from ebbflow.online.workers import WorkerPool
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
 
-SIZES = Sizes(
+SIZES = ModelSizes(
     parameters=10**9,
     blocks=10,
     width=1000,
@@ -48,7 +48,7 @@ SIZES = Sizes(
     text_width=1,
     stored=0,
 )
-SAMPLE = Sample(
+SAMPLE = SampleSize(
     (16, 64, 64),
     pixels=512 * 512,
     tokens=1124,
@@ -132,7 +132,7 @@ def looped(
         ends = []
         queue.num_requests = requests
         for step in range(
-            ctx.online.steps - max_steps_ahead(ctx.online)
+            ctx.online_config.steps - count_steps_ahead(ctx.online_config)
         ):  # at the end nothing is generated ahead
             queue.weights = WeightsVersion(step)
             await queue.start()
@@ -154,8 +154,8 @@ def test_the_simulation_is_the_loop(mode: str, training: float) -> None:
     ctx = stage_of(mode, staleness=2)
     seconds = TaskSeconds(rollout=1.37, scoring=0.23, training=training, receive=0.19, between=0.11)
     ends = looped(ctx, seconds, requests=7, rollout=3, reward=2)
-    stage = Stage(7, max_steps_ahead(ctx.online), newest=mode == "async")
-    found = simulate(stage, seconds, rollout_workers=3, reward_workers=2)
+    stage = Stage(7, count_steps_ahead(ctx.online_config), newest=mode == "async")
+    found = simulate_stage(stage, seconds, rollout_workers=3, reward_workers=2)
     expected = (ends[-1] - ends[-1 - MEASURED]) / MEASURED
     assert found.step == pytest.approx(expected, rel=0.02)
     assert found.training == pytest.approx(training / found.step)
@@ -164,12 +164,12 @@ def test_the_simulation_is_the_loop(mode: str, training: float) -> None:
 
 def test_what_a_mode_costs_in_closed_form() -> None:
     seconds = TaskSeconds(rollout=1.0, scoring=0.0, training=2.0, between=0.5)
-    sync, ahead = (simulate(Stage(8, steps), seconds, 2, 8) for steps in (0, 1))
+    sync, ahead = (simulate_stage(Stage(8, steps), seconds, 2, 8) for steps in (0, 1))
     assert (sync.step, sync.staleness) == (pytest.approx(4 + 2.5), 0)
     assert (ahead.step, ahead.staleness) == (pytest.approx(4), 1)
     assert (sync.rollout, ahead.rollout) == (pytest.approx(4 / 6.5), pytest.approx(1))
     with pytest.raises(ValueError, match="takes no time"):
-        simulate(Stage(8, 0), seconds, 0, 1)
+        simulate_stage(Stage(8, 0), seconds, 0, 1)
 
 
 # --- the best split
@@ -179,20 +179,20 @@ def work_and_times(
     tflops: float = 100, network: float = 50, mode: str = "sync", **keys: Any
 ) -> tuple[Any, TaskTimes]:
     ctx = stage_of(mode, **keys)
-    made = estimate_of(ctx.recipe, 1, SIZES, SAMPLE)
-    work = online_work(made, ctx)
-    return work, task_times_of(made, work, tflops, network)
+    made = estimate_from_sizes(ctx.recipe, 1, SIZES, SAMPLE)
+    work = build_online_work(made, ctx)
+    return work, estimate_task_times(made, work, tflops, network)
 
 
 def test_the_best_split_is_that_of_trying_all() -> None:
     work, times = work_and_times(prompts_per_step=8, micro_batch=16)
     for mode in MODES:
-        best = best_plan(work, times, mode, 12)
+        best = find_best_plan(work, times, mode, 12)
         stage = Stage(work.requests, work.steps_ahead(mode), newest=mode == "async")
         every = [
-            simulate(
+            simulate_stage(
                 stage,
-                seconds_of(work, times, Split(ranks, 12 - ranks, 0)),
+                seconds_with_split(work, times, Split(ranks, 12 - ranks, 0)),
                 12 - ranks,
                 work.requests,
             ).step
@@ -203,22 +203,33 @@ def test_the_best_split_is_that_of_trying_all() -> None:
 
 def test_more_gpus_are_never_worse_and_stop_being_better() -> None:
     work, times = work_and_times(prompts_per_step=4, micro_batch=16)
-    plans = {gpus: best_plan(work, times, "one_step_off", gpus) for gpus in (4, 8, 16, 64, 512)}
+    plans = {
+        gpus: find_best_plan(work, times, "one_step_off", gpus) for gpus in (4, 8, 16, 64, 512)
+    }
     steps = [plan.schedule.step for plan in plans.values()]
     assert steps == sorted(steps, reverse=True)
-    assert scales_to(plans) < 512
-    assert plans[512].split.gpus < 512, "what is of no use is not taken"
+    assert find_scaling_limit(plans) < 512
+    assert plans[512].split.num_gpus < 512, "what is of no use is not taken"
     assert plans[512].split.rollout <= 2 * work.requests
-    assert "prompts_per_step" in why_not_further(work, times, plans[512])
+    assert "prompts_per_step" in explain_scaling_limit(work, times, plans[512])
 
 
 def test_ranks_on_several_nodes_wait_for_a_slow_network() -> None:
     (work, fast), (_, slow) = work_and_times(), work_and_times(network=0.01)
     one_node = Split(8, 1, 0)
     two_nodes = Split(16, 1, 0)
-    assert seconds_of(work, slow, one_node).training == seconds_of(work, fast, one_node).training
-    assert seconds_of(work, fast, two_nodes).training < seconds_of(work, fast, one_node).training
-    assert seconds_of(work, slow, two_nodes).training > seconds_of(work, fast, one_node).training
+    assert (
+        seconds_with_split(work, slow, one_node).training
+        == seconds_with_split(work, fast, one_node).training
+    )
+    assert (
+        seconds_with_split(work, fast, two_nodes).training
+        < seconds_with_split(work, fast, one_node).training
+    )
+    assert (
+        seconds_with_split(work, slow, two_nodes).training
+        > seconds_with_split(work, fast, one_node).training
+    )
 
 
 def test_rewards_on_gpus_get_their_share() -> None:
@@ -226,10 +237,10 @@ def test_rewards_on_gpus_get_their_share() -> None:
         resources={"reward": {"gpus": 1}}, prompts_per_step=32, micro_batch=16
     )
     busy = TaskTimes(times.rollout, times.rollout, times.training, times.between, times.network)
-    split = best_plan(work, busy, "one_step_off", 32).split
+    split = find_best_plan(work, busy, "one_step_off", 32).split
     assert abs(split.reward - split.rollout) <= 1
     with pytest.raises(PlanError, match="2 GPUs are fewer than the roles"):
-        best_plan(work, busy, "sync", 2)
+        find_best_plan(work, busy, "sync", 2)
 
 
 def test_an_optimizer_that_cannot_be_divided_trains_in_one_process() -> None:
@@ -237,10 +248,10 @@ def test_an_optimizer_that_cannot_be_divided_trains_in_one_process() -> None:
     slow = TaskTimes(
         times.rollout, times.scoring, 1e3 * times.rollout, times.between, times.network
     )
-    plan = best_plan(work, slow, "one_step_off", 16)
+    plan = find_best_plan(work, slow, "one_step_off", 16)
     assert plan.split.training == 1
     assert (
-        why_not_further(work, slow, plan)
+        explain_scaling_limit(work, slow, plan)
         == "optimizer.name = 'adamw_8bit' trains in one process: take adamw"
     )
 
@@ -274,23 +285,23 @@ def timeline(tmp_path: Any, steps: int = 6) -> Any:
 
 def test_a_timeline_says_what_tasks_take(tmp_path: Any) -> None:
     work, _ = work_and_times()
-    times = measured_times(work, timeline(tmp_path), network=50)
+    times = read_task_times(work, timeline(tmp_path), network=50)
     assert (times.rollout, times.scoring, times.training, times.between) == (
         3,
         1,
         pytest.approx(10),
         pytest.approx(1),
     )
-    assert seconds_of(work, times, Split(2, 1, 0)).training == pytest.approx(5)
+    assert seconds_with_split(work, times, Split(2, 1, 0)).training == pytest.approx(5)
 
 
 def test_what_is_no_timeline_is_refused(tmp_path: Any) -> None:
     work, _ = work_and_times()
     with pytest.raises(PlanError, match="no timeline of a stage with four steps"):
-        measured_times(work, timeline(tmp_path, steps=3), 50)
+        read_task_times(work, timeline(tmp_path, steps=3), 50)
     (tmp_path / "timeline.json").write_text('{"steps": 3}')
     with pytest.raises(PlanError, match="take timeline.json of an online stage"):
-        measured_times(work, tmp_path / "timeline.json", 50)
+        read_task_times(work, tmp_path / "timeline.json", 50)
 
 
 # --- the command
@@ -298,7 +309,7 @@ def test_what_is_no_timeline_is_refused(tmp_path: Any) -> None:
 
 def test_the_text_names_split_modes_and_end(tmp_path: Any) -> None:
     ctx = stage_of(prompts_per_step=8, micro_batch=16)
-    made = estimate_of(ctx.recipe, 1, SIZES, SAMPLE)
+    made = estimate_from_sizes(ctx.recipe, 1, SIZES, SAMPLE)
     text = describe_plans(made, 64, None, timeline(tmp_path), 50)
     assert "the best split of 64 GPUs in each mode" in text
     assert all(f"{mode} scales to " in text for mode in MODES)
@@ -308,11 +319,11 @@ def test_the_text_names_split_modes_and_end(tmp_path: Any) -> None:
         describe_plans(made, 64, None, None, 50)
     offline = Recipe.model_validate({"stages": [{"kind": "offline"}]})
     with pytest.raises(PlanError, match="has no online stage"):
-        describe_plans(estimate_of(offline, 1, SIZES, SAMPLE), 64, 300, None, 50)
+        describe_plans(estimate_from_sizes(offline, 1, SIZES, SAMPLE), 64, 300, None, 50)
 
 
 def test_the_command_plans_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.estimate.measured.measured", lambda model: (SIZES, SAMPLE))
+    monkeypatch.setattr("ebbflow.estimate.measured.measure_cached", lambda model: (SIZES, SAMPLE))
     run = partial(CliRunner().invoke, main)
     done = run(["plan", "workflows/recipes/tiny.yaml", "--gpus", "1000", "--tflops", "300"])
     assert done.exit_code == 0, done.output
@@ -325,7 +336,7 @@ def test_the_command_plans_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_committed_table_is_that_of_the_committed_measurements() -> None:
-    rows = benchmark.compared(json.loads(benchmark.MEASURED.read_text()))
-    assert benchmark.RESULTS.read_text() == benchmark.report(rows)
+    rows = benchmark.compare_with_measured(json.loads(benchmark.MEASURED.read_text()))
+    assert benchmark.RESULTS.read_text() == benchmark.format_report(rows)
     assert len(rows) == 6
     assert max(abs(row["predicted"] / row["measured"] - 1) for row in rows) < 0.1

@@ -17,7 +17,7 @@ from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rewards.base import RewardError, RewardResult
-from ebbflow.storage.artifacts import new_folder
+from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
 SERVER = "https://mlflow.example"
@@ -118,7 +118,7 @@ def test_a_teacher_must_be_there_and_whole(tmp_path: Path, own: bool, key: str) 
         RecipeError, match=rf"{key} = '.*none' is not the policy folder .*none has no COMMIT"
     ):
         check("none")
-    with new_folder(tmp_path / "other") as folder:
+    with write_new_folder(tmp_path / "other") as folder:
         (folder / "readme.txt").write_text("no policy")
     with pytest.raises(
         RecipeError, match=rf"{key} = '.*other' is not the policy folder .* is no policy folder"

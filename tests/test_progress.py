@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from ebbflow import progress as module
-from ebbflow.progress import INTERVAL, progress
+from ebbflow.progress import INTERVAL, show_progress
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_log_gets_a_line_at_every_interval_and_at_the_end(
     caplog: pytest.LogCaptureFixture, clock: list[float]
 ) -> None:
     caplog.set_level(logging.INFO)
-    with progress("1.1 online", "step", total=100, done=10) as monitored:
+    with show_progress("1.1 online", "step", total=100, done=10) as monitored:
         for _ in range(90):
             clock.append(clock[-1] + INTERVAL / 10)
             monitored.set_postfix({"reward": "0.5"}, refresh=False)
@@ -42,7 +42,7 @@ def test_a_log_gets_a_line_at_every_interval_and_at_the_end(
 def test_a_unit_has_its_plural(caplog: pytest.LogCaptureFixture, clock: list[float]) -> None:
     caplog.set_level(logging.INFO)
     for unit in ("step", "batch"):
-        with progress("work", unit, total=2) as monitored:
+        with show_progress("work", unit, total=2) as monitored:
             clock.append(clock[-1] + 2 * INTERVAL)
             monitored.update(2)
     assert [line.partition(",")[0] for line in lines(caplog)] == [
@@ -53,7 +53,7 @@ def test_a_unit_has_its_plural(caplog: pytest.LogCaptureFixture, clock: list[flo
 
 def test_short_work_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert list(progress("short", "step", range(1000))) == list(range(1000))
+    assert list(show_progress("short", "step", range(1000))) == list(range(1000))
     assert not lines(caplog)
 
 
@@ -65,6 +65,6 @@ def test_a_terminal_gets_a_bar(
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
-    assert list(progress("on a terminal", "step", range(3), quiet=quiet)) == [0, 1, 2]
+    assert list(show_progress("on a terminal", "step", range(3), quiet=quiet)) == [0, 1, 2]
     assert ("on a terminal: 100%" in terminal.getvalue()) is not quiet
     assert not lines(caplog)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from ebbflow.cli import main
 from ebbflow.run_list import RESOLVED_RECIPE, ListedRun, list_runs
-from ebbflow.storage.locks import LOCK, exclusive_lock
+from ebbflow.storage.locks import LOCK, lock_folder
 
 
 def new_run(
@@ -48,7 +48,7 @@ def test_every_run_has_its_state_and_verdict_the_newest_first(tmp_path: Path) ->
     busy = new_run(tmp_path, "glyph-3", 200, ["1.1-online"])
     new_run(tmp_path, "glyph-4", 50, [])
     (tmp_path / "mlartifacts").mkdir()
-    with exclusive_lock(busy):
+    with lock_folder(busy):
         found = list_runs(tmp_path)
     assert [(run.name, run.state) for run in found] == [
         ("glyph-2", "stopped in 1.2 offline-rollout-0"),
@@ -56,7 +56,7 @@ def test_every_run_has_its_state_and_verdict_the_newest_first(tmp_path: Path) ->
         ("glyph-1", "finished"),
         ("glyph-4", "stopped"),
     ]
-    assert found[2].cells()[:6] == (
+    assert found[2].format_cells()[:6] == (
         "glyph-1",
         "glyph",
         "3",
@@ -64,8 +64,8 @@ def test_every_run_has_its_state_and_verdict_the_newest_first(tmp_path: Path) ->
         "0.523 -> 0.973",
         "promoted, version 4",
     )
-    assert found[0].cells()[4:6] == ("-", "-")
-    with exclusive_lock(busy):
+    assert found[0].format_cells()[4:6] == ("-", "-")
+    with lock_folder(busy):
         pass  # looking at a run leaves it unlocked
 
 
@@ -74,13 +74,16 @@ def test_a_reward_of_any_scale_can_be_read() -> None:
         ListedRun("a", "a", "0", "finished", 0.0, reward)
         for reward in ((0.00123, 0.00234), (-21012.5, -20400.2))
     )
-    assert (small.cells()[4], large.cells()[4]) == ("0.00123 -> 0.00234", "-21,012 -> -20,400")
+    assert (small.format_cells()[4], large.format_cells()[4]) == (
+        "0.00123 -> 0.00234",
+        "-21,012 -> -20,400",
+    )
 
 
 def test_a_run_without_its_recipe_is_listed_by_its_folder(tmp_path: Path) -> None:
     home = new_run(tmp_path, "my-own-1a2b", 100, [], SUMMARY | {"promoted": False})
     (home / RESOLVED_RECIPE).unlink()
-    assert list_runs(tmp_path)[0].cells()[1:6] == (
+    assert list_runs(tmp_path)[0].format_cells()[1:6] == (
         "my-own",
         "-",
         "finished",

@@ -40,11 +40,11 @@ from transformers import (
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.estimate.memory import REWARD_PARAMETERS
-from ebbflow.estimate.run import estimate, trained_parameters
+from ebbflow.estimate.run import count_trained_parameters, estimate_recipe
 from ebbflow.models import load_model
-from ebbflow.models.families import adapter_of
-from ebbflow.models.families.glyph import new_glyph
-from ebbflow.models.sizes import measure
+from ebbflow.models.families import load_adapter
+from ebbflow.models.families.glyph import build_glyph_model
+from ebbflow.models.sizes import measure_model
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.model import ModelConfig
 from tests.conftest import TINY_SIZES
@@ -68,7 +68,7 @@ def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
     recipe = tiny_recipe(family)
     model, (sizes, sample) = (
         load_model(Path(recipe.model.path), recipe.model),
-        measure(recipe.model),
+        measure_model(recipe.model),
     )
     assert sizes.parameters == numel(model.transformer)
     assert (
@@ -76,7 +76,7 @@ def test_a_folder_is_as_large_as_what_is_loaded_from_it(tiny_recipe, family):
         == sum(value.numel() for value in model.transformer.state_dict().values())
         - sizes.parameters
     )
-    assert sizes.blocks == len(model.blocks())
+    assert sizes.blocks == len(model.list_blocks())
     assert sizes.vae == numel(model.pipeline.vae)
     encoders = [getattr(model.pipeline, part) for part in model.text_parts if part != "vae"]
     assert sizes.text_encoders == sum(map(numel, encoders))
@@ -97,15 +97,15 @@ def test_tokens_and_prompts_are_those_that_the_network_gets(tiny_recipe, family)
     recipe = tiny_recipe(family, {"max_tokens": 24})
     model = load_model(Path(recipe.model.path), recipe.model)
     seen = []
-    _, sample = measure(recipe.model)
-    conditioning = model.encode([Prompt(0, "a cup", "", None, "test", "train", "{}")])
-    model.blocks()[0].register_forward_pre_hook(
+    _, sample = measure_model(recipe.model)
+    conditioning = model.encode_prompts([Prompt(0, "a cup", "", None, "test", "train", "{}")])
+    model.list_blocks()[0].register_forward_pre_hook(
         lambda block, args, keys: seen.append(
             (keys.get("hidden_states", *args[:1]), keys.get("encoder_hidden_states"))
         ),
         with_kwargs=True,
     )
-    model.velocity(torch.zeros(1, *model.latent_shape), torch.full((1,), 0.5), conditioning)
+    model.predict_velocity(torch.zeros(1, *model.latent_shape), torch.full((1,), 0.5), conditioning)
     tokens = seen[0][0].shape[1] + (0 if family == "wan" else seen[0][1].shape[1])
     assert sample.tokens == tokens
     assert sample.text_tokens == conditioning["embeds"].shape[1]
@@ -113,7 +113,9 @@ def test_tokens_and_prompts_are_those_that_the_network_gets(tiny_recipe, family)
 
 
 def test_videos_have_frames_and_tokens_for_them(tiny_recipe):
-    one, nine = (measure(tiny_recipe("wan", {"frames": frames}).model)[1] for frames in (1, 9))
+    one, nine = (
+        measure_model(tiny_recipe("wan", {"frames": frames}).model)[1] for frames in (1, 9)
+    )
     assert nine.latent_shape[1] == 3 * one.latent_shape[1] == 3
     assert (nine.tokens, nine.pixels) == (3 * one.tokens, 9 * one.pixels)
 
@@ -121,7 +123,9 @@ def test_videos_have_frames_and_tokens_for_them(tiny_recipe):
 def test_the_vae_takes_a_latents_frames_at_a_time(tiny_recipe):
     large = {"height": 704, "width": 1280}
     taken = [
-        estimate(tiny_recipe("wan", large | {"frames": frames})).memory["evaluation"].activations
+        estimate_recipe(tiny_recipe("wan", large | {"frames": frames}))
+        .memory["evaluation"]
+        .activations
         for frames in (1, 5, 9)
     ]
     assert taken[0] < taken[1] == taken[2]
@@ -130,11 +134,11 @@ def test_the_vae_takes_a_latents_frames_at_a_time(tiny_recipe):
 def test_the_glyph_model_trained_here_is_as_large_as_its_folder(tmp_path):
     here = Recipe()
     there = Recipe.model_validate({"model": {"path": str(tmp_path)}})
-    model = new_glyph(here.model.training)
+    model = build_glyph_model(here.model.training)
     model.save(tmp_path)
     samples = []
     for recipe in (here, there):
-        sizes, sample = measure(recipe.model)
+        sizes, sample = measure_model(recipe.model)
         samples.append(sample)
         assert (sizes.parameters, sizes.text_encoders, sizes.vae) == (
             numel(model.transformer),
@@ -281,7 +285,7 @@ def clip(width, layers, text_width, text_layers):
 
 
 def published(name: str, family: str):
-    return measure(ModelConfig(family=family, path=name, revision="0" * 40))[0]
+    return measure_model(ModelConfig(family=family, path=name, revision="0" * 40))[0]
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -304,7 +308,7 @@ def test_a_published_transformer_is_as_large_as_its_class_builds_it(name):
     assert sizes.width == config.num_attention_heads * config.attention_head_dim
     assert sizes.blocks == config.num_layers + config.get("num_single_layers", 0)
     assert sizes.text_width == config.get("joint_attention_dim", config.get("text_dim"))
-    part = adapter_of(FAMILY[name]).published[name]["transformer"]
+    part = load_adapter(FAMILY[name]).published[name]["transformer"]
     assert {key: config[key] for key in part.config} == part.config
 
 
@@ -339,7 +343,7 @@ def test_decoding_with_gradient_takes_what_autograd_keeps_and_little_more(
     recipe = tiny_recipe(family, model | {"height": 128, "width": 128})
     loaded, (sizes, sample), kept = (
         load_model(Path(recipe.model.path), recipe.model),
-        measure(recipe.model),
+        measure_model(recipe.model),
         {},
     )
     own = {value.untyped_storage().data_ptr() for value in loaded.pipeline.vae.parameters()}
@@ -350,7 +354,7 @@ def test_decoding_with_gradient_takes_what_autograd_keeps_and_little_more(
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        loaded.pixels(torch.zeros(1, *loaded.latent_shape).requires_grad_())
+        loaded.decode_with_gradient(torch.zeros(1, *loaded.latent_shape).requires_grad_())
     assert (
         sizes.decoding
         < 0.8 * sum(kept.values()) / sample.pixels
@@ -430,10 +434,10 @@ def test_the_transformer_that_is_not_trained_takes_memory_too():
     recipe = Recipe.model_validate(
         {"model": model, "policy": {"train": "lora", "rank": 8, "alpha": 8}}
     )
-    made = estimate(recipe)
+    made = estimate_recipe(recipe)
     assert made.sizes.frozen == made.sizes.parameters == 14_288_491_584
     assert made.memory["evaluation"].weights > 2 * 2 * 14_288_491_584
-    sizes, _ = measure(ModelConfig(**model, expert="both"))
+    sizes, _ = measure_model(ModelConfig(**model, expert="both"))
     assert (sizes.parameters, sizes.frozen, sizes.blocks) == (2 * 14_288_491_584, 0, 80)
 
 
@@ -442,7 +446,7 @@ def test_an_image_that_the_network_sees_beside_its_latents_counts_with_the_promp
     model = ModelConfig(
         family="wan_i2v", path="Wan-AI/Wan2.2-I2V-A14B-Diffusers", revision="0" * 40, frames=81
     )
-    sizes, sample = measure(model)
+    sizes, sample = measure_model(model)
     assert (sizes.parameters, sizes.frozen) == (14_288_901_184, 14_288_901_184)
     assert sample.conditioning == 512 * 4096 + (4 + 16) * 21 * 60 * 104
 
@@ -520,4 +524,8 @@ def test_a_published_lora_has_382_matrices_of_rank_32():
     32 x 1536.
     """
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
-    assert trained_parameters(recipe, measure(recipe.model)[0]) == 382 * 32 * 1536 == 18_776_064
+    assert (
+        count_trained_parameters(recipe, measure_model(recipe.model)[0])
+        == 382 * 32 * 1536
+        == 18_776_064
+    )

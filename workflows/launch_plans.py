@@ -21,7 +21,7 @@ APPROVAL_HOURS = 72.0
 """For a recipe without ``promotion.approval``: enough for a weekend."""
 
 
-def _recipe() -> Recipe:
+def _read_recipe_with_approval() -> Recipe:
     """The recipe, always with approval by a person."""
     recipe = load_recipe(
         os.environ.get("EBBFLOW_RECIPE") or Path(__file__).parent / "recipes" / "glyph.yaml"
@@ -32,7 +32,7 @@ def _recipe() -> Recipe:
     return recipe.model_copy(update={"promotion": promotion})
 
 
-def _notifications() -> list[Notification]:
+def _build_notifications() -> list[Notification]:
     """What the deployment says of who hears of the end of a run."""
     config = DEPLOYMENT.notifications
     phases = [getattr(WorkflowExecutionPhase, phase) for phase in config.phases]
@@ -45,16 +45,16 @@ def _notifications() -> list[Notification]:
 nightly = LaunchPlan.get_or_create(
     name="workflows.launch_plans.nightly",
     workflow=post_train,
-    fixed_inputs={"recipe": _recipe()},
+    fixed_inputs={"recipe": _read_recipe_with_approval()},
     schedule=CronSchedule(schedule="0 2 * * *"),  # UTC
-    notifications=_notifications(),
+    notifications=_build_notifications(),
 )
 """Every night, once the launch plan is activated."""
 
 manual = LaunchPlan.get_or_create(
     name="workflows.launch_plans.manual",
     workflow=post_train,
-    default_inputs={"recipe": _recipe()},
-    notifications=_notifications(),
+    default_inputs={"recipe": _read_recipe_with_approval()},
+    notifications=_build_notifications(),
 )
 """On demand. Another recipe may be given; it is used as it is."""

@@ -13,10 +13,10 @@ from flytekit import approve, dynamic, workflow
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
-from ebbflow.evaluation.selection import stop_reason
+from ebbflow.evaluation.selection import find_stop_reason
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.branches import taught_by
-from tasks.cache import mapped
+from ebbflow.recipe.branches import branches_teaching
+from tasks.cache import map_over_values
 from tasks.choose_candidate import choose_candidate
 from tasks.choose_specialist import choose_specialist
 from tasks.compute_advantages import compute_advantages
@@ -36,7 +36,7 @@ from tasks.prepare_prompts import prepare_prompts
 from tasks.promote_policy import promote_policy
 from tasks.register_policy import register_policy
 from tasks.request_approval import GATE, request_approval
-from tasks.resources import light
+from tasks.resources import light_resources
 from tasks.score_rollouts import score_rollouts
 from tasks.select_prompts import select_prompts
 from tasks.start_policy import start_policy
@@ -114,7 +114,7 @@ def dry_run(recipe: Recipe) -> str:
     return plan_run(recipe=recipe)
 
 
-@dynamic(**light())
+@dynamic(**light_resources())
 def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
     """The base model that the recipe names or trains. What cannot have changed since an earlier run
     is cached.
@@ -127,14 +127,14 @@ def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
     return copy_base_model(model=model, run=run)
 
 
-@dynamic(**light())
+@dynamic(**light_resources())
 def prepare_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
     """The policy that training starts from: the base model, unless the recipe names another."""
     prepare = import_policy if recipe.policy.start else start_policy
     return prepare(recipe=recipe, run=run, base=base)
 
 
-@dynamic(**light())
+@dynamic(**light_resources())
 def train_rounds(
     recipe: Recipe,
     run: TrackedRun,
@@ -149,7 +149,7 @@ def train_rounds(
     Recursive, because only the inputs of a dynamic have values: the next round is a dynamic of its
     own, which sees this round's evaluations and can decide to stop.
     """
-    if reason := stop_reason(recipe, [evaluated.evaluation for evaluated in history], round):
+    if reason := find_stop_reason(recipe, [evaluated.evaluation for evaluated in history], round):
         logger.info("%s", reason)
         return history
     inputs: dict[str, Any] = {
@@ -168,8 +168,8 @@ def train_rounds(
                     **inputs, policy=policy, branch=config.branch
                 )
             continue
-        teachers = [specialists[name] for name in taught_by(config)]
-        policy = train_stage(**inputs, policy=policy, stage=stage, specialists=teachers)
+        teachers = [specialists[name] for name in branches_teaching(config)]
+        policy = train_any_stage(**inputs, policy=policy, stage=stage, specialists=teachers)
         evaluated = evaluate_policy(
             recipe=recipe,
             run=run,
@@ -184,7 +184,7 @@ def train_rounds(
     )
 
 
-@dynamic(**light())
+@dynamic(**light_resources())
 def train_branch(
     recipe: Recipe,
     run: TrackedRun,
@@ -201,7 +201,7 @@ def train_branch(
     history = [evaluate(policy=policy, label=f"{recipe.branch_label(round, branch)} before")]
     for stage, config in enumerate(recipe.stages):
         if config.branch == branch:
-            policy = train_stage(
+            policy = train_any_stage(
                 **shared,
                 base=base,
                 policy=policy,
@@ -214,7 +214,7 @@ def train_branch(
     return choose_specialist(**shared, round=round, branch=branch, history=history)
 
 
-@dynamic(**light())
+@dynamic(**light_resources())
 def conclude(
     recipe: Recipe,
     run: TrackedRun,
@@ -252,18 +252,22 @@ def conclude(
     return Conclusion(report, summary, promoted)
 
 
-def train_stage(
+def train_any_stage(
     recipe: Recipe, stage: int, specialists: list[SpecialistPolicy], **inputs: Any
 ) -> TrainedPolicy:
     """A stage of any kind; ``specialists`` are the branches that it learns from."""
     kind = recipe.stages[stage].kind
     if specialists:
-        return distill_stage(recipe=recipe, stage=stage, specialists=specialists, **inputs)
-    train = {"online": online_stage, "offline": offline_stage, "custom": train_custom}[kind]
+        return train_distillation_stage(
+            recipe=recipe, stage=stage, specialists=specialists, **inputs
+        )
+    train = {"online": train_online_stage, "offline": train_offline_stage, "custom": train_custom}[
+        kind
+    ]
     return train(recipe=recipe, stage=stage, **inputs)
 
 
-def distill_stage(recipe: Recipe, stage: int, **inputs: Any) -> TrainedPolicy:
+def train_distillation_stage(recipe: Recipe, stage: int, **inputs: Any) -> TrainedPolicy:
     """An online stage whose teachers are policies of branches."""
     config = recipe.stages[stage]
     assert config.kind == "online"
@@ -271,7 +275,7 @@ def distill_stage(recipe: Recipe, stage: int, **inputs: Any) -> TrainedPolicy:
     return train(recipe=recipe, stage=stage, **inputs)
 
 
-def online_stage(
+def train_online_stage(
     recipe: Recipe,
     run: TrackedRun,
     base: BaseModelArtifact,
@@ -289,7 +293,7 @@ def online_stage(
     )
 
 
-def offline_stage(
+def train_offline_stage(
     recipe: Recipe,
     run: TrackedRun,
     base: BaseModelArtifact,
@@ -315,8 +319,10 @@ def offline_stage(
             advantages=advantages,
         )
     roll_out = partial(generate_rollouts, **stage_inputs, base=base, policy=policy, prompts=prompts)
-    rollouts = mapped(roll_out, shard=list(range(config.shards)))
-    scores = mapped(partial(score_rollouts, **stage_inputs, prompts=prompts), rollouts=rollouts)
+    rollouts = map_over_values(roll_out, shard=list(range(config.shards)))
+    scores = map_over_values(
+        partial(score_rollouts, **stage_inputs, prompts=prompts), rollouts=rollouts
+    )
     advantages = compute_advantages(**stage_inputs, scores=scores)
     return train_offline(
         **stage_inputs,

@@ -29,7 +29,7 @@ COMMAND = "flytekit.clis.sdk_in_container.run"
 _flytekits_own = JsonParamType._parse
 
 
-def _parse(option: JsonParamType, value: Any, param: Any) -> Any:
+def _parse_option(option: JsonParamType, value: Any, param: Any) -> Any:
     """A recipe, a file or a text, as plain data; every other option as flytekit reads it."""
     if option._python_type is not Recipe or not isinstance(value, str):
         return _flytekits_own(option, value, param)
@@ -45,12 +45,12 @@ def read_recipes_strictly() -> None:
     Flytekit prints the JSON schema of an option's type, for a recipe 1,800 lines, as its help: a
     recipe's has a sentence instead.
     """
-    JsonParamType._parse = _parse
+    JsonParamType._parse = _parse_option
     if command := sys.modules.get(COMMAND):  # not in pods, which have no options
-        _explain_in_a_sentence(command)
+        _shorten_errors(command)
 
 
-def _explain_in_a_sentence(command: Any) -> None:
+def _shorten_errors(command: Any) -> None:
     make = command.to_click_option
 
     def to_click_option(
@@ -65,13 +65,13 @@ def _explain_in_a_sentence(command: Any) -> None:
             return make(ctx, flyte_ctx, input_name, literal_var, python_type, *rest)
         without_schema = Variable(LiteralType(simple=literal_var.type.simple), HELP)
         option = make(ctx, flyte_ctx, input_name, without_schema, python_type, *rest)
-        option.callback = partial(_require, option.callback)
+        option.callback = partial(_require_value, option.callback)
         return option
 
     command.to_click_option = to_click_option
 
 
-def _require(
+def _require_value(
     convert: Callable[..., Any], ctx: click.Context, param: click.Parameter, value: Any
 ) -> Any:
     """Flytekit passes ``default=None``, which click takes for a value."""

@@ -7,10 +7,10 @@ import logging
 from flytekit import FlyteContextManager
 
 from ebbflow.recipe import Recipe
-from ebbflow.resume import end_interrupted
+from ebbflow.resume import handle_interrupt
 
 FlyteContextManager.add_signal_handler(
-    end_interrupted
+    handle_interrupt
 )  # flytekit has replaced the handler of SIGINT
 
 

@@ -69,7 +69,7 @@ class Moments:
         """Unbiased, [G]; 0 for a group of one."""
         return np.asarray(np.sqrt(self.m2 / np.maximum(self.count - 1, 1)))
 
-    def merge(self, other: Moments) -> Moments:
+    def merge_moments(self, other: Moments) -> Moments:
         """Moments of both sets of samples together (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
         difference = other.mean - self.mean
@@ -87,7 +87,7 @@ class PromptStatistics:
     def __init__(self) -> None:
         self._seen: dict[str, dict[int, tuple[int, float, float]]] = {}
 
-    def update(self, reward: str, prompt_ids: np.ndarray, batch: Moments) -> Moments:
+    def update_moments(self, reward: str, prompt_ids: np.ndarray, batch: Moments) -> Moments:
         """Add a batch, once, and return the moments of its prompts with the batch in them.
 
         Args:
@@ -98,12 +98,12 @@ class PromptStatistics:
         seen = self._seen.setdefault(reward, {})
         prompts = prompt_ids.tolist()
         count, mean, m2 = zip(*(seen.get(prompt, (0, 0.0, 0.0)) for prompt in prompts), strict=True)
-        merged = Moments(np.array(count), np.array(mean), np.array(m2)).merge(batch)
+        merged = Moments(np.array(count), np.array(mean), np.array(m2)).merge_moments(batch)
         rows = zip(merged.count.tolist(), merged.mean.tolist(), merged.m2.tolist(), strict=True)
         seen.update(zip(prompts, rows, strict=True))
         return merged
 
-    def state(self) -> dict[str, list[list[int | float]]]:
+    def state_dict(self) -> dict[str, list[list[int | float]]]:
         """For each reward a list of [prompt id, count, mean, m2]; JSON holds it exactly."""
         return {
             reward: [[prompt, *moments] for prompt, moments in seen.items()]
@@ -111,7 +111,7 @@ class PromptStatistics:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, list[list[int | float]]]) -> PromptStatistics:
+    def from_state_dict(cls, state: Mapping[str, list[list[int | float]]]) -> PromptStatistics:
         """What ``state`` described."""
         statistics = cls()
         for reward, rows in state.items():
@@ -144,7 +144,7 @@ def compute_advantages(
     Raises:
         ValueError: ``config.running`` without a history.
     """
-    scored, rewards, total = _scored(scores, weights, scored)
+    scored, rewards, total = _select_scored_samples(scores, weights, scored)
     prompts, groups = np.unique(prompt_ids, return_inverse=True)
     group = groups[scored]
     if config.combine == "sum":
@@ -155,12 +155,14 @@ def compute_advantages(
     informative = np.zeros(len(prompts), bool)
     for name, reward in rewards.items():
         own = np.isfinite(reward)
-        normalised, varied = _normalise(name, reward[own], group[own], prompts, config, history)
+        normalised, varied = _normalise_rewards(
+            name, reward[own], group[own], prompts, config, history
+        )
         advantage[own] += weights[name] * normalised
         informative |= varied
     chosen = np.flatnonzero(informative[group])
     if config.keep_extremes is not None:
-        chosen = chosen[_extremes(advantage[chosen], group[chosen], config.keep_extremes)]
+        chosen = chosen[_is_extreme(advantage[chosen], group[chosen], config.keep_extremes)]
 
     values = np.zeros(len(groups), np.float32)
     keep = np.zeros(len(groups), np.bool_)
@@ -171,7 +173,9 @@ def compute_advantages(
         else advantage[chosen].clip(-config.clip, config.clip)
     )
     keep[samples] = True
-    return AdvantageResult(values, keep, _metrics(total, len(groups), informative, values[keep]))
+    return AdvantageResult(
+        values, keep, _compute_metrics(total, len(groups), informative, values[keep])
+    )
 
 
 def compute_tree_advantages(
@@ -192,14 +196,17 @@ def compute_tree_advantages(
         nodes: integer [N, W]; samples of a prompt with the same number are in one node after a
             trained step.
     """
-    scored, _, _ = _scored(scores, weights, scored)
+    scored, _, _ = _select_scored_samples(scores, weights, scored)
     of_steps = np.full(nodes.shape, np.nan, np.float32)
     for column, node in enumerate(nodes.T):
         _, first, index = np.unique(
             np.stack([prompt_ids, node]), axis=1, return_index=True, return_inverse=True
         )
         node_of_leaf = index.reshape(-1)[scored]
-        fused = {name: _means(scores[name][scored], node_of_leaf, len(first)) for name in weights}
+        fused = {
+            name: _mean_of_each_node(scores[name][scored], node_of_leaf, len(first))
+            for name in weights
+        }
         found = compute_advantages(
             fused,
             weights,
@@ -213,7 +220,7 @@ def compute_tree_advantages(
     return replace(leaves, keep=kept, of_steps=of_steps)
 
 
-def varied_prompts(
+def find_varied_prompts(
     scores: Mapping[str, np.ndarray],
     weights: Mapping[str, float],
     prompt_ids: np.ndarray,
@@ -223,18 +230,20 @@ def varied_prompts(
     """The prompts whose samples of this batch score differently, ascending. Arguments as of
     ``compute_advantages``.
     """
-    scored, rewards, total = _scored(scores, weights, scored)
+    scored, rewards, total = _select_scored_samples(scores, weights, scored)
     prompts, groups = np.unique(prompt_ids, return_inverse=True)
     columns = [total] if config.combine == "sum" else list(rewards.values())
     found = [
         (column[own], groups[scored][own]) for column in columns for own in [np.isfinite(column)]
     ]
-    spread = [_moments(column, group, len(prompts)).std for column, group in found]
+    spread = [_compute_moments(column, group, len(prompts)).std for column, group in found]
     varied: list[int] = prompts[np.max(spread, axis=0) > NO_SPREAD].tolist()
     return varied
 
 
-def reward_moments(reward: np.ndarray, prompt_ids: np.ndarray) -> tuple[np.ndarray, Moments]:
+def compute_reward_moments(
+    reward: np.ndarray, prompt_ids: np.ndarray
+) -> tuple[np.ndarray, Moments]:
     """(the prompts with a scored sample, integer [G] ascending, moments of their rewards).
 
     Args:
@@ -243,10 +252,10 @@ def reward_moments(reward: np.ndarray, prompt_ids: np.ndarray) -> tuple[np.ndarr
     """
     scored = np.abs(reward) <= MAX_SCORE
     prompts, group = np.unique(prompt_ids[scored], return_inverse=True)
-    return prompts, _moments(reward[scored], group, len(prompts))
+    return prompts, _compute_moments(reward[scored], group, len(prompts))
 
 
-def _scored(
+def _select_scored_samples(
     scores: Mapping[str, np.ndarray], weights: Mapping[str, float], given: np.ndarray | None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """(which samples have all scores [N], those scores of each reward [n], their weighted sum [n]).
@@ -268,13 +277,13 @@ def _scored(
     return scored, rewards, np.sum(parts, axis=0)
 
 
-def _means(values: np.ndarray, node: np.ndarray, nodes: int) -> np.ndarray:
+def _mean_of_each_node(values: np.ndarray, node: np.ndarray, nodes: int) -> np.ndarray:
     """The mean of the values of each node, [nodes]; NaN of one without any."""
     count = np.bincount(node, minlength=nodes)
     return np.where(count > 0, np.bincount(node, values, nodes) / np.maximum(count, 1), np.nan)
 
 
-def _normalise(
+def _normalise_rewards(
     name: str,
     reward: np.ndarray,
     group: np.ndarray,
@@ -285,31 +294,31 @@ def _normalise(
     """(z of each scored sample [n], which groups have scores and a spread [G]); z is 0 in a group
     without a spread.
     """
-    batch = moments = _moments(reward, group, len(prompts))
+    batch = moments = _compute_moments(reward, group, len(prompts))
     if config.running:
         if history is None:
             raise ValueError(
                 "advantages.running = true needs the prompts' statistics so far; pass"
                 " history=PromptStatistics()"
             )
-        moments = history.update(name, prompts, batch)
+        moments = history.update_moments(name, prompts, batch)
     baseline = (
         moments.mean
         if config.running or config.trim == 0
-        else _trimmed_mean(reward, group, batch.count, config.trim)
+        else _compute_trimmed_mean(reward, group, batch.count, config.trim)
     )
     varied = (batch.count > 0) & (moments.std > NO_SPREAD)
     centred = np.where(varied[group], reward - baseline[group], 0.0)
-    return centred / _divisor(config, reward, moments)[group], varied
+    return centred / _compute_divisor(config, reward, moments)[group], varied
 
 
-def _moments(reward: np.ndarray, group: np.ndarray, groups: int) -> Moments:
+def _compute_moments(reward: np.ndarray, group: np.ndarray, groups: int) -> Moments:
     count = np.bincount(group, minlength=groups)
     mean = np.bincount(group, reward, groups) / np.maximum(count, 1)
     return Moments(count, mean, np.bincount(group, (reward - mean[group]) ** 2, groups))
 
 
-def _divisor(config: AdvantagesConfig, reward: np.ndarray, moments: Moments) -> np.ndarray:
+def _compute_divisor(config: AdvantagesConfig, reward: np.ndarray, moments: Moments) -> np.ndarray:
     """std + 1e-4 of each group, or 1, [G]."""
     if config.std == "group":
         return moments.std + EPSILON
@@ -320,24 +329,24 @@ def _divisor(config: AdvantagesConfig, reward: np.ndarray, moments: Moments) -> 
     return np.ones_like(moments.mean)
 
 
-def _trimmed_mean(
+def _compute_trimmed_mean(
     reward: np.ndarray, group: np.ndarray, count: np.ndarray, trim: float
 ) -> np.ndarray:
     """Mean of each group without floor(trim * count) of its rewards at either end, [G]."""
     # .29 * 100 is 28.999999999999996; and the middle of a group always stays.
     cut = np.minimum(np.floor(trim * count + 1e-9), np.maximum(count - 1, 0) // 2)
-    rank = _rank(reward, group)
+    rank = _rank_in_group(reward, group)
     middle = (rank >= cut[group]) & (rank < (count - cut)[group])
-    return _moments(reward[middle], group[middle], len(count)).mean
+    return _compute_moments(reward[middle], group[middle], len(count)).mean
 
 
-def _extremes(advantage: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
+def _is_extreme(advantage: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
     """Which samples are among the ``most`` best or worst of their group, [n]."""
-    rank = _rank(advantage, group)
+    rank = _rank_in_group(advantage, group)
     return np.asarray((rank < most) | (rank >= np.bincount(group)[group] - most))
 
 
-def _rank(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+def _rank_in_group(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     """Rank of each value in its group, from 0 for the smallest; equal values by position, [n]."""
     order = np.lexsort((values, group))  # stable
     sorted_group = group[order]
@@ -346,7 +355,7 @@ def _rank(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     return rank
 
 
-def _metrics(
+def _compute_metrics(
     total: np.ndarray, samples: int, informative: np.ndarray, kept: np.ndarray
 ) -> dict[str, float]:
     metrics = {

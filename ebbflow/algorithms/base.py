@@ -116,7 +116,7 @@ class GradientRows:
     advantage_clip: float = ADVANTAGE_CLIP
 
     @property
-    def clean(self) -> Tensor:
+    def predicted_clean(self) -> Tensor:
         """The predicted clean latents x - sigma v, with gradient, [M, ...]."""
         return self.latents - expand_like(self.sigma, self.velocity) * self.velocity
 
@@ -151,7 +151,7 @@ class DirectAlignRows:
     advantage_clip: float = ADVANTAGE_CLIP
 
     @property
-    def recovered(self) -> Tensor:
+    def recovered_latents(self) -> Tensor:
         """The clean latents that one Euler step to ``end_sigma`` and the known noise give, with
         gradient, [M, ...].
 
@@ -191,7 +191,7 @@ class MatchingRows:
     advantage_clip: float = ADVANTAGE_CLIP
 
     @property
-    def clean(self) -> Tensor:
+    def predicted_clean(self) -> Tensor:
         """The predicted clean latents x - sigma v, with gradient, [M, ...]."""
         return self.latents - expand_like(self.sigma, self.velocity) * self.velocity
 
@@ -223,12 +223,12 @@ class Algorithm:
     loss: Callable[[Any, Any], tuple[Tensor, RowMetrics]]
     copies: Callable[[Any], frozenset[CopyName]] = lambda config: frozenset()
     select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = (
-        grouping.each_kept_sample
+        grouping.select_kept_samples
     )
     follows: Mapping[FollowingName, Decay] = field(default_factory=dict)
     generates: Literal["current"] | FollowingName = "current"
 
-    def following(self, config: Any) -> tuple[FollowingName, ...]:
+    def list_following_copies(self, config: Any) -> tuple[FollowingName, ...]:
         """The copies that the policy of a stage has because the algorithm asks for them, and that
         may follow it.
         """
@@ -236,7 +236,7 @@ class Algorithm:
         return tuple(name for name in FOLLOWING if name in used)
 
 
-def per_row(values: Tensor) -> Tensor:
+def mean_per_row(values: Tensor) -> Tensor:
     """Mean over everything but the rows, [M]."""
     return values.flatten(1).mean(1)
 
@@ -246,19 +246,19 @@ def expand_like(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
-def gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
+def compute_gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
     """KL between the step and one with the same std and another mean, per latent element: mean((mu
     - mean)^2) / (2 b^2), [M].
     """
-    return per_row((step.mean - mean) ** 2) / (2 * step.std**2)
+    return mean_per_row((step.mean - mean) ** 2) / (2 * step.std**2)
 
 
-def flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
+def compute_flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
     """mean((v - u)^2) with the target u = eps - x0, [M]."""
-    return per_row((velocity - (rows.noise - rows.clean)) ** 2)
+    return mean_per_row((velocity - (rows.noise - rows.clean)) ** 2)
 
 
-def group_mean(values: Tensor, group_index: Tensor) -> Tensor:
+def compute_group_mean(values: Tensor, group_index: Tensor) -> Tensor:
     """The mean of [M] values over the rows of the same group, at every row."""
     index = (group_index.diff(prepend=group_index[:1]) != 0).cumsum(
         0

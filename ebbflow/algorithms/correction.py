@@ -36,7 +36,7 @@ from ebbflow.recipe.choices import CorrectionConfig
 MAX_EXPONENT = 20.0
 
 
-def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+def compute_correction(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
     """Importance weights, and which rows stay.
 
     Args:
@@ -49,9 +49,9 @@ def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor,
         update's own guard to find.
     """
     weights = torch.ones_like(delta, dtype=torch.float64)
-    keep = ~_rejected(delta, dims, config)
+    keep = ~_is_rejected(delta, dims, config)
     if config.weights != "none":
-        weights = _ratio(delta, dims, config)
+        weights = _compute_ratio(delta, dims, config)
     if config.weights == "truncated":
         weights = weights.clamp_max(config.high)
     if config.weights == "masked":
@@ -62,21 +62,23 @@ def correct(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor,
     return weights.to(delta.dtype), keep
 
 
-def correction_metrics(delta: Tensor, dims: int, config: CorrectionConfig) -> dict[str, Tensor]:
+def compute_correction_metrics(
+    delta: Tensor, dims: int, config: CorrectionConfig
+) -> dict[str, Tensor]:
     """Shares of the rows that ``high`` capped or dropped, that ``low`` dropped, and that were
     rejected; scalars.
     """
-    ratio = _ratio(delta, dims, config)
+    ratio = _compute_ratio(delta, dims, config)
     above = (ratio > config.high).double()
     below = (ratio < config.low).double()
     return {
         "rollout/clipped_up": above.mean() * (config.weights != "none"),
         "rollout/clipped_down": below.mean() * (config.weights == "masked"),
-        "rollout/rejected": _rejected(delta, dims, config).double().mean(),
+        "rollout/rejected": _is_rejected(delta, dims, config).double().mean(),
     }
 
 
-def diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
+def compute_diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
     """How far the rollouts are from the training policy; scalars, all 0 and the ratios 1 where the
     two agree.
 
@@ -94,13 +96,13 @@ def diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
     """
     delta = delta.detach().double()
     magnitude = delta.abs()
-    ratio = _exp(delta)
+    ratio = _clamped_exp(delta)
     metrics = {
         "rollout/delta_mean": magnitude.mean(),
         "rollout/delta_max": magnitude.max(),
-        "rollout/k3": _divergence(delta, "k3").mean(),
+        "rollout/k3": _estimate_divergence(delta, "k3").mean(),
         "rollout/chi2": (ratio**2).mean() - 1,
-        "rollout/chi2_sum": (_exp(dims * delta) ** 2).mean() - 1,
+        "rollout/chi2_sum": (_clamped_exp(dims * delta) ** 2).mean() - 1,
         "rollout/ratio_mean": ratio.mean(),
         "rollout/ratio_max": ratio.max(),
     }
@@ -108,26 +110,26 @@ def diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
     return metrics | {f"rollout/delta_step_{step}": mean for step, mean in by_step}
 
 
-def _scaled(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
+def _scale_to_unit(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
     """x, float64 [S, W]."""
     return delta.detach().double() * (dims if config.unit == "sum" else 1)
 
 
-def _ratio(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
+def _compute_ratio(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
     """w before any threshold, [S, W]."""
-    exponent = _scaled(delta, dims, config)
+    exponent = _scale_to_unit(delta, dims, config)
     if config.level == "trajectory":
         exponent = exponent.sum(1, keepdim=True).expand_as(exponent)
-    return _exp(exponent)
+    return _clamped_exp(exponent)
 
 
-def _rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
+def _is_rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
     """Which rows their divergence drops, bool [S, W]; all steps of a sample alike on the sequence
     levels.
     """
     if config.reject == "none":
         return torch.zeros_like(delta, dtype=torch.bool)
-    divergence = _divergence(_scaled(delta, dims, config), config.reject)
+    divergence = _estimate_divergence(_scale_to_unit(delta, dims, config), config.reject)
     if config.reject_level == "sequence_mean":
         divergence = divergence.mean(1, keepdim=True)
     elif config.reject_level == "sequence_sum":
@@ -137,7 +139,7 @@ def _rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
     return (divergence > config.reject_above).expand_as(delta)
 
 
-def _divergence(x: Tensor, kind: str) -> Tensor:
+def _estimate_divergence(x: Tensor, kind: str) -> Tensor:
     """The estimates k1, k2 and k3 of http://joschu.net/blog/kl-approx.html, k1 by its magnitude."""
     if kind == "k1":
         return x.abs()
@@ -147,5 +149,5 @@ def _divergence(x: Tensor, kind: str) -> Tensor:
     return torch.expm1(x.clamp(-MAX_EXPONENT, MAX_EXPONENT)) - x
 
 
-def _exp(exponent: Tensor) -> Tensor:
+def _clamped_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()

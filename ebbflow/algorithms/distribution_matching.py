@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, MatchingRows, RowMetrics, expand_like, per_row
+from ebbflow.algorithms.base import Algorithm, MatchingRows, RowMetrics, expand_like, mean_per_row
 from ebbflow.recipe.algorithms import MatchingConfig
 
 if TYPE_CHECKING:
@@ -33,33 +33,36 @@ TINY = 1e-5
 """The least divisor: the published code turns 0 / 0 into 0."""
 
 
-def gradient(rows: MatchingRows) -> tuple[Tensor, Tensor]:
+def compute_gradient(rows: MatchingRows) -> tuple[Tensor, Tensor]:
     """(g, [M, ...], and what it was divided by, the mean distance to the teacher's prediction,
     [M]), without gradient.
     """
-    clean = rows.clean.detach()
+    clean = rows.predicted_clean.detach()
     sigma = expand_like(rows.noised_sigma, rows.noised)
     real = rows.copies["teacher"]
     fake = rows.copies["fake"]
-    distance = per_row((clean - (rows.noised - sigma * real)).abs()).clamp_min(TINY)
+    distance = mean_per_row((clean - (rows.noised - sigma * real)).abs()).clamp_min(TINY)
     return sigma * (real - fake) / expand_like(distance, clean), distance
 
 
-def loss(rows: MatchingRows, config: MatchingConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: MatchingRows, config: MatchingConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    direction, distance = gradient(rows)
-    clean = rows.clean
-    total = per_row((clean - (clean.detach() - direction)) ** 2) / 2
-    return total, {"matching/distance": distance, "matching/gradient": per_row(direction.abs())}
+    direction, distance = compute_gradient(rows)
+    clean = rows.predicted_clean
+    total = mean_per_row((clean - (clean.detach() - direction)) ** 2) / 2
+    return total, {
+        "matching/distance": distance,
+        "matching/gradient": mean_per_row(direction.abs()),
+    }
 
 
-def matching_algorithm(config: type[MatchingConfig]) -> Algorithm:
+def build_matching_algorithm(config: type[MatchingConfig]) -> Algorithm:
     """The algorithm of a class of hyper-parameters. Rewards are watched, not learnt from: groups
     without variance count, too.
     """
     return Algorithm(
         config,
-        loss,
+        compute_loss,
         copies=lambda config: frozenset({"teacher", "fake"}),
-        select=grouping.all_samples,
+        select=grouping.select_all_samples,
     )

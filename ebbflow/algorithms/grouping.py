@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def each_kept_sample(
+def select_kept_samples(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
 ) -> list[np.ndarray]:
     """Every kept sample by itself."""
     return list(keep.nonzero()[0][:, None])
 
 
-def all_samples(
+def select_all_samples(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
 ) -> list[np.ndarray]:
     """Every sample by itself, whatever its reward said."""
@@ -29,7 +29,7 @@ def all_samples(
     return list(np.arange(len(keep))[:, None])
 
 
-def groups(
+def select_groups(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
 ) -> list[np.ndarray]:
     """The kept samples of each prompt, by ascending prompt id."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from ebbflow.recipe.algorithms import ForwardConfig, Published, SigmaConfig
+from ebbflow.recipe.algorithms import ForwardConfig, PublishedSetting, SigmaConfig
 
 SFT = "yifan123/flow_grpo config/sft.py pickscore_sd3"
 SCRIPT = "yifan123/flow_grpo scripts/train_sd3_sft.py"
@@ -18,16 +18,16 @@ class ImitationConfig(ForwardConfig):
 
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde", "steps": 40}, "updates_per_step": 1}
     published: ClassVar = {
-        "algorithm.noise_levels": Published(39, SCRIPT, "int(.99 * 40), all in one update"),
-        "algorithm.sigma.kind": Published("logit_normal", SCRIPT),
-        "algorithm.sigma.shift": Published(3.0, SCRIPT, "of SD3's scheduler"),
-        "sampler.name": Published("flow_sde", SFT, "eta .7, though no log-prob is used"),
-        "sampler.steps": Published(40, SFT),
-        "reference.weight": Published(0.0, SFT),
-        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, BASE),
-        "optimizer.max_grad_norm": Published(1.0, BASE),
-        "updates_per_step": Published(1, "yifan123/flow_grpo config/sft.py geneval_sd3"),
+        "algorithm.noise_levels": PublishedSetting(39, SCRIPT, "int(.99 * 40), all in one update"),
+        "algorithm.sigma.kind": PublishedSetting("logit_normal", SCRIPT),
+        "algorithm.sigma.shift": PublishedSetting(3.0, SCRIPT, "of SD3's scheduler"),
+        "sampler.name": PublishedSetting("flow_sde", SFT, "eta .7, though no log-prob is used"),
+        "sampler.steps": PublishedSetting(40, SFT),
+        "reference.weight": PublishedSetting(0.0, SFT),
+        "optimizer.lr": PublishedSetting(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
+        "updates_per_step": PublishedSetting(1, "yifan123/flow_grpo config/sft.py geneval_sd3"),
     }
 
     noise_levels: int = Field(39, ge=1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ebbflow.algorithms.base import RowMetrics, TrajectoryRows
-from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, Published
+from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, PublishedSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,31 +17,33 @@ if TYPE_CHECKING:
 BASE = "yifan123/flow_grpo config/base.py"
 
 
-def flow_grpo_stack(source: str) -> dict[str, Published]:
+def published_flow_grpo_settings(source: str) -> dict[str, PublishedSetting]:
     """What an algorithm on top of Flow-GRPO's code has in common with it; ``source`` is the
     algorithm's own configuration.
     """
     return {
-        "sampler.name": Published("flow_sde", source, "eta .7"),
-        "advantages.std": Published("global", source, "its variance divides by n, here by n - 1"),
-        "advantages.combine": Published(
+        "sampler.name": PublishedSetting("flow_sde", source, "eta .7"),
+        "advantages.std": PublishedSetting(
+            "global", source, "its variance divides by n, here by n - 1"
+        ),
+        "advantages.combine": PublishedSetting(
             "sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
         ),
-        "advantages.clip": Published(5.0, BASE),
-        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, BASE),
-        "optimizer.max_grad_norm": Published(1.0, BASE),
-        "updates_per_step": Published(2, source),
-        "group_size": Published(24, source, deviation=GROUP_SIZE),
+        "advantages.clip": PublishedSetting(5.0, BASE),
+        "optimizer.lr": PublishedSetting(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
+        "updates_per_step": PublishedSetting(2, source),
+        "group_size": PublishedSetting(24, source, deviation=GROUP_SIZE),
     }
 
 
-def clipped(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+def compute_clipped_loss(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
     """The clipped loss of each row, [M] (PPO, 1707.06347)."""
     return (-advantage * ratio).maximum(-advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
 
 
-def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetrics:
+def compute_clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetrics:
     """Which rows have no gradient because their ratio went far enough already: up for good samples,
     down for bad ones.
     """
@@ -51,14 +53,14 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, clip_range: float) -> RowMetr
     }
 
 
-def dead_share(means: Mapping[str, float]) -> float:
+def compute_dead_share(means: Mapping[str, float]) -> float:
     """The share of the terms that have no gradient because of a clip or a divergence limit, from
     the means of the metrics.
     """
     return sum(means.get(name, 0.0) for name in ("clip/up", "clip/down", "dppo/dropped"))
 
 
-def ratio_metrics(rows: TrajectoryRows) -> RowMetrics:
+def compute_ratio_metrics(rows: TrajectoryRows) -> RowMetrics:
     """How far the policy has moved from the one that the ratio is against."""
     difference = rows.log_prob - rows.old_log_prob
     ratio = difference.exp()

@@ -16,21 +16,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import AnyRows, TrajectoryRows, gaussian_kl, per_row
+from ebbflow.algorithms.base import AnyRows, TrajectoryRows, compute_gaussian_kl, mean_per_row
 from ebbflow.recipe.choices import ReferenceConfig
 
 ADAPTIVE_FLOOR = 1e-4
 """Weight of the penalty of the worst rows, as published."""
 
 
-def penalty(config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor) -> Tensor:
+def compute_penalty(
+    config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor
+) -> Tensor:
     """The penalty of each row, [M], before its weight; ``reference`` is the base model's velocity
     at the same points.
     """
     if config.penalty == "velocity":
-        return per_row((velocity - reference) ** 2)
+        return mean_per_row((velocity - reference) ** 2)
     assert isinstance(rows, TrajectoryRows)
-    divergence = gaussian_kl(rows.transition, rows.copies["reference"].mean)
+    divergence = compute_gaussian_kl(rows.transition, rows.copies["reference"].mean)
     std_has_dt = rows.transition.sampler != "cps"
     return (
         divergence * rows.transition.dt.abs()
@@ -39,7 +41,7 @@ def penalty(config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference:
     )
 
 
-def penalty_weight(config: ReferenceConfig, rows: AnyRows) -> Tensor:
+def compute_penalty_weight(config: ReferenceConfig, rows: AnyRows) -> Tensor:
     """The weight of each row's penalty, [M]."""
     if not config.adaptive:
         return torch.full_like(rows.advantage, config.weight)

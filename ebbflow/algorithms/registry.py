@@ -6,16 +6,20 @@ from __future__ import annotations
 
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
-from ebbflow.recipe.plugins import modules_of
+from ebbflow.recipe.plugins import import_modules
 
 BUILT_IN: dict[type[AlgorithmConfig], Algorithm] = {
     algorithm.config: algorithm
-    for module in modules_of("ebbflow.algorithms.built_in")
+    for module in import_modules("ebbflow.algorithms.built_in")
     for algorithm in vars(module).values()
     if isinstance(algorithm, Algorithm)
 }
 
 
-def algorithm_of(config: AlgorithmConfig | CustomAlgorithmConfig) -> Algorithm:
+def find_algorithm(config: AlgorithmConfig | CustomAlgorithmConfig) -> Algorithm:
     """The algorithm that a stage's ``algorithm`` key asks for."""
-    return config.load()[0] if isinstance(config, CustomAlgorithmConfig) else BUILT_IN[type(config)]
+    return (
+        config.load_algorithm()[0]
+        if isinstance(config, CustomAlgorithmConfig)
+        else BUILT_IN[type(config)]
+    )

@@ -19,11 +19,11 @@ from ebbflow.algorithms.base import (
     MatchingRows,
     TrajectoryRows,
     expand_like,
-    per_row,
+    mean_per_row,
 )
-from ebbflow.flow.transition import log_prob, sample, transition
+from ebbflow.flow.transition import compute_log_prob, compute_transition, sample_next_latents
 from ebbflow.recipe.algorithms import AlgorithmConfig, DirectAlignConfig
-from ebbflow.recipe.base import RecipeError, sanitize
+from ebbflow.recipe.base import RecipeError, sanitize_text
 
 PROMPTS = 2
 GROUP = 4
@@ -44,22 +44,23 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
         RecipeError: one of them fails, the loss is not a finite number for each row, or no gradient
             reaches the prediction.
     """
-    groups = _selected(path, algorithm, hyper)
+    groups = _try_selection(path, algorithm, hyper)
     makers = {
-        "forward": _forward_rows,
-        "trajectory": _trajectory_rows,
-        "gradient": _gradient_rows,
-        "matching": _matching_rows,
+        "forward": _build_forward_rows,
+        "trajectory": _build_trajectory_rows,
+        "gradient": _build_gradient_rows,
+        "matching": _build_matching_rows,
     }
-    make = _direct_align_rows if isinstance(hyper, DirectAlignConfig) else makers[hyper.kind]
+    make = _build_direct_align_rows if isinstance(hyper, DirectAlignConfig) else makers[hyper.kind]
     rows, velocity = make(groups, algorithm, hyper)
     count = len(velocity)
-    name = f"the loss of {path}, {_name(algorithm.loss)},"
+    name = f"the loss of {path}, {_name_of_function(algorithm.loss)},"
     try:
         returned: Any = algorithm.loss(rows, hyper)
     except Exception as error:  # a user's own code can raise anything
         raise RecipeError(
-            f"{name} fails on {count} random rows: {sanitize(f'{type(error).__name__}: {error}')}"
+            f"{name} fails on {count} random rows:"
+            f" {sanitize_text(f'{type(error).__name__}: {error}')}"
         ) from error
     match returned:
         case (Tensor() as loss, Mapping() as metrics):
@@ -67,23 +68,23 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
             _check_gradient(name, loss, velocity)
         case _:
             raise RecipeError(
-                f"{name} returned {_kind(returned)}; return (loss of each row [M], metrics of each"
-                " row)"
+                f"{name} returned {_describe_value(returned)}; return (loss of each row [M],"
+                " metrics of each row)"
             )
 
 
-def _selected(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> list[np.ndarray]:
+def _try_selection(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> list[np.ndarray]:
     advantage = np.tile(np.linspace(1, -1, GROUP), PROMPTS)
     prompt_ids = np.repeat(np.arange(PROMPTS), GROUP)
     keep = np.ones(PROMPTS * GROUP, bool)
-    name = f"the selection of {path}, {_name(algorithm.select)},"
+    name = f"the selection of {path}, {_name_of_function(algorithm.select)},"
     try:
         groups = algorithm.select(advantage, keep, prompt_ids, hyper)
         samples = np.concatenate(groups)
     except Exception as error:  # as above
         raise RecipeError(
             f"{name} fails on {PROMPTS} groups of {GROUP}:"
-            f" {sanitize(f'{type(error).__name__}: {error}')}"
+            f" {sanitize_text(f'{type(error).__name__}: {error}')}"
         ) from error
     if not np.issubdtype(samples.dtype, np.integer) or not set(samples.tolist()) <= set(
         range(PROMPTS * GROUP)
@@ -95,11 +96,11 @@ def _selected(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> list[n
     return groups
 
 
-def _forward_rows(
+def _build_forward_rows(
     groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
 ) -> tuple[ForwardRows, Tensor]:
     """The rows, and the prediction in them."""
-    draw, advantage, index = _draws(groups)
+    draw, advantage, index = _sample_random_inputs(groups)
     shared = index if hyper.shared_noise else torch.arange(len(index))
     velocity = draw().requires_grad_()
     rows = ForwardRows(
@@ -114,35 +115,42 @@ def _forward_rows(
     return rows, velocity
 
 
-def _trajectory_rows(
+def _build_trajectory_rows(
     groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
 ) -> tuple[TrajectoryRows, Tensor]:
     """The rows, of the policy that made the samples, and the prediction in them."""
-    draw, advantage, index = _draws(groups)
+    draw, advantage, index = _sample_random_inputs(groups)
     latents = draw()
     velocity = draw().requires_grad_()
     sigmas = torch.linspace(1, 0, STEPS + 1)
     steps = torch.arange(len(index)) % (STEPS - 1)
-    old = transition(SAMPLER, latents, velocity.detach(), sigmas, steps)
-    step = transition(SAMPLER, latents, velocity, sigmas, steps)
-    after = sample(old, draw())
+    old = compute_transition(SAMPLER, latents, velocity.detach(), sigmas, steps)
+    step = compute_transition(SAMPLER, latents, velocity, sigmas, steps)
+    after = sample_next_latents(old, draw())
     copies = {
-        copy: transition(SAMPLER, latents, velocity.detach() + DISTANCE * draw(), sigmas, steps)
+        copy: compute_transition(
+            SAMPLER, latents, velocity.detach() + DISTANCE * draw(), sigmas, steps
+        )
         for copy in algorithm.copies(hyper)
     }
     return (
         TrajectoryRows(
-            step, log_prob(step, after), old.mean, log_prob(old, after), copies, advantage
+            step,
+            compute_log_prob(step, after),
+            old.mean,
+            compute_log_prob(old, after),
+            copies,
+            advantage,
         ),
         velocity,
     )
 
 
-def _gradient_rows(
+def _build_gradient_rows(
     groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
 ) -> tuple[GradientRows, Tensor]:
     """The rows, with a reward that is best at 0, and the prediction in them."""
-    draw, advantage, _ = _draws(groups)
+    draw, advantage, _ = _sample_random_inputs(groups)
     latents = draw()
     velocity = draw().requires_grad_()
     sigma = torch.full((len(advantage),), 0.3)
@@ -151,19 +159,19 @@ def _gradient_rows(
         sigma=sigma,
         velocity=velocity,
         denoise=lambda v: latents - expand_like(sigma, v) * v,
-        reward=lambda clean: -per_row(clean**2),
+        reward=lambda clean: -mean_per_row(clean**2),
         copies={copy: velocity.detach() + DISTANCE * draw() for copy in algorithm.copies(hyper)},
         advantage=advantage,
     )
     return rows, velocity
 
 
-def _direct_align_rows(
+def _build_direct_align_rows(
     groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
 ) -> tuple[DirectAlignRows, Tensor]:
     """The rows of a denoising branch, with rewards that are best at 0, and the prediction in
     them."""
-    draw, advantage, _ = _draws(groups)
+    draw, advantage, _ = _sample_random_inputs(groups)
     velocity = draw().requires_grad_()
     sigma = torch.full((len(advantage),), hyper.max_sigma)
     rows = DirectAlignRows(
@@ -172,18 +180,18 @@ def _direct_align_rows(
         sigma=sigma,
         end_sigma=torch.full_like(sigma, hyper.min_sigma),
         velocity=velocity,
-        rewards=lambda clean: (-per_row(clean**2), -per_row(clean**2) / 2),
+        rewards=lambda clean: (-mean_per_row(clean**2), -mean_per_row(clean**2) / 2),
         copies={copy: velocity.detach() + DISTANCE * draw() for copy in algorithm.copies(hyper)},
         advantage=advantage,
     )
     return rows, velocity
 
 
-def _matching_rows(
+def _build_matching_rows(
     groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
 ) -> tuple[MatchingRows, Tensor]:
     """The rows of a student's first step, and the prediction in them."""
-    draw, advantage, _ = _draws(groups)
+    draw, advantage, _ = _sample_random_inputs(groups)
     velocity = draw().requires_grad_()
     level = torch.linspace(0.1, 0.9, len(advantage))
     rows = MatchingRows(
@@ -198,7 +206,7 @@ def _matching_rows(
     return rows, velocity
 
 
-def _draws(groups: list[np.ndarray]) -> tuple[Any, Tensor, Tensor]:
+def _sample_random_inputs(groups: list[np.ndarray]) -> tuple[Any, Tensor, Tensor]:
     """(function that draws normal numbers [M, ...], advantages [M], group of each row [M])."""
     index = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group) for group in groups]))
     advantage = torch.from_numpy(
@@ -212,8 +220,8 @@ def _check_per_row(name: str, values: Mapping[str, Any], count: int) -> None:
     for key, value in values.items():
         if not isinstance(value, Tensor) or value.shape != (count,):
             raise RecipeError(
-                f"{name} returned {key} as {_kind(value)}; return a number for each of the {count}"
-                f" rows, [{count}]"
+                f"{name} returned {key} as {_describe_value(value)}; return a number for each of"
+                f" the {count} rows, [{count}]"
             )
     if wrong := int((~values["the loss"].isfinite()).sum()):
         raise RecipeError(
@@ -236,15 +244,15 @@ def _check_gradient(name: str, loss: Tensor, velocity: Tensor) -> None:
         raise RecipeError(f"{name} gives the prediction a gradient that is not finite")
 
 
-def _name(function: Any) -> str:
+def _name_of_function(function: Any) -> str:
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}:{name}"
 
 
-def _kind(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_kind, value))})"
+        return f"({', '.join(map(_describe_value, value))})"
     return f"a {type(value).__name__}"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from ebbflow.recipe.base import sanitize, short
+from ebbflow.recipe.base import sanitize_text, shorten_value
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_JSON_BYTES = 2**24
@@ -42,7 +42,7 @@ def read_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]
                 location = f"{path}, line {number}"
                 yield (
                     location,
-                    _decoded(
+                    _decode_line(
                         line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, location, error
                     ),
                 )
@@ -50,16 +50,17 @@ def read_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]
         raise error(f"{path}: cannot be read ({failure.strerror}); check its permissions") from None
 
 
-def _decoded(line: bytes, location: str, error: type[ValueError]) -> str:
+def _decode_line(line: bytes, location: str, error: type[ValueError]) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as failure:
         raise error(
-            f"{location}: {short(line)} is not UTF-8 ({failure.reason}); save the file as UTF-8"
+            f"{location}: {shorten_value(line)} is not UTF-8 ({failure.reason}); save the file as"
+            " UTF-8"
         ) from None
 
 
-def read_list(path: Path, error: type[ValueError]) -> list[Any]:
+def read_json_list(path: Path, error: type[ValueError]) -> list[Any]:
     """The JSON list that a file is."""
     if (size := os.path.getsize(path)) > MAX_JSON_BYTES:
         raise error(
@@ -68,40 +69,50 @@ def read_list(path: Path, error: type[ValueError]) -> list[Any]:
         )
     text = "".join(line for _, line in read_lines(path, error))
     try:
-        items = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        items = json.loads(
+            text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant
+        )
     except (ValueError, RecursionError) as failure:
         raise error(
-            f"{path}: {short(text)} is not JSON ({failure}); for an object per line use .jsonl"
+            f"{path}: {shorten_value(text)} is not JSON ({failure}); for an object per line use"
+            " .jsonl"
         ) from None
     if not isinstance(items, list):
-        raise error(f'{path}: {short(text)} is not a list; write [{{"prompt": "..."}}, ...]')
+        raise error(
+            f'{path}: {shorten_value(text)} is not a list; write [{{"prompt": "..."}}, ...]'
+        )
     return items
 
 
-def parse_object(line: str, location: str, error: type[ValueError]) -> dict[str, Any]:
+def parse_json_object(line: str, location: str, error: type[ValueError]) -> dict[str, Any]:
     """The JSON object of a line."""
     try:
-        record = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        record = json.loads(
+            line, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant
+        )
     except (ValueError, RecursionError) as failure:
         raise error(
-            f"{location}: {short(line)} is not JSON ({failure}); write one JSON object per line"
+            f"{location}: {shorten_value(line)} is not JSON ({failure}); write one JSON object per"
+            " line"
         ) from None
     if not isinstance(record, dict):
-        raise error(f'{location}: {short(line)} is not an object; write {{"prompt": "...", ...}}')
+        raise error(
+            f'{location}: {shorten_value(line)} is not an object; write {{"prompt": "...", ...}}'
+        )
     return record
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         raise ValueError("a key is there twice")
     return record
 
 
-def _no_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def first_line(error: Exception) -> str:
+def shorten_library_error(error: Exception) -> str:
     """What a library says about a damaged file, on one line."""
-    return sanitize(str(error).partition("\n")[0] or type(error).__name__, 300)
+    return sanitize_text(str(error).partition("\n")[0] or type(error).__name__, 300)

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 from PIL.PngImagePlugin import getchunks, putchunk
 
-from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.base import sanitize_text
 from ebbflow.storage.disk import PathError, resolve_inside
 
 FRAMES_PER_SECOND = 16
@@ -33,15 +33,15 @@ class ImageError(ValueError):
     """An image that cannot be used: the predicate of a sentence about the value, with the fix."""
 
 
-def encode_png(pictures: np.ndarray) -> list[bytes]:
+def encode_pngs(pictures: np.ndarray) -> list[bytes]:
     """PNG bytes of uint8 RGB images [N, height, width, 3], animated ones of videos [N, frames,
     height, width, 3].
     """
-    encode = _encode_video if pictures.ndim == 5 else _encode
+    encode = _encode_video if pictures.ndim == 5 else _encode_image
     return [encode(picture) for picture in pictures]
 
 
-def _encode(image: np.ndarray) -> bytes:
+def _encode_image(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="PNG")
     return buffer.getvalue()
@@ -77,14 +77,14 @@ def _encode_video(video: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def decode_png(pictures: Sequence[bytes]) -> np.ndarray:
+def decode_pngs(pictures: Sequence[bytes]) -> np.ndarray:
     """uint8 RGB [N, height, width, 3] of PNG images of one size, [N, frames, height, width, 3] of
     animated ones.
     """
-    return np.stack([_decode(picture) for picture in pictures])
+    return np.stack([_decode_picture(picture) for picture in pictures])
 
 
-def _decode(picture: bytes) -> np.ndarray:
+def _decode_picture(picture: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(picture)) as image:
         if _is_animated(image):
             return np.stack(
@@ -93,7 +93,7 @@ def _decode(picture: bytes) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-def png_chunks(picture: bytes) -> Iterator[tuple[bytes, bytes]]:
+def iterate_png_chunks(picture: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(name, all bytes) of each chunk of a PNG file, unchecked; the last is cut off where the file
     is.
 
@@ -120,7 +120,7 @@ def _is_animated(image: Image.Image) -> bool:
     return "loop" in image.info  # only animations say how often they are played
 
 
-def condition_image(value: str | bytes, folder: Path) -> bytes:
+def load_condition_image(value: str | bytes, folder: Path) -> bytes:
     """The PNG, RGB without metadata, of an image to edit: an encoded image or the path of one.
 
     The pixels are those of diffusers' ``load_image``: turned as EXIF says, without alpha; the first
@@ -129,7 +129,7 @@ def condition_image(value: str | bytes, folder: Path) -> bytes:
     Raises:
         ImageError: as ``read_image``.
     """
-    return encode_png(read_image(value, folder, ("PNG", "JPEG", "WEBP"), upright=True)[None])[0]
+    return encode_pngs(read_image(value, folder, ("PNG", "JPEG", "WEBP"), upright=True)[None])[0]
 
 
 def read_image(
@@ -159,7 +159,7 @@ def read_image(
     except Image.DecompressionBombError as error:
         raise ImageError(f"is too large ({error}); make it smaller") from None
     except Exception as error:  # every decoder of Pillow has its own errors
-        reason = sanitize(str(error), 200)
+        reason = sanitize_text(str(error), 200)
         raise ImageError(
             f"is no {' or '.join(formats)} image that can be read ({reason}); write it again"
         ) from None

@@ -21,7 +21,7 @@ class SizeError(Exception):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """What an estimate needs to know of a base model.
 
     Attributes:
@@ -63,7 +63,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleSize:
     """One sample of a model as a recipe has it generated.
 
     Attributes:
@@ -85,12 +85,12 @@ class Sample:
     passes: int
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         """Numbers in its latents."""
         return math.prod(self.latent_shape)
 
 
-def adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) -> list[Shape]:
+def select_adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) -> list[Shape]:
     """The linear layers that LoRA adapts: those whose name is or ends in a target.
 
     Raises:
@@ -108,7 +108,7 @@ def adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) -> list
     return adapted
 
 
-def lora_parameters(
+def count_lora_parameters(
     linears: Mapping[str, Shape], targets: Sequence[str], rank: int, dora: bool = False
 ) -> int:
     """Parameters of LoRA adapters (2106.09685): rank (inputs + outputs) for each layer that they
@@ -121,5 +121,5 @@ def lora_parameters(
     """
     return sum(
         rank * (inputs + outputs) + dora * outputs
-        for inputs, outputs in adapted_layers(linears, targets)
+        for inputs, outputs in select_adapted_layers(linears, targets)
     )

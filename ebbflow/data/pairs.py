@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbflow.data.files import check_file, first_line, parse_object, read_lines
+from ebbflow.data.files import check_file, parse_json_object, read_lines, shorten_library_error
 from ebbflow.data.images import ImageError, read_image
-from ebbflow.recipe.base import lone_surrogate, sanitize, short
+from ebbflow.recipe.base import explain_lone_surrogate, sanitize_text, shorten_value
 
 IMAGES = ("chosen", "rejected")
 LATENTS = ("chosen_latent", "rejected_latent")
@@ -51,7 +51,7 @@ class Pair:
     rejected: np.ndarray
 
     @property
-    def tie(self) -> bool:
+    def is_tie(self) -> bool:
         """Whether the sides are equal, so that there is nothing to learn."""
         return np.array_equal(self.chosen, self.rejected)
 
@@ -62,13 +62,15 @@ def read_pairs(path: Path) -> Iterator[Pair]:
     Raises:
         PairError: the file or a row cannot be used.
     """
-    for number, location, record in _records(path, set()):
+    for number, location, record in _iterate_records(path, set()):
         columns = IMAGES if IMAGES[0] in record else LATENTS
-        read = _image if columns == IMAGES else _latent
+        read = _parse_image if columns == IMAGES else _parse_latent
         chosen, rejected = (
             read(record[column], f"{location}: {column}", path.parent) for column in columns
         )
-        yield Pair(number, location, _prompt(record["prompt"], location), columns, chosen, rejected)
+        yield Pair(
+            number, location, _parse_prompt(record["prompt"], location), columns, chosen, rejected
+        )
 
 
 def read_pair_prompts(path: Path, ignored: set[str]) -> Iterator[tuple[int, str]]:
@@ -80,8 +82,8 @@ def read_pair_prompts(path: Path, ignored: set[str]) -> Iterator[tuple[int, str]
     Raises:
         PairError: the file, its columns or a prompt cannot be used.
     """
-    for number, location, record in _records(path, ignored, prompts_only=True):
-        yield number, _prompt(record["prompt"], location)
+    for number, location, record in _iterate_records(path, ignored, prompts_only=True):
+        yield number, _parse_prompt(record["prompt"], location)
 
 
 def check_pairs(path: Path) -> None:
@@ -98,14 +100,14 @@ def check_pairs(path: Path) -> None:
 Record = dict[str, Any]
 
 
-def _records(
+def _iterate_records(
     path: Path, ignored: set[str], prompts_only: bool = False
 ) -> Iterator[tuple[int, str, Record]]:
     check_file(path, (".parquet", ".jsonl"), "the stage's 'pairs'", PairError)
     rows = (
-        _parquet(path, ignored, prompts_only)
+        _iterate_parquet_records(path, ignored, prompts_only)
         if path.suffix.lower() == ".parquet"
-        else _jsonl(path, ignored)
+        else _iterate_jsonl_records(path, ignored)
     )
     number = -1
     for number, (location, record) in enumerate(rows):
@@ -114,12 +116,14 @@ def _records(
         raise PairError(f"{path}: no pair in it; write at least one")
 
 
-def _parquet(path: Path, ignored: set[str], prompts_only: bool) -> Iterator[tuple[str, Record]]:
+def _iterate_parquet_records(
+    path: Path, ignored: set[str], prompts_only: bool
+) -> Iterator[tuple[str, Record]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            used = ["prompt", *_sides(names, str(path))]
+            used = ["prompt", *_find_side_columns(names, str(path))]
             ignored.update(set(names).difference(used))
             for batch in file.iter_batches(
                 ROWS_PER_BATCH, columns=["prompt"] if prompts_only else used
@@ -134,20 +138,20 @@ def _parquet(path: Path, ignored: set[str], prompts_only: bool) -> Iterator[tupl
         raise
     except Exception as error:
         # Arrow, memory and text each raise errors of their own at a damaged file: no common base.
-        reason = first_line(error)
+        reason = shorten_library_error(error)
         raise PairError(
             f"{path}: not a Parquet file that can be read, after row {number} ({reason}); write it"
             " again"
         ) from None
 
 
-def _jsonl(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
+def _iterate_jsonl_records(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
     for location, line in read_lines(path, PairError):
         if text := line.removeprefix(
             "\ufeff"
         ).strip():  # files that were joined have byte order marks in the middle
-            record = parse_object(text, location, PairError)
-            if _sides(record, location) == LATENTS:
+            record = parse_json_object(text, location, PairError)
+            if _find_side_columns(record, location) == LATENTS:
                 raise PairError(
                     f"{location}: latents are read from Parquet only; write the pairs as a .parquet"
                     " file"
@@ -156,10 +160,10 @@ def _jsonl(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
             yield location, record
 
 
-def _sides(names: Iterable[str], location: str) -> tuple[str, str]:
+def _find_side_columns(names: Iterable[str], location: str) -> tuple[str, str]:
     """The two columns that make a pair."""
     names = list(names)
-    listed = sanitize(", ".join(names), 300)
+    listed = sanitize_text(", ".join(names), 300)
     if "prompt" not in names:
         raise PairError(
             f"{location}: no column 'prompt' among {listed}; name the columns as datasets/README.md"
@@ -184,32 +188,33 @@ def _sides(names: Iterable[str], location: str) -> tuple[str, str]:
 # Records to prompts, images and latents. Values are Arrow scalars, or what JSON held.
 
 
-def _prompt(value: Any, location: str) -> str:
-    value = _plain(value)
+def _parse_prompt(value: Any, location: str) -> str:
+    value = _to_plain_value(value)
     if not isinstance(value, str) or not value.strip():
         raise PairError(
-            f"{location}: {short(value)} is no prompt; give every row a 'prompt' that is not empty"
+            f"{location}: {shorten_value(value)} is no prompt; give every row a 'prompt' that is"
+            " not empty"
         )
-    if reason := lone_surrogate(value):
-        raise PairError(f"{location}: prompt = {short(value)} {reason}")
+    if reason := explain_lone_surrogate(value):
+        raise PairError(f"{location}: prompt = {shorten_value(value)} {reason}")
     return value.strip()
 
 
-def _image(value: Any, location: str, folder: Path) -> np.ndarray:
+def _parse_image(value: Any, location: str, folder: Path) -> np.ndarray:
     """uint8 RGB [height, width, 3] of PNG or JPEG bytes, or of a file in ``folder``."""
-    value = _plain(value)
+    value = _to_plain_value(value)
     if not isinstance(value, (str, bytes)):
         raise PairError(
-            f"{location} = {short(value)} is no image; write PNG or JPEG bytes (in Parquet) or a"
-            " path"
+            f"{location} = {shorten_value(value)} is no image; write PNG or JPEG bytes (in Parquet)"
+            " or a path"
         )
     try:
         return read_image(value, folder)
     except ImageError as error:
-        raise PairError(f"{location} = {short(value)} {error}") from None
+        raise PairError(f"{location} = {shorten_value(value)} {error}") from None
 
 
-def _latent(value: Any, location: str, folder: Path) -> np.ndarray:
+def _parse_latent(value: Any, location: str, folder: Path) -> np.ndarray:
     """The elements of a latent, float32 [D], from a tensor or a (nested) list."""
     numbers = value.values if isinstance(value, pa.ListScalar) and value.is_valid else None
     if isinstance(value, pa.FixedShapeTensorScalar) and value.is_valid:
@@ -218,8 +223,8 @@ def _latent(value: Any, location: str, folder: Path) -> np.ndarray:
         numbers = numbers.flatten()
     if numbers is None or not pa.types.is_floating(numbers.type):
         raise PairError(
-            f"{location} = {short(_plain(value))} is no latent; write a list or a fixed-shape"
-            " tensor of floats"
+            f"{location} = {shorten_value(_to_plain_value(value))} is no latent; write a list or a"
+            " fixed-shape tensor of floats"
         )
     with np.errstate(
         over="ignore"
@@ -233,7 +238,7 @@ def _latent(value: Any, location: str, folder: Path) -> np.ndarray:
     return elements
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     if not isinstance(value, pa.Scalar):
         return value
     try:

@@ -18,9 +18,9 @@ from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import (
     PromptError,
     PromptRow,
-    counted,
+    check_targets,
+    format_count,
     make_glyph_prompts,
-    require_targets,
     split_prompts,
     split_with_held_out,
 )
@@ -36,7 +36,9 @@ MIN_COMPARED = 2
 """Held-out prompts that the gate needs to compare a metric."""
 
 
-def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple[pa.Table, str]:
+def prepare_prompt_table(
+    recipe: Recipe, *files: Path, held_out: Path | None = None
+) -> tuple[pa.Table, str]:
     """The prompt table (schema ``PROMPTS``) and a sentence about it.
 
     Args:
@@ -52,36 +54,42 @@ def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple
     source = None
     if not files:
         training = recipe.model.training
-        rows = make_glyph_prompts(config.count, training.letters, recipe.seed, training.characters)
+        rows = make_glyph_prompts(
+            config.count, training.letters, recipe.seed, training.alphabet_characters
+        )
         report = f"{len(rows)} random strings"
     else:
-        rows, report = _read_mixture(recipe, files) if config.mixture else _read_file(files[0])
+        rows, report = (
+            _read_mixture(recipe, files) if config.mixture else _read_single_file(files[0])
+        )
         source = files[0].parent if config.mixture else files[0]  # as messages name it
-        for view in (recipe, *map(recipe.of_branch, recipe.branches)):
+        for view in (recipe, *map(recipe.select_branch, recipe.branches)):
             own = [
-                row for row in rows if row.source in view.prompts.labels or not view.prompts.mixture
+                row
+                for row in rows
+                if row.source in view.prompts.prompt_set_labels or not view.prompts.mixture
             ]
-            _require_read_targets(view, own, source)
+            _check_targets_of_rewards(view, own, source)
     _check_rows(recipe, rows, source)
     # The split of a file never depends on the run: a challenger must not train on prompts that
     # judged its champion.
     seed = 0 if source else recipe.seed
     if held_out:
-        judged, of_judged = _read_file(held_out)
-        _require_read_targets(recipe, judged, held_out)
+        judged, of_judged = _read_single_file(held_out)
+        _check_targets_of_rewards(recipe, judged, held_out)
         _check_rows(recipe, judged, held_out)
         table, shared = split_with_held_out(rows, judged, config.validation, config.held_out, seed)
         report += f"; {of_judged}" + (
-            f"; {counted(shared, 'prompt')} in both, not trained on" if shared else ""
+            f"; {format_count(shared, 'prompt')} in both, not trained on" if shared else ""
         )
     else:
         table = split_prompts(rows, config.validation, config.held_out, seed)
     trained = table.num_rows - config.validation - config.held_out
-    _require_enough(recipe, trained)
-    _require_enough_of_each_set(recipe, table)
-    _require_enough_for_guardrails(recipe, table)
+    _check_number_of_prompts(recipe, trained)
+    _check_size_of_each_set(recipe, table)
+    _check_prompts_for_guardrails(recipe, table)
     for branch in recipe.branches:
-        branch_prompts(recipe, table, branch)
+        select_branch_prompts(recipe, table, branch)
     return (
         table,
         (
@@ -91,7 +99,7 @@ def prepare(recipe: Recipe, *files: Path, held_out: Path | None = None) -> tuple
     )
 
 
-def _read_file(path: Path) -> tuple[list[PromptRow], str]:
+def _read_single_file(path: Path) -> tuple[list[PromptRow], str]:
     rows, report = read_prompt_file(path)
     return rows, str(report)
 
@@ -104,24 +112,24 @@ def _read_mixture(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow
     reports = []
     repeated = 0
     for part, file in zip(recipe.prompts.mixture, files, strict=True):
-        rows, report = _read_file(file)
+        rows, report = _read_single_file(file)
         reports.append(report)
         for row in rows:
             key = (row.prompt, row.negative_prompt, row.target, row.image)
             repeated += key in found
-            found.setdefault(key, replace(row, source=part.label))
+            found.setdefault(key, replace(row, source=part.prompt_set_label))
     return list(found.values()), "; ".join(
         [*reports, *([f"{repeated} in several files, taken from the first"] if repeated else [])]
     )
 
 
-def _require_enough_of_each_set(recipe: Recipe, table: pa.Table) -> None:
+def _check_size_of_each_set(recipe: Recipe, table: pa.Table) -> None:
     trained = Counter(table.filter(pc.equal(table["split"], "train"))["source"].to_pylist())
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
             continue
-        own = recipe.of_branch(stage.branch).prompts
-        for name, count in own.counts(
+        own = recipe.select_branch(stage.branch).prompts
+        for name, count in own.count_by_prompt_set(
             stage.prompts_per_step if stage.kind == "online" else stage.prompts
         ).items():
             if count > trained[name]:
@@ -132,7 +140,7 @@ def _require_enough_of_each_set(recipe: Recipe, table: pa.Table) -> None:
                 )
 
 
-def _require_enough_for_guardrails(recipe: Recipe, table: pa.Table) -> None:
+def _check_prompts_for_guardrails(recipe: Recipe, table: pa.Table) -> None:
     """Of each set that a guardrail scores alone; the split is random."""
     held_out = Counter(table.filter(pc.equal(table["split"], "held_out"))["source"].to_pylist())
     for config in recipe.guardrails:
@@ -147,7 +155,7 @@ def _require_enough_for_guardrails(recipe: Recipe, table: pa.Table) -> None:
             )
 
 
-def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
+def select_branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
     """The prompts of a branch: those of its sets, without the held-out ones, which only the run's
     own gate may see.
 
@@ -156,7 +164,7 @@ def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
     Raises:
         PromptError: the branch has too few validation prompts.
     """
-    sets = recipe.of_branch(branch).prompts.labels
+    sets = recipe.select_branch(branch).prompts.prompt_set_labels
     own = table.filter(pc.is_in(table["source"], pa.array(sets, pa.string()))) if sets else table
     rows = [row for row in own.to_pylist() if row["split"] != "held_out"]
     judged = sorted(
@@ -172,19 +180,19 @@ def branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=table.schema)
 
 
-def _require_read_targets(recipe: Recipe, rows: list[PromptRow], source: Path) -> None:
+def _check_targets_of_rewards(recipe: Recipe, rows: list[PromptRow], source: Path) -> None:
     """Check that prompts which a reward reads have a target text."""
     reading = [reward for reward in recipe.rewards if reward.reads]
     if read := [row for row in rows if any(reward.applies_to(row.source) for reward in reading)]:
-        require_targets(read, source)
+        check_targets(read, source)
 
 
 def _check_rows(recipe: Recipe, rows: list[PromptRow], source: Path | None) -> None:
     """Check that the model can draw the prompts of a file."""
     if source and recipe.model.family == "glyph" and recipe.model.path is None:
-        require_letters(rows, recipe.model.training, source)
+        check_letters(rows, recipe.model.training, source)
     _check_images(rows, recipe.model.family, source)
-    _warn_of_negative_prompts(recipe.model, rows, source)
+    _warn_about_negative_prompts(recipe.model, rows, source)
 
 
 def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:
@@ -204,7 +212,7 @@ def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> No
         )
 
 
-def _warn_of_negative_prompts(
+def _warn_about_negative_prompts(
     model: ModelConfig, rows: list[PromptRow], source: Path | None
 ) -> None:
     """Without classifier-free guidance a negative prompt has no effect."""
@@ -219,7 +227,7 @@ def _warn_of_negative_prompts(
         )
 
 
-def _require_enough(recipe: Recipe, trained: int) -> None:
+def _check_number_of_prompts(recipe: Recipe, trained: int) -> None:
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
             continue  # takes as many as it wants, or has its own
@@ -231,18 +239,18 @@ def _require_enough(recipe: Recipe, trained: int) -> None:
             )
 
 
-def require_letters(rows: list[PromptRow], training: GlyphTrainingConfig, source: Path) -> None:
+def check_letters(rows: list[PromptRow], training: GlyphTrainingConfig, source: Path) -> None:
     """Check that the glyph model can draw every prompt: at most ``letters`` of its alphabets,
     quoted or not.
 
     Raises:
         PromptError: it cannot; with the count and the first such prompts.
     """
-    known = "".join(training.characters)
+    known = "".join(training.alphabet_characters)
     drawable = re.compile(rf"\W*[{known + known.lower()}]{{1,{training.letters}}}\W*")
     wrong = [row.prompt for row in rows if not drawable.fullmatch(row.prompt)]
     if wrong:
-        ranges = [f"{alphabet[0]}-{alphabet[-1]}" for alphabet in training.characters]
+        ranges = [f"{alphabet[0]}-{alphabet[-1]}" for alphabet in training.alphabet_characters]
         raise PromptError(
             f"{source}: {len(wrong)} of {len(rows)} prompts are not 1 to {training.letters} letters"
             f" {', '.join(ranges)}, as the glyph model needs, first:"

@@ -19,10 +19,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbflow.data.files import check_file, first_line, parse_object, read_lines, read_list
-from ebbflow.data.images import ImageError, condition_image
-from ebbflow.data.prompts import PromptError, PromptRow, counted
-from ebbflow.recipe.base import lone_surrogate, sanitize, short
+from ebbflow.data.files import (
+    check_file,
+    parse_json_object,
+    read_json_list,
+    read_lines,
+    shorten_library_error,
+)
+from ebbflow.data.images import ImageError, load_condition_image
+from ebbflow.data.prompts import PromptError, PromptRow, format_count
+from ebbflow.recipe.base import explain_lone_surrogate, sanitize_text, shorten_value
 
 COLUMNS = ("prompt", "negative_prompt", "target", "image")
 PROMPT_COLUMNS = {
@@ -59,9 +65,9 @@ class ImportReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: {counted(self.rows, 'prompt')} kept,"
-            f" {counted(self.duplicates, 'duplicate')} and"
-            f" {counted(self.empty_lines, 'empty line')} left out"
+            f"{self.source}: {format_count(self.rows, 'prompt')} kept,"
+            f" {format_count(self.duplicates, 'duplicate')} and"
+            f" {format_count(self.empty_lines, 'empty line')} left out"
         )
 
 
@@ -73,8 +79,8 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
     are kept as metadata. The published files of PartiPrompts, VBench and DPG-Bench are read as they
     are (``PROMPT_COLUMNS``). Without a target the quoted parts of the prompt ("..." or typographic)
     are the target, joined by blanks; a prompt without any has none. White space around prompts is
-    cut. An image is a path, or in Parquet the bytes of a file (``images.condition_image``). Of rows
-    with the same prompt, negative prompt, target and image the first is kept.
+    cut. An image is a path, or in Parquet the bytes of a file (``images.load_condition_image``). Of
+    rows with the same prompt, negative prompt, target and image the first is kept.
 
     Raises:
         PromptError: the file or a line of it cannot be used.
@@ -83,17 +89,17 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
     check_file(path, READERS, "prompts.source", PromptError)
     rows: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
     duplicates = empty = 0
-    for location, record in _merged(READERS[path.suffix.lower()](path)):
+    for location, record in _merge_records(READERS[path.suffix.lower()](path)):
         if not record:
             empty += 1
             continue
-        row = _row(record, location, path)
+        row = _parse_row(record, location, path)
         key = (row.prompt, row.negative_prompt, row.target, row.image)
         duplicates += key in rows
         rows.setdefault(key, row)
     if not rows:
         raise PromptError(
-            f"{path}: no prompt in it, only {counted(empty, 'empty line')}; write at least one"
+            f"{path}: no prompt in it, only {format_count(empty, 'empty line')}; write at least one"
         )
     return list(rows.values()), ImportReport(path.name, len(rows), duplicates, empty)
 
@@ -101,31 +107,36 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
 # Files to records.
 
 
-def _txt_records(path: Path) -> Records:
+def _iterate_txt_records(path: Path) -> Records:
     for location, line in read_lines(path, PromptError):
         yield location, {"prompt": line} if line.strip() else {}
 
 
-def _jsonl_records(path: Path) -> Records:
+def _iterate_jsonl_records(path: Path) -> Records:
     for location, line in read_lines(path, PromptError):
         # An object without any key is a row without a prompt, not an empty line.
         yield (
             location,
-            parse_object(line, location, PromptError) or {"prompt": None} if line.strip() else {},
+            (
+                parse_json_object(line, location, PromptError) or {"prompt": None}
+                if line.strip()
+                else {}
+            ),
         )
 
 
-def _json_records(path: Path) -> Records:
-    for number, item in enumerate(read_list(path, PromptError), start=1):
+def _iterate_json_records(path: Path) -> Records:
+    for number, item in enumerate(read_json_list(path, PromptError), start=1):
         location = f"{path}, item {number}"
         if not isinstance(item, dict):
             raise PromptError(
-                f'{location}: {short(item)} is not an object; write {{"prompt": "...", ...}}'
+                f'{location}: {shorten_value(item)} is not an object; write {{"prompt": "...",'
+                " ...}"
             )
         yield location, item or {"prompt": None}
 
 
-def _csv_records(path: Path, tabs: bool = False) -> Records:
+def _iterate_csv_records(path: Path, tabs: bool = False) -> Records:
     lines = (line for _, line in read_lines(path, PromptError))
     reader = (
         csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -151,42 +162,44 @@ def _csv_records(path: Path, tabs: bool = False) -> Records:
             _check_header(header, location)
         elif len(fields) != len(header):
             raise PromptError(
-                f"{location}: {short(','.join(fields))} has {counted(len(fields), 'field')} and the"
-                f" header {len(header)}; "
+                f"{location}: {shorten_value(','.join(fields))} has"
+                f" {format_count(len(fields), 'field')} and the header {len(header)}; "
                 + ("take tabs out of fields" if tabs else "quote fields that hold a comma")
             )
         else:
             yield location, dict(zip(header, fields, strict=True))
 
 
-def _parquet_records(path: Path) -> Records:
+def _iterate_parquet_records(path: Path) -> Records:
     rows = 0
-    for batch in _read_parquet(path).to_batches():
+    for batch in _read_parquet_rows(path).to_batches():
         try:
             records = batch.to_pylist()
         except Exception as error:  # as in _read_parquet, and types that Python does not have
             raise PromptError(
-                f"{path}: cannot be read as rows ({first_line(error)}); keep to text and numbers"
+                f"{path}: cannot be read as rows ({shorten_library_error(error)}); keep to text and"
+                " numbers"
             ) from None
         for record in records:
             rows += 1
             yield f"{path}, row {rows}", record
 
 
-def _read_parquet(path: Path) -> pa.Table:
+def _read_parquet_rows(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             table = file.read()
     except Exception as error:
         # Arrow, memory and text each raise errors of their own at a damaged file: no common base.
         raise PromptError(
-            f"{path}: not a Parquet file that can be read ({first_line(error)}); write it again"
+            f"{path}: not a Parquet file that can be read ({shorten_library_error(error)}); write"
+            " it again"
         ) from None
     _check_header(table.column_names, str(path))
     return table
 
 
-def _prompt_column(names: Collection[str]) -> str:
+def _find_prompt_column(names: Collection[str]) -> str:
     """The name of the column that holds the prompt."""
     published = (
         column for column, other in PROMPT_COLUMNS.items() if column in names and other in names
@@ -195,35 +208,37 @@ def _prompt_column(names: Collection[str]) -> str:
 
 
 def _check_header(names: list[str], location: str) -> None:
-    if _prompt_column(names) not in names:
+    if _find_prompt_column(names) not in names:
         raise PromptError(
-            f"{location}: no column 'prompt' among {short(', '.join(names))}; name the columns in a"
-            " header"
+            f"{location}: no column 'prompt' among {shorten_value(', '.join(names))}; name the"
+            " columns in a header"
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PromptError(f"{location}: the column {short(twice[0])} is there twice; rename one")
+        raise PromptError(
+            f"{location}: the column {shorten_value(twice[0])} is there twice; rename one"
+        )
 
 
 READERS: dict[str, Callable[[Path], Records]] = {
-    ".txt": _txt_records,
-    ".jsonl": _jsonl_records,
-    ".json": _json_records,
-    ".csv": _csv_records,
-    ".tsv": partial(_csv_records, tabs=True),
-    ".parquet": _parquet_records,
+    ".txt": _iterate_txt_records,
+    ".jsonl": _iterate_jsonl_records,
+    ".json": _iterate_json_records,
+    ".csv": _iterate_csv_records,
+    ".tsv": partial(_iterate_csv_records, tabs=True),
+    ".parquet": _iterate_parquet_records,
 }
 
 
 # Records to rows.
 
 
-def _merged(records: Records) -> Records:
+def _merge_records(records: Records) -> Records:
     """One record for each prompt, with the column ``prompt``: DPG-Bench has a row for each
     question, VBench two prompts twice.
     """
     found: dict[str, tuple[str, Record]] = {}
     for location, record in records:
-        column = _prompt_column(record)
+        column = _find_prompt_column(record)
         named = {"prompt" if name == column else name: value for name, value in record.items()}
         if column == "text":
             _, item = found.setdefault(
@@ -247,8 +262,8 @@ def _add_question(item: Record, row: Record, location: str) -> None:
     }
     if len(texts) > 1:
         raise PromptError(
-            f"{location}: the item {short(row.get('item_id'))} has another text than before; keep"
-            " to one for an item_id"
+            f"{location}: the item {shorten_value(row.get('item_id'))} has another text than"
+            " before; keep to one for an item_id"
         )
     item |= row | {"prompt": next(iter(texts), None)}
 
@@ -264,60 +279,60 @@ def _add_dimensions(item: Record, again: Record) -> None:
         item["auxiliary_info"] = more | (information if isinstance(information, dict) else {})
 
 
-def _row(record: Record, location: str, path: Path) -> PromptRow:
-    prompt = _text(record, "prompt", location)
+def _parse_row(record: Record, location: str, path: Path) -> PromptRow:
+    prompt = _read_text(record, "prompt", location)
     if prompt is None:
         raise PromptError(
-            f"{location}: {short(record.get('prompt'))} is no prompt; give every row a 'prompt'"
-            " that is not empty"
+            f"{location}: {shorten_value(record.get('prompt'))} is no prompt; give every row a"
+            " 'prompt' that is not empty"
         )
     return PromptRow(
         prompt=prompt,
-        negative_prompt=_text(record, "negative_prompt", location) or "",
-        target=_text(record, "target", location) or _quoted(prompt),
+        negative_prompt=_read_text(record, "negative_prompt", location) or "",
+        target=_read_text(record, "target", location) or _find_quoted_text(prompt),
         source=path.name,
-        metadata=_metadata(record, location),
-        image=_image(record, location, path.parent),
+        metadata=_read_metadata(record, location),
+        image=_read_condition_image(record, location, path.parent),
     )
 
 
-def _text(record: Record, column: str, location: str) -> str | None:
+def _read_text(record: Record, column: str, location: str) -> str | None:
     """The column without white space around it; None where it is missing, null or blank."""
     value = record.get(column)
     if value is None:
         return None
     if not isinstance(value, str):
         raise PromptError(
-            f"{location}: {column} = {short(value)} is not text; write it as a string"
+            f"{location}: {column} = {shorten_value(value)} is not text; write it as a string"
         )
     _check_encodable(value, f"{location}: {column}")
     return value.strip() or None
 
 
-def _quoted(prompt: str) -> str | None:
+def _find_quoted_text(prompt: str) -> str | None:
     parts = [(straight or curly).strip() for straight, curly in QUOTED.findall(prompt)]
     return " ".join(part for part in parts if part) or None
 
 
-def _image(record: Record, location: str, folder: Path) -> bytes | None:
+def _read_condition_image(record: Record, location: str, folder: Path) -> bytes | None:
     """The image to edit as PNG; None where it is missing, null or blank."""
     value = record.get("image")
     if not isinstance(value, bytes):
-        value = _text(record, "image", location)
+        value = _read_text(record, "image", location)
     if value is None:
         return None
     try:
-        return condition_image(value, folder)
+        return load_condition_image(value, folder)
     except ImageError as error:
-        raise PromptError(f"{location}: image = {short(value)} {error}") from None
+        raise PromptError(f"{location}: image = {shorten_value(value)} {error}") from None
 
 
-def _metadata(record: Record, location: str) -> str:
+def _read_metadata(record: Record, location: str) -> str:
     others = {column: value for column, value in record.items() if column not in COLUMNS}
     try:
         text = json.dumps(others, sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        columns = sanitize(", ".join(others))
+        columns = sanitize_text(", ".join(others))
         raise PromptError(
             f"{location}: the columns {columns} cannot be kept as JSON ({error}); make them text"
         ) from None
@@ -326,5 +341,5 @@ def _metadata(record: Record, location: str) -> str:
 
 
 def _check_encodable(text: str, location: str) -> None:
-    if reason := lone_surrogate(text):
-        raise PromptError(f"{location} = {short(text)} {reason}")
+    if reason := explain_lone_surrogate(text):
+        raise PromptError(f"{location} = {shorten_value(text)} {reason}")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbflow.data.schema import PROMPTS, SPLITS
-from ebbflow.recipe.base import short
+from ebbflow.recipe.base import shorten_value
 from ebbflow.recipe.model import CHARACTERS
 from ebbflow.storage.tables import TableError, read_columns, read_table, write_table
 
@@ -71,12 +71,14 @@ def make_glyph_prompts(
     texts = [
         text
         for alphabet, share in zip(alphabets, counts, strict=True)
-        for text in _strings(stream, alphabet, share, letters)
+        for text in _generate_strings(stream, alphabet, share, letters)
     ]
     return [PromptRow(prompt=f'"{text}"', target=text, source="glyph") for text in texts]
 
 
-def _strings(stream: np.random.Philox, alphabet: str, count: int, letters: int) -> list[str]:
+def _generate_strings(
+    stream: np.random.Philox, alphabet: str, count: int, letters: int
+) -> list[str]:
     """``count`` different strings of one alphabet, which is a run of ASCII."""
     if count > (limit := len(alphabet) ** letters):
         raise PromptError(
@@ -103,11 +105,11 @@ def split_prompts(rows: Sequence[PromptRow], validation: int, held_out: int, see
     """
     if validation < 0 or held_out < 0 or validation + held_out >= len(rows):
         raise PromptError(
-            f"{counted(len(rows), 'prompt')} cannot be split into validation = {validation},"
+            f"{format_count(len(rows), 'prompt')} cannot be split into validation = {validation},"
             f" held_out = {held_out} and at least one for training; add prompts or lower one of"
             " the two"
         )
-    order = _order(len(rows), seed)
+    order = _permute_indices(len(rows), seed)
     splits = np.full(len(rows), "train", dtype=object)
     splits[order[:validation]] = "validation"
     splits[order[validation : validation + held_out]] = "held_out"
@@ -139,19 +141,19 @@ def split_with_held_out(
     """
     if held_out > len(judged):
         raise PromptError(
-            f"prompts.held_out_source has {counted(len(judged), 'prompt')}; lower prompts.held_out"
-            f" = {held_out}"
+            f"prompts.held_out_source has {format_count(len(judged), 'prompt')}; lower"
+            f" prompts.held_out = {held_out}"
         )
     known = {(row.prompt, row.image) for row in judged}
     kept = [row for row in rows if (row.prompt, row.image) not in known]
     others = split_prompts(kept, validation, 0, seed).to_pylist()
-    chosen = sorted(_order(len(judged), seed=0)[:held_out].tolist())
+    chosen = sorted(_permute_indices(len(judged), seed=0)[:held_out].tolist())
     table = [{"prompt_id": index, "split": "held_out", **vars(judged[index])} for index in chosen]
     table += [row | {"prompt_id": len(judged) + row["prompt_id"]} for row in others]
     return pa.Table.from_pylist(table, schema=PROMPTS), len(rows) - len(kept)
 
 
-def _order(count: int, seed: int) -> np.ndarray:
+def _permute_indices(count: int, seed: int) -> np.ndarray:
     """A seeded permutation: raw random numbers, sorted. The bit stream of Philox is fixed, numpy's
     own permutation may change.
     """
@@ -226,7 +228,7 @@ def _read_split(
     return table if split is None else table.filter(pc.equal(table["split"], split))
 
 
-def require_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | Path) -> None:
+def check_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | Path) -> None:
     """Check that every prompt names the text that its image should show, which rewards with OCR
     compare.
 
@@ -236,13 +238,13 @@ def require_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | P
     prompts = rows.to_pylist() if isinstance(rows, pa.Table) else map(vars, rows)
     missing = [row["prompt"] for row in prompts if row["target"] is None]
     if missing:
-        shown = "; ".join(short(prompt) for prompt in missing[:3])
+        shown = "; ".join(shorten_value(prompt) for prompt in missing[:3])
         raise PromptError(
             f"{file}: {len(missing)} of {len(rows)} prompts name no text to read, first: {shown}."
             " Quote the text, add a column 'target', or use rewards that do not read"
         )
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """``"1 prompt"``, ``"2 prompts"``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ebbflow.seeding import Stream, generator
+from ebbflow.seeding import Stream, make_generator
 
 P = TypeVar("P")
 
@@ -16,7 +16,7 @@ class SamplingError(Exception):
     """A step needs more prompts than there are."""
 
 
-def prompt_batch(prompts: Sequence[P], count: int, step: int, seed: int) -> list[P]:
+def sample_prompts(prompts: Sequence[P], count: int, step: int, seed: int) -> list[P]:
     """The ``count`` different prompts, or ids of prompts, of training step ``step``.
 
     Steps walk through a seeded permutation of the prompts, a new one when fewer than ``count`` are
@@ -31,16 +31,16 @@ def prompt_batch(prompts: Sequence[P], count: int, step: int, seed: int) -> list
             " lower the stage's number of prompts or add prompts to prompts.source"
         )
     epoch, position = divmod(step, len(prompts) // count)
-    order = generator(seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS).permutation(
-        len(prompts)
-    )
+    order = make_generator(
+        seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS
+    ).permutation(len(prompts))
     return [prompts[index] for index in order[position * count : (position + 1) * count]]
 
 
-def mixed_batch(
+def sample_mixed_prompts(
     prompts: Sequence[P], sources: Sequence[str], counts: Mapping[str, int], step: int, seed: int
 ) -> list[P]:
-    """``prompt_batch`` of every prompt set, one after another.
+    """``sample_prompts`` of every prompt set, one after another.
 
     Args:
         sources: of each prompt its set.
@@ -53,21 +53,21 @@ def mixed_batch(
         )
         for name in counts
     ]
-    return [prompt for part, count in sets for prompt in prompt_batch(part, count, step, seed)]
+    return [prompt for part, count in sets for prompt in sample_prompts(part, count, step, seed)]
 
 
-def random_order(
+def shuffle_prompts(
     prompts: Sequence[P], step: int, seed: int, weights: np.ndarray | None = None
 ) -> list[P]:
     """All prompts in a random order of training step ``step``, which has nothing to do with
-    ``prompt_batch``.
+    ``sample_prompts``.
 
     Args:
         weights: positive [N]: each place goes to one of the prompts that are left, with a
             probability in proportion to its weight (Efraimidis and Spirakis 2006); left out, all
             are alike.
     """
-    draws = generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS)
+    draws = make_generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS)
     order = (
         draws.permutation(len(prompts))
         if weights is None

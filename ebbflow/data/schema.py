@@ -45,7 +45,7 @@ LATENT_BYTES = {"float32": 4, "bfloat16": 2}
 """Of an element of a stored latent, by its precision."""
 
 
-def rollout_schema(latent_shape: Sequence[int], precision: str = "float32") -> pa.Schema:
+def build_rollout_schema(latent_shape: Sequence[int], precision: str = "float32") -> pa.Schema:
     """Schema of a rollout shard: of every sample its final latent, whether that is finite, and its
     image or video.
 
@@ -67,7 +67,7 @@ def rollout_schema(latent_shape: Sequence[int], precision: str = "float32") -> p
     )
 
 
-def score_schema(metrics: list[str]) -> pa.Schema:
+def build_score_schema(metrics: list[str]) -> pa.Schema:
     """Schema of a score table: the combined reward, a nullable column per metric, and why a scorer
     failed.
     """
@@ -84,12 +84,12 @@ def score_schema(metrics: list[str]) -> pa.Schema:
 ADVANTAGES = pa.schema([*SAMPLE_KEY, pa.field("advantage", pa.float32(), nullable=False)])
 
 
-def statistic_column(name: str) -> str:
+def name_statistic_column(name: str) -> str:
     """The column of a statistic of the images: no reward can be called like this."""
     return f"statistic/{name}"
 
 
-def evaluation_schema(metrics: list[str], statistics: Sequence[str] = ()) -> pa.Schema:
+def build_evaluation_schema(metrics: list[str], statistics: Sequence[str] = ()) -> pa.Schema:
     """Schema of an evaluation: every sample with its image (PNG) or video (animated PNG), a
     nullable column per metric and per statistic of the images, and why a scorer failed.
     """
@@ -104,7 +104,7 @@ def evaluation_schema(metrics: list[str], statistics: Sequence[str] = ()) -> pa.
             pa.field("target", pa.string()),
             pa.field("image", pa.binary(), nullable=False),
             *(pa.field(name, pa.float64()) for name in metrics),
-            *(pa.field(statistic_column(name), pa.float64()) for name in statistics),
+            *(pa.field(name_statistic_column(name), pa.float64()) for name in statistics),
             pa.field("failure", pa.string()),
         ]
     )

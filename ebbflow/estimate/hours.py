@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ebbflow.data.model_sizes import Sample, Sizes
+from ebbflow.data.model_sizes import ModelSizes, SampleSize
 from ebbflow.estimate.run import Estimate
 from ebbflow.estimate.work import Work
 from ebbflow.recipe.model import ModelConfig
@@ -37,24 +37,24 @@ class Hours:
     wall: float
     gpu: float
 
-    def times(self, count: int) -> Hours:
+    def multiplied_by(self, count: int) -> Hours:
         return Hours(self.wall * count, self.gpu * count)
 
     def __add__(self, other: Hours) -> Hours:
         return Hours(self.wall + other.wall, self.gpu + other.gpu)
 
 
-def forward_operations(sizes: Sizes, sample: Sample) -> int:
+def count_forward_operations(sizes: ModelSizes, sample: SampleSize) -> int:
     """Floating-point operations of one evaluation of the network for one sample."""
     layers = sum(
-        inputs * outputs * _tokens(name, sample)
+        inputs * outputs * _tokens_through_layer(name, sample)
         for name, (inputs, outputs) in sizes.linears.items()
     )
     pairs = sample.tokens * (sample.tokens + (0 if sample.joint else sample.text_tokens))
     return 2 * layers + 4 * sizes.blocks * sizes.width * pairs
 
 
-def _tokens(layer: str, sample: Sample) -> int:
+def _tokens_through_layer(layer: str, sample: SampleSize) -> int:
     """How many tokens go through a linear layer, by its name in diffusers."""
     if OF_A_SAMPLE.search(layer):
         return 1
@@ -64,12 +64,12 @@ def _tokens(layer: str, sample: Sample) -> int:
     return sample.tokens if both else sample.tokens - sample.text_tokens
 
 
-def training_passes(model: ModelConfig) -> float:
+def training_pass_cost(model: ModelConfig) -> float:
     """How many forward passes a forward and a backward pass take as long as."""
     return 3 + model.gradient_checkpointing / model.gradient_checkpointing_every
 
 
-def hours(made: Estimate, tflops: float) -> dict[str, Hours]:
+def estimate_hours(made: Estimate, tflops: float) -> dict[str, Hours]:
     """The hours of each stage in all rounds by its label in the first, and of all evaluations.
 
     Args:
@@ -82,31 +82,37 @@ def hours(made: Estimate, tflops: float) -> dict[str, Hours]:
     if not tflops > 0:
         raise ValueError(f"tflops = {tflops}: a process sustains more than 0")
     recipe = made.recipe
-    forward = forward_operations(made.sizes, made.sample) / TERA / tflops / 3600
+    forward = count_forward_operations(made.sizes, made.sample) / TERA / tflops / 3600
     contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages)]
     found = {
-        ctx.label: _stage(made, ctx, made.work[ctx.label], forward).times(recipe.rounds)
+        ctx.stage_label: _stage_hours(made, ctx, made.work[ctx.stage_label], forward).multiplied_by(
+            recipe.rounds
+        )
         for ctx in contexts
         if not isinstance(ctx.config, CustomStageConfig)
     }
     evaluation = (
-        made.evaluation * forward_operations(made.sizes, made.evaluated) / TERA / tflops / 3600
+        made.evaluation
+        * count_forward_operations(made.sizes, made.evaluated)
+        / TERA
+        / tflops
+        / 3600
     )
-    return found | {"evaluations": Hours(evaluation, evaluation).times(made.evaluations)}
+    return found | {"evaluations": Hours(evaluation, evaluation).multiplied_by(made.evaluations)}
 
 
-def _stage(made: Estimate, ctx: StageContext, work: Work, forward: float) -> Hours:
+def _stage_hours(made: Estimate, ctx: StageContext, work: Work, forward: float) -> Hours:
     """Of a stage in a round; ``forward`` is the hours of an evaluation of the network for one
     sample.
     """
     generating = work.denoising * forward
     reused = isinstance(ctx.config, OnlineStageConfig) and ctx.config.reuse_rollout_forward
     training = (
-        work.training * (training_passes(made.recipe.model) - reused) + work.comparing
+        work.training * (training_pass_cost(made.recipe.model) - reused) + work.comparing
     ) * forward
     if not isinstance(ctx.config, OnlineStageConfig):
         return Hours(
-            generating / ctx.offline.shards + training / made.processes / made.nodes,
+            generating / ctx.offline_config.shards + training / made.processes / made.nodes,
             generating + training,
         )
     if ctx.config.placement == "in_process":

@@ -24,12 +24,13 @@ times 1.5:
                processes share the tokens. Without gradients n s h 10 b: a token's residual, its
                modulated copy, and the 4 h of the feed-forward layer before and after its
                nonlinearity; or the VAE while it decodes, if that is more. Where adapters are merged
-               to generate (``Policy.merged``), 4 bytes for each element of the weights that they
-               adapt. On the gradient of the reward also the VAE while it decodes with gradient, and
-               of the network of each reward n s h L 34 b / 2 for the image; of several steps with
-               gradient, which are repeated, the larger of the two With ``reuse_rollout_forward``
-               what is kept for all trained steps of all samples of a step at once, and where full
-               weights are cast to 16 bits, 2 P for each of the forward passes
+               to generate (``Policy.merged_weight_bytes``), 4 bytes for each element of the weights
+               that they adapt. On the gradient of the reward also the VAE while it decodes with
+               gradient, and of the network of each reward n s h L 34 b / 2 for the image; of
+               several steps with gradient, which are repeated, the larger of the two With
+               ``reuse_rollout_forward`` what is kept for all trained steps of all samples of a step
+               at once, and where full weights are cast to 16 bits, 2 P for each of the forward
+               passes
 samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each
 trained step,
                of a few-step student two for each step
@@ -56,14 +57,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, Sample, Sizes
-from ebbflow.estimate.work import BYTES, compared_copies, passes_of, trained_steps, units_of
+from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, ModelSizes, SampleSize
+from ebbflow.estimate.work import (
+    BYTES,
+    count_passes_per_term,
+    count_rows_per_sample,
+    count_selected_samples,
+    list_compared_copies,
+)
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.algorithms import GradientConfig, MatchingConfig
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.combine import scored_frames
+from ebbflow.rewards.combine import select_scored_frames
 from ebbflow.stage import StageContext
 
 BLOCK_BYTES = 34
@@ -124,7 +131,7 @@ class Memory:
     offloaded: int = 0
 
     @property
-    def total(self) -> int:
+    def peak_bytes(self) -> int:
         """The peak."""
         return max(
             self.weights
@@ -138,7 +145,7 @@ class Memory:
 
 
 def activation_bytes(
-    sizes: Sizes, tokens: int, precision: Precision, checkpointing: bool, every: int = 1
+    sizes: ModelSizes, tokens: int, precision: Precision, checkpointing: bool, every: int = 1
 ) -> int:
     """Bytes that a forward pass of one sample saves for the backward pass; ``every``: n-th block
     recomputes its own.
@@ -159,7 +166,7 @@ def inference_bytes(width: int, tokens: int, precision: Precision) -> int:
     return INFERENCE_NUMBERS * tokens * width * BYTES[precision]
 
 
-def stage_memory(
+def estimate_stage_memory(
     memory: ProcessMemory,
     contexts: Sequence[StageContext],
     processes: int,
@@ -176,26 +183,26 @@ def stage_memory(
     found: dict[str, Memory] = {}
     for ctx in contexts:
         if ctx.config.kind == "online":
-            found |= _online(memory, ctx)
+            found |= _online_stage_memory(memory, ctx)
             continue
-        if not ctx.offline.pairs:
-            found[f"{ctx.label} rollout"] = memory.rollout(ctx)
-        found[f"{ctx.label} training"] = memory.offline(
+        if not ctx.offline_config.pairs:
+            found[f"{ctx.stage_label} rollout"] = memory.rollout_memory(ctx)
+        found[f"{ctx.stage_label} training"] = memory.offline_rank_memory(
             ctx, processes, shards or processes, context_parallel
         )
     return found
 
 
-def _online(memory: ProcessMemory, ctx: StageContext) -> dict[str, Memory]:
+def _online_stage_memory(memory: ProcessMemory, ctx: StageContext) -> dict[str, Memory]:
     """Everything in one process; or a rank of training, a rollout worker and a reward worker under
     Ray.
     """
-    if ctx.online.placement == "in_process":
-        return {f"{ctx.label} training": memory.online(ctx)}
+    if ctx.online_config.placement == "in_process":
+        return {f"{ctx.stage_label} training": memory.in_process_memory(ctx)}
     return {
-        f"{ctx.label} training": memory.online_rank(ctx),
-        f"{ctx.label} rollout": memory.rollout(ctx),
-        f"{ctx.label} rewards": Memory(others=memory.judging(ctx)),
+        f"{ctx.stage_label} training": memory.online_rank_memory(ctx),
+        f"{ctx.stage_label} rollout": memory.rollout_memory(ctx),
+        f"{ctx.stage_label} rewards": Memory(others=memory.reward_network_bytes(ctx)),
     }
 
 
@@ -209,14 +216,14 @@ class ProcessMemory:
     """
 
     recipe: Recipe
-    sizes: Sizes
-    sample: Sample
+    sizes: ModelSizes
+    sample: SampleSize
     trained: int
     adapted: int
 
     @property
     def prompt_bytes(self) -> int:
-        guided = any(stage.guides_a_copy for stage in self.recipe.stages)
+        guided = any(stage.needs_guided_copy for stage in self.recipe.stages)
         return (
             BYTES[self.recipe.model.precision]
             * self.sample.conditioning
@@ -224,50 +231,58 @@ class ProcessMemory:
         )
 
     @property
-    def latents(self) -> int:
-        return 4 * self.sample.elements
+    def latent_bytes(self) -> int:
+        return 4 * self.sample.num_elements
 
     @property
-    def frozen(self) -> int:
+    def frozen_bytes(self) -> int:
         """The weights of a network that also denoises and is never trained."""
         return BYTES[self.recipe.model.precision] * self.sizes.frozen
 
-    def weights(self, precision: Precision) -> int:
+    def weight_bytes(self, precision: Precision) -> int:
         numbers = self.sizes.parameters + self.sizes.buffers
         if self.recipe.policy.train == "lora":
-            return self.frozen + BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
+            return (
+                self.frozen_bytes + BYTES[self.recipe.model.precision] * numbers + 4 * self.trained
+            )
         return (
-            self.frozen
+            self.frozen_bytes
             + 4 * numbers
             + (2 * (self.sizes.parameters - self.sizes.unused) if precision != "float32" else 0)
         )
 
-    def sharded_weights(self, processes: int, shards: int) -> int:
+    def sharded_weight_bytes(self, processes: int, shards: int) -> int:
         """Of one of several processes that train: its shard and what it gathers of what is trained,
         and all of the rest.
         """
-        return self.frozen + self.shard(shards) + (self._gathered() if processes > 1 else 0)
+        return (
+            self.frozen_bytes
+            + self.weight_shard_bytes(shards)
+            + (self._gathered_bytes() if processes > 1 else 0)
+        )
 
-    def shard(self, shards: int) -> int:
+    def weight_shard_bytes(self, shards: int) -> int:
         """Of the weights that processes share."""
-        weights = self.weights("float32" if self._rounded else self.recipe.model.precision)
-        return (weights - self.frozen) // shards
+        weights = self.weight_bytes(
+            "float32" if self._gathers_16_bit else self.recipe.model.precision
+        )
+        return (weights - self.frozen_bytes) // shards
 
-    def _gathered(self) -> int:
+    def _gathered_bytes(self) -> int:
         """A block of the weights that processes share, the next one with ``prefetch``, or all with
         ``keep_gathered``.
         """
         fsdp = self.recipe.model.fsdp
         blocks = self.sizes.blocks
-        whole = 2 * self.sizes.parameters if self._rounded else self.shard(1)
+        whole = 2 * self.sizes.parameters if self._gathers_16_bit else self.weight_shard_bytes(1)
         return whole * (blocks if fsdp.keep_gathered else min(1 + fsdp.prefetch, blocks)) // blocks
 
     @property
-    def _rounded(self) -> bool:
+    def _gathers_16_bit(self) -> bool:
         """Whether full weights are gathered in 16 bits, so that autocast keeps no casts."""
         return self.recipe.model.fsdp.gather == "bfloat16" and self.recipe.policy.train == "full"
 
-    def merged(self, precision: Precision) -> int:
+    def merged_weight_bytes(self, precision: Precision) -> int:
         """The weights that stand in for the adapted ones while adapters are merged, to generate in
         a precision.
         """
@@ -276,19 +291,21 @@ class ProcessMemory:
         )
         return 4 * self.adapted if merges else 0
 
-    def copies(self, ctx: StageContext) -> int:
+    def policy_copy_bytes(self, ctx: StageContext) -> int:
         """Of the copies that the policy of a stage has."""
-        made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper)
-        teachers = len(ctx.teachers) + ctx.starts_as_teacher
-        further = len(ctx.following) + made_rollouts + bool(self.recipe.policy.ema) + teachers
+        made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper_parameters)
+        teachers = len(ctx.teacher_folders) + ctx.starts_as_teacher
+        further = (
+            len(ctx.following_copies) + made_rollouts + bool(self.recipe.policy.ema) + teachers
+        )
         return 4 * self.trained * (1 + further)
 
-    def encoding(self) -> Memory:
+    def encoding_memory(self) -> Memory:
         """The text encoders are loaded with the policy."""
         precision = self.recipe.model.precision
         sizes = self.sizes
         return Memory(
-            weights=self.weights("float32"),
+            weights=self.weight_bytes("float32"),
             copies=4 * self.trained,
             activations=ENCODED_AT_ONCE
             * inference_bytes(sizes.text_width, self.sample.text_tokens, precision),
@@ -297,7 +314,7 @@ class ProcessMemory:
             + (4 * sizes.vae if sizes.vae_encodes_prompts else 0),
         )
 
-    def evaluation(self) -> Memory:
+    def evaluation_memory(self) -> Memory:
         """All samples at once; the drift takes two velocities for each of its noise levels, of one
         sample of every prompt.
 
@@ -307,107 +324,126 @@ class ProcessMemory:
         samples = self.recipe.num_evaluated
         precision = self.recipe.model.precision
         rewards = [
-            self.recipe.of_branch(branch).rewards for branch in (None, *self.recipe.branches)
+            self.recipe.select_branch(branch).rewards for branch in (None, *self.recipe.branches)
         ]
         return Memory(
-            weights=self.weights(precision),
+            weights=self.weight_bytes(precision),
             copies=2 * 4 * self.trained,
-            activations=self._generating(samples, self.recipe.evaluation.micro_batch, precision)
-            + self.merged(precision),
-            samples=prompts * (self.prompt_bytes + self.latents * 2 * len(DRIFT_SIGMAS))
-            + samples * self.latents * 2,
-            others=max(map(_reward_bytes, rewards)) + _reward_bytes(self.recipe.guardrails),
+            activations=self._generation_bytes(
+                samples, self.recipe.evaluation.micro_batch, precision
+            )
+            + self.merged_weight_bytes(precision),
+            samples=prompts * (self.prompt_bytes + self.latent_bytes * 2 * len(DRIFT_SIGMAS))
+            + samples * self.latent_bytes * 2,
+            others=max(map(_reward_weight_bytes, rewards))
+            + _reward_weight_bytes(self.recipe.guardrails),
         )
 
-    def rollout(self, ctx: StageContext) -> Memory:
+    def rollout_memory(self, ctx: StageContext) -> Memory:
         """Of a shard: whole groups, as many as fit into ``micro_batch``, at a time."""
         config = ctx.config
         samples = max(1, config.micro_batch // config.group_size) * config.group_size
         swapped = 4 * self.trained if ctx.algorithm.generates != "current" else 0
-        copies = self.copies(ctx) + swapped
+        copies = self.policy_copy_bytes(ctx) + swapped
         offload = self.recipe.model.cpu_offload
         return Memory(
-            weights=self.weights(config.rollout_precision or self.recipe.model.precision),
+            weights=self.weight_bytes(config.rollout_precision or self.recipe.model.precision),
             copies=0 if offload else copies,
             offloaded=copies if offload else 0,
-            activations=self._rolling_out(ctx, samples),
-            samples=samples * (self.prompt_bytes + self.latents),
+            activations=self._rollout_activation_bytes(ctx, samples),
+            samples=samples * (self.prompt_bytes + self.latent_bytes),
         )
 
-    def online(self, ctx: StageContext) -> Memory:
+    def in_process_memory(self, ctx: StageContext) -> Memory:
         """Rollout, rewards and training take turns in one process; the samples of a step stay."""
-        alone = self.online_rank(ctx)
-        config = ctx.online
+        alone = self.online_rank_memory(ctx)
+        config = ctx.online_config
         samples = config.prompts_per_step * config.group_size
-        activations = max(self._rolling_out(ctx, samples), alone.activations) + self._reused(ctx)
-        return replace(alone, activations=activations, others=self.judging(ctx))
+        activations = max(
+            self._rollout_activation_bytes(ctx, samples), alone.activations
+        ) + self._reused_graph_bytes(ctx)
+        return replace(alone, activations=activations, others=self.reward_network_bytes(ctx))
 
-    def _reused(self, ctx: StageContext) -> int:
+    def _reused_graph_bytes(self, ctx: StageContext) -> int:
         """The graphs of the rollout's forward passes, until the update has gone back through
         them."""
-        config = ctx.online
+        config = ctx.online_config
         if not config.reuse_rollout_forward:
             return 0
         prompts = config.prompts_per_step * (1 + config.refill_rounds)
         requests = math.ceil(prompts / max(1, config.micro_batch // config.group_size))
-        passes = requests * math.ceil(config.group_size / config.micro_batch) * trained_steps(ctx)
+        passes = (
+            requests
+            * math.ceil(config.group_size / config.micro_batch)
+            * count_rows_per_sample(ctx)
+        )
         cast = self.recipe.policy.train == "full" and self.recipe.model.precision != "float32"
         casts = 2 * (self.sizes.parameters - self.sizes.unused) * passes * cast
         return (
-            prompts * config.group_size * trained_steps(ctx) * self._kept(ctx, recomputing=False)
+            prompts
+            * config.group_size
+            * count_rows_per_sample(ctx)
+            * self._saved_activation_bytes(ctx, recomputing=False)
             + casts
         )
 
-    def judging(self, ctx: StageContext) -> int:
+    def reward_network_bytes(self, ctx: StageContext) -> int:
         """The networks that an online stage scores with: guardrails are only loaded for a
         validation.
         """
-        return _reward_bytes(
-            [*ctx.own_recipe.rewards, *(self.recipe.guardrails if ctx.online.validation else ())]
+        return _reward_weight_bytes(
+            [
+                *ctx.branch_recipe.rewards,
+                *(self.recipe.guardrails if ctx.online_config.validation else ()),
+            ]
         )
 
-    def online_rank(self, ctx: StageContext) -> Memory:
+    def online_rank_memory(self, ctx: StageContext) -> Memory:
         """A process that only trains, on the samples of a step; one of several shards the model and
         gets its share of them.
         """
-        config = ctx.online
-        ranks = ctx.online.resources.training.count
+        config = ctx.online_config
+        ranks = ctx.online_config.resources.training.count
         share = math.ceil(
-            units_of(ctx)[0] / config.updates_per_step / ranks
+            count_selected_samples(ctx)[0] / config.updates_per_step / ranks
         )  # of the samples, in an update
-        recorded = 3 * trained_steps(ctx) if ctx.config.hyper.kind == "trajectory" else 0
+        recorded = (
+            3 * count_rows_per_sample(ctx)
+            if ctx.config.hyper_parameters.kind == "trajectory"
+            else 0
+        )
         samples = config.prompts_per_step * config.group_size
-        on_gradient = isinstance(ctx.config.hyper, GradientConfig)
+        on_gradient = isinstance(ctx.config.hyper_parameters, GradientConfig)
         return replace(
-            self._training_state(ctx, ranks, ranks),
-            activations=self._training(ctx),
-            others=_reward_bytes(ctx.own_recipe.rewards) if on_gradient else 0,
-            samples=samples * (self.prompt_bytes + self.latents * (1 + recorded))
-            + self._update(ctx, share),
+            self._training_state_memory(ctx, ranks, ranks),
+            activations=self._training_activation_bytes(ctx),
+            others=_reward_weight_bytes(ctx.branch_recipe.rewards) if on_gradient else 0,
+            samples=samples * (self.prompt_bytes + self.latent_bytes * (1 + recorded))
+            + self._update_bytes(ctx, share),
         )
 
-    def offline(
+    def offline_rank_memory(
         self, ctx: StageContext, processes: int, shards: int, context_parallel: int
     ) -> Memory:
-        samples = math.ceil(ctx.offline.batch_size * context_parallel / processes)
+        samples = math.ceil(ctx.offline_config.batch_size * context_parallel / processes)
         return replace(
-            self._training_state(ctx, processes, shards),
-            activations=math.ceil(self._training(ctx) / context_parallel),
-            samples=self._update(ctx, samples),
+            self._training_state_memory(ctx, processes, shards),
+            activations=math.ceil(self._training_activation_bytes(ctx) / context_parallel),
+            samples=self._update_bytes(ctx, samples),
         )
 
-    def _training_state(self, ctx: StageContext, processes: int, shards: int) -> Memory:
+    def _training_state_memory(self, ctx: StageContext, processes: int, shards: int) -> Memory:
         """Weights, optimiser and copies of one of several processes that train, and where they
         are."""
-        fake = isinstance(ctx.config.hyper, MatchingConfig)
+        fake = isinstance(ctx.config.hyper_parameters, MatchingConfig)
         swapped = (
             4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
         )
         state = Memory(
-            weights=self.sharded_weights(processes, shards),
-            optimizer=(4 * self.trained + (1 + fake) * self._moments(ctx)) // shards,
-            copies=(self.copies(ctx) + swapped) // shards,
-            loading=self.weights("float32") if processes > 1 else 0,
+            weights=self.sharded_weight_bytes(processes, shards),
+            optimizer=(4 * self.trained + (1 + fake) * self._moment_bytes(ctx)) // shards,
+            copies=(self.policy_copy_bytes(ctx) + swapped) // shards,
+            loading=self.weight_bytes("float32") if processes > 1 else 0,
         )
         if not self.recipe.model.cpu_offload:
             return state
@@ -419,31 +455,34 @@ class ProcessMemory:
                 copies=0,
                 offloaded=state.optimizer - gradients + state.copies,
             )
-        shard = self.shard(shards)
+        shard = self.weight_shard_bytes(shards)
         offloaded = shard + state.optimizer + state.copies
         return replace(
             state, weights=state.weights - shard, optimizer=0, copies=0, offloaded=offloaded
         )
 
-    def _moments(self, ctx: StageContext) -> int:
+    def _moment_bytes(self, ctx: StageContext) -> int:
         """Bytes of the state of one optimiser."""
         if ctx.config.optimizer.name == "adamw_8bit":
             return 2 * (self.trained + 4 * math.ceil(self.trained / BLOCK_OF_8BIT))
         return 8 * self.trained
 
-    def _update(self, ctx: StageContext, samples: int) -> int:
+    def _update_bytes(self, ctx: StageContext, samples: int) -> int:
         """Of an optimiser step: three latents and a prediction of every copy for each term, a
         student's steps, and prompts.
         """
-        predictions = len(compared_copies(ctx)) + ctx.config.reference.guided
+        predictions = len(list_compared_copies(ctx)) + ctx.config.reference.needs_guidance
         of_student = (
-            2 * ctx.config.sampler.steps + 2 if isinstance(ctx.config.hyper, MatchingConfig) else 0
+            2 * ctx.config.sampler.steps + 2
+            if isinstance(ctx.config.hyper_parameters, MatchingConfig)
+            else 0
         )
         return samples * (
-            self.prompt_bytes + trained_steps(ctx) * self.latents * (3 + predictions + of_student)
+            self.prompt_bytes
+            + count_rows_per_sample(ctx) * self.latent_bytes * (3 + predictions + of_student)
         )
 
-    def _rolling_out(self, ctx: StageContext, samples: int) -> int:
+    def _rollout_activation_bytes(self, ctx: StageContext, samples: int) -> int:
         """Our engine merges adapters for samples without a trajectory: those of final latents, and
         of a validation.
         """
@@ -452,11 +491,16 @@ class ProcessMemory:
         merges = config.engine == "diffusers" and (
             config.kind != "online" or not config.window or bool(config.validation)
         )
-        return self._generating(
-            samples, config.micro_batch, precision, self.merged(precision) if merges else 0
+        return self._generation_bytes(
+            samples,
+            config.micro_batch,
+            precision,
+            self.merged_weight_bytes(precision) if merges else 0,
         )
 
-    def _generating(self, samples: int, at_once: int, precision: Precision, merged: int = 0) -> int:
+    def _generation_bytes(
+        self, samples: int, at_once: int, precision: Precision, merged: int = 0
+    ) -> int:
         """The network's with ``merged`` bytes of weights, or the VAE's after it."""
         network = merged + min(samples, at_once) * inference_bytes(
             self.sizes.width, self.sample.tokens, precision
@@ -468,26 +512,27 @@ class ProcessMemory:
             network, 4 * self.sizes.vae + self.sizes.decoding * decoded if self.sizes.vae else 0
         )
 
-    def _training(self, ctx: StageContext) -> int:
+    def _training_activation_bytes(self, ctx: StageContext) -> int:
         """Of one forward and backward pass; on the gradient of the reward, of what decodes and
         scores the images, too.
         """
-        hyper = ctx.config.hyper
-        rows = max(ctx.config.micro_batch, units_of(ctx)[1])
-        network = rows * self._kept(ctx)
+        hyper = ctx.config.hyper_parameters
+        rows = max(ctx.config.micro_batch, count_selected_samples(ctx)[1])
+        network = rows * self._saved_activation_bytes(ctx)
         if not isinstance(hyper, GradientConfig) or all(
-            reward.reads_latents for reward in ctx.own_recipe.rewards
+            reward.reads_latents for reward in ctx.branch_recipe.rewards
         ):
             return network
         images = rows * (
-            self.sizes.decoding_with_gradient * self.sample.pixels + self._scoring(ctx)
+            self.sizes.decoding_with_gradient * self.sample.pixels
+            + self._scoring_activation_bytes(ctx)
         )
         # Several steps are repeated in the backward pass, when nothing of the images is left.
         return 4 * self.sizes.vae + (
             max(network, images) if hyper.steps_with_gradient > 1 else network + images
         )
 
-    def _kept(self, ctx: StageContext, recomputing: bool = True) -> int:
+    def _saved_activation_bytes(self, ctx: StageContext, recomputing: bool = True) -> int:
         """Of one row, for its backward pass; ``recomputing``: with the block whose activations are
         there again.
         """
@@ -498,14 +543,14 @@ class ProcessMemory:
         kept = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every)
         if checkpointing and not recomputing:
             kept -= block_bytes(self.sizes.width, tokens, model.precision)
-        return kept * passes_of(ctx, self.sample)
+        return kept * count_passes_per_term(ctx, self.sample)
 
-    def _scoring(self, ctx: StageContext) -> int:
+    def _scoring_activation_bytes(self, ctx: StageContext) -> int:
         """What the reward networks keep of an image, or of the scored frames of a video, for the
         backward pass.
         """
-        frames = len(scored_frames(self.recipe.model.frames))
-        return frames * sum(map(scoring_bytes, ctx.own_recipe.rewards))
+        frames = len(select_scored_frames(self.recipe.model.frames))
+        return frames * sum(map(scoring_bytes, ctx.branch_recipe.rewards))
 
 
 def scoring_bytes(reward: RewardConfig) -> int:
@@ -515,15 +560,16 @@ def scoring_bytes(reward: RewardConfig) -> int:
     of_blocks = (
         blocks * width * tokens for blocks, width, tokens in REWARD_BLOCKS.get(reward.name, ())
     )
-    return BLOCK_BYTES * sum(of_blocks) * _reward_precision(reward) // 2
+    return BLOCK_BYTES * sum(of_blocks) * _bytes_per_reward_number(reward) // 2
 
 
-def _reward_bytes(rewards: Iterable[RewardConfig]) -> int:
+def _reward_weight_bytes(rewards: Iterable[RewardConfig]) -> int:
     return sum(
-        REWARD_PARAMETERS.get(reward.name, 0) * _reward_precision(reward) for reward in rewards
+        REWARD_PARAMETERS.get(reward.name, 0) * _bytes_per_reward_number(reward)
+        for reward in rewards
     )
 
 
-def _reward_precision(reward: RewardConfig) -> int:
+def _bytes_per_reward_number(reward: RewardConfig) -> int:
     """Bytes of a number."""
     return BYTES[getattr(reward, "precision", "float32")]

@@ -1,9 +1,9 @@
 """How to divide GPUs between training, rollouts and rewards of an online stage, in each mode, and
 where that stops scaling.
 
-The seconds of each task come from what a GPU sustains (``task_times_of``) or from the timeline of a
-run (``measured_times``); a simulation of the stage's loop (``ebbflow.estimate.schedule``) says what
-a step then takes. What more workers change:
+The seconds of each task come from what a GPU sustains (``estimate_task_times``) or from the
+timeline of a run (``read_task_times``); a simulation of the stage's loop
+(``ebbflow.estimate.schedule``) says what a step then takes. What more workers change:
 
 - training: the sample groups of an update are dealt out whole, so that of g groups n ranks take
   ceil(g / n) / g of the time of one, and more ranks than groups gain nothing. On several nodes,
@@ -24,10 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ebbflow.estimate.hours import TERA, forward_operations, training_passes
+from ebbflow.estimate.hours import TERA, count_forward_operations, training_pass_cost
 from ebbflow.estimate.run import Estimate
-from ebbflow.estimate.schedule import Schedule, Stage, TaskSeconds, simulate
-from ebbflow.estimate.work import BYTES, trained_steps, units_of
+from ebbflow.estimate.schedule import Schedule, Stage, TaskSeconds, simulate_stage
+from ebbflow.estimate.work import BYTES, count_rows_per_sample, count_selected_samples
 from ebbflow.recipe.online import Mode
 from ebbflow.stage import StageContext
 
@@ -68,7 +68,7 @@ class Split(NamedTuple):
     reward: int
 
     @property
-    def gpus(self) -> int:
+    def num_gpus(self) -> int:
         return sum(self)
 
 
@@ -101,18 +101,20 @@ class OnlineWork:
     gathered: int
     pushed: int
 
-    def share(self, ranks: int) -> float:
+    def training_share(self, ranks: int) -> float:
         """Of the training that each of some ranks does."""
         return math.ceil(self.groups / ranks) / self.groups if ranks <= self.groups else 1.0
 
     def steps_ahead(self, mode: Mode) -> int:
         staleness = (
-            self.ctx.online.staleness if self.ctx.online.mode == "async" else ASYNC_STALENESS
+            self.ctx.online_config.staleness
+            if self.ctx.online_config.mode == "async"
+            else ASYNC_STALENESS
         )
         return {"sync": 0, "one_step_off": 1, "async": staleness}[mode]
 
 
-def online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
+def build_online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
     """The work of a step of an online stage.
 
     Raises:
@@ -122,11 +124,12 @@ def online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
     recipe = made.recipe
     if config.kind != "online":
         raise PlanError(
-            f"{ctx.label} is no online stage; offline stages scale with shards and train_nodes"
+            f"{ctx.stage_label} is no online stage; offline stages scale with shards and"
+            " train_nodes"
         )
-    kept, together = units_of(ctx)
-    rows = kept * trained_steps(ctx)
-    groups = rows if config.hyper.kind == "trajectory" else kept // together
+    kept, together = count_selected_samples(ctx)
+    rows = kept * count_rows_per_sample(ctx)
+    groups = rows if config.hyper_parameters.kind == "trajectory" else kept // together
     precision = BYTES[recipe.model.precision] if recipe.policy.train == "lora" else 4
     return OnlineWork(
         ctx=ctx,
@@ -141,20 +144,22 @@ def online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
     )
 
 
-def task_times_of(made: Estimate, work: OnlineWork, tflops: float, network: float) -> TaskTimes:
+def estimate_task_times(
+    made: Estimate, work: OnlineWork, tflops: float, network: float
+) -> TaskTimes:
     """From the operations of the network; text encoders, VAE and rewards are not counted.
 
     Args:
         tflops: 10^12 operations in a second that a GPU sustains.
         network: 10^9 bytes in a second of each node.
     """
-    done = made.work[work.ctx.label]
-    steps = work.ctx.online.steps
-    forward = forward_operations(made.sizes, made.sample) / TERA / tflops
+    done = made.work[work.ctx.stage_label]
+    steps = work.ctx.online_config.steps
+    forward = count_forward_operations(made.sizes, made.sample) / TERA / tflops
     return TaskTimes(
         rollout=done.denoising * forward / steps / work.requests,
         scoring=0.0,
-        training=(done.training * training_passes(made.recipe.model) + done.comparing)
+        training=(done.training * training_pass_cost(made.recipe.model) + done.comparing)
         * forward
         / steps,
         between=work.pushed / network / GIGA,
@@ -162,7 +167,7 @@ def task_times_of(made: Estimate, work: OnlineWork, tflops: float, network: floa
     )
 
 
-def measured_times(work: OnlineWork, timeline: Path, network: float) -> TaskTimes:
+def read_task_times(work: OnlineWork, timeline: Path, network: float) -> TaskTimes:
     """From ``timeline.json`` of a run of the same stage, whatever its mode and its workers:
     medians, but for the first two steps.
 
@@ -175,7 +180,7 @@ def measured_times(work: OnlineWork, timeline: Path, network: float) -> TaskTime
         read = json.loads(timeline.read_bytes())
         steps = read["steps"][2:]
         spans = [span for span in read["spans"] if span["step"] >= 2]
-        times = _medians(work, steps, spans)
+        times = _median_task_times(work, steps, spans)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{timeline} is no timeline of a stage with four steps ({type(error).__name__}:"
@@ -184,25 +189,26 @@ def measured_times(work: OnlineWork, timeline: Path, network: float) -> TaskTime
     return TaskTimes(**times, network=network * GIGA)
 
 
-def _medians(
+def _median_task_times(
     work: OnlineWork, steps: list[Mapping[str, float]], spans: list[Mapping[str, Any]]
 ) -> dict[str, float]:
-    def seconds(task: str) -> list[float]:
+    def median_seconds(task: str) -> list[float]:
         return [span["end"] - span["start"] for span in spans if span["task"] == task]
 
     ranks = 1 + max(span["worker"] for span in spans if span["task"] == "training")
     idle = [
-        step["end"] - step["start"] - _busy(step["start"], step["end"], spans) for step in steps[1:]
+        step["end"] - step["start"] - _busy_seconds(step["start"], step["end"], spans)
+        for step in steps[1:]
     ]
     return {
-        "rollout": median(seconds("rollout")),
-        "scoring": median(seconds("scoring")),
-        "training": median(seconds("training")) / work.share(ranks),
+        "rollout": median(median_seconds("rollout")),
+        "scoring": median(median_seconds("scoring")),
+        "training": median(median_seconds("training")) / work.training_share(ranks),
         "between": median(idle),
     }
 
 
-def _busy(start: float, end: float, spans: list[Mapping[str, Any]]) -> float:
+def _busy_seconds(start: float, end: float, spans: list[Mapping[str, Any]]) -> float:
     """Seconds of a time in which some worker is busy."""
     found = 0.0
     reached = start
@@ -213,12 +219,12 @@ def _busy(start: float, end: float, spans: list[Mapping[str, Any]]) -> float:
     return found
 
 
-def seconds_of(work: OnlineWork, times: TaskTimes, split: Split) -> TaskSeconds:
+def seconds_with_split(work: OnlineWork, times: TaskTimes, split: Split) -> TaskSeconds:
     """The seconds of each task with so many workers."""
     nodes, rollout_nodes = (
         math.ceil(count / GPUS_PER_NODE) for count in (split.training, split.rollout)
     )
-    share = work.share(split.training)
+    share = work.training_share(split.training)
     gathered = 2 * math.ceil(work.passes * share) * work.gathered * (nodes - 1) / nodes
     return TaskSeconds(
         rollout=times.rollout,
@@ -229,7 +235,7 @@ def seconds_of(work: OnlineWork, times: TaskTimes, split: Split) -> TaskSeconds:
     )
 
 
-def best_plan(work: OnlineWork, times: TaskTimes, mode: Mode, gpus: int) -> Plan:
+def find_best_plan(work: OnlineWork, times: TaskTimes, mode: Mode, gpus: int) -> Plan:
     """The split with which a step is shortest; of several, one that needs fewer GPUs.
 
     Raises:
@@ -238,35 +244,45 @@ def best_plan(work: OnlineWork, times: TaskTimes, mode: Mode, gpus: int) -> Plan
     ahead = work.steps_ahead(mode)
     if not (
         splits := sorted(
-            _splits(work, times, ahead, gpus),
-            key=lambda split: _at_least(work, times, ahead, split),
+            _iterate_splits(work, times, ahead, gpus),
+            key=lambda split: _shortest_possible_step(work, times, ahead, split),
         )
     ):
         raise PlanError(f"{gpus} GPUs are fewer than the roles that need one; give more")
     best: Plan | None = None
     for split in splits:
-        if best and _at_least(work, times, ahead, split) >= best.schedule.step:
+        if best and _shortest_possible_step(work, times, ahead, split) >= best.schedule.step:
             break
-        seconds = seconds_of(work, times, split)
+        seconds = seconds_with_split(work, times, split)
         plan = Plan(
             mode,
             split,
-            simulate(_stage(work, mode), seconds, split.rollout, split.reward or work.requests),
+            simulate_stage(
+                _build_simulated_stage(work, mode),
+                seconds,
+                split.rollout,
+                split.reward or work.requests,
+            ),
         )
-        if best is None or (plan.schedule.step, split.gpus) < (best.schedule.step, best.split.gpus):
+        if best is None or (plan.schedule.step, split.num_gpus) < (
+            best.schedule.step,
+            best.split.num_gpus,
+        ):
             best = plan
     assert best
     return best
 
 
-def _splits(work: OnlineWork, times: TaskTimes, ahead: int, gpus: int) -> Iterator[Split]:
+def _iterate_splits(work: OnlineWork, times: TaskTimes, ahead: int, gpus: int) -> Iterator[Split]:
     """Every number of training ranks, in steps of an eighth once they are many, and the others as
     their tasks take long.
     """
-    on_gpus = work.ctx.online.resources.reward.gpus > 0 and times.scoring > 0
+    on_gpus = work.ctx.online_config.resources.reward.gpus > 0 and times.scoring > 0
     useful = work.requests * (ahead + 1)
     ranks = 1
-    while ranks <= (min(work.groups, gpus - 1) if work.ctx.config.optimizer.divisible else 1):
+    while ranks <= (
+        min(work.groups, gpus - 1) if work.ctx.config.optimizer.has_divisible_state else 1
+    ):
         rest = gpus - ranks
         ideal = rest * times.scoring / (times.scoring + times.rollout) if on_gpus else 0
         for rewards in {max(1, math.floor(ideal)), math.ceil(ideal)} if on_gpus else {0}:
@@ -275,9 +291,9 @@ def _splits(work: OnlineWork, times: TaskTimes, ahead: int, gpus: int) -> Iterat
         ranks += max(1, ranks // GPUS_PER_NODE)
 
 
-def _at_least(work: OnlineWork, times: TaskTimes, ahead: int, split: Split) -> float:
+def _shortest_possible_step(work: OnlineWork, times: TaskTimes, ahead: int, split: Split) -> float:
     """Seconds that no schedule of a split can be shorter than."""
-    seconds = seconds_of(work, times, split)
+    seconds = seconds_with_split(work, times, split)
     rollouts = seconds.rollout * (
         work.requests / split.rollout if ahead else math.ceil(work.requests / split.rollout)
     )
@@ -286,12 +302,12 @@ def _at_least(work: OnlineWork, times: TaskTimes, ahead: int, split: Split) -> f
     return max(rollouts, scoring, training) if ahead else rollouts + training
 
 
-def sizes_up_to(gpus: int) -> list[int]:
+def list_gpu_counts(gpus: int) -> list[int]:
     """Numbers of GPUs to plan for: powers of two, and the last."""
     return [*(2**power for power in range(2, gpus.bit_length()) if 2**power < gpus), gpus]
 
 
-def scales_to(plans: Mapping[int, Plan]) -> int:
+def find_scaling_limit(plans: Mapping[int, Plan]) -> int:
     """The number of GPUs above which a doubling is not worth it (``WORTH``); plans of one mode, by
     GPUs.
     """
@@ -303,31 +319,31 @@ def scales_to(plans: Mapping[int, Plan]) -> int:
     return sizes[-1]
 
 
-def why_not_further(work: OnlineWork, times: TaskTimes, plan: Plan) -> str:
+def explain_scaling_limit(work: OnlineWork, times: TaskTimes, plan: Plan) -> str:
     """What keeps a step from being shorter, in words: whichever of training and rollouts would gain
     more at half the time.
     """
-    seconds = seconds_of(work, times, plan.split)
+    seconds = seconds_with_split(work, times, plan.split)
     split = plan.split
-    stage = _stage(work, plan.mode)
+    stage = _build_simulated_stage(work, plan.mode)
 
-    def step(**shorter: float) -> float:
-        return simulate(
+    def shortened_step(**shorter: float) -> float:
+        return simulate_stage(
             stage, replace(seconds, **shorter), split.rollout, split.reward or work.requests
         ).step
 
-    if step(training=seconds.training / 2) >= step(
+    if shortened_step(training=seconds.training / 2) >= shortened_step(
         rollout=seconds.rollout / 2, scoring=seconds.scoring / 2
     ):
         return (
             f"a step has {work.requests:,} requests, and one worker generates each: raise"
             " prompts_per_step, or lower micro_batch"
         )
-    if not work.ctx.config.optimizer.divisible:
+    if not work.ctx.config.optimizer.has_divisible_state:
         return (
             f"optimizer.name = {work.ctx.config.optimizer.name!r} trains in one process: take adamw"
         )
-    if seconds.training > times.training * work.share(split.training):
+    if seconds.training > times.training * work.training_share(split.training):
         return (
             "training waits for the network, over which it gathers all weights in every pass: raise"
             " micro_batch"
@@ -338,5 +354,5 @@ def why_not_further(work: OnlineWork, times: TaskTimes, plan: Plan) -> str:
     )
 
 
-def _stage(work: OnlineWork, mode: Mode) -> Stage:
+def _build_simulated_stage(work: OnlineWork, mode: Mode) -> Stage:
     return Stage(work.requests, work.steps_ahead(mode), newest=mode == "async")

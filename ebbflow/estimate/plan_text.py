@@ -12,16 +12,16 @@ from ebbflow.estimate.plan import (
     Plan,
     PlanError,
     TaskTimes,
-    best_plan,
-    measured_times,
-    online_work,
-    scales_to,
-    sizes_up_to,
-    task_times_of,
-    why_not_further,
+    build_online_work,
+    estimate_task_times,
+    explain_scaling_limit,
+    find_best_plan,
+    find_scaling_limit,
+    list_gpu_counts,
+    read_task_times,
 )
 from ebbflow.estimate.run import Estimate
-from ebbflow.estimate.text import table
+from ebbflow.estimate.text import format_table
 from ebbflow.recipe.online import Mode
 from ebbflow.stage import StageContext
 
@@ -36,7 +36,7 @@ def describe_plans(
 
     Raises:
         PlanError: there is no online stage, neither or both of ``tflops`` and ``timeline`` are
-            given, or as ``best_plan``.
+            given, or as ``find_best_plan``.
     """
     if bool(tflops) == bool(timeline):
         raise PlanError("say how long tasks take, by either --tflops or --timeline")
@@ -52,11 +52,11 @@ def describe_plans(
         )
     texts = []
     for ctx in contexts[: 1 if timeline else None]:
-        work = online_work(made, ctx)
+        work = build_online_work(made, ctx)
         times = (
-            measured_times(work, timeline, network)
+            read_task_times(work, timeline, network)
             if timeline
-            else task_times_of(made, work, tflops or 0, network)
+            else estimate_task_times(made, work, tflops or 0, network)
         )
         texts.append(describe_plan(work, times, gpus))
     return "\n\n".join(texts)
@@ -68,15 +68,17 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
     Raises:
         PlanError: there are fewer GPUs than roles that need one.
     """
-    smallest = 3 if work.ctx.online.resources.reward.gpus and times.scoring else 2
-    sizes = [size for size in sizes_up_to(gpus) if size >= smallest] or [gpus]
-    plans = {size: {mode: best_plan(work, times, mode, size) for mode in MODES} for size in sizes}
+    smallest = 3 if work.ctx.online_config.resources.reward.gpus and times.scoring else 2
+    sizes = [size for size in list_gpu_counts(gpus) if size >= smallest] or [gpus]
+    plans = {
+        size: {mode: find_best_plan(work, times, mode, size) for mode in MODES} for size in sizes
+    }
     best = min(plans[gpus].values(), key=lambda plan: plan.schedule.step)
     lines = [
         (
-            f"{work.ctx.label} {work.ctx.config.algorithm_name}: {work.samples:,} samples a step in"
-            f" {work.requests:,} requests, {work.groups:,} groups for the ranks in each of"
-            f" {work.ctx.online.updates_per_step} updates"
+            f"{work.ctx.stage_label} {work.ctx.config.algorithm_name}: {work.samples:,} samples a"
+            f" step in {work.requests:,} requests, {work.groups:,} groups for the ranks in each of"
+            f" {work.ctx.online_config.updates_per_step} updates"
         ),
         (
             f"  seconds of one worker: a request {times.rollout:.3g}, its rewards"
@@ -85,7 +87,7 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
         ),
         "",
         f"the best split of {gpus:,} GPUs in each mode",
-        *table(
+        *format_table(
             [
                 "",
                 "training",
@@ -99,21 +101,24 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
                 "push GB",
                 "GPU-hours",
             ],
-            [_row(work, plan, gpus) for plan in plans[gpus].values()],
+            [_format_plan_row(work, plan, gpus) for plan in plans[gpus].values()],
         ),
         (
             "  Busy: the share of the time in which the workers of a role work. Push: to all"
             " rollout nodes, in a step."
         ),
-        *_about_rewards(work, times, best),
+        *_describe_reward_workers(work, times, best),
         "",
         "seconds of a step with fewer GPUs, and how much of them is used, against the fewest",
-        *table(
+        *format_table(
             ["GPUs", *(f"{mode} {what}" for mode in MODES for what in ("s", "efficiency"))],
-            [[f"{size:,}", *_efficiency(plans, size, sizes[0])] for size in sizes],
+            [[f"{size:,}", *_format_efficiency(plans, size, sizes[0])] for size in sizes],
         ),
         "",
-        *(_end(work, times, mode, {size: plans[size][mode] for size in sizes}) for mode in MODES),
+        *(
+            _describe_scaling_limit(work, times, mode, {size: plans[size][mode] for size in sizes})
+            for mode in MODES
+        ),
     ]
     return "\n".join(lines)
 
@@ -121,14 +126,14 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
 _BUSY = ("training busy", "rollout busy", "reward busy")
 
 
-def _row(work: OnlineWork, plan: Plan, gpus: int) -> list[str]:
+def _format_plan_row(work: OnlineWork, plan: Plan, gpus: int) -> list[str]:
     split = plan.split
     schedule = plan.schedule
     nodes = math.ceil(split.rollout / GPUS_PER_NODE)
-    hours = schedule.step * work.ctx.online.steps / 3600
+    hours = schedule.step * work.ctx.online_config.steps / 3600
     return [
         f"{plan.mode} ({work.steps_ahead(plan.mode)} ahead)",
-        *(f"{count:,}" for count in (*split, gpus - split.gpus)),
+        *(f"{count:,}" for count in (*split, gpus - split.num_gpus)),
         f"{schedule.step:.3g}",
         f"{work.samples / schedule.step:.3g}",
         *(f"{share:.0%}" for share in (schedule.training, schedule.rollout)),
@@ -139,7 +144,7 @@ def _row(work: OnlineWork, plan: Plan, gpus: int) -> list[str]:
     ]
 
 
-def _about_rewards(work: OnlineWork, times: TaskTimes, best: Plan) -> list[str]:
+def _describe_reward_workers(work: OnlineWork, times: TaskTimes, best: Plan) -> list[str]:
     if not times.scoring:
         return ["  Rewards are not counted: only a timeline says how long they take."]
     if best.split.reward:
@@ -151,7 +156,7 @@ def _about_rewards(work: OnlineWork, times: TaskTimes, best: Plan) -> list[str]:
     ]
 
 
-def _efficiency(plans: dict[int, dict[Mode, Plan]], size: int, smallest: int) -> list[str]:
+def _format_efficiency(plans: dict[int, dict[Mode, Plan]], size: int, smallest: int) -> list[str]:
     cells = []
     for mode in MODES:
         step = plans[size][mode].schedule.step
@@ -160,9 +165,13 @@ def _efficiency(plans: dict[int, dict[Mode, Plan]], size: int, smallest: int) ->
     return cells
 
 
-def _end(work: OnlineWork, times: TaskTimes, mode: Mode, plans: dict[int, Plan]) -> str:
-    last = scales_to(plans)
+def _describe_scaling_limit(
+    work: OnlineWork, times: TaskTimes, mode: Mode, plans: dict[int, Plan]
+) -> str:
+    last = find_scaling_limit(plans)
     if last == max(plans):
         return f"{mode} scales to all {last:,} GPUs"
     after = min(size for size in plans if size > last)
-    return f"{mode} scales to about {last:,} GPUs: {why_not_further(work, times, plans[after])}"
+    return (
+        f"{mode} scales to about {last:,} GPUs: {explain_scaling_limit(work, times, plans[after])}"
+    )

@@ -8,15 +8,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from ebbflow.data.model_sizes import Sample, Shape, Sizes, adapted_layers, lora_parameters
-from ebbflow.estimate.memory import Memory, ProcessMemory, stage_memory
-from ebbflow.estimate.work import BYTES, PNG_BYTES_PER_PIXEL, Work, work_of
+from ebbflow.data.model_sizes import (
+    ModelSizes,
+    SampleSize,
+    Shape,
+    count_lora_parameters,
+    select_adapted_layers,
+)
+from ebbflow.estimate.memory import Memory, ProcessMemory, estimate_stage_memory
+from ebbflow.estimate.work import BYTES, PNG_BYTES_PER_PIXEL, Work, estimate_work
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.stage import StageContext
 
-Measure = Callable[[ModelConfig], tuple[Sizes, Sample]]
+Measure = Callable[[ModelConfig], tuple[ModelSizes, SampleSize]]
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,9 @@ class Estimate:
     """
 
     recipe: Recipe
-    sizes: Sizes
-    sample: Sample
-    evaluated: Sample
+    sizes: ModelSizes
+    sample: SampleSize
+    evaluated: SampleSize
     trained: int
     processes: int
     memory: dict[str, Memory]
@@ -57,7 +63,7 @@ class Estimate:
     context_parallel: int = 1
 
 
-def estimate(
+def estimate_recipe(
     recipe: Recipe,
     processes: int = 2,
     nodes: int = 1,
@@ -74,18 +80,20 @@ def estimate(
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: an offline stage trains with at least one")
-    from ebbflow.models.sizes import measure  # imports torch
+    from ebbflow.models.sizes import measure_model  # imports torch
 
-    sizes, sample, evaluated = measured_sizes(recipe, measure)
-    return estimate_of(recipe, processes, sizes, sample, nodes, hybrid, context_parallel, evaluated)
+    sizes, sample, evaluated = measure_sizes(recipe, measure_model)
+    return estimate_from_sizes(
+        recipe, processes, sizes, sample, nodes, hybrid, context_parallel, evaluated
+    )
 
 
-def measured_sizes(recipe: Recipe, measure: Measure) -> tuple[Sizes, Sample, Sample]:
+def measure_sizes(recipe: Recipe, measure: Measure) -> tuple[ModelSizes, SampleSize, SampleSize]:
     """The sizes of the base model, a sample of the largest rollouts, and a sample of an evaluation;
-    by ``models.sizes.measure``.
+    by ``models.sizes.measure_model``.
 
     Raises:
-        SizeError, ModelError: as ``estimate``.
+        SizeError, ModelError: as ``estimate_recipe``.
     """
     drawn = recipe.evaluation.evaluated_model(recipe.model)
     found = [measure(model) for model in recipe.rollout_models]
@@ -94,15 +102,15 @@ def measured_sizes(recipe: Recipe, measure: Measure) -> tuple[Sizes, Sample, Sam
     return sizes, sample, evaluated
 
 
-def estimate_of(
+def estimate_from_sizes(
     recipe: Recipe,
     processes: int,
-    sizes: Sizes,
-    sample: Sample,
+    sizes: ModelSizes,
+    sample: SampleSize,
     nodes: int = 1,
     hybrid: bool = False,
     context_parallel: int = 1,
-    evaluated: Sample | None = None,
+    evaluated: SampleSize | None = None,
 ) -> Estimate:
     """What a recipe needs of a model of these sizes.
 
@@ -113,14 +121,14 @@ def estimate_of(
         SizeError: no layer is called as ``policy.targets`` says.
     """
     evaluated = evaluated or sample
-    trained = trained_parameters(recipe, sizes)
-    of = ProcessMemory(recipe, sizes, sample, trained, adapted_weights(recipe, sizes))
+    trained = count_trained_parameters(recipe, sizes)
+    of = ProcessMemory(recipe, sizes, sample, trained, count_adapted_weights(recipe, sizes))
     contexts = [
         StageContext(recipe, 0, index)
         for index, stage in enumerate(recipe.stages)
         if stage.kind != "custom"
     ]
-    work = {ctx.label: work_of(ctx, sizes, sample, trained) for ctx in contexts}
+    work = {ctx.stage_label: estimate_work(ctx, sizes, sample, trained) for ctx in contexts}
     judged = recipe.num_evaluated
     compared = recipe.prompts.validation + recipe.prompts.held_out
     # Of the base model, the champion, and after every stage; of a branch also before its first one.
@@ -133,10 +141,10 @@ def estimate_of(
         trained=trained,
         processes=processes,
         memory={
-            "text encoding": of.encoding(),
-            "evaluation": replace(of, sample=evaluated).evaluation(),
+            "text encoding": of.encoding_memory(),
+            "evaluation": replace(of, sample=evaluated).evaluation_memory(),
         }
-        | stage_memory(
+        | estimate_stage_memory(
             of, contexts, processes * nodes, processes if hybrid else None, context_parallel
         ),
         work=work,
@@ -157,16 +165,16 @@ def estimate_of(
     )
 
 
-def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
+def count_trained_parameters(recipe: Recipe, sizes: ModelSizes) -> int:
     """Parameters that the recipe trains; of some layers alone, those of the linear ones.
 
     Raises:
         SizeError: no layer is called as ``policy.targets`` says.
     """
     policy = recipe.policy
-    linears = _chosen_layers(recipe, sizes)
+    linears = _find_trained_layers(recipe, sizes)
     if policy.train == "lora":
-        return lora_parameters(
+        return count_lora_parameters(
             linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora
         )
     if policy.layers is None:
@@ -174,7 +182,7 @@ def trained_parameters(recipe: Recipe, sizes: Sizes) -> int:
     return sum(inputs * outputs + outputs for inputs, outputs in linears.values())
 
 
-def adapted_weights(recipe: Recipe, sizes: Sizes) -> int:
+def count_adapted_weights(recipe: Recipe, sizes: ModelSizes) -> int:
     """Elements of the weights that the recipe's LoRA adapts; none in full training.
 
     Raises:
@@ -182,13 +190,13 @@ def adapted_weights(recipe: Recipe, sizes: Sizes) -> int:
     """
     if recipe.policy.train == "full":
         return 0
-    adapted = adapted_layers(
-        _chosen_layers(recipe, sizes), recipe.policy.targets or sizes.lora_targets
+    adapted = select_adapted_layers(
+        _find_trained_layers(recipe, sizes), recipe.policy.targets or sizes.lora_targets
     )
     return sum(inputs * outputs for inputs, outputs in adapted)
 
 
-def _chosen_layers(recipe: Recipe, sizes: Sizes) -> Mapping[str, Shape]:
+def _find_trained_layers(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, Shape]:
     """The linear layers, or those of them that ``policy.layers`` names."""
     if (layers := recipe.policy.layers) is None:
         return sizes.linears

@@ -75,7 +75,7 @@ class Schedule(NamedTuple):
     staleness: float
 
 
-def simulate(
+def simulate_stage(
     stage: Stage, seconds: TaskSeconds, rollout_workers: int, reward_workers: int
 ) -> Schedule:
     """Run some steps of a stage.
@@ -91,7 +91,7 @@ def simulate(
             f"{stage} with {rollout_workers} rollout and {reward_workers} reward workers takes no"
             f" time: {seconds}"
         )
-    return _Simulation(stage, seconds, rollout_workers, reward_workers).run()
+    return _Simulation(stage, seconds, rollout_workers, reward_workers).run_steps()
 
 
 @dataclass
@@ -129,11 +129,11 @@ class _Simulation:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.number = count()
 
-    def run(self) -> Schedule:
+    def run_steps(self) -> Schedule:
         self._start_rollouts()
         while self.version < self.num_steps:
-            self._dispatch()
-            self._train()
+            self._dispatch_requests()
+            self._start_training()
             self.now, _, happens = heapq.heappop(self.events)
             happens()
         first = self.ends[-MEASURED - 1]
@@ -157,11 +157,11 @@ class _Simulation:
             self.rollout.queue.extend([(self.next_step, self.version)] * self.stage.requests)
             self.next_step += 1
 
-    def _dispatch(self) -> None:
+    def _dispatch_requests(self) -> None:
         """Give waiting requests to idle workers."""
         while self.rollout.queue and self.rollout.idle:
             step, version = self.rollout.queue.popleft()
-            self._generate(
+            self._start_generation(
                 self.rollout.idle.pop(), step, self.version if self.stage.newest else version
             )
         while self.reward.queue and self.reward.idle:
@@ -169,9 +169,9 @@ class _Simulation:
             self.reward.idle.pop()
             self._scoring += 1
             self.reward.busy += self.seconds.scoring
-            self._after(self.seconds.scoring, lambda step=step: self._scored(step))  # type: ignore[misc]
+            self._schedule_event(self.seconds.scoring, lambda step=step: self._finish_scoring(step))  # type: ignore[misc]
 
-    def _generate(self, worker: int, step: int, version: int) -> None:
+    def _start_generation(self, worker: int, step: int, version: int) -> None:
         taken = self.seconds.rollout + (
             self.seconds.receive if self.versions[worker] != version else 0.0
         )
@@ -179,18 +179,18 @@ class _Simulation:
         self.rollout.busy += taken
         self.made_with[step].append(version)
 
-        def generated() -> None:
+        def finish_generation() -> None:
             self.rollout.idle.append(worker)
             self.reward.queue.append((step, version))
 
-        self._after(taken, generated)
+        self._schedule_event(taken, finish_generation)
 
-    def _scored(self, step: int) -> None:
+    def _finish_scoring(self, step: int) -> None:
         self.reward.idle.append(0)
         self._scoring -= 1
         self.left[step] -= 1
 
-    def _train(self) -> None:
+    def _start_training(self) -> None:
         """Train on the first step whose requests are all there."""
         done = next((step for step, left in self.left.items() if not left), None)
         if self.trains or done is None:
@@ -198,13 +198,13 @@ class _Simulation:
         self.trains = True
         del self.left[done]
         self.ages.append(self.version - fmean(self.made_with.pop(done)))
-        self._after(self.seconds.training + self.seconds.between, self._trained)
+        self._schedule_event(self.seconds.training + self.seconds.between, self._finish_training)
 
-    def _trained(self) -> None:
+    def _finish_training(self) -> None:
         self.trains = False
         self.version += 1
         self.ends.append((self.now, self.rollout.busy, self.reward.busy))
         self._start_rollouts()
 
-    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
+    def _schedule_event(self, seconds: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.number), happens))

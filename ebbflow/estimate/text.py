@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ebbflow.estimate.hours import Hours, hours
+from ebbflow.estimate.hours import Hours, estimate_hours
 from ebbflow.estimate.memory import Memory
 from ebbflow.estimate.run import Estimate
 
 GIB = 2**30
 
 
-def describe(made: Estimate, tflops: float | None = None) -> str:
+def describe_estimate(made: Estimate, tflops: float | None = None) -> str:
     """The estimate in tables; the hours too, where it is said what a GPU sustains
-    (``hours.hours``).
+    (``hours.estimate_hours``).
     """
     sizes = made.sizes
     sample = made.sample
@@ -36,14 +36,14 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
             f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens}"
             f" tokens, {text}"
         ),
-        *[_evaluated(made)] * (made.evaluated != sample),
+        *[_describe_evaluated_sample(made)] * (made.evaluated != sample),
         f"  evaluations of the network for a denoising step: {sample.passes}",
         f"  processes in the training of an offline stage: {made.processes}{nodes}{sharing}",
         "",
         "GiB of a process, at most",
-        *table(
+        *format_table(
             ["", "weights", "optimiser", "copies", "activations", "samples", "others", "total"],
-            [[name, *_gib(memory)] for name, memory in made.memory.items()],
+            [[name, *_format_memory_row(memory)] for name, memory in made.memory.items()],
         ),
         (
             f"  Beside it, in main memory: {made.main_memory / GIB:.1f} GiB of text encoders and"
@@ -59,7 +59,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
             "evaluations of the network for one sample each, at most, in every one of rounds:"
             f" {recipe.rounds}"
         ),
-        *table(
+        *format_table(
             ["", "samples", "denoising", "training", "comparing"],
             [
                 [
@@ -84,9 +84,11 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
         * any(stage.kind == "custom" for stage in recipe.stages),
         "",
         f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
-        *table(["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]),
+        *format_table(
+            ["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]
+        ),
         *(
-            _hours(made, tflops)
+            _describe_hours(made, tflops)
             if tflops
             else ["", "For the hours, say what a GPU sustains: --tflops"]
         ),
@@ -94,7 +96,7 @@ def describe(made: Estimate, tflops: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _evaluated(made: Estimate) -> str:
+def _describe_evaluated_sample(made: Estimate) -> str:
     sample = made.evaluated
     return (
         f"  a sample of an evaluation: latents {' x '.join(map(str, sample.latent_shape))},"
@@ -102,13 +104,13 @@ def _evaluated(made: Estimate) -> str:
     )
 
 
-def _hours(made: Estimate, tflops: float) -> list[str]:
-    parts = hours(made, tflops)
+def _describe_hours(made: Estimate, tflops: float) -> list[str]:
+    parts = estimate_hours(made, tflops)
     parts["the run"] = sum(parts.values(), start=Hours(0, 0))
     return [
         "",
         f"hours of the network at {tflops:g} TFLOP/s for each GPU, in all rounds",
-        *table(
+        *format_table(
             ["", "hours", "GPU-hours"],
             [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()],
         ),
@@ -118,7 +120,7 @@ def _hours(made: Estimate, tflops: float) -> list[str]:
     ]
 
 
-def _gib(memory: Memory) -> list[str]:
+def _format_memory_row(memory: Memory) -> list[str]:
     parts = (
         memory.weights,
         memory.optimizer,
@@ -126,12 +128,12 @@ def _gib(memory: Memory) -> list[str]:
         memory.activations,
         memory.samples,
         memory.others,
-        memory.total,
+        memory.peak_bytes,
     )
     return [f"{part / GIB:.2f}" for part in parts]
 
 
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
+def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Aligned lines: names to the left, numbers to the right."""
     wide = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbflow.data.model_sizes import Sample, Sizes
-from ebbflow.flow.windows import Plan, samples_per_prediction, shortened
+from ebbflow.data.model_sizes import ModelSizes, SampleSize
+from ebbflow.flow.windows import Plan, count_samples_per_prediction, count_tail_steps
 from ebbflow.recipe.algorithms import (
     DirectAlignConfig,
     ForwardConfig,
@@ -18,8 +18,8 @@ from ebbflow.recipe.algorithms import (
     MatchingConfig,
 )
 from ebbflow.recipe.model import Precision
-from ebbflow.recipe.stages import correction_of
-from ebbflow.stage import StageContext, drift_stride
+from ebbflow.recipe.stages import resolve_correction
+from ebbflow.stage import StageContext, choose_drift_stride
 
 PNG_BYTES_PER_PIXEL = 3
 """At most: noise; photographs take about half."""
@@ -49,72 +49,82 @@ class Work:
     policy: int
 
 
-def work_of(ctx: StageContext, sizes: Sizes, sample: Sample, trained: int) -> Work:
+def estimate_work(ctx: StageContext, sizes: ModelSizes, sample: SampleSize, trained: int) -> Work:
     """The work of a stage that trains ``trained`` parameters."""
     config = ctx.config
-    passes = passes_of(ctx, sample)
+    passes = count_passes_per_term(ctx, sample)
     untrained = (
         sizes.parameters - trained + sizes.buffers if ctx.recipe.policy.train == "full" else 0
     )
-    samples, repeats, updates = _amounts(ctx)
-    kept, group_index = units_of(ctx)
-    rows = round(repeats * kept * _rows_of_a_sample(ctx))
-    anchored = config.hyper.kind == "trajectory" and correction_of(
+    samples, repeats, updates = _count_samples_and_updates(ctx)
+    kept, group_index = count_selected_samples(ctx)
+    rows = round(repeats * kept * _average_rows_per_sample(ctx))
+    anchored = config.hyper_parameters.kind == "trajectory" and resolve_correction(
         config, ctx.recipe.model.precision
     )
-    comparing = rows * len(compared_copies(ctx)) + (samples * trained_steps(ctx) if anchored else 0)
-    comparing += 2 * rows * config.reference.guided  # only on final latents, where ``passes`` is 1
-    if "rollout" in compared_copies(
+    comparing = rows * len(list_compared_copies(ctx)) + (
+        samples * count_rows_per_sample(ctx) if anchored else 0
+    )
+    comparing += (
+        2 * rows * config.reference.needs_guidance
+    )  # only on final latents, where ``passes`` is 1
+    if "rollout" in list_compared_copies(
         ctx
     ):  # which is the policy itself in the first update on new samples
         comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
-    if "reference" not in compared_copies(ctx):
-        comparing += _watched_rows(
+    if "reference" not in list_compared_copies(ctx):
+        comparing += _count_drift_rows(
             updates, math.ceil(rows / updates), max(config.micro_batch, group_index)
         )
     gradient_steps = 1
     if isinstance(
-        config.hyper, GradientConfig
+        config.hyper_parameters, GradientConfig
     ):  # the steps before it are repeated without gradient, at most all of them
-        gradient_steps = config.hyper.steps_with_gradient
+        gradient_steps = config.hyper_parameters.steps_with_gradient
         if not isinstance(
-            config.hyper, DirectAlignConfig
+            config.hyper_parameters, DirectAlignConfig
         ):  # which takes the samples of the rollout
             comparing += rows * (config.sampler.steps - gradient_steps)
     if isinstance(
-        config.hyper, MatchingConfig
+        config.hyper_parameters, MatchingConfig
     ):  # the student's steps without gradient, and the second pass of a guided teacher
-        gradient_steps += config.hyper.fake_updates
-        comparing += rows * (config.sampler.steps + (config.hyper.guidance > 1))
+        gradient_steps += config.hyper_parameters.fake_updates
+        comparing += rows * (config.sampler.steps + (config.hyper_parameters.guidance > 1))
     return Work(
         samples=samples,
-        denoising=round(denoising_steps(ctx) * samples) * sample.passes,
+        denoising=round(average_denoising_steps(ctx) * samples) * sample.passes,
         training=rows * gradient_steps * passes,
         comparing=comparing * passes,
         shards=(
-            shard_bytes(sample, samples, config.latent_precision) if config.kind == "offline" else 0
+            rollout_shard_bytes(sample, samples, config.latent_precision)
+            if config.kind == "offline"
+            else 0
         ),
-        policy=4 * (trained * (1 + len(ctx.following) + bool(ctx.recipe.policy.ema)) + untrained),
+        policy=4
+        * (trained * (1 + len(ctx.following_copies) + bool(ctx.recipe.policy.ema)) + untrained),
     )
 
 
-def _watched_rows(updates: int, rows: int, together: int) -> int:
+def _count_drift_rows(updates: int, rows: int, together: int) -> int:
     """Rows at which ``updates`` of ``rows`` each measure the drift, in a process that takes so many
     rows ``together``.
     """
-    strides = [drift_stride(update, math.ceil(rows / together)) for update in range(updates)]
+    strides = [choose_drift_stride(update, math.ceil(rows / together)) for update in range(updates)]
     return sum(math.ceil(rows / stride) for stride in strides if stride)
 
 
-def passes_of(ctx: StageContext, sample: Sample) -> int:
+def count_passes_per_term(ctx: StageContext, sample: SampleSize) -> int:
     """Of the network for a term: losses on final latents and of students are without guidance,
     others where the stage says so.
     """
-    unguided = ctx.config.hyper.kind in ("forward", "matching") or not ctx.config.guidance_in_loss
+    unguided = (
+        ctx.config.hyper_parameters.kind in ("forward", "matching")
+        or not ctx.config.guidance_in_loss
+    )
     return 1 if unguided else sample.passes
 
 
-def _amounts(ctx: StageContext) -> tuple[int, int, int]:
+def _count_samples_and_updates(ctx: StageContext) -> tuple[int, int, int]:
     """(samples that a stage generates in a round, how often it trains on what it selects, its
     optimiser steps).
 
@@ -124,7 +134,7 @@ def _amounts(ctx: StageContext) -> tuple[int, int, int]:
     if config.kind == "online":
         samples = config.steps * config.prompts_per_step * config.group_size
         return samples, config.steps, config.steps * config.updates_per_step
-    offline = ctx.offline
+    offline = ctx.offline_config
     samples = 0 if offline.pairs else offline.prompts * offline.group_size
     return (
         samples,
@@ -133,50 +143,50 @@ def _amounts(ctx: StageContext) -> tuple[int, int, int]:
     )
 
 
-def units_of(ctx: StageContext) -> tuple[int, int]:
+def count_selected_samples(ctx: StageContext) -> tuple[int, int]:
     """(samples that the algorithm selects of a step or a stage at most, the largest number that
     must stay together).
     """
     config = ctx.config
-    prompts = config.prompts_per_step if config.kind == "online" else ctx.offline.prompts
+    prompts = config.prompts_per_step if config.kind == "online" else ctx.offline_config.prompts
     advantage = np.tile(np.linspace(1, -1, config.group_size), prompts)
     rank = np.tile(np.arange(config.group_size), prompts)
     extremes = config.advantages.keep_extremes or config.group_size
     keep = (rank < extremes) | (rank >= config.group_size - extremes)
     groups = ctx.algorithm.select(
-        advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper
+        advantage, keep, np.repeat(np.arange(prompts), config.group_size), config.hyper_parameters
     )
     return sum(map(len, groups)), max(map(len, groups))
 
 
-def trained_steps(ctx: StageContext) -> int:
+def count_rows_per_sample(ctx: StageContext) -> int:
     """Rows of the loss per sample: denoising steps of its trajectory, draws of noise, or
     branches."""
-    hyper = ctx.config.hyper
+    hyper = ctx.config.hyper_parameters
     if isinstance(hyper, ForwardConfig):
         return hyper.noise_levels
     if isinstance(hyper, GradientConfig):
         return hyper.rows_per_sample
     if isinstance(hyper, MatchingConfig):
         return 1
-    return len(_first_plan(ctx).trained)
+    return len(_first_window_plan(ctx).trained)
 
 
-def _first_plan(ctx: StageContext) -> Plan:
-    plan = ctx.plan(0)
+def _first_window_plan(ctx: StageContext) -> Plan:
+    plan = ctx.plan_window(0)
     assert plan, "algorithms on trajectories have a window"
     return plan
 
 
-def _rows_of_a_sample(ctx: StageContext) -> float:
-    """As ``trained_steps``; the leaves of a tree share the rows of its nodes."""
+def _average_rows_per_sample(ctx: StageContext) -> float:
+    """As ``count_rows_per_sample``; the leaves of a tree share the rows of its nodes."""
     if ctx.tree is None:
-        return trained_steps(ctx)
+        return count_rows_per_sample(ctx)
     leaves = dict(enumerate(ctx.noise_sharing))
-    return sum(1 / leaves.get(step + 1, 1) for step in _first_plan(ctx).trained)
+    return sum(1 / leaves.get(step + 1, 1) for step in _first_window_plan(ctx).trained)
 
 
-def denoising_steps(ctx: StageContext) -> float:
+def average_denoising_steps(ctx: StageContext) -> float:
     """Evaluations of the network for a sample, on average over the steps of the stage's first
     round.
     """
@@ -184,32 +194,36 @@ def denoising_steps(ctx: StageContext) -> float:
     if config.kind != "online" or config.window is None:
         return config.sampler.steps
     return (
-        sum(_evaluations(ctx, plan) for step in range(config.steps) if (plan := ctx.plan(step)))
+        sum(
+            _evaluations_per_sample(ctx, plan)
+            for step in range(config.steps)
+            if (plan := ctx.plan_window(step))
+        )
         / config.steps
     )
 
 
-def _evaluations(ctx: StageContext, plan: Plan) -> float:
+def _evaluations_per_sample(ctx: StageContext, plan: Plan) -> float:
     """Of a sample, where a tail shortens the schedule and samples that are equal share theirs."""
     steps = ctx.config.sampler.steps
     end = plan.stochastic[-1] + 1
     if plan.tail is not None:
-        steps = end + shortened(steps - end, plan.tail)
-    together = samples_per_prediction(ctx.noise_sharing, steps, plan.stochastic, plan.trained)
+        steps = end + count_tail_steps(steps - end, plan.tail)
+    together = count_samples_per_prediction(ctx.noise_sharing, steps, plan.stochastic, plan.trained)
     return sum(1 / min(count, ctx.config.micro_batch) for count in together)
 
 
-def compared_copies(ctx: StageContext) -> set[str]:
+def list_compared_copies(ctx: StageContext) -> set[str]:
     """The copies whose predictions an update needs for every row, apart from a reference under
     guidance.
     """
     reference = ctx.config.reference
-    anchor = {"reference"} if reference.weight and not reference.guided else set()
-    return set(ctx.algorithm.copies(ctx.config.hyper)) | anchor
+    anchor = {"reference"} if reference.weight and not reference.needs_guidance else set()
+    return set(ctx.algorithm.copies(ctx.config.hyper_parameters)) | anchor
 
 
-def shard_bytes(sample: Sample, samples: int, precision: Precision = "float32") -> int:
+def rollout_shard_bytes(sample: SampleSize, samples: int, precision: Precision = "float32") -> int:
     """Bytes of a rollout shard: of each sample its keys, its latents and its image."""
     return samples * (
-        KEY_BYTES + BYTES[precision] * sample.elements + PNG_BYTES_PER_PIXEL * sample.pixels
+        KEY_BYTES + BYTES[precision] * sample.num_elements + PNG_BYTES_PER_PIXEL * sample.pixels
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import CategoryMeans
-from ebbflow.evaluation.distribution import mean_over_prompts
+from ebbflow.evaluation.distribution import average_per_prompt
 
 CATEGORY_COLUMNS = ("tag", "atom_count", "Category", "Challenge", "dimension", "category")
 """Columns of a prompt file that tell kinds apart: of GenEval, GenEval 2, PartiPrompts (two),
@@ -22,7 +22,7 @@ MAX_CATEGORIES = 64
 """Of a column; one with more values names prompts instead of kinds."""
 
 
-def category_means(
+def compute_category_means(
     prompts: Sequence[Prompt], columns: Mapping[str, np.ndarray]
 ) -> list[CategoryMeans]:
     """The means of every metric over the prompts of each category, in the order in which the
@@ -40,14 +40,15 @@ def category_means(
         column: defaultdict(set) for column in CATEGORY_COLUMNS
     }
     for prompt in prompts:
-        for column, value in _values(prompt):
+        for column, value in _list_category_values(prompt):
             members[column][value].add(prompt.prompt_id)
     found = []
     for column, categories in members.items():
         for value, category in categories.items() if 1 < len(categories) <= MAX_CATEGORIES else ():
             rows = np.isin(ids, list(category))
             means = {
-                name: mean_over_prompts(ids[rows], values[rows]) for name, values in columns.items()
+                name: average_per_prompt(ids[rows], values[rows])
+                for name, values in columns.items()
             }
             finite = {
                 name: float(of_prompts.mean())
@@ -60,7 +61,7 @@ def category_means(
     return found
 
 
-def mean_over_categories(categories: Sequence[CategoryMeans]) -> dict[str, float]:
+def average_over_categories(categories: Sequence[CategoryMeans]) -> dict[str, float]:
     """The mean over categories of one column, each of which counts the same: GenEval's overall
     score.
 
@@ -80,7 +81,7 @@ def mean_over_categories(categories: Sequence[CategoryMeans]) -> dict[str, float
     }
 
 
-def _values(prompt: Prompt) -> Iterator[tuple[str, str]]:
+def _list_category_values(prompt: Prompt) -> Iterator[tuple[str, str]]:
     """The columns and values of a prompt that make categories."""
     metadata = json.loads(prompt.metadata)
     for column in CATEGORY_COLUMNS:

@@ -12,20 +12,20 @@ from ebbflow.data.records import Distribution
 TENTH = 0.1
 
 
-def mean_over_prompts(prompt_ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+def average_per_prompt(prompt_ids: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The mean of the finite values of each prompt, float64 [P]; a prompt without any is left
     out."""
-    return np.asarray(_by_prompt(prompt_ids, values).mean(), np.float64)
+    return np.asarray(_group_by_prompt(prompt_ids, values).mean(), np.float64)
 
 
-def distribution(prompt_ids: np.ndarray, values: np.ndarray) -> Distribution | None:
+def summarize_distribution(prompt_ids: np.ndarray, values: np.ndarray) -> Distribution | None:
     """Spread, worst tenth and best of several samples of a metric; None where nothing is finite.
 
     Args:
         prompt_ids: [N], of the samples.
         values: float64 [N], NaN where the metric failed.
     """
-    by_prompt = _by_prompt(prompt_ids, values)
+    by_prompt = _group_by_prompt(prompt_ids, values)
     means = np.sort(by_prompt.mean().to_numpy())
     if not len(means):
         return None
@@ -37,7 +37,9 @@ def distribution(prompt_ids: np.ndarray, values: np.ndarray) -> Distribution | N
     )
 
 
-def best_of(prompt_ids: np.ndarray, values: np.ndarray, k: int, samples: int) -> float | None:
+def estimate_best_of(
+    prompt_ids: np.ndarray, values: np.ndarray, k: int, samples: int
+) -> float | None:
     """Expected best of ``k`` samples of a prompt: the mean over all choices of k, then over the
     prompts with ``samples`` or more.
 
@@ -51,7 +53,7 @@ def best_of(prompt_ids: np.ndarray, values: np.ndarray, k: int, samples: int) ->
             has so many.
     """
     found = []
-    for _, group in _by_prompt(prompt_ids, values):
+    for _, group in _group_by_prompt(prompt_ids, values):
         ordered = np.sort(group.to_numpy())
         if (count := len(ordered)) >= samples:
             chances = [math.comb(rank, k - 1) / math.comb(count, k) for rank in range(count)]
@@ -59,6 +61,6 @@ def best_of(prompt_ids: np.ndarray, values: np.ndarray, k: int, samples: int) ->
     return float(np.mean(found)) if found else None
 
 
-def _by_prompt(prompt_ids: np.ndarray, values: np.ndarray) -> pd.api.typing.SeriesGroupBy:
+def _group_by_prompt(prompt_ids: np.ndarray, values: np.ndarray) -> pd.api.typing.SeriesGroupBy:
     finite = np.isfinite(values)
     return pd.Series(np.asarray(values, np.float64)[finite]).groupby(np.asarray(prompt_ids)[finite])

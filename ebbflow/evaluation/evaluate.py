@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 from ebbflow.compute import set_up_process
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import Evaluation
-from ebbflow.data.schema import evaluation_schema, statistic_column
-from ebbflow.evaluation.categories import category_means
-from ebbflow.evaluation.distribution import distribution, mean_over_prompts
+from ebbflow.data.schema import build_evaluation_schema, name_statistic_column
+from ebbflow.evaluation.categories import compute_category_means
+from ebbflow.evaluation.distribution import average_per_prompt, summarize_distribution
 from ebbflow.evaluation.image_statistics import (
-    diversity_across,
-    diversity_within,
-    image_statistics,
-    thumbnails,
+    compute_image_statistics,
+    make_thumbnails,
+    measure_diversity_across,
+    measure_diversity_within,
 )
-from ebbflow.flow.noise import SampleKeys, noise
+from ebbflow.flow.noise import SampleKeys, generate_noise
 from ebbflow.models import Model, load_model, predict
-from ebbflow.models.encoding import Encode, encode_once
-from ebbflow.progress import progress
+from ebbflow.models.encoding import Encode, build_prompt_lookup
+from ebbflow.progress import show_progress
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.rewards.combine import Scorer, ScoreTable, load_scorer
-from ebbflow.rollouts.generate import finite_rows, generate
+from ebbflow.rollouts.generate import find_finite_rows, generate_samples
 from ebbflow.seeding import Stream, derive_seed
 from ebbflow.storage.tables import nan_to_null, write_table
 from ebbflow.timing import Clock
@@ -64,7 +64,7 @@ def evaluate_folder(
         base: its base model's folder.
         folder: its policy folder.
         prompts: the prompt table; the training split is left out.
-        samples: where the evaluated samples go (``evaluation_schema``).
+        samples: where the evaluated samples go (``build_evaluation_schema``).
 
     Raises:
         ArtifactError: a folder is not what was committed.
@@ -74,13 +74,15 @@ def evaluate_folder(
     set_up_process(recipe)
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
-    require_allowed_code(metadata, folder, (*recipe.own_paths, recipe.model.attention))
+    require_allowed_code(metadata, folder, (*recipe.plugin_paths, recipe.model.attention))
     model = load_model(base, recipe.evaluation.evaluated_model(metadata.served_model))
     policy = Policy(model, metadata.config, recipe.seed)
-    policy.load(folder)
+    policy.load_folder(folder)
     scorer = load_scorer(recipe.evaluated_rewards, recipe.guardrails)
     chosen = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
-    return evaluate(recipe, model, policy, metadata.version, scorer, chosen, label, samples)
+    return evaluate_on_prompts(
+        recipe, model, policy, metadata.version, scorer, chosen, label, samples
+    )
 
 
 def require_same_image_size(recipe: Recipe, champion: Path) -> None:
@@ -90,8 +92,8 @@ def require_same_image_size(recipe: Recipe, champion: Path) -> None:
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    its = _size(read_policy_metadata(champion).served_model)
-    ours = _size(recipe.evaluation.evaluated_model(recipe.model))
+    its = _read_image_size(read_policy_metadata(champion).served_model)
+    ours = _read_image_size(recipe.evaluation.evaluated_model(recipe.model))
     if its != ours:
         raise EvaluationError(
             f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}:"
@@ -99,7 +101,7 @@ def require_same_image_size(recipe: Recipe, champion: Path) -> None:
         )
 
 
-def _size(model: ModelConfig) -> str:
+def _read_image_size(model: ModelConfig) -> str:
     height, width = (size or "default" for size in (model.height, model.width))
     return f"{model.frames} frame(s) of {height} x {width} (height x width)"
 
@@ -115,7 +117,7 @@ class _Samples:
         pngs: [N].
         scores: of N rows.
         statistics: float64 [N] columns of what the images look like.
-        thumbnails: [N, D] (``image_statistics.thumbnails``).
+        thumbnails: [N, D] (``image_statistics.make_thumbnails``).
         features: [N, D] of a reward's network, where there is one and prompts are sampled more than
             once.
     """
@@ -134,19 +136,19 @@ class _Samples:
         return np.array([prompt.prompt_id for prompt in self.prompts])
 
     @property
-    def held_out(self) -> np.ndarray:
+    def is_held_out(self) -> np.ndarray:
         """Which samples are of the held-out split, bool [N]."""
         return np.array([prompt.split == "held_out" for prompt in self.prompts])
 
     @staticmethod
-    def cat(parts: list[_Samples]) -> _Samples:
+    def concatenate(parts: list[_Samples]) -> _Samples:
         features = [part.features for part in parts if part.features is not None]
         return _Samples(
             prompts=[prompt for part in parts for prompt in part.prompts],
             indices=[index for part in parts for index in part.indices],
             latents=torch.cat([part.latents for part in parts]),
             pngs=[png for part in parts for png in part.pngs],
-            scores=ScoreTable.cat([part.scores for part in parts]),
+            scores=ScoreTable.concatenate([part.scores for part in parts]),
             statistics={
                 name: np.concatenate([part.statistics[name] for part in parts])
                 for name in parts[0].statistics
@@ -156,7 +158,7 @@ class _Samples:
         )
 
 
-def evaluate(
+def evaluate_on_prompts(
     recipe: Recipe,
     model: Model,
     policy: Policy,
@@ -167,7 +169,7 @@ def evaluate(
     path: Path,
 ) -> Evaluation:
     """Evaluate on validation and held-out prompts; the samples go to ``path``
-    (``evaluation_schema``).
+    (``build_evaluation_schema``).
 
     Every prompt has one sample, and the first ``evaluation.repeated_prompts`` held-out prompts have
     ``evaluation.samples``.
@@ -176,43 +178,44 @@ def evaluate(
         EvaluationError: no sample is finite.
     """
     clock = Clock()
-    with clock.phase("sampling"):
-        encode = encode_once(model, prompts)
-    with policy.merged():
+    with clock.measure_phase("sampling"):
+        encode = build_prompt_lookup(model, prompts)
+    with policy.merge_adapters():
         first = _generate_and_score(
             recipe, model, scorer, prompts, [0] * len(prompts), encode, label, clock
         )
     samples = first
     # The further samples have micro-batches of their own: the first ones are the same bytes however
     # many there are.
-    if repeats := _repeats(recipe, prompts):
+    if repeats := _list_repeats(recipe, prompts):
         prompts_again, indices = map(list, zip(*repeats, strict=True))
-        with policy.merged():
+        with policy.merge_adapters():
             again = _generate_and_score(
                 recipe, model, scorer, prompts_again, indices, encode, label, clock
             )
-        samples = _Samples.cat([first, again])
-    statistics = samples.statistics | _diversity(samples)
-    schema = evaluation_schema(["reward", *sorted(samples.scores.metrics)], list(statistics))
-    rows = _rows(schema, samples, statistics)
+        samples = _Samples.concatenate([first, again])
+    statistics = samples.statistics | _measure_diversity(samples)
+    schema = build_evaluation_schema(["reward", *sorted(samples.scores.metrics)], list(statistics))
+    rows = _build_rows(schema, samples, statistics)
     write_table(path, schema, rows.to_batches(), {"label": label, "recipe_digest": recipe.digest})
-    held_out = samples.held_out
+    held_out = samples.is_held_out
     columns = {"reward": samples.scores.reward, **samples.scores.metrics}
     evaluation = Evaluation(
         label=label,
         policy_version=version,
-        held_out=_prompt_means(samples, columns, held_out),
-        validation=means(samples.scores, ~held_out),
+        held_out=_average_over_prompts(samples, columns, held_out),
+        validation=average_metrics(samples.scores, ~held_out),
         coverage=float(np.isfinite(samples.scores.reward[held_out]).mean()),
-        velocity_drift=_drift(recipe, model, policy, prompts, encode, first.latents),
+        velocity_drift=_measure_drift(recipe, model, policy, prompts, encode, first.latents),
         seconds=dict(clock.seconds),
-        statistics=_prompt_means(samples, statistics, held_out),
+        statistics=_average_over_prompts(samples, statistics, held_out),
         distributions={
             name: found
             for name, values in columns.items()
-            if (found := distribution(samples.prompt_ids[held_out], values[held_out])) is not None
+            if (found := summarize_distribution(samples.prompt_ids[held_out], values[held_out]))
+            is not None
         },
-        categories=category_means(
+        categories=compute_category_means(
             [prompt for prompt in samples.prompts if prompt.split == "held_out"],
             {name: values[held_out] for name, values in columns.items()},
         ),
@@ -221,7 +224,7 @@ def evaluate(
     return evaluation
 
 
-def evaluation_keys(prompts: list[Prompt], samples: list[int] | None = None) -> SampleKeys:
+def build_evaluation_keys(prompts: list[Prompt], samples: list[int] | None = None) -> SampleKeys:
     """Which noise each sample starts from: it depends on the evaluation's own seed, so every run
     draws the same.
 
@@ -235,7 +238,7 @@ def evaluation_keys(prompts: list[Prompt], samples: list[int] | None = None) -> 
     )
 
 
-def _repeats(recipe: Recipe, prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
+def _list_repeats(recipe: Recipe, prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
     """The further samples, each as its prompt and its number from one."""
     held_out = [prompt for prompt in prompts if prompt.split == "held_out"]
     repeated = held_out[: recipe.evaluation.repeated_prompts]
@@ -255,25 +258,29 @@ def _generate_and_score(
     clock: Clock,
 ) -> _Samples:
     """In batches: the uncompressed videos of all prompts would not fit in memory."""
-    sampler = recipe.evaluation.solver
+    sampler = recipe.evaluation.sampler_with_steps
     parts = []
-    for part in progress(f"evaluating {label}", "batch", _micro_batches(recipe, len(prompts))):
+    for part in show_progress(
+        f"evaluating {label}", "batch", _split_into_micro_batches(recipe, len(prompts))
+    ):
         batch = prompts[part]
-        with clock.phase("sampling"):
-            keys = evaluation_keys(batch, indices[part])
-            latents = generate(model, encode(batch), keys, sampler, micro_batch=len(batch)).latents
-            images = model.decode(latents)
-        finite = finite_rows(latents)
-        with clock.phase("scoring"):
-            scores = scorer(images.copy(), batch, latents.cpu().numpy()).where(
+        with clock.measure_phase("sampling"):
+            keys = build_evaluation_keys(batch, indices[part])
+            latents = generate_samples(
+                model, encode(batch), keys, sampler, micro_batch=len(batch)
+            ).latents
+            images = model.decode_latents(latents)
+        finite = find_finite_rows(latents)
+        with clock.measure_phase("scoring"):
+            scores = scorer(images.copy(), batch, latents.cpu().numpy()).fail_broken_latents(
                 finite
             )  # a reward may write into its images
-            features = scorer.features(images) if recipe.evaluation.samples > 1 else None
+            features = scorer.compute_features(images) if recipe.evaluation.samples > 1 else None
         statistics = {
             name: np.where(finite, values, np.nan)
-            for name, values in image_statistics(images).items()
+            for name, values in compute_image_statistics(images).items()
         }
-        pngs = encode_png(images)
+        pngs = encode_pngs(images)
         parts.append(
             _Samples(
                 batch,
@@ -282,18 +289,18 @@ def _generate_and_score(
                 pngs,
                 scores,
                 statistics,
-                thumbnails(images),
+                make_thumbnails(images),
                 features,
             )
         )
-    return _Samples.cat(parts)
+    return _Samples.concatenate(parts)
 
 
-def _diversity(samples: _Samples) -> dict[str, np.ndarray]:
+def _measure_diversity(samples: _Samples) -> dict[str, np.ndarray]:
     """How far the samples of a prompt lie apart, and the first ones of different held-out prompts;
     NaN for all others.
     """
-    finite = finite_rows(samples.latents)
+    finite = find_finite_rows(samples.latents)
     ids = samples.prompt_ids
     points = {"latents": samples.latents.cpu().numpy(), "pixels": samples.thumbnails}
     if samples.features is not None:
@@ -301,33 +308,33 @@ def _diversity(samples: _Samples) -> dict[str, np.ndarray]:
     columns = {}
     for name, values in points.items():
         columns[f"diversity_{name}"] = np.full(len(ids), np.nan)
-        columns[f"diversity_{name}"][finite] = diversity_within(ids[finite], values[finite])
-    first = finite & samples.held_out & (np.array(samples.indices) == 0)
+        columns[f"diversity_{name}"][finite] = measure_diversity_within(ids[finite], values[finite])
+    first = finite & samples.is_held_out & (np.array(samples.indices) == 0)
     columns["diversity_across_prompts"] = np.full(len(ids), np.nan)
-    columns["diversity_across_prompts"][first] = diversity_across(samples.thumbnails[first])
+    columns["diversity_across_prompts"][first] = measure_diversity_across(samples.thumbnails[first])
     return columns
 
 
-def _prompt_means(
+def _average_over_prompts(
     samples: _Samples, columns: dict[str, np.ndarray], rows: np.ndarray
 ) -> dict[str, float]:
     """Means over prompts of the means over their samples; a column without any finite value there
     is left out.
     """
     found = {
-        name: mean_over_prompts(samples.prompt_ids[rows], values[rows])
+        name: average_per_prompt(samples.prompt_ids[rows], values[rows])
         for name, values in columns.items()
     }
     return {name: float(values.mean()) for name, values in found.items() if len(values)}
 
 
-def _micro_batches(recipe: Recipe, count: int) -> list[slice]:
+def _split_into_micro_batches(recipe: Recipe, count: int) -> list[slice]:
     size = recipe.evaluation.micro_batch
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
 @torch.no_grad()
-def _drift(
+def _measure_drift(
     recipe: Recipe,
     model: Model,
     policy: Policy,
@@ -341,13 +348,13 @@ def _drift(
     Raises:
         EvaluationError: none is finite.
     """
-    keys = evaluation_keys(prompts)
-    eps = noise(
+    keys = build_evaluation_keys(prompts)
+    eps = generate_noise(
         model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING
     ).to(clean)
-    current = _velocities(recipe, model, clean, eps, prompts, encode)
-    with policy.using("reference"):
-        base = _velocities(recipe, model, clean, eps, prompts, encode)
+    current = _predict_velocities(recipe, model, clean, eps, prompts, encode)
+    with policy.use_copy("reference"):
+        base = _predict_velocities(recipe, model, clean, eps, prompts, encode)
     squares = (current - base) ** 2
     if squares.isfinite().all():
         return float(squares.mean())
@@ -361,20 +368,20 @@ def _drift(
     return float(finite.mean())
 
 
-def _velocities(
+def _predict_velocities(
     recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode
 ) -> Tensor:
     """[len(DRIFT_SIGMAS) * N, ...], on the CPU because those of videos are large."""
     parts = []
     for sigma in DRIFT_SIGMAS:
         noisy = (1 - sigma) * clean + sigma * eps
-        for part in _micro_batches(recipe, len(clean)):
+        for part in _split_into_micro_batches(recipe, len(clean)):
             level = torch.full((len(noisy[part]),), sigma, device=clean.device)
             parts.append(predict(model, noisy[part], level, encode(prompts[part])).cpu())
     return torch.cat(parts)
 
 
-def means(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:
+def average_metrics(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:
     """Mean of every metric over the given rows; a metric without any finite value there is left
     out.
     """
@@ -386,7 +393,9 @@ def means(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[st
     }
 
 
-def _rows(schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray]) -> pa.Table:
+def _build_rows(
+    schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray]
+) -> pa.Table:
     prompts = samples.prompts
     scores = samples.scores
     columns = {
@@ -401,7 +410,7 @@ def _rows(schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray
         ),  # chunked above the 2 GiB that one array holds
         "reward": nan_to_null(scores.reward),
         **{name: nan_to_null(values) for name, values in scores.metrics.items()},
-        **{statistic_column(name): nan_to_null(values) for name, values in statistics.items()},
+        **{name_statistic_column(name): nan_to_null(values) for name, values in statistics.items()},
         "failure": pa.array(scores.failures, pa.string()),
     }
     return pa.table([columns[name] for name in schema.names], schema=schema)

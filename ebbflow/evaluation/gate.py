@@ -24,8 +24,12 @@ import pyarrow.compute as pc
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
 from ebbflow.data.schema import KEY
 from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistics
-from ebbflow.evaluation.statistics import compare, held_out_pairs, prompt_means
-from ebbflow.formatting import signed, significant
+from ebbflow.evaluation.statistics import (
+    average_over_prompts,
+    compare_metric,
+    pair_held_out_samples,
+)
+from ebbflow.formatting import format_difference, format_number
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import NO_TARGET
@@ -44,7 +48,7 @@ class _Finding(NamedTuple):
     reason: str
 
 
-def decide(
+def decide_by_gate(
     recipe: Recipe,
     candidate: Evaluation,
     champion: Evaluation,
@@ -61,11 +65,11 @@ def decide(
     Raises:
         ValueError: fewer than two held-out prompts have a reward on both sides.
     """
-    target = _compare(recipe, TARGET, candidate_samples, champion_samples)
-    coverage, covered = _coverage(candidate, champion, candidate_samples, champion_samples)
-    guardrails, guarded = _guardrails(recipe, candidate_samples, champion_samples)
+    target = _compare_metric(recipe, TARGET, candidate_samples, champion_samples)
+    coverage, covered = _compute_coverage(candidate, champion, candidate_samples, champion_samples)
+    guardrails, guarded = _check_guardrails(recipe, candidate_samples, champion_samples)
     tested = check_statistics(recipe, candidate_samples, champion_samples)
-    findings = [covered, _target(recipe, target), *guarded, *_statistics(tested)]
+    findings = [covered, _check_target(recipe, target), *guarded, *_check_statistics(tested)]
     decision = GateDecision(
         promote=all(finding.passed for finding in findings),
         candidate=candidate.label,
@@ -89,9 +93,11 @@ def decide(
     return decision
 
 
-def _compare(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table) -> Comparison:
+def _compare_metric(
+    recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
+) -> Comparison:
     rule = recipe.evaluation
-    return compare(
+    return compare_metric(
         metric,
         candidate,
         champion,
@@ -101,7 +107,7 @@ def _compare(recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Tabl
     )
 
 
-def _coverage(
+def _compute_coverage(
     candidate: Evaluation,
     champion: Evaluation,
     candidate_samples: pa.Table,
@@ -112,7 +118,7 @@ def _coverage(
     The evaluations' own coverage counts too: a prompt that is missing from both tables leaves no
     trace in them.
     """
-    pairs = held_out_pairs(TARGET, candidate_samples, champion_samples)
+    pairs = pair_held_out_samples(TARGET, candidate_samples, champion_samples)
     both = int(np.isfinite(pairs[["candidate", "champion"]]).all(axis=1).sum())
     coverage = min(both / len(pairs), candidate.coverage, champion.coverage)
     if coverage == 1.0:
@@ -128,11 +134,12 @@ def _coverage(
     )
 
 
-def _target(recipe: Recipe, target: Comparison) -> _Finding:
+def _check_target(recipe: Recipe, target: Comparison) -> _Finding:
     interval = (
-        f"{recipe.evaluation.confidence:.0%} interval [{signed(target.low)}, {signed(target.high)}]"
+        f"{recipe.evaluation.confidence:.0%} interval [{format_difference(target.low)},"
+        f" {format_difference(target.high)}]"
     )
-    moved = f"The reward went {_change(target)}"
+    moved = f"The reward went {_describe_change(target)}"
     if target.low > 0:
         return _Finding(
             True, f"{moved}; its {interval} over {target.prompts} prompts lies above zero."
@@ -144,7 +151,7 @@ def _target(recipe: Recipe, target: Comparison) -> _Finding:
     )
 
 
-def _guardrails(
+def _check_guardrails(
     recipe: Recipe, candidate_samples: pa.Table, champion_samples: pa.Table
 ) -> tuple[list[Comparison], list[_Finding]]:
     comparisons: list[Comparison] = []
@@ -152,7 +159,7 @@ def _guardrails(
     for config in recipe.guardrails:
         guardrail = config.column
         candidate, champion = (
-            _rows_of(config, samples) for samples in (candidate_samples, champion_samples)
+            _select_rows(config, samples) for samples in (candidate_samples, champion_samples)
         )
         sides = {
             "candidate": guardrail in candidate.column_names,
@@ -169,18 +176,18 @@ def _guardrails(
             present, absent = sorted(sides, key=lambda side: not sides[side])
             reason = f"Guardrail {guardrail} was measured on the {present} but not on the {absent}"
             findings.append(_Finding(False, f"{reason}; evaluate both with it."))
-        elif failures := _failure_reason(recipe, guardrail, candidate, champion):
+        elif failures := _explain_failures(recipe, guardrail, candidate, champion):
             findings.append(
                 _Finding(False, f"{failures}; see the column 'failure' of the samples.")
             )
         else:
-            comparison, finding = _guardrail(recipe, guardrail, candidate, champion)
+            comparison, finding = _check_guardrail(recipe, guardrail, candidate, champion)
             comparisons.append(comparison)
             findings.append(finding)
     return comparisons, findings
 
 
-def _rows_of(config: RewardConfig, samples: pa.Table) -> pa.Table:
+def _select_rows(config: RewardConfig, samples: pa.Table) -> pa.Table:
     """The samples of the prompts that a guardrail scores."""
     return (
         samples.filter(pc.is_in(samples["source"], pa.array(config.prompts)))
@@ -189,7 +196,7 @@ def _rows_of(config: RewardConfig, samples: pa.Table) -> pa.Table:
     )
 
 
-def _failure_reason(
+def _explain_failures(
     recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
 ) -> str | None:
     """Why a metric's failures keep the candidate back, or None.
@@ -197,8 +204,8 @@ def _failure_reason(
     A failure hides a sample from the mean. A few are allowed, but not more of the candidate's: it
     may have learnt to cause them.
     """
-    pairs = held_out_pairs(metric, candidate, champion)
-    excused = _has_no_text(metric, candidate) & _has_no_text(metric, champion)
+    pairs = pair_held_out_samples(metric, candidate, champion)
+    excused = _list_keys_without_text(metric, candidate) & _list_keys_without_text(metric, champion)
     asked = pairs[[key not in excused for key in pairs[KEY].itertuples(index=False, name=None)]]
     ours, its = (int((~np.isfinite(asked[side])).sum()) for side in ("candidate", "champion"))
     failed = (
@@ -217,7 +224,7 @@ def _failure_reason(
     return None
 
 
-def _has_no_text(metric: str, samples: pa.Table) -> set[tuple[int, int]]:
+def _list_keys_without_text(metric: str, samples: pa.Table) -> set[tuple[int, int]]:
     """Keys of the samples on which a metric that reads has no value because their prompt names no
     text.
     """
@@ -227,29 +234,31 @@ def _has_no_text(metric: str, samples: pa.Table) -> set[tuple[int, int]]:
     return {(row[KEY[0]], row[KEY[1]]) for row in silent if says_so.search(row["failure"] or "")}
 
 
-def _guardrail(
+def _check_guardrail(
     recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
 ) -> tuple[Comparison, _Finding]:
-    tolerance, unit = _tolerance(recipe, metric, candidate, champion)
-    guardrail = _compare(recipe, metric, candidate, champion).model_copy(
+    tolerance, unit = _compute_tolerance(recipe, metric, candidate, champion)
+    guardrail = _compare_metric(recipe, metric, candidate, champion).model_copy(
         update={"tolerance": tolerance}
     )
     passed = guardrail.difference >= -tolerance - ROUNDING * max(1.0, tolerance)
-    moved = f"Guardrail {metric} went {_change(guardrail)} over {guardrail.prompts} prompts"
+    moved = (
+        f"Guardrail {metric} went {_describe_change(guardrail)} over {guardrail.prompts} prompts"
+    )
     return guardrail, _Finding(
         passed, f"{moved}, {'within' if passed else 'beyond'} the allowed fall of {unit}."
     )
 
 
-def _tolerance(
+def _compute_tolerance(
     recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
 ) -> tuple[float, str]:
     """How far a guardrail may fall on the scale of its scores, and how a reason says so."""
     rule = recipe.promotion.guardrail_tolerance
     if (absolute := rule.absolute.get(metric)) is not None:
-        return absolute, significant(absolute)
+        return absolute, format_number(absolute)
     share = rule.standard_deviations.get(metric, rule.default)
-    spread = float(prompt_means(metric, candidate, champion)["champion"].std())
+    spread = float(average_over_prompts(metric, candidate, champion)["champion"].std())
     if spread <= ROUNDING:
         return (
             0.0,
@@ -260,24 +269,27 @@ def _tolerance(
         )
     return (
         share * spread,
-        f"{significant(share * spread)} ({share:g} standard deviations of the champion's prompts)",
+        (
+            f"{format_number(share * spread)} ({share:g} standard deviations of the champion's"
+            " prompts)"
+        ),
     )
 
 
-def _change(one: Comparison) -> str:
+def _describe_change(one: Comparison) -> str:
     return (
-        f"from {significant(one.champion)} to {significant(one.candidate)}"
-        f" ({signed(one.difference)})"
+        f"from {format_number(one.champion)} to {format_number(one.candidate)}"
+        f" ({format_difference(one.difference)})"
     )
 
 
-def _statistics(tested: list[StatisticFinding]) -> list[_Finding]:
+def _check_statistics(tested: list[StatisticFinding]) -> list[_Finding]:
     """A finding for each statistic that keeps the candidate back, and one for all others
     together."""
     near = [finding.comparison for finding in tested if finding.passed and finding.comparison]
     findings = [_Finding(False, finding.reason) for finding in tested if not finding.passed]
     if near:
-        moved = ", ".join(f"{one.metric} {signed(one.difference)}" for one in near)
+        moved = ", ".join(f"{one.metric} {format_difference(one.difference)}" for one in near)
         findings.append(_Finding(True, f"Statistics of the images within their margins: {moved}."))
     elif not tested:
         findings.append(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import cv2
 import numpy as np
 
-from ebbflow.rewards.combine import scored_frames
+from ebbflow.rewards.combine import select_scored_frames
 
 EDGE = 32.0
 """Grey levels per pixel of gradient, from which a pixel lies on an edge."""
@@ -33,7 +33,7 @@ Statistic = Callable[[np.ndarray], float]
 """From one image, uint8 RGB [height, width, 3], to a number."""
 
 
-def image_statistics(pictures: np.ndarray) -> dict[str, np.ndarray]:
+def compute_image_statistics(pictures: np.ndarray) -> dict[str, np.ndarray]:
     """The statistics of ``STATISTICS``, float64 [N] each.
 
     Args:
@@ -41,7 +41,7 @@ def image_statistics(pictures: np.ndarray) -> dict[str, np.ndarray]:
             the mean over the frames that rewards score.
     """
     videos = pictures if pictures.ndim == 5 else pictures[:, None]
-    shown = scored_frames(videos.shape[1])
+    shown = select_scored_frames(videos.shape[1])
     return {
         name: np.array(
             [np.mean([statistic(frame) for frame in video[shown]]) for video in videos], np.float64
@@ -50,44 +50,44 @@ def image_statistics(pictures: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def entropy(image: np.ndarray) -> float:
+def measure_entropy(image: np.ndarray) -> float:
     """Shannon entropy of the grey levels as a share of 8 bits, 0 to 1 (Gonzalez and Woods, Digital
     Image Processing, ch. 8).
     """
-    counts = np.bincount(_grey(image).ravel(), minlength=256)
+    counts = np.bincount(_convert_to_grey(image).ravel(), minlength=256)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum() / 8)
 
 
-def edge_density(image: np.ndarray) -> float:
+def measure_edge_density(image: np.ndarray) -> float:
     """Share of the pixels whose Sobel gradient is steeper than ``EDGE`` grey levels per pixel."""
-    grey = _grey(image).astype(np.float32)
+    grey = _convert_to_grey(image).astype(np.float32)
     # The 3 x 3 kernel weighs a step of one grey level per pixel by 8.
     across, down = (cv2.Sobel(grey, cv2.CV_32F, *order, scale=1 / 8) for order in ((1, 0), (0, 1)))
     return float((np.hypot(across, down) > EDGE).mean())
 
 
-def brightness(image: np.ndarray) -> float:
+def measure_brightness(image: np.ndarray) -> float:
     """Mean luma, 0 (black) to 1 (white)."""
-    return float(_grey(image).mean() / 255)
+    return float(_convert_to_grey(image).mean() / 255)
 
 
-def saturation(image: np.ndarray) -> float:
+def measure_saturation(image: np.ndarray) -> float:
     """Mean saturation of HSV, 0 (grey) to 1."""
     return float(cv2.cvtColor(image, cv2.COLOR_RGB2HSV)[..., 1].mean() / 255)
 
 
-def sharpness(image: np.ndarray) -> float:
+def measure_sharpness(image: np.ndarray) -> float:
     """Standard deviation of the Laplacian, in units of the grey range: small for blur, large for
     grain.
 
     The variance is the measure of focus of Pech-Pacheco et al., Diatom autofocusing in brightfield
     microscopy (ICPR 2000).
     """
-    return float(cv2.Laplacian(_grey(image), cv2.CV_32F).std() / 255)
+    return float(cv2.Laplacian(_convert_to_grey(image), cv2.CV_32F).std() / 255)
 
 
-def text_likeness(image: np.ndarray) -> float:
+def measure_text_likeness(image: np.ndarray) -> float:
     """Share of the image inside boxes that look like lines of text: wide, filled, of strong and
     close edges.
 
@@ -95,7 +95,9 @@ def text_likeness(image: np.ndarray) -> float:
     connected components.
     """
     gradient = cv2.morphologyEx(
-        _grey(image), cv2.MORPH_GRADIENT, cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3))
+        _convert_to_grey(image),
+        cv2.MORPH_GRADIENT,
+        cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (3, 3)),
     )
     level, strokes = cv2.threshold(gradient, 0, 1, cv2.THRESH_BINARY + cv2.THRESH_OTSU)
     if level < EDGE:
@@ -113,21 +115,21 @@ def text_likeness(image: np.ndarray) -> float:
 
 
 STATISTICS: dict[str, Statistic] = {
-    "entropy": entropy,
-    "edge_density": edge_density,
-    "brightness": brightness,
-    "saturation": saturation,
-    "sharpness": sharpness,
-    "text_likeness": text_likeness,
+    "entropy": measure_entropy,
+    "edge_density": measure_edge_density,
+    "brightness": measure_brightness,
+    "saturation": measure_saturation,
+    "sharpness": measure_sharpness,
+    "text_likeness": measure_text_likeness,
 }
 
 
-def no_statistics(count: int) -> dict[str, np.ndarray]:
+def create_missing_statistics(count: int) -> dict[str, np.ndarray]:
     """The statistics of ``count`` images that nobody saw: NaN."""
     return {name: np.full(count, np.nan) for name in STATISTICS}
 
 
-def effect_size(values: np.ndarray, mean: float, spread: float) -> float:
+def compute_effect_size(values: np.ndarray, mean: float, spread: float) -> float:
     """How far the mean of some values lies from ``mean``, in units of the standard deviation
     ``spread`` (Glass, Primary, secondary, and meta-analysis of research, Educational Researcher 5,
     1976); 0 where there is no spread.
@@ -135,7 +137,7 @@ def effect_size(values: np.ndarray, mean: float, spread: float) -> float:
     return (float(values.mean()) - mean) / spread if spread > 0 else 0.0
 
 
-def chance(count: int, first_count: int) -> float:
+def compute_chance_effect(count: int, first_count: int) -> float:
     """Effect size that two samples of one distribution rarely exceed: two standard errors of the
     difference of their means.
 
@@ -145,15 +147,15 @@ def chance(count: int, first_count: int) -> float:
     return 2 * math.sqrt(1 / count + 1 / first_count)
 
 
-def thumbnails(pictures: np.ndarray) -> np.ndarray:
-    """float32 [N, D] in [0, 1]: what pictures (as in ``image_statistics``) are compared by; a video
-    by its scored frames.
+def make_thumbnails(pictures: np.ndarray) -> np.ndarray:
+    """float32 [N, D] in [0, 1]: what pictures (as in ``compute_image_statistics``) are compared by;
+    a video by its scored frames.
     """
     videos = pictures if pictures.ndim == 5 else pictures[:, None]
     height, width = videos.shape[2:4]
     share = min(1.0, THUMBNAIL / max(height, width))
     size = max(1, round(width * share)), max(1, round(height * share))
-    shown = scored_frames(videos.shape[1])
+    shown = select_scored_frames(videos.shape[1])
     small = [
         [cv2.resize(frame, size, interpolation=cv2.INTER_AREA) for frame in video[shown]]
         for video in videos
@@ -161,7 +163,7 @@ def thumbnails(pictures: np.ndarray) -> np.ndarray:
     return np.asarray(small, np.float32).reshape(len(pictures), -1) / 255
 
 
-def diversity_within(prompt_ids: Sequence[int], points: np.ndarray) -> np.ndarray:
+def measure_diversity_within(prompt_ids: Sequence[int], points: np.ndarray) -> np.ndarray:
     """Mean distance of each sample to the others of its prompt, float64 [N]; NaN where there is no
     other.
 
@@ -180,7 +182,7 @@ def diversity_within(prompt_ids: Sequence[int], points: np.ndarray) -> np.ndarra
     return values
 
 
-def diversity_across(points: np.ndarray) -> np.ndarray:
+def measure_diversity_across(points: np.ndarray) -> np.ndarray:
     """Distance of each point, [N, D], to the nearest other one, float64 [N]: 0 for a duplicate; NaN
     where there is one point.
     """
@@ -193,5 +195,5 @@ def diversity_across(points: np.ndarray) -> np.ndarray:
     return values
 
 
-def _grey(image: np.ndarray) -> np.ndarray:
+def _convert_to_grey(image: np.ndarray) -> np.ndarray:
     return np.asarray(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY))

@@ -18,9 +18,15 @@ import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.records import Comparison
-from ebbflow.data.schema import statistic_column
-from ebbflow.evaluation.statistics import compare, held_out_pairs, holm, paired_tail, prompt_means
-from ebbflow.formatting import signed, significant
+from ebbflow.data.schema import name_statistic_column
+from ebbflow.evaluation.statistics import (
+    average_over_prompts,
+    compare_metric,
+    compute_paired_tail,
+    pair_held_out_samples,
+    reject_by_holm,
+)
+from ebbflow.formatting import format_difference, format_number
 from ebbflow.recipe import Recipe
 
 MIN_MARGIN = 0.01
@@ -63,21 +69,23 @@ def check_statistics(
     prompts."""
     findings: list[StatisticFinding] = []
     hypotheses: list[_Hypothesis] = []
-    for statistic, margin in statistic_margins(recipe).items():
-        if (missing := _missing(statistic, candidate, champion)) is None:
-            hypotheses += _hypotheses(recipe, statistic, margin, candidate, champion)
+    for statistic, margin in select_statistic_margins(recipe).items():
+        if (missing := _explain_missing_statistic(statistic, candidate, champion)) is None:
+            hypotheses += _build_hypotheses(recipe, statistic, margin, candidate, champion)
         elif missing:
             findings.append(StatisticFinding(False, f"Statistic {statistic} {missing}", None))
     alpha = (1 - recipe.evaluation.confidence) / 2
-    rejected = holm({f"{one.statistic} {one.change}": one.p_value for one in hypotheses}, alpha)
+    rejected = reject_by_holm(
+        {f"{one.statistic} {one.change}": one.p_value for one in hypotheses}, alpha
+    )
     for statistic in dict.fromkeys(one.statistic for one in hypotheses):
         own = [one for one in hypotheses if one.statistic == statistic]
         kept = [one for one in own if f"{one.statistic} {one.change}" not in rejected]
-        findings.append(_finding(recipe, own[0], kept, candidate, champion))
+        findings.append(_build_finding(recipe, own[0], kept, candidate, champion))
     return findings
 
 
-def statistic_margins(recipe: Recipe) -> dict[str, float]:
+def select_statistic_margins(recipe: Recipe) -> dict[str, float]:
     """The margin of each statistic that is tested. Text is not feared where a trained reward reads
     the image.
     """
@@ -87,9 +95,11 @@ def statistic_margins(recipe: Recipe) -> dict[str, float]:
     return {name: margin for name, margin in margins.items() if margin is not None}
 
 
-def _missing(statistic: str, candidate: pa.Table, champion: pa.Table) -> str | None:
+def _explain_missing_statistic(
+    statistic: str, candidate: pa.Table, champion: pa.Table
+) -> str | None:
     """What of a statistic is missing: None if nothing, "" if neither side measured it."""
-    column = statistic_column(statistic)
+    column = name_statistic_column(statistic)
     sides = {"candidate": candidate, "champion": champion}
     absent = [side for side, table in sides.items() if column not in table.column_names]
     if len(absent) == 2:
@@ -97,7 +107,7 @@ def _missing(statistic: str, candidate: pa.Table, champion: pa.Table) -> str | N
     if absent:
         return f"was not measured on the {absent[0]}; evaluate both with it"
     finite = np.isfinite(
-        held_out_pairs(column, candidate, champion)[["candidate", "champion"]].to_numpy()
+        pair_held_out_samples(column, candidate, champion)[["candidate", "champion"]].to_numpy()
     )
     measured = finite[finite.any(axis=1)]
     if not len(measured):
@@ -111,22 +121,22 @@ def _missing(statistic: str, candidate: pa.Table, champion: pa.Table) -> str | N
     return None
 
 
-def _hypotheses(
+def _build_hypotheses(
     recipe: Recipe, statistic: str, relative: float, candidate: pa.Table, champion: pa.Table
 ) -> Iterator[_Hypothesis]:
-    means = prompt_means(statistic_column(statistic), candidate, champion)
+    means = average_over_prompts(name_statistic_column(statistic), candidate, champion)
     unit = means["champion"].mean() if statistic in SHARES else means["champion"].std()
     margin = max(relative * float(unit), MIN_MARGIN)
     difference = (means["candidate"] - means["champion"]).to_numpy()
     for change, sign in (("fall", 1), ("rise", -1)):
         if statistic not in (ONLY_RISES if change == "fall" else ONLY_FALLS):
-            p_value = paired_tail(
+            p_value = compute_paired_tail(
                 sign * difference + margin, recipe.evaluation.resamples, recipe.seed
             )
             yield _Hypothesis(statistic, change, margin, p_value)
 
 
-def _finding(
+def _build_finding(
     recipe: Recipe,
     tested: _Hypothesis,
     kept: list[_Hypothesis],
@@ -134,8 +144,8 @@ def _finding(
     champion: pa.Table,
 ) -> StatisticFinding:
     rule = recipe.evaluation
-    comparison = compare(
-        statistic_column(tested.statistic),
+    comparison = compare_metric(
+        name_statistic_column(tested.statistic),
         candidate,
         champion,
         resamples=rule.resamples,
@@ -143,18 +153,18 @@ def _finding(
         seed=recipe.seed,
     ).model_copy(update={"metric": tested.statistic})
     moved = (
-        f"Statistic {tested.statistic} went from {significant(comparison.champion)} to"
-        f" {significant(comparison.candidate)} ({signed(comparison.difference)}) over"
+        f"Statistic {tested.statistic} went from {format_number(comparison.champion)} to"
+        f" {format_number(comparison.candidate)} ({format_difference(comparison.difference)}) over"
         f" {comparison.prompts} prompts"
     )
     if not kept:
         return StatisticFinding(
-            True, f"{moved}, within the margin of {significant(tested.margin)}.", comparison
+            True, f"{moved}, within the margin of {format_number(tested.margin)}.", comparison
         )
     worst = max(kept, key=lambda one: one.p_value)
     fix = f"look at the samples, or set promotion.margins.{tested.statistic}"
     reason = (
-        f"{moved}: a {worst.change} of {significant(worst.margin)} or more is not ruled out (p ="
+        f"{moved}: a {worst.change} of {format_number(worst.margin)} or more is not ruled out (p ="
         f" {worst.p_value:.3g}); {fix}"
     )
     return StatisticFinding(False, f"{reason}.", comparison)

@@ -11,15 +11,15 @@ from ebbflow.recipe import Recipe
 TARGET = "reward"
 
 
-def best(history: Sequence[Evaluation]) -> int:
+def find_best_policy(history: Sequence[Evaluation]) -> int:
     """Index of the trained policy with the highest validation reward; the first entry is the
     untrained one.
     """
     trained = range(1, len(history))
-    return max(trained, key=lambda index: _validation(history[index]))
+    return max(trained, key=lambda index: _validation_reward(history[index]))
 
 
-def stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int) -> str | None:
+def find_stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int) -> str | None:
     """Why training ends before round ``rounds_done``, or None if it continues.
 
     Args:
@@ -29,7 +29,7 @@ def stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int)
     if rounds_done >= recipe.rounds:
         return f"stop: all {recipe.rounds} rounds are done"
     per_round = sum(stage.branch is None for stage in recipe.stages)
-    ends = [_validation(history[index]) for index in range(0, len(history), per_round)]
+    ends = [_validation_reward(history[index]) for index in range(0, len(history), per_round)]
     earlier = ends[: -recipe.stop.patience]
     recent = ends[-recipe.stop.patience :]
     if not earlier or max(recent) > max(earlier) + recipe.stop.min_delta:
@@ -41,6 +41,6 @@ def stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int)
     )
 
 
-def _validation(evaluation: Evaluation) -> float:
+def _validation_reward(evaluation: Evaluation) -> float:
     """The mean validation reward; -inf if nothing was scored."""
     return evaluation.validation.get(TARGET, -math.inf)

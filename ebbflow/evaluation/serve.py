@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, ModelError, load_model
 from ebbflow.models.base import device_of
-from ebbflow.models.encoding import Embeddings, embed
+from ebbflow.models.encoding import Embeddings, embed_prompts
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
     ALLOW_CODE,
@@ -39,7 +39,7 @@ NOT_FINITE = (
 )
 
 
-class Drawn(NamedTuple):
+class GeneratedImage(NamedTuple):
     """What became of a prompt.
 
     Attributes:
@@ -59,37 +59,37 @@ def generate_images(
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     allowed_code: Collection[str] = (),
-) -> list[Drawn]:
-    """``iter_images`` in the order of the prompts."""
-    drawn = dict(iter_images(base, policy, prompts, seeds, allowed_code))
+) -> list[GeneratedImage]:
+    """``iterate_images`` in the order of the prompts."""
+    drawn = dict(iterate_images(base, policy, prompts, seeds, allowed_code))
     return [drawn[index] for index in range(len(prompts))]
 
 
-def load_served(
+def load_served_model(
     base: Path, policy: Path, allowed_code: Collection[str] = ()
 ) -> tuple[Model, SamplerConfig]:
     """The model with the policy's weights, which stays in memory for the next call, and the
     sampler.
 
     Raises:
-        ArtifactError, PolicyError, ModelError: as ``iter_images``.
+        ArtifactError, PolicyError, ModelError: as ``iterate_images``.
     """
     metadata = read_policy_metadata(policy)
     require_allowed_code(
         metadata, policy, [*os.environ.get(ALLOW_CODE, "").split(","), *allowed_code]
     )
-    return _loaded(base, policy), SamplerConfig(
+    return _load_policy_model(base, policy), SamplerConfig(
         name=metadata.sampler, steps=metadata.steps, eta=metadata.eta
     )
 
 
-def iter_images(
+def iterate_images(
     base: Path,
     policy: Path,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
     allowed_code: Collection[str] = (),
-) -> Iterator[tuple[int, Drawn]]:
+) -> Iterator[tuple[int, GeneratedImage]]:
     """An image per prompt with its index, by the sampler, with the steps and in the size that the
     policy was evaluated with.
 
@@ -107,20 +107,20 @@ def iter_images(
             allowed.
         ModelError: the base model cannot be read.
     """
-    model, sampler = load_served(base, policy, allowed_code)
+    model, sampler = load_served_model(base, policy, allowed_code)
     size = max(1, min(MAX_BATCH, MAX_LATENTS // math.prod(model.latent_shape)))
     with tqdm(total=len(prompts), desc="drawing", unit="image", disable=None) as progress:
-        for encoded, indices in _encode(model, prompts, range(len(prompts))):
+        for encoded, indices in _encode_prompts(model, prompts, range(len(prompts))):
             for part in (indices[start : start + size] for start in range(0, len(indices), size)):
                 yield from zip(
                     part,
-                    _draw(model, encoded, [(prompts[i], seeds[i]) for i in part], sampler),
+                    _generate_pass(model, encoded, [(prompts[i], seeds[i]) for i in part], sampler),
                     strict=True,
                 )
                 progress.update(len(part))
 
 
-def _encode(
+def _encode_prompts(
     model: Model, prompts: Sequence[Prompt], indices: Sequence[int]
 ) -> Iterator[tuple[Embeddings | str, Sequence[int]]]:
     """Prompts that are encoded together, or what is wrong with a single one, with their indices.
@@ -131,45 +131,45 @@ def _encode(
     if not indices:
         return
     try:
-        encoded: Embeddings | str = embed(model, [prompts[index] for index in indices])
+        encoded: Embeddings | str = embed_prompts(model, [prompts[index] for index in indices])
     except (ModelError, ValueError) as error:
         if middle := len(indices) // 2:
-            yield from _encode(model, prompts, indices[:middle])
-            yield from _encode(model, prompts, indices[middle:])
+            yield from _encode_prompts(model, prompts, indices[:middle])
+            yield from _encode_prompts(model, prompts, indices[middle:])
             return
         encoded = str(error)
     yield encoded, indices
 
 
-def _draw(
+def _generate_pass(
     model: Model,
     encoded: Embeddings | str,
     rows: Sequence[tuple[Prompt, int]],
     sampler: SamplerConfig,
-) -> Iterator[Drawn]:
+) -> Iterator[GeneratedImage]:
     """The images of prompts with their seeds, in one pass."""
     if isinstance(encoded, str):
-        yield Drawn(error=encoded)
+        yield GeneratedImage(error=encoded)
         return
     prompts, seeds = zip(*rows, strict=True)
     keys = SampleKeys(
         0, [0] * len(seeds), seeds
     )  # a seed is the number of the sample, so that a batch may have many
     conditioning = encoded(prompts).to(device_of(model))
-    rollouts = generate(model, conditioning, keys, sampler, micro_batch=len(seeds))
-    images = encode_png(model.decode(rollouts.latents))
+    rollouts = generate_samples(model, conditioning, keys, sampler, micro_batch=len(seeds))
+    images = encode_pngs(model.decode_latents(rollouts.latents))
     unguided = conditioning.negative is None
-    for prompt, image, finite in zip(prompts, images, rollouts.finite, strict=True):
+    for prompt, image, finite in zip(prompts, images, rollouts.finite_samples, strict=True):
         yield (
-            Drawn(image, warning=_warning(model, prompt, unguided))
+            GeneratedImage(image, warning=_collect_warnings(model, prompt, unguided))
             if finite
-            else Drawn(error=NOT_FINITE)
+            else GeneratedImage(error=NOT_FINITE)
         )
 
 
-def _warning(model: Model, prompt: Prompt, unguided: bool) -> str | None:
+def _collect_warnings(model: Model, prompt: Prompt, unguided: bool) -> str | None:
     """What to know of a picture: families may say what they were trained on, and most cannot."""
-    said = getattr(model, "outside_training", lambda prompt: None)(prompt)
+    said = getattr(model, "describe_unseen_letters", lambda prompt: None)(prompt)
     ignored = (
         "negative_prompt is ignored, as the policy draws without guidance"
         if unguided and prompt.negative_prompt
@@ -179,9 +179,9 @@ def _warning(model: Model, prompt: Prompt, unguided: bool) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _loaded(base: Path, policy: Path) -> Model:
+def _load_policy_model(base: Path, policy: Path) -> Model:
     metadata = read_policy_metadata(policy)
     require_base(metadata, base, policy)
     model = load_model(base, metadata.served_model)
-    Policy(model, metadata.config, seed=0).load(policy)
+    Policy(model, metadata.config, seed=0).load_folder(policy)
     return model

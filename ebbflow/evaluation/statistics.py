@@ -22,7 +22,7 @@ DRAWS_PER_CHUNK = 4_000_000
 """Bootstrap draws in memory at a time (32 MB)."""
 
 
-def paired_bootstrap(
+def compute_paired_bootstrap(
     candidate: np.ndarray, champion: np.ndarray, resamples: int, confidence: float, seed: int
 ) -> tuple[float, float, float]:
     """Mean difference ``candidate - champion`` over prompts with its bootstrap interval.
@@ -59,17 +59,17 @@ def paired_bootstrap(
         raise ValueError(f"{broken} of {count} pairs are not finite; filter them out first")
     difference = float(differences.mean())
     tails = np.quantile(
-        _resampled_means(differences, resamples, seed), [(1 - confidence) / 2, (1 + confidence) / 2]
+        _resample_means(differences, resamples, seed), [(1 - confidence) / 2, (1 + confidence) / 2]
     )
     low, high = difference + (tails - difference) * np.sqrt(count / (count - 1))
     return difference, float(low), float(high)
 
 
-def paired_tail(differences: np.ndarray, resamples: int, seed: int) -> float:
+def compute_paired_tail(differences: np.ndarray, resamples: int, seed: int) -> float:
     """Bootstrap p-value of "the mean is at most zero": the share of the resampled means that are.
 
-    The test that agrees with ``paired_bootstrap``: it is below (1 - confidence) / 2 exactly where
-    that interval lies above zero.
+    The test that agrees with ``compute_paired_bootstrap``: it is below (1 - confidence) / 2 exactly
+    where that interval lies above zero.
 
     Args:
         differences: one finite value per prompt, at least two.
@@ -83,13 +83,13 @@ def paired_tail(differences: np.ndarray, resamples: int, seed: int) -> float:
             f"a test needs at least 2 finite differences, got {count}; evaluate more prompts"
         )
     mean = float(differences.mean())
-    means = mean + (_resampled_means(differences, resamples, seed) - mean) * np.sqrt(
+    means = mean + (_resample_means(differences, resamples, seed) - mean) * np.sqrt(
         count / (count - 1)
     )
     return float((means <= 0).mean())
 
 
-def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
+def reject_by_holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
     """The hypotheses that are rejected, with a probability of at most ``alpha`` that any of them is
     true.
 
@@ -105,7 +105,7 @@ def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
     return rejected
 
 
-def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+def _resample_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     chunk = max(1, DRAWS_PER_CHUNK // len(values))
     sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
@@ -117,18 +117,18 @@ def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarra
     )
 
 
-def held_out_pairs(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
+def pair_held_out_samples(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
     """A row per held-out sample of either side: the key, ``candidate`` and ``champion``; NaN where
     a side has no value.
     """
     sides = [
-        _held_out(metric, table).rename(columns={metric: side})
-        for side, table in _sides(candidate, champion)
+        _select_held_out(metric, table).rename(columns={metric: side})
+        for side, table in _name_sides(candidate, champion)
     ]
     return sides[0].merge(sides[1], on=KEY, how="outer").sort_values(KEY, ignore_index=True)
 
 
-def compare(
+def compare_metric(
     metric: str,
     candidate: pa.Table,
     champion: pa.Table,
@@ -147,8 +147,8 @@ def compare(
         ValueError: the metric is missing, a key occurs twice, or fewer than two prompts were scored
             by both sides.
     """
-    means = prompt_means(metric, candidate, champion)
-    difference, low, high = paired_bootstrap(
+    means = average_over_prompts(metric, candidate, champion)
+    difference, low, high = compute_paired_bootstrap(
         means["candidate"].to_numpy(), means["champion"].to_numpy(), resamples, confidence, seed
     )
     return Comparison(
@@ -162,14 +162,14 @@ def compare(
     )
 
 
-def prompt_means(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
+def average_over_prompts(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
     """``candidate`` and ``champion``, a row per held-out prompt: means over the samples that both
     sides have a value of.
 
     Raises:
-        ValueError: as ``compare``.
+        ValueError: as ``compare_metric``.
     """
-    pairs = held_out_pairs(metric, candidate, champion)
+    pairs = pair_held_out_samples(metric, candidate, champion)
     scored = pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]
     means = scored.groupby("prompt_id")[["candidate", "champion"]].mean()
     if len(means) < 2:
@@ -181,13 +181,13 @@ def prompt_means(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.Dat
     return means
 
 
-def _sides(
+def _name_sides(
     candidate: pa.Table, champion: pa.Table
 ) -> tuple[tuple[str, pa.Table], tuple[str, pa.Table]]:
     return ("candidate", candidate), ("champion", champion)
 
 
-def _held_out(metric: str, table: pa.Table) -> pd.DataFrame:
+def _select_held_out(metric: str, table: pa.Table) -> pd.DataFrame:
     """The keys and one metric of the held-out samples; a null becomes NaN."""
     if metric not in table.column_names:
         raise ValueError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.flow.transition import at_least_float32
-from ebbflow.flow.windows import shortened
+from ebbflow.flow.windows import count_tail_steps
 
 
 def dpm_solver_step(
@@ -51,7 +51,7 @@ def dpm_solver_step(
     return kept * latents + (1 - kept) * target, clean
 
 
-def shorter_schedule(sigmas: Tensor, share: float) -> Tensor:
+def shorten_schedule(sigmas: Tensor, share: float) -> Tensor:
     """max(1, ceil(share * steps)) denoising steps instead of those of ``sigmas``, [steps + 1], from
     its first sigma to its last.
 
@@ -59,7 +59,7 @@ def shorter_schedule(sigmas: Tensor, share: float) -> Tensor:
     spacing.
     """
     steps = len(sigmas) - 1
-    places = np.linspace(0, steps, shortened(steps, share) + 1)
+    places = np.linspace(0, steps, count_tail_steps(steps, share) + 1)
     return torch.from_numpy(np.interp(places, np.arange(steps + 1), sigmas.cpu().numpy())).to(
         sigmas
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ebbflow.seeding import Stream, generators
+from ebbflow.seeding import Stream, iterate_generators
 
 INITIAL = 0  # the step index of x_T; the noise injected at denoising step i has index i + 1
 
@@ -38,24 +38,24 @@ class SampleKeys:
         return len(self.prompt_ids)
 
     @staticmethod
-    def cat(parts: Sequence[SampleKeys]) -> SampleKeys:
+    def join_keys(parts: Sequence[SampleKeys]) -> SampleKeys:
         """The keys of all parts, which share their seed."""
         prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
         samples = [sample for part in parts for sample in part.samples]
         return replace(parts[0], prompt_ids=prompt_ids, samples=samples)
 
-    def first(self, index: int) -> list[int]:
+    def find_noise_owners(self, index: int) -> list[int]:
         """The sample whose draw with a step index is that of each sample, [N]."""
-        return self.first_of(self.sharing[index] if index < len(self.sharing) else 1)
+        return self.find_first_siblings(self.sharing[index] if index < len(self.sharing) else 1)
 
-    def first_of(self, count: int) -> list[int]:
+    def find_first_siblings(self, count: int) -> list[int]:
         """The first of each ``count`` samples with successive numbers, [N]."""
         return [sample - sample % count for sample in self.samples]
 
-    def rows(self, part: slice) -> SampleKeys:
+    def select_slice(self, part: slice) -> SampleKeys:
         return replace(self, prompt_ids=self.prompt_ids[part], samples=self.samples[part])
 
-    def take(self, index: np.ndarray) -> SampleKeys:
+    def select_samples(self, index: np.ndarray) -> SampleKeys:
         """The keys at some positions."""
         prompt_ids, samples = (
             [int(values[i]) for i in index] for values in (self.prompt_ids, self.samples)
@@ -63,7 +63,7 @@ class SampleKeys:
         return replace(self, prompt_ids=prompt_ids, samples=samples)
 
 
-def noise(
+def generate_noise(
     shape: Sequence[int],
     seed: int,
     prompt_ids: Sequence[int],
@@ -74,17 +74,17 @@ def noise(
     """Standard normal noise, float32 [N, *shape], one independent draw per (prompt_id, sample)."""
     draws = np.empty((len(prompt_ids), *shape), dtype=np.float32)
     for row, generator in zip(
-        draws, generators(seed, prompt_ids, samples, step, stream), strict=True
+        draws, iterate_generators(seed, prompt_ids, samples, step, stream), strict=True
     ):
         generator.standard_normal(dtype=np.float32, out=row)
     return torch.from_numpy(draws)
 
 
-def initial_noise(shape: Sequence[int], keys: SampleKeys) -> torch.Tensor:
+def generate_initial_noise(shape: Sequence[int], keys: SampleKeys) -> torch.Tensor:
     """x_T of every sample, float32 [N, *shape]."""
-    return shared_noise(shape, keys, INITIAL)
+    return generate_shared_noise(shape, keys, INITIAL)
 
 
-def shared_noise(shape: Sequence[int], keys: SampleKeys, index: int) -> torch.Tensor:
+def generate_shared_noise(shape: Sequence[int], keys: SampleKeys, index: int) -> torch.Tensor:
     """The noise of every sample with a step index, as the keys share it, float32 [N, *shape]."""
-    return noise(shape, keys.seed, keys.prompt_ids, keys.first(index), index)
+    return generate_noise(shape, keys.seed, keys.prompt_ids, keys.find_noise_owners(index), index)

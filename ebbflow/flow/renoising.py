@@ -23,30 +23,32 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def renoise(latents: Tensor, fresh: Tensor, sigma: Tensor, to: Tensor) -> Tensor:
+def renoise_latents(latents: Tensor, fresh: Tensor, sigma: Tensor, to: Tensor) -> Tensor:
     """x_t, [N, ...], of latents x_s at ``sigma`` < 1 and ``fresh`` noise, both [N, ...]; sigma <=
     ``to``, both [N].
     """
-    kept, added = _shares(sigma, to)
-    return _rows(kept, latents) * latents + _rows(added, latents) * fresh
+    kept, added = _compute_scales(sigma, to)
+    return _broadcast_rows(kept, latents) * latents + _broadcast_rows(added, latents) * fresh
 
 
-def score_target(
+def compute_score_target(
     latents: Tensor, fresh: Tensor, sigma: Tensor, to: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(beta, [N], and u, [N, ...]) of the same, with ``to`` > 0: (beta v - u)^2 is the weighted
     error above.
     """
-    beta = _shares(sigma, to)[1] / to
+    beta = _compute_scales(sigma, to)[1] / to
     of_fresh = 1 - sigma + (1 - to) * sigma**2 / ((1 - sigma) * to)
-    return (1 - sigma) * beta, _rows(of_fresh, fresh) * fresh - _rows(beta, latents) * latents
+    return (1 - sigma) * beta, _broadcast_rows(of_fresh, fresh) * fresh - _broadcast_rows(
+        beta, latents
+    ) * latents
 
 
-def _shares(sigma: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_scales(sigma: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
     """(a, b), both [N]."""
     kept = (1 - to) / (1 - sigma)
     return kept, (to**2 - (kept * sigma) ** 2).clamp_min(0).sqrt()
 
 
-def _rows(values: Tensor, like: Tensor) -> Tensor:
+def _broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like).view(-1, *[1] * (like.ndim - 1))

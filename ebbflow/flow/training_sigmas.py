@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.recipe.algorithms import SigmaConfig
-from ebbflow.seeding import Stream, generator
+from ebbflow.seeding import Stream, make_generator
 
 EDGE = 1e-6
 """Of the quantiles of a logit-normal distribution, whose ends are infinite."""
 
 
-def training_sigmas(
+def sample_training_sigmas(
     config: SigmaConfig, schedule: Tensor, keys: SampleKeys, visit: int, uniform: Tensor
 ) -> Tensor:
     """The sigma of each draw of N samples, float32 [draws, N].
@@ -35,19 +35,19 @@ def training_sigmas(
     """
     draws = len(uniform)
     if config.kind == "schedule":
-        points = schedule_points(config, schedule)
+        points = list_schedule_points(config, schedule)
         return points[
             (
-                _one_of_each_run(uniform, len(points))
+                _sample_stratified_points(uniform, len(points))
                 if config.stratified
-                else _orders(keys, visit, draws, len(points))
+                else _sample_point_orders(keys, visit, draws, len(points))
             )
         ]
     quantile = (torch.arange(draws)[:, None] + uniform) / draws if config.stratified else uniform
-    return _sigma_at(quantile, config)
+    return _sigma_of_quantile(quantile, config)
 
 
-def schedule_points(config: SigmaConfig, schedule: Tensor) -> Tensor:
+def list_schedule_points(config: SigmaConfig, schedule: Tensor) -> Tensor:
     """The sigmas of the schedule that lie in the band, descending, [K]; its last, 0, would add no
     noise and never counts.
 
@@ -65,7 +65,7 @@ def schedule_points(config: SigmaConfig, schedule: Tensor) -> Tensor:
     return points
 
 
-def _one_of_each_run(uniform: Tensor, count: int) -> Tensor:
+def _sample_stratified_points(uniform: Tensor, count: int) -> Tensor:
     """A point of each of as many runs of neighbours as there are draws (AWM, 2509.25050): integer
     [draws, N] below ``count``.
 
@@ -79,32 +79,32 @@ def _one_of_each_run(uniform: Tensor, count: int) -> Tensor:
     return first + (uniform * length).long().clamp_max(length - 1)
 
 
-def _orders(keys: SampleKeys, visit: int, draws: int, count: int) -> Tensor:
+def _sample_point_orders(keys: SampleKeys, visit: int, draws: int, count: int) -> Tensor:
     """The points of each draw, without replacement for as long as there are some: integer [draws,
     N] below ``count``.
     """
     rounds = -(-draws // count)
     orders = torch.empty(rounds * count, len(keys), dtype=torch.long)
     for column, (prompt_id, sample) in enumerate(zip(keys.prompt_ids, keys.samples, strict=True)):
-        numbers = generator(keys.seed, prompt_id, sample, visit, Stream.SIGMAS).random(
+        numbers = make_generator(keys.seed, prompt_id, sample, visit, Stream.SIGMAS).random(
             (rounds, count)
         )
         orders[:, column] = torch.from_numpy(numbers).argsort(1).flatten()
     return orders[:draws]
 
 
-def _sigma_at(quantile: Tensor, config: SigmaConfig) -> Tensor:
+def _sigma_of_quantile(quantile: Tensor, config: SigmaConfig) -> Tensor:
     """The sigma at a quantile of the distribution inside its band."""
-    low, high = (_share_below(bound, config) for bound in (config.min, config.max))
+    low, high = (_probability_below(bound, config) for bound in (config.min, config.max))
     quantile = low + (high - low) * quantile
     if config.kind == "logit_normal":
         quantile = torch.sigmoid(torch.special.ndtri(quantile.clamp(EDGE, 1 - EDGE)))
-    return _shifted(quantile, config.shift)
+    return _shift_sigma(quantile, config.shift)
 
 
-def _share_below(sigma: float, config: SigmaConfig) -> float:
+def _probability_below(sigma: float, config: SigmaConfig) -> float:
     """The share of the distribution without its band that lies below a sigma."""
-    unshifted = _shifted(torch.tensor(sigma, dtype=torch.float64), 1 / config.shift).clamp(
+    unshifted = _shift_sigma(torch.tensor(sigma, dtype=torch.float64), 1 / config.shift).clamp(
         0, 1
     )  # rounding may pass 1
     return float(
@@ -112,5 +112,5 @@ def _share_below(sigma: float, config: SigmaConfig) -> float:
     )
 
 
-def _shifted(sigma: Tensor, shift: float) -> Tensor:
+def _shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     return shift * sigma / (1 + (shift - 1) * sigma)

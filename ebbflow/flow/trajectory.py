@@ -27,7 +27,7 @@ class Trajectory:
     means: Tensor
     log_probs: Tensor
 
-    def take(self, samples: Tensor) -> Trajectory:
+    def select_samples(self, samples: Tensor) -> Trajectory:
         """Some of the samples, integer [S]."""
         rows = {
             name: getattr(self, name)[samples]

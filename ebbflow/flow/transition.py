@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.plugins import import_object
 
 DEFAULT_ETA = {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
 
@@ -72,7 +72,7 @@ class Sampler:
     eta: float | None
 
 
-def transition(
+def compute_transition(
     sampler: str,
     latents: Tensor,
     velocity: Tensor,
@@ -95,7 +95,7 @@ def transition(
     velocity = at_least_float32(velocity)
     sigmas = sigmas.to(latents)
     if ":" in sampler:
-        own: Sampler = import_path(sampler)
+        own: Sampler = import_object(sampler)
         return replace(
             own.step(latents, velocity, sigmas, step, (own.eta or 0.0) if eta is None else eta),
             sampler=sampler,
@@ -104,7 +104,7 @@ def transition(
     sigma = sigmas[step]
     sigma_next = sigmas[step + 1]
     dt = sigma_next - sigma
-    scale, std = _noise(sampler, eta, sigma, sigma_next, dt, second_sigma=sigmas[1])
+    scale, std = _compute_noise_scale(sampler, eta, sigma, sigma_next, dt, second_sigma=sigmas[1])
     # a^2 + b^2 = sigma'^2 for ODE and CPS; the SDEs correct the drift for the noise they inject.
     noise_share = sigma_next**2 - std**2 if sampler == "cps" else None
     a = (
@@ -112,7 +112,9 @@ def transition(
         if noise_share is None
         else noise_share.clamp_min(0).sqrt()
     )
-    return Transition(sampler, _mean_step(latents, velocity, sigma, sigma_next, a), std, scale, dt)
+    return Transition(
+        sampler, _compute_mean(latents, velocity, sigma, sigma_next, a), std, scale, dt
+    )
 
 
 def sde_transition(
@@ -127,23 +129,23 @@ def sde_transition(
     a = sigma_next - scale**2 * dt.abs() / (2 * sigma)
     return Transition(
         "sde",
-        _mean_step(latents, velocity, sigma, sigma_next, a),
+        _compute_mean(latents, velocity, sigma, sigma_next, a),
         scale * dt.abs().sqrt(),
         scale,
         dt,
     )
 
 
-def _mean_step(
+def _compute_mean(
     latents: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, a: Tensor
 ) -> Tensor:
     """mu = (1 - sigma') x0_hat + a x1_hat, [N, ...]."""
-    clean = latents - _rows(sigma, latents) * velocity
-    noise = latents + _rows(1 - sigma, latents) * velocity
-    return _rows(1 - sigma_next, latents) * clean + _rows(a, latents) * noise
+    clean = latents - _broadcast_rows(sigma, latents) * velocity
+    noise = latents + _broadcast_rows(1 - sigma, latents) * velocity
+    return _broadcast_rows(1 - sigma_next, latents) * clean + _broadcast_rows(a, latents) * noise
 
 
-def _noise(
+def _compute_noise_scale(
     sampler: str, eta: float, sigma: Tensor, sigma_next: Tensor, dt: Tensor, second_sigma: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(s, b) of a step."""
@@ -160,12 +162,12 @@ def _noise(
     return scale, scale * dt.abs().sqrt()
 
 
-def sample(step: Transition, noise: Tensor) -> Tensor:
+def sample_next_latents(step: Transition, noise: Tensor) -> Tensor:
     """x' = mu + b z for the given z, [N, ...]."""
-    return step.mean + _rows(step.std, step.mean) * noise
+    return step.mean + _broadcast_rows(step.std, step.mean) * noise
 
 
-def log_prob(step: Transition, next_latents: Tensor) -> Tensor:
+def compute_log_prob(step: Transition, next_latents: Tensor) -> Tensor:
     """Log-probability of x', [N]: the MEAN over the D elements of a sample, as in all published
     code.
 
@@ -182,16 +184,16 @@ def log_prob(step: Transition, next_latents: Tensor) -> Tensor:
         )
     squared = (next_latents - step.mean) ** 2
     if step.sampler == "cps":
-        return -_mean(squared)
-    std = _rows(step.std, step.mean)
-    return _mean(-squared / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi))
+        return -_mean_per_sample(squared)
+    std = _broadcast_rows(step.std, step.mean)
+    return _mean_per_sample(-squared / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi))
 
 
-def _mean(values: Tensor) -> Tensor:
+def _mean_per_sample(values: Tensor) -> Tensor:
     return values.flatten(1).mean(1)
 
 
-def _rows(value: Tensor, like: Tensor) -> Tensor:
+def _broadcast_rows(value: Tensor, like: Tensor) -> Tensor:
     """A scalar as it is, [N] as [N, 1, ...], so that it broadcasts over the rows of ``like``."""
     return value if value.ndim == 0 else value.view(-1, *[1] * (like.ndim - 1))
 

@@ -57,25 +57,25 @@ def unipc_step(
     sigmas = sigmas.to(latents).clamp(max=FIRST_SIGMA)
     clean = latents - sigmas[step] * velocity
     if history is not None:
-        latents = _corrected(history, clean, sigmas, step)
+        latents = _correct_latents(history, clean, sigmas, step)
     target = clean
     if history is not None and sigmas[step + 1] > 0:
-        target = clean + (history.clean - clean) / _ratio(sigmas, step) / 2
+        target = clean + (history.clean - clean) / _compute_step_ratio(sigmas, step) / 2
     kept = sigmas[step + 1] / sigmas[step]
     after = UniPCHistory(latents, clean, history.clean if history else None)
     return kept * latents + (1 - kept) * target, after
 
 
-def _corrected(history: UniPCHistory, clean: Tensor, sigmas: Tensor, step: int) -> Tensor:
+def _correct_latents(history: UniPCHistory, clean: Tensor, sigmas: Tensor, step: int) -> Tensor:
     """The latents at sigmas[step] from those of the step before, once more."""
     change = clean - history.clean
     weight = torch.tensor(0.5).to(clean)
     target = history.clean
     if history.clean_before is not None:
-        before, now = _lambdas(sigmas)[step - 1 : step + 1]
+        before, now = _compute_lambdas(sigmas)[step - 1 : step + 1]
         h, ratio = (
             before - now,
-            _ratio(sigmas, step - 1),
+            _compute_step_ratio(sigmas, step - 1),
         )  # h as it enters the exponentials: negative
         phi = torch.expm1(h)
         first = 1 / h - 1 / phi
@@ -87,11 +87,11 @@ def _corrected(history: UniPCHistory, clean: Tensor, sigmas: Tensor, step: int) 
     return kept * history.latents + (1 - kept) * (target + weight * change)
 
 
-def _ratio(sigmas: Tensor, step: int) -> Tensor:
+def _compute_step_ratio(sigmas: Tensor, step: int) -> Tensor:
     """r of a step that has one before it."""
-    steps = _lambdas(sigmas)[step - 1 : step + 2].diff()
+    steps = _compute_lambdas(sigmas)[step - 1 : step + 2].diff()
     return -steps[0] / steps[1]
 
 
-def _lambdas(sigmas: Tensor) -> Tensor:
+def _compute_lambdas(sigmas: Tensor) -> Tensor:
     return torch.log((1 - sigmas) / sigmas)

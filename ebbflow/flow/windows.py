@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from ebbflow.recipe.choices import WindowConfig
-from ebbflow.seeding import Stream, generator
+from ebbflow.seeding import Stream, make_generator
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Plan:
     tail: float | None = None
 
 
-def plan(
+def plan_steps(
     window: WindowConfig,
     denoising_steps: int,
     optimisation_step: int,
@@ -53,14 +53,18 @@ def plan(
         return Plan(every, every, window.tail)
     if window.kind == "share":
         return Plan(
-            every, _share(window.share, len(every), _draw(optimisation_step, seed)), window.tail
+            every,
+            _sample_share_of_steps(
+                window.share, len(every), _window_generator(optimisation_step, seed)
+            ),
+            window.tail,
         )
-    start = _start(window, denoising_steps, optimisation_step, seed)
+    start = _choose_window_start(window, denoising_steps, optimisation_step, seed)
     inside = tuple(sorted({*every[start : start + window.size], *splits}))
     return Plan(inside, inside, window.tail)
 
 
-def samples_per_prediction(
+def count_samples_per_prediction(
     sharing: Sequence[int], steps: int, stochastic: Container[int], trained: Container[int]
 ) -> list[int]:
     """How many successive samples of a prompt the network predicts once at each denoising step, as
@@ -83,14 +87,16 @@ def samples_per_prediction(
     return found
 
 
-def _share(share: float, count: int, draw: np.random.Generator) -> tuple[int, ...]:
+def _sample_share_of_steps(share: float, count: int, draw: np.random.Generator) -> tuple[int, ...]:
     """A random share of the steps, rounded down as published, at least one (DanceGRPO,
     2505.07818)."""
     chosen = draw.choice(count, size=max(1, int(share * count)), replace=False)
     return tuple(sorted(chosen.tolist()))
 
 
-def _start(window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int) -> int:
+def _choose_window_start(
+    window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int
+) -> int:
     if window.kind == "fixed":
         return window.start
     starts = range(
@@ -99,22 +105,24 @@ def _start(window: WindowConfig, denoising_steps: int, optimisation_step: int, s
         window.stride,
     )
     if window.kind == "random":
-        return int(_draw(optimisation_step, seed).choice(starts))
-    return _moving_start(window, starts, denoising_steps, optimisation_step)
+        return int(_window_generator(optimisation_step, seed).choice(starts))
+    return _find_moving_start(window, starts, denoising_steps, optimisation_step)
 
 
-def _moving_start(
+def _find_moving_start(
     window: WindowConfig, starts: range, denoising_steps: int, optimisation_step: int
 ) -> int:
     """Each start in turn for as long as it stays; then from the first again, or the last for
     good."""
-    ends = list(accumulate(_stay(window, start, denoising_steps) for start in starts))
+    ends = list(
+        accumulate(_count_steps_at_start(window, start, denoising_steps) for start in starts)
+    )
     if window.roll_over:
         optimisation_step %= ends[-1]
     return starts[min(bisect_right(ends, optimisation_step), len(starts) - 1)]
 
 
-def _stay(window: WindowConfig, start: int, denoising_steps: int) -> int:
+def _count_steps_at_start(window: WindowConfig, start: int, denoising_steps: int) -> int:
     """Optimisation steps that a window stays at a start; ever fewer for late ones when it decays
     (MixGRPO, 2507.21802).
     """
@@ -126,10 +134,12 @@ def _stay(window: WindowConfig, start: int, denoising_steps: int) -> int:
     )
 
 
-def _draw(optimisation_step: int, seed: int) -> np.random.Generator:
-    return generator(seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS)
+def _window_generator(optimisation_step: int, seed: int) -> np.random.Generator:
+    return make_generator(
+        seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS
+    )
 
 
-def shortened(steps: int, share: float) -> int:
+def count_tail_steps(steps: int, share: float) -> int:
     """How many denoising steps are left of ``steps`` where a tail takes this share of them."""
     return max(1, math.ceil(share * steps))

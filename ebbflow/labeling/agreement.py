@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 
-def krippendorff_alpha(units: Iterable[Sequence[Hashable]]) -> float | None:
+def compute_krippendorff_alpha(units: Iterable[Sequence[Hashable]]) -> float | None:
     """Krippendorff's alpha for nominal data, any number of raters, and missing answers.
 
         alpha = 1 - (n - 1) * sum_u sum_{c != k} n_uc n_uk / (m_u - 1) / sum_{c != k} n_c n_k
@@ -24,13 +24,13 @@ def krippendorff_alpha(units: Iterable[Sequence[Hashable]]) -> float | None:
     tables = [Counter(answers) for answers in units if len(answers) > 1]
     totals: Counter[Hashable] = sum(tables, Counter())
     count = totals.total()
-    expected = _disagreements(totals)
+    expected = _count_disagreements(totals)
     if not expected:
         return None
-    observed = sum(_disagreements(table) / (table.total() - 1) for table in tables)
+    observed = sum(_count_disagreements(table) / (table.total() - 1) for table in tables)
     return 1 - (count - 1) * observed / expected
 
 
-def _disagreements(counts: Counter[Hashable]) -> int:
+def _count_disagreements(counts: Counter[Hashable]) -> int:
     """Ordered pairs of answers that differ."""
     return counts.total() ** 2 - sum(count**2 for count in counts.values())

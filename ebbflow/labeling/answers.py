@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from ebbflow.data.files import read_lines
 from ebbflow.labeling.sources import LabelError
-from ebbflow.recipe.base import Strict, short
-from ebbflow.storage.disk import raise_if_disk_full, sync
+from ebbflow.recipe.base import Strict, shorten_value
+from ebbflow.storage.disk import raise_if_disk_full, sync_path
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Answer(Strict):
     """Which of the pair's pictures was on the left."""
 
     @property
-    def preferred(self) -> int | None:
+    def preferred_picture(self) -> int | None:
         """Which of the pair's pictures the rater prefers; None for a tie."""
         return {"left": self.left, "right": 1 - self.left}.get(self.answer)
 
@@ -56,10 +56,10 @@ class AnswerFile:
         _cut_torn_line(path)
         self.standing: list[Answer] = []
         """The answers that were not taken back, in the order in which they came."""
-        for answer in _read(path):
-            self._apply(answer)
+        for answer in _read_answers(path):
+            self._apply_answer(answer)
 
-    def append(self, answer: Answer) -> None:
+    def append_answer(self, answer: Answer) -> None:
         """Write an answer; when this returns it is on the disk.
 
         Raises:
@@ -75,13 +75,13 @@ class AnswerFile:
             except OSError:
                 file.truncate(size)
                 raise
-        self._apply(answer)
+        self._apply_answer(answer)
 
-    def of(self, rater: str) -> dict[str, Answer]:
+    def answers_of_rater(self, rater: str) -> dict[str, Answer]:
         """The standing answers of a rater by pair, the last one last."""
         return {answer.pair: answer for answer in self.standing if answer.rater == rater}
 
-    def _apply(self, answer: Answer) -> None:
+    def _apply_answer(self, answer: Answer) -> None:
         if answer.answer != "undo":
             self.standing.append(answer)
         else:
@@ -92,7 +92,7 @@ class AnswerFile:
 def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         path.touch()
-        sync(path.parent)  # so that the new file's name is on the disk, too
+        sync_path(path.parent)  # so that the new file's name is on the disk, too
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
@@ -102,11 +102,12 @@ def _cut_torn_line(path: Path) -> None:
         )
 
 
-def _read(path: Path) -> Iterator[Answer]:
+def _read_answers(path: Path) -> Iterator[Answer]:
     for location, line in read_lines(path, LabelError):
         try:
             yield Answer.model_validate_json(line)
         except ValidationError:
             raise LabelError(
-                f"{location}: {short(line)} is no answer; restore the file, or remove this line"
+                f"{location}: {shorten_value(line)} is no answer; restore the file, or remove this"
+                " line"
             ) from None

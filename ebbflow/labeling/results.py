@@ -19,8 +19,8 @@ from ebbflow.data.pairs import IMAGES, LATENTS, check_pairs
 from ebbflow.labeling.answers import Answer
 from ebbflow.labeling.session import Session
 from ebbflow.labeling.sources import SIDES, LabelPair
-from ebbflow.recipe.base import sanitize
-from ebbflow.storage.disk import sha256_of, write_text
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.storage.disk import sha256_of_file, write_text
 from ebbflow.storage.tables import write_table
 
 PAIRS = "pairs.parquet"
@@ -37,13 +37,13 @@ def write_results(session: Session) -> None:
     Raises:
         DiskFullError: no space was left.
     """
-    found = evidence(session)
+    found = build_evidence(session)
     write_pairs(session, session.folder / PAIRS)
     write_text(
         session.folder / EVIDENCE,
         json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
     )
-    write_text(session.folder / PAGE, as_markdown(found))
+    write_text(session.folder / PAGE, render_markdown(found))
 
 
 # The pairs file.
@@ -57,8 +57,8 @@ def write_pairs(session: Session, path: Path) -> int:
     Without a pair there is no file.
     """
     votes = {
-        key: Counter(answer.preferred for answer in answers)
-        for key, answers in session.by_pair().items()
+        key: Counter(answer.preferred_picture for answer in answers)
+        for key, answers in session.group_answers_by_pair().items()
     }
     chosen = {
         key: 0 if counts[0] > counts[1] else 1
@@ -66,7 +66,7 @@ def write_pairs(session: Session, path: Path) -> int:
         if counts[0] != counts[1]
     }
     pairs = [session.pairs[key] for key in session.pairs if key in chosen]
-    if not pairs or (animated := _without_latent(pairs)):
+    if not pairs or (animated := _list_videos_without_latent(pairs)):
         path.unlink(missing_ok=True)
         logger.info(
             "no pairs file: %s",
@@ -77,15 +77,18 @@ def write_pairs(session: Session, path: Path) -> int:
             ),
         )
         return 0
-    table = _as_table(pairs, chosen, votes)
+    table = _build_pairs_table(pairs, chosen, votes)
     write_table(
-        path, table.schema, table.to_batches(), {"answers_sha256": sha256_of(session.answers.path)}
+        path,
+        table.schema,
+        table.to_batches(),
+        {"answers_sha256": sha256_of_file(session.answers.path)},
     )
     check_pairs(path)
     return len(pairs)
 
 
-def _without_latent(pairs: Sequence[LabelPair]) -> list[LabelPair]:
+def _list_videos_without_latent(pairs: Sequence[LabelPair]) -> list[LabelPair]:
     """The videos that a pairs file cannot hold: its images are stills."""
     return [
         pair
@@ -94,7 +97,7 @@ def _without_latent(pairs: Sequence[LabelPair]) -> list[LabelPair]:
     ]
 
 
-def _as_table(
+def _build_pairs_table(
     pairs: list[LabelPair], chosen: dict[str, int], votes: dict[str, Counter[int | None]]
 ) -> pa.Table:
     sides = [[pair.pictures[chosen[pair.key] ^ rejected] for pair in pairs] for rejected in (0, 1)]
@@ -118,10 +121,10 @@ def _as_table(
 # The evidence.
 
 
-def evidence(session: Session) -> dict[str, Any]:
+def build_evidence(session: Session) -> dict[str, Any]:
     """What was compared, how, by whom, and what they said, for programs."""
-    by_pair = session.by_pair()
-    test = session.test()
+    by_pair = session.group_answers_by_pair()
+    test = session.run_test()
     standing = session.answers.standing
     names = SIDES if test else ("first", "second")
     return {
@@ -135,32 +138,33 @@ def evidence(session: Session) -> dict[str, Any]:
             "left_out_identical": session.task.identical,
             "left_out_on_one_side_only": session.task.missing,
         },
-        "answers": _counts(standing, names),
+        "answers": _count_answers(standing, names),
         "raters": {
-            rater: _counts(answers, names) for rater, answers in _by_rater(standing).items()
+            rater: _count_answers(answers, names)
+            for rater, answers in _group_by_rater(standing).items()
         },
-        "krippendorff_alpha": session.agreement(),
+        "krippendorff_alpha": session.measure_agreement(),
         "pairs_with_several_raters": sum(len(answers) > 1 for answers in by_pair.values()),
         "first_answer": standing[0].at if standing else None,
         "last_answer": standing[-1].at if standing else None,
         "seed": session.settings.seed,
         "files": {role: str(path) for role, path in session.task.files.items()},
-        "sha256": session.task.digests | {"answers": sha256_of(session.answers.path)},
+        "sha256": session.task.file_digests | {"answers": sha256_of_file(session.answers.path)},
     }
 
 
-def _by_rater(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+def _group_by_rater(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
     return {
         rater: [one for one in answers if one.rater == rater]
         for rater in sorted({one.rater for one in answers})
     }
 
 
-def _counts(answers: Sequence[Answer], names: Sequence[str]) -> dict[str, int]:
+def _count_answers(answers: Sequence[Answer], names: Sequence[str]) -> dict[str, int]:
     """How often each side was preferred, and how often the left one, which is each side equally
     often.
     """
-    preferred = Counter(answer.preferred for answer in answers)
+    preferred = Counter(answer.preferred_picture for answer in answers)
     return {
         names[0]: preferred[0],
         names[1]: preferred[1],
@@ -169,12 +173,12 @@ def _counts(answers: Sequence[Answer], names: Sequence[str]) -> dict[str, int]:
     }
 
 
-def as_markdown(found: dict[str, Any]) -> str:
+def render_markdown(found: dict[str, Any]) -> str:
     """The evidence on one page, for people."""
     sides = [name for name in found["answers"] if name not in ("tie", "left")]
     alpha = found["krippendorff_alpha"]
     rows = [
-        *((f"{role}", _text(name)) for role, name in found["policies"].items()),
+        *((f"{role}", _escape_text(name)) for role, name in found["policies"].items()),
         ("pairs answered", f"{found['pairs']['answered']} of {found['pairs']['all']}"),
         ("left out, same picture on both sides", found["pairs"]["left_out_identical"]),
         (
@@ -186,10 +190,13 @@ def as_markdown(found: dict[str, Any]) -> str:
             "first and last answer (UTC)",
             f"{found['first_answer'] or '–'}, {found['last_answer'] or '–'}",
         ),
-        *((f"sha256, {_text(role)}", f"`{digest}`") for role, digest in found["sha256"].items()),
+        *(
+            (f"sha256, {_escape_text(role)}", f"`{digest}`")
+            for role, digest in found["sha256"].items()
+        ),
     ]
     raters = [
-        (_text(rater), counts[sides[0]], counts[sides[1]], counts["tie"], counts["left"])
+        (_escape_text(rater), counts[sides[0]], counts[sides[1]], counts["tie"], counts["left"])
         for rater, counts in [*found["raters"].items(), ("all", found["answers"])]
     ]
     header = (
@@ -201,15 +208,15 @@ def as_markdown(found: dict[str, Any]) -> str:
     )
     parts = [
         "# Preferences of people",
-        _conclusion(found),
-        _table(("", ""), rows),
-        _table(header, raters),
-        _method(found),
+        _render_conclusion(found),
+        _render_table(("", ""), rows),
+        _render_table(header, raters),
+        _render_method(found),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _conclusion(found: dict[str, Any]) -> str:
+def _render_conclusion(found: dict[str, Any]) -> str:
     test = found["test"]
     if test is None:
         return "Pairs of one policy: nothing is tested."
@@ -233,7 +240,7 @@ def _conclusion(found: dict[str, Any]) -> str:
     )
 
 
-def _method(found: dict[str, Any]) -> str:
+def _render_method(found: dict[str, Any]) -> str:
     blind = (
         "Raters did not see which policy drew which picture. The order of the pairs and the sides"
         f" depend on the seed ({found['seed']}) and the rater's name."
@@ -247,14 +254,14 @@ def _method(found: dict[str, Any]) -> str:
     )
 
 
-def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
+def _render_table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def _text(text: str) -> str:
+def _escape_text(text: str) -> str:
     """Text that somebody else wrote, as a cell of a table: no markup."""
     return "".join(
         f"&#{ord(letter)};" if letter in "&<>|`*_[]\\!#~" else letter
-        for letter in sanitize(text, 200)
+        for letter in sanitize_text(text, 200)
     )

@@ -50,7 +50,7 @@ class SequentialTest:
     preferred: str | None
 
 
-def sequential_test(outcomes: Sequence[bool], error_rate: float) -> SequentialTest:
+def run_sequential_test(outcomes: Sequence[bool], error_rate: float) -> SequentialTest:
     """The test on outcomes in the order in which they came; True is one for the candidate.
 
     Raises:
@@ -64,34 +64,38 @@ def sequential_test(outcomes: Sequence[bool], error_rate: float) -> SequentialTe
     preferred = None
     for number, outcome in enumerate(outcomes, start=1):
         counts[outcome] += 1
-        largest = max(largest, log_mixture(counts[True], counts[False]))
+        largest = max(largest, compute_log_mixture(counts[True], counts[False]))
         if decided_after is None and largest >= -log(error_rate):
             decided_after = number
             preferred = "candidate" if counts[True] > counts[False] else "champion"
-    low, high = confidence_interval(counts[True], counts[False], error_rate)
+    low, high = find_confidence_interval(counts[True], counts[False], error_rate)
     return SequentialTest(
         counts[True], counts[False], low, high, min(1.0, exp(-largest)), decided_after, preferred
     )
 
 
-def log_mixture(successes: int, failures: int, p: float = 0.5) -> float:
+def compute_log_mixture(successes: int, failures: int, p: float = 0.5) -> float:
     """The logarithm of M against a probability p in (0, 1)."""
     beta = lgamma(successes + 1) + lgamma(failures + 1) - lgamma(successes + failures + 2)
     return beta - successes * log(p) - failures * log(1 - p)
 
 
-def confidence_interval(successes: int, failures: int, error_rate: float) -> tuple[float, float]:
+def find_confidence_interval(
+    successes: int, failures: int, error_rate: float
+) -> tuple[float, float]:
     """All p that M does not reject; the probability that it ever misses the true one is at most
     ``error_rate``.
     """
     count = successes + failures
     centre = successes / count if count else 0.5
-    return _edge(successes, failures, error_rate, centre, 0.0), _edge(
+    return _find_interval_edge(successes, failures, error_rate, centre, 0.0), _find_interval_edge(
         successes, failures, error_rate, centre, 1.0
     )
 
 
-def _edge(successes: int, failures: int, error_rate: float, inside: float, outside: float) -> float:
+def _find_interval_edge(
+    successes: int, failures: int, error_rate: float, inside: float, outside: float
+) -> float:
     """Where M, which rises with the distance from the observed share, reaches 1 / error_rate;
     ``outside`` if it does not.
     """
@@ -99,7 +103,7 @@ def _edge(successes: int, failures: int, error_rate: float, inside: float, outsi
         return outside
     for _ in range(HALVINGS):
         middle = (inside + outside) / 2
-        if log_mixture(successes, failures, middle) < -log(error_rate):
+        if compute_log_mixture(successes, failures, middle) < -log(error_rate):
             inside = middle
         else:
             outside = middle

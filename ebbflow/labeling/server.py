@@ -24,24 +24,24 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ebbflow.labeling.results import write_results
-from ebbflow.labeling.session import OutOfTurnError, Session, Side, rater_name
+from ebbflow.labeling.session import OutOfTurnError, Session, Side, normalize_rater_name
 from ebbflow.labeling.sources import LabelError
 from ebbflow.rewards.http import is_loopback
-from ebbflow.rewards.server_limits import server_options
+from ebbflow.rewards.server_limits import build_server_options
 from ebbflow.storage.disk import DiskFullError
-from ebbflow.tracking.pages import page_environment
+from ebbflow.tracking.pages import create_page_environment
 
 MAX_BYTES = 4096
 """Of a request: an answer has a hundred."""
 KEEP_IMAGES = "private, max-age=86400, immutable"
 """The address of a picture has the token in it, and always leads to the same picture."""
 
-Rater = Annotated[str, AfterValidator(rater_name)]
+Rater = Annotated[str, AfterValidator(normalize_rater_name)]
 
 logger = logging.getLogger(__name__)
 
 
-class GivenAnswer(BaseModel):
+class AnswerMessage(BaseModel):
     """What the page sends after a key."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -51,7 +51,7 @@ class GivenAnswer(BaseModel):
     answer: Literal["left", "right", "tie"]
 
 
-class TakenBack(BaseModel):
+class UndoMessage(BaseModel):
     """What the page sends after the undo key."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -59,7 +59,9 @@ class TakenBack(BaseModel):
     rater: Rater
 
 
-def serve(session: Session, host: str, port: int, announce: Callable[[str], object]) -> None:
+def run_label_server(
+    session: Session, host: str, port: int, announce: Callable[[str], object]
+) -> None:
     """Serve the page until the process is stopped, and then write the results.
 
     Args:
@@ -70,16 +72,19 @@ def serve(session: Session, host: str, port: int, announce: Callable[[str], obje
         LabelError: the address is not free, or not one of this machine.
     """
     token = secrets.token_urlsafe(24)
-    with _listener(host, port) as listener:
+    with _open_listener(host, port) as listener:
         config = uvicorn.Config(
-            make_app(session, host, token), log_config=None, access_log=False, **server_options()
+            build_app(session, host, token),
+            log_config=None,
+            access_log=False,
+            **build_server_options(),
         )
-        announce(f"http://{_shown(host)}:{listener.getsockname()[1]}/{token}/")
+        announce(f"http://{_host_in_address(host)}:{listener.getsockname()[1]}/{token}/")
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has shut down
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def _open_listener(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
@@ -91,16 +96,16 @@ def _listener(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _shown(host: str) -> str:
+def _host_in_address(host: str) -> str:
     """The host in an address for raters: the name of this machine if it listens on all of its
     addresses.
     """
-    if _is_address(host) and ip_address(host).is_unspecified:
+    if _is_ip_address(host) and ip_address(host).is_unspecified:
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
 
 
-def make_app(session: Session, host: str, token: str) -> FastAPI:
+def build_app(session: Session, host: str, token: str) -> FastAPI:
     """The page as an ASGI application, below ``/<token>/``; as it shuts down it writes the results.
 
     Args:
@@ -108,25 +113,25 @@ def make_app(session: Session, host: str, token: str) -> FastAPI:
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def run_lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        _write_results(session)
+        _write_results_or_log(session)
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=run_lifespan)
     nonce = secrets.token_urlsafe(16)
     router = APIRouter(prefix=f"/{token}")
-    _add_page(router, nonce)
-    _add_answers(router, session)
+    _add_page_route(router, nonce)
+    _add_answer_routes(router, session)
 
     @app.middleware("http")
-    async def guard(
+    async def guard_request(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        refused = _refused(request, host, token)
+        refused = _explain_refusal(request, host, token)
         response = (
             PlainTextResponse(refused[1], refused[0]) if refused else await call_next(request)
         )
-        for name, value in _headers(nonce).items():
+        for name, value in _build_security_headers(nonce).items():
             response.headers.setdefault(name, value)
         return response
 
@@ -134,46 +139,48 @@ def make_app(session: Session, host: str, token: str) -> FastAPI:
     return app
 
 
-def _add_page(router: APIRouter, nonce: str) -> None:
-    page = page_environment(Path(__file__).parent).get_template("page.html").render(nonce=nonce)
+def _add_page_route(router: APIRouter, nonce: str) -> None:
+    page = (
+        create_page_environment(Path(__file__).parent).get_template("page.html").render(nonce=nonce)
+    )
 
     @router.get("/", response_class=HTMLResponse)
     async def show_page() -> str:
         return page
 
 
-def _add_answers(router: APIRouter, session: Session) -> None:
+def _add_answer_routes(router: APIRouter, session: Session) -> None:
     """What the page asks for and sends. One event loop runs all of it, so that answers come one
     after the other.
     """
 
     @router.get("/state")
-    async def state(rater: Rater) -> dict[str, Any]:
-        return _state(session, rater)
+    async def read_state(rater: Rater) -> dict[str, Any]:
+        return _build_state(session, rater)
 
     @router.get("/picture/{pair}/{side}")
-    async def picture(pair: str, side: Side, rater: Rater) -> Response:
+    async def send_picture(pair: str, side: Side, rater: Rater) -> Response:
         try:
-            png = session.picture(rater, pair, side)
+            png = session.picture_on_side(rater, pair, side)
         except KeyError:
             raise HTTPException(404, "there is no such pair") from None
         return Response(png, media_type="image/png", headers={"Cache-Control": KEEP_IMAGES})
 
     @router.post("/answer")
-    async def answer(given: GivenAnswer) -> dict[str, Any]:
-        with _as_http():
-            session.answer(given.rater, given.pair, given.answer)
-        return _after(session, given.rater)
+    async def take_answer(given: AnswerMessage) -> dict[str, Any]:
+        with _convert_errors_to_http():
+            session.record_answer(given.rater, given.pair, given.answer)
+        return _continue_after(session, given.rater)
 
     @router.post("/undo")
-    async def undo(given: TakenBack) -> dict[str, Any]:
-        with _as_http():
-            session.undo(given.rater)
-        return _after(session, given.rater)
+    async def undo_answer(given: UndoMessage) -> dict[str, Any]:
+        with _convert_errors_to_http():
+            session.undo_last_answer(given.rater)
+        return _continue_after(session, given.rater)
 
 
 @contextmanager
-def _as_http() -> Iterator[None]:
+def _convert_errors_to_http() -> Iterator[None]:
     """The session's errors as statuses, so that the page can say what happened."""
     try:
         yield
@@ -184,13 +191,13 @@ def _as_http() -> Iterator[None]:
         raise HTTPException(507, "The answer was not saved: the disk is full.") from None
 
 
-def _state(session: Session, rater: str) -> dict[str, Any]:
+def _build_state(session: Session, rater: str) -> dict[str, Any]:
     """What the page shows. Nothing in it depends on which picture is whose, and no result: an undo
     could steer it.
     """
-    upcoming = session.upcoming(rater)
-    answered = session.answers.of(rater)
-    alpha = session.agreement()
+    upcoming = session.list_upcoming_pairs(rater)
+    answered = session.answers.answers_of_rater(rater)
+    alpha = session.measure_agreement()
     return {
         "rater": rater,
         "total": len(session.pairs),
@@ -204,14 +211,14 @@ def _state(session: Session, rater: str) -> dict[str, Any]:
     }
 
 
-def _after(session: Session, rater: str) -> dict[str, Any]:
-    state = _state(session, rater)
+def _continue_after(session: Session, rater: str) -> dict[str, Any]:
+    state = _build_state(session, rater)
     if state["finished"]:
-        _write_results(session)
+        _write_results_or_log(session)
     return state
 
 
-def _write_results(session: Session) -> None:
+def _write_results_or_log(session: Session) -> None:
     try:
         write_results(session)
     except (
@@ -223,12 +230,12 @@ def _write_results(session: Session) -> None:
 # Who may ask.
 
 
-def _refused(request: Request, host: str, token: str) -> tuple[int, str] | None:
+def _explain_refusal(request: Request, host: str, token: str) -> tuple[int, str] | None:
     """Status and reason, if the request does not come from this page or from somebody with its
     address.
     """
     named = request.headers.get("Host", "")
-    if not _names_this_server(named, host):
+    if not _is_own_host(named, host):
         return 403, "This server goes by another name. Open the address that the terminal shows."
     given = request.url.path.split("/")[1]
     if not hmac.compare_digest(given.encode(), token.encode()):
@@ -240,14 +247,14 @@ def _refused(request: Request, host: str, token: str) -> tuple[int, str] | None:
     ):
         return 403, "Another page asked for this."
     if request.method not in ("GET", "HEAD"):
-        if _netloc(request.headers.get("Origin", "")) != named.lower():
+        if _parse_netloc(request.headers.get("Origin", "")) != named.lower():
             return 403, "Another page sent this."
-        if not _is_short(request.headers.get("Content-Length", "")):
+        if not _is_short_body(request.headers.get("Content-Length", "")):
             return 413, f"A request has at most {MAX_BYTES} bytes and says how many."
     return None
 
 
-def _names_this_server(named: str, host: str) -> bool:
+def _is_own_host(named: str, host: str) -> bool:
     """Whether a Host header has a name that no other page can lead to this address: an IP address,
     or one that we know.
     """
@@ -258,11 +265,11 @@ def _names_this_server(named: str, host: str) -> bool:
     return (
         is_loopback(name)
         or not is_loopback(host)
-        and (_is_address(name) or name in (host.lower(), socket.gethostname().lower()))
+        and (_is_ip_address(name) or name in (host.lower(), socket.gethostname().lower()))
     )
 
 
-def _is_address(name: str) -> bool:
+def _is_ip_address(name: str) -> bool:
     try:
         ip_address(name)
     except ValueError:
@@ -270,18 +277,18 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _netloc(origin: str) -> str:
+def _parse_netloc(origin: str) -> str:
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
 
 
-def _is_short(length: str) -> bool:
+def _is_short_body(length: str) -> bool:
     return length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= MAX_BYTES
 
 
-def _headers(nonce: str) -> dict[str, str]:
+def _build_security_headers(nonce: str) -> dict[str, str]:
     """The browser loads nothing from elsewhere, runs no script but the page's own, and tells nobody
     the address.
     """

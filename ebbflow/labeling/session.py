@@ -13,14 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbflow.labeling.agreement import krippendorff_alpha
+from ebbflow.labeling.agreement import compute_krippendorff_alpha
 from ebbflow.labeling.answers import Answer, AnswerFile
-from ebbflow.labeling.sequential import SequentialTest, sequential_test
+from ebbflow.labeling.sequential import SequentialTest, run_sequential_test
 from ebbflow.labeling.sources import LabelError, LabelPair, LabelTask
-from ebbflow.recipe.base import sanitize
-from ebbflow.seeding import derive_seed, permutation
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.seeding import derive_seed, permute_indices
 from ebbflow.storage.disk import write_text
-from ebbflow.storage.locks import LOCK, exclusive_lock
+from ebbflow.storage.locks import LOCK, lock_folder
 
 TASK = "task.json"
 ANSWERS = "answers.jsonl"
@@ -72,49 +72,49 @@ class Session:
                 f"{self.answers.path}: there is no pair {strange[0].pair!r}; restore the file"
             )
 
-    def order(self, rater: str) -> list[str]:
+    def order_of_pairs(self, rater: str) -> list[str]:
         """The keys of all pairs as the rater sees them."""
         keys = list(self.pairs)
         return [
             keys[index]
-            for index in permutation(len(keys), derive_seed(self.settings.seed, "order", rater))
+            for index in permute_indices(len(keys), derive_seed(self.settings.seed, "order", rater))
         ]
 
-    def left(self, rater: str, pair: str) -> Literal[0, 1]:
+    def picture_on_left(self, rater: str, pair: str) -> Literal[0, 1]:
         """Which of the pair's pictures the rater sees on the left."""
         return 1 if derive_seed(self.settings.seed, "left", rater, pair) & 1 else 0
 
-    def picture(self, rater: str, pair: str, side: Side) -> bytes:
+    def picture_on_side(self, rater: str, pair: str, side: Side) -> bytes:
         """The PNG on a side.
 
         Raises:
             KeyError: there is no such pair.
         """
-        left = self.left(rater, pair)
+        left = self.picture_on_left(rater, pair)
         return self.pairs[pair].pictures[left if side == "left" else 1 - left].png
 
-    def upcoming(self, rater: str) -> list[LabelPair]:
+    def list_upcoming_pairs(self, rater: str) -> list[LabelPair]:
         """The pairs that the rater is still asked about, the next one first; none after the test
         has decided.
         """
         if self.is_decided():
             return []
-        answered = self.answers.of(rater)
-        return [self.pairs[key] for key in self.order(rater) if key not in answered]
+        answered = self.answers.answers_of_rater(rater)
+        return [self.pairs[key] for key in self.order_of_pairs(rater) if key not in answered]
 
-    def answer(self, rater: str, pair: str, given: Literal["left", "right", "tie"]) -> None:
+    def record_answer(self, rater: str, pair: str, given: Literal["left", "right", "tie"]) -> None:
         """Keep an answer to the pair that the rater sees.
 
         Raises:
             OutOfTurnError: the rater sees another pair.
             DiskFullError: it could not be written.
         """
-        upcoming = self.upcoming(rater)
+        upcoming = self.list_upcoming_pairs(rater)
         if not upcoming or upcoming[0].key != pair:
             raise OutOfTurnError(f"{rater} does not see pair {pair} any more")
-        self._append(rater, pair, given)
+        self._append_answer(rater, pair, given)
 
-    def undo(self, rater: str) -> None:
+    def undo_last_answer(self, rater: str) -> None:
         """Take back the rater's last answer, so that its pair is the next one that the rater sees.
 
         Raises:
@@ -123,50 +123,57 @@ class Session:
         """
         if self.is_decided():
             raise OutOfTurnError("the test has decided")
-        if not (answered := self.answers.of(rater)):
+        if not (answered := self.answers.answers_of_rater(rater)):
             raise OutOfTurnError(f"{rater} has no answer to take back")
-        self._append(rater, list(answered)[-1], "undo")
+        self._append_answer(rater, list(answered)[-1], "undo")
 
-    def _append(
+    def _append_answer(
         self, rater: str, pair: str, given: Literal["left", "right", "tie", "undo"]
     ) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.answers.append(
-            Answer(at=at, rater=rater, pair=pair, answer=given, left=self.left(rater, pair))
+        self.answers.append_answer(
+            Answer(
+                at=at, rater=rater, pair=pair, answer=given, left=self.picture_on_left(rater, pair)
+            )
         )
 
-    def by_pair(self) -> dict[str, list[Answer]]:
+    def group_answers_by_pair(self) -> dict[str, list[Answer]]:
         """The standing answers of every pair that has one, in the order in which they came."""
         found: dict[str, list[Answer]] = defaultdict(list)
         for answer in self.answers.standing:
             found[answer.pair].append(answer)
         return dict(found)
 
-    def test(self) -> SequentialTest | None:
+    def run_test(self) -> SequentialTest | None:
         """The sequential test of a comparison. Answers on one pair are not independent: the first
         on each pair counts.
         """
         if self.task.kind != "comparison":
             return None
-        preferred = [answers[0].preferred for answers in self.by_pair().values()]
-        return sequential_test(
+        preferred = [
+            answers[0].preferred_picture for answers in self.group_answers_by_pair().values()
+        ]
+        return run_sequential_test(
             [side == 1 for side in preferred if side is not None], self.settings.error_rate
         )
 
     def is_decided(self) -> bool:
         """Whether nobody is asked any more because the test has decided."""
-        test = None if self.all_pairs else self.test()
+        test = None if self.all_pairs else self.run_test()
         return test is not None and test.decided_after is not None
 
-    def agreement(self) -> float | None:
+    def measure_agreement(self) -> float | None:
         """Krippendorff's alpha of preferences (first picture, second picture, tie) over all
         raters."""
-        return krippendorff_alpha(
-            [[answer.preferred for answer in answers] for answers in self.by_pair().values()]
+        return compute_krippendorff_alpha(
+            [
+                [answer.preferred_picture for answer in answers]
+                for answers in self.group_answers_by_pair().values()
+            ]
         )
 
 
-def rater_name(text: str) -> str:
+def normalize_rater_name(text: str) -> str:
     """A rater's name in one spelling.
 
     Raises:
@@ -192,38 +199,42 @@ def open_session(
         LabelError: the folder has something else in it, or answers to another task.
         FolderInUseError: another process has it.
     """
-    _require_ours(folder)
-    with exclusive_lock(folder):
-        _check_same_task(folder / TASK, _described(task, settings))
+    _require_label_folder(folder)
+    with lock_folder(folder):
+        _require_same_task(folder / TASK, _describe_task(task, settings))
         yield Session(task, folder, settings, all_pairs)
 
 
-def _require_ours(folder: Path) -> None:
+def _require_label_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise LabelError(f"{folder} is a file; name a folder for the answers")
-    if folder.is_dir() and not (folder / TASK).exists() and any(map(_is_foreign, folder.iterdir())):
+    if (
+        folder.is_dir()
+        and not (folder / TASK).exists()
+        and any(map(_is_foreign_file, folder.iterdir()))
+    ):
         raise LabelError(
             f"{folder} has other files in it; name a new folder for the answers, or one that has"
             " some"
         )
 
 
-def _is_foreign(path: Path) -> bool:
+def _is_foreign_file(path: Path) -> bool:
     """Whether it is something else than what a process leaves that was killed as it began."""
     return path.name != LOCK and not path.name.startswith(f".{TASK}.partial-")
 
 
-def _described(task: LabelTask, settings: Settings) -> dict[str, Any]:
+def _describe_task(task: LabelTask, settings: Settings) -> dict[str, Any]:
     return {
         "kind": task.kind,
         "policies": list(task.names),
         **vars(settings),
-        "sha256": task.digests,
+        "sha256": task.file_digests,
         "pairs": [pair.key for pair in task.pairs],
     }
 
 
-def _check_same_task(path: Path, described: dict[str, Any]) -> None:
+def _require_same_task(path: Path, described: dict[str, Any]) -> None:
     """Write what the answers are about; if it stands there, compare: answers to other pictures
     would be mixed.
     """
@@ -239,7 +250,7 @@ def _check_same_task(path: Path, described: dict[str, Any]) -> None:
     differ = [key for key, value in described.items() if before.get(key) != value]
     if differ:
         shown = ", ".join(
-            f"{key} = {sanitize(str(before.get(key)), 80)}"
+            f"{key} = {sanitize_text(str(before.get(key)), 80)}"
             for key in differ
             if key not in ("sha256", "pairs")
         )

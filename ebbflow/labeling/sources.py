@@ -17,10 +17,10 @@ import pyarrow as pa
 from PIL import Image
 
 from ebbflow.data.prompts import read_prompts
-from ebbflow.offline.shards import LatentLayout, latent_values, read_layout
-from ebbflow.recipe.base import sanitize, short
-from ebbflow.seeding import derive_seed, permutation
-from ebbflow.storage.disk import sha256_of
+from ebbflow.offline.shards import LatentLayout, decode_latent, read_layout
+from ebbflow.recipe.base import sanitize_text, shorten_value
+from ebbflow.seeding import derive_seed, permute_indices
+from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import (
     TableError,
     read_batches,
@@ -86,12 +86,12 @@ class LabelTask:
     identical: int = 0
 
     @cached_property
-    def digests(self) -> dict[str, str]:
+    def file_digests(self) -> dict[str, str]:
         """The sha256 of every file, by role."""
-        return {role: sha256_of(path) for role, path in self.files.items()}
+        return {role: sha256_of_file(path) for role, path in self.files.items()}
 
 
-def load_task(
+def load_label_task(
     sources: Sequence[Path], stage: str | None, prompts: Path | None, max_pairs: int, seed: int
 ) -> LabelTask:
     """The pairs of what a person named on the command line.
@@ -142,13 +142,13 @@ def find_comparison(run: Path) -> tuple[Path, Path]:
             " written its report, or name the samples.parquet of two evaluations"
         ) from None
     found = {
-        str(_metadata(path).get("label")): path
-        for path in _by_age(run.glob("nodes/*/samples.parquet"))
+        str(_read_metadata(path).get("label")): path
+        for path in _sort_by_age(run.glob("nodes/*/samples.parquet"))
     }
     if missing := [label for label in labels if label not in found]:
         raise LabelError(
             f"{run}: no samples of {missing[0]!r} below nodes, only of"
-            f" {sanitize(', '.join(found)) or 'nothing'}; name the samples.parquet of two"
+            f" {sanitize_text(', '.join(found)) or 'nothing'}; name the samples.parquet of two"
             " evaluations"
         )
     return found[labels[0]], found[labels[1]]
@@ -161,25 +161,25 @@ def find_rollouts(run: Path, stage: str) -> tuple[list[Path], Path]:
         LabelError: the run's folder has no such shards, or no prompts.
     """
     shards: dict[str, dict[Any, Path]] = defaultdict(dict)
-    for path in _by_age(run.glob("nodes/*/rollouts-*.parquet")):
-        about = _metadata(path)
+    for path in _sort_by_age(run.glob("nodes/*/rollouts-*.parquet")):
+        about = _read_metadata(path)
         shards[str(about.get("stage"))][about.get("shard")] = path
-    prompts = _by_age(run.glob("nodes/*/prompts.parquet"))
+    prompts = _sort_by_age(run.glob("nodes/*/prompts.parquet"))
     if stage not in shards or not prompts:
         known = ", ".join(map(repr, sorted(shards))) or "none"
         raise LabelError(
             f"{run}: no rollouts of a stage {stage!r} below nodes; offline stages that have some:"
-            f" {sanitize(known)}"
+            f" {sanitize_text(known)}"
         )
     return sorted(shards[stage].values(), key=lambda path: path.name), prompts[-1]
 
 
-def _by_age(paths: Iterable[Path]) -> list[Path]:
+def _sort_by_age(paths: Iterable[Path]) -> list[Path]:
     """The newest last: a task that was repeated has left several."""
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def _read_metadata(path: Path) -> dict[str, Any]:
     try:
         return read_table_metadata(path)
     except TableError:
@@ -196,7 +196,7 @@ def load_comparison(champion: Path, candidate: Path, max_pairs: int, seed: int) 
         LabelError: they have none in common, or other prompts or sizes.
         TableError: a file is no evaluation.
     """
-    keyed = [_held_out(path) for path in (champion, candidate)]
+    keyed = [_read_held_out_prompts(path) for path in (champion, candidate)]
     common = sorted(keyed[0].keys() & keyed[1].keys())
     if not common:
         raise LabelError(
@@ -209,14 +209,19 @@ def load_comparison(champion: Path, candidate: Path, max_pairs: int, seed: int) 
                 f"{candidate}: prompt_id {key[0]} is another prompt than in {champion}; evaluate"
                 " both on the same"
             )
-    keys = _drawn(common, max_pairs, seed)
-    sides = [_pictures([path], set(keys)) for path in (champion, candidate)]
-    pairs = [LabelPair(_name(*key), keyed[0][key], (sides[0][key], sides[1][key])) for key in keys]
+    keys = _choose_pairs(common, max_pairs, seed)
+    sides = [_read_pictures([path], set(keys)) for path in (champion, candidate)]
+    pairs = [
+        LabelPair(_join_numbers(*key), keyed[0][key], (sides[0][key], sides[1][key]))
+        for key in keys
+    ]
     files = dict(zip(SIDES, (champion, candidate), strict=True))
     names = tuple(
         str(read_table_metadata(path).get("label", path.name)) for path in (champion, candidate)
     )
-    return _task("comparison", names, pairs, files, missing=len(keyed[0].keys() ^ keyed[1].keys()))
+    return _build_task(
+        "comparison", names, pairs, files, missing=len(keyed[0].keys() ^ keyed[1].keys())
+    )
 
 
 def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: int) -> LabelTask:
@@ -229,7 +234,7 @@ def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: i
     texts = {prompt.prompt_id: prompt.prompt for prompt in read_prompts(prompts)}
     groups: dict[int, list[int]] = defaultdict(list)
     for path in shards:
-        for prompt_id, sample in zip(*_columns(path, "prompt_id", "sample"), strict=True):
+        for prompt_id, sample in zip(*_read_columns(path, "prompt_id", "sample"), strict=True):
             if prompt_id not in texts:
                 raise LabelError(
                     f"{path}: {prompts} has no prompt_id {prompt_id}; name the prompt table of the"
@@ -239,19 +244,19 @@ def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: i
     paired = [
         (prompt_id, *pair)
         for prompt_id in sorted(groups)
-        for pair in _in_pairs(prompt_id, groups[prompt_id], seed)
+        for pair in _pair_samples(prompt_id, groups[prompt_id], seed)
     ]
     if not paired:
         raise LabelError(
             f"{shards[0]}: no prompt has two samples; take a stage with group_size of 2 or more"
         )
-    drawn = _drawn(paired, max_pairs, seed)
-    pictures = _pictures(
+    drawn = _choose_pairs(paired, max_pairs, seed)
+    pictures = _read_pictures(
         shards, {(prompt_id, sample) for prompt_id, *pair in drawn for sample in pair}
     )
     pairs = [
         LabelPair(
-            _name(prompt_id, one, other),
+            _join_numbers(prompt_id, one, other),
             texts[prompt_id],
             (pictures[prompt_id, one], pictures[prompt_id, other]),
         )
@@ -261,10 +266,10 @@ def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: i
     files = {f"rollouts {number}": path for number, path in enumerate(shards)} | {
         "prompts": prompts
     }
-    return _task("pairs", (str(about.get("stage", shards[0].name)),), pairs, files)
+    return _build_task("pairs", (str(about.get("stage", shards[0].name)),), pairs, files)
 
 
-def _task(
+def _build_task(
     kind: Literal["comparison", "pairs"],
     names: tuple[str, ...],
     pairs: list[LabelPair],
@@ -272,11 +277,11 @@ def _task(
     missing: int = 0,
 ) -> LabelTask:
     for pair in pairs:
-        sizes = [_size(picture, pair, files) for picture in pair.pictures]
+        sizes = [_read_picture_size(picture, pair, files) for picture in pair.pictures]
         if sizes[0] != sizes[1]:
             raise LabelError(
-                f"prompt {short(pair.prompt)}: pictures of {sizes[0]} and {sizes[1]} pixels would"
-                " show whose they are; evaluate both at one size"
+                f"prompt {shorten_value(pair.prompt)}: pictures of {sizes[0]} and {sizes[1]} pixels"
+                " would show whose they are; evaluate both at one size"
             )
     different = tuple(pair for pair in pairs if pair.pictures[0].png != pair.pictures[1].png)
     if not different:
@@ -287,21 +292,23 @@ def _task(
     return LabelTask(kind, names, different, files, missing, len(pairs) - len(different))
 
 
-def _size(picture: Picture, pair: LabelPair, files: dict[str, Path]) -> tuple[int, int]:
+def _read_picture_size(
+    picture: Picture, pair: LabelPair, files: dict[str, Path]
+) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(picture.png), formats=["PNG"]) as image:
             return image.size
     except Exception as error:  # every decoder of Pillow has its own errors
-        reason = sanitize(str(error), 200)
+        reason = sanitize_text(str(error), 200)
         raise LabelError(
             f"{', '.join(map(str, files.values()))}: pair {pair.key} has a picture that is no PNG"
             f" ({reason}); make it again"
         ) from None
 
 
-def _held_out(path: Path) -> dict[Key, str]:
+def _read_held_out_prompts(path: Path) -> dict[Key, str]:
     """Prompts by key."""
-    columns = zip(*_columns(path, "prompt_id", "sample", "split", "prompt"), strict=True)
+    columns = zip(*_read_columns(path, "prompt_id", "sample", "split", "prompt"), strict=True)
     return {
         (prompt_id, sample): prompt
         for prompt_id, sample, split, prompt in columns
@@ -309,7 +316,7 @@ def _held_out(path: Path) -> dict[Key, str]:
     }
 
 
-def _columns(path: Path, *names: str) -> list[list[Any]]:
+def _read_columns(path: Path, *names: str) -> list[list[Any]]:
     if "image" not in read_schema(path).names:
         raise TableError(
             f"{path} has no column 'image'; name the samples of an evaluation, or rollouts with"
@@ -318,7 +325,7 @@ def _columns(path: Path, *names: str) -> list[list[Any]]:
     return [read_column(path, name).to_pylist() for name in names]
 
 
-def _pictures(paths: Sequence[Path], keys: set[Key]) -> dict[Key, Picture]:
+def _read_pictures(paths: Sequence[Path], keys: set[Key]) -> dict[Key, Picture]:
     """The pictures with these keys; memory is bounded by them and a few rows."""
     found: dict[Key, Picture] = {}
     for path in paths:
@@ -328,28 +335,34 @@ def _pictures(paths: Sequence[Path], keys: set[Key]) -> dict[Key, Picture]:
                 zip(batch["prompt_id"].to_pylist(), batch["sample"].to_pylist(), strict=True)
             ):
                 if key in keys:
-                    found[key] = Picture(batch["image"][row].as_py(), _latent(batch, row, layout))
+                    found[key] = Picture(
+                        batch["image"][row].as_py(), _decode_latent(batch, row, layout)
+                    )
     return found
 
 
-def _latent(batch: pa.RecordBatch, row: int, layout: LatentLayout | None) -> np.ndarray | None:
-    return latent_values(layout, batch["latent"][row].as_py()) if layout else None
+def _decode_latent(
+    batch: pa.RecordBatch, row: int, layout: LatentLayout | None
+) -> np.ndarray | None:
+    return decode_latent(layout, batch["latent"][row].as_py()) if layout else None
 
 
-def _in_pairs(prompt_id: int, samples: list[int], seed: int) -> list[tuple[int, int]]:
+def _pair_samples(prompt_id: int, samples: list[int], seed: int) -> list[tuple[int, int]]:
     distinct = sorted(set(samples))
     order = [
         distinct[index]
-        for index in permutation(len(distinct), derive_seed(seed, "pairs of a prompt", prompt_id))
+        for index in permute_indices(
+            len(distinct), derive_seed(seed, "pairs of a prompt", prompt_id)
+        )
     ]
     return list(zip(order[::2], order[1::2], strict=False))
 
 
-def _drawn(keys: Sequence[K], most: int, seed: int) -> list[K]:
+def _choose_pairs(keys: Sequence[K], most: int, seed: int) -> list[K]:
     """At most so many of them, in their order."""
-    chosen = sorted(permutation(len(keys), derive_seed(seed, "drawn pairs"))[:most])
+    chosen = sorted(permute_indices(len(keys), derive_seed(seed, "drawn pairs"))[:most])
     return [keys[index] for index in chosen]
 
 
-def _name(*numbers: int) -> str:
+def _join_numbers(*numbers: int) -> str:
     return "-".join(map(str, numbers))

@@ -40,11 +40,11 @@ os.environ.setdefault(
 import torch
 
 from ebbflow.models.base import Conditioning, Model, ModelError, default_device, predict
-from ebbflow.models.families import adapter_of
-from ebbflow.models.folder import INDEX, read_object
+from ebbflow.models.families import load_adapter
+from ebbflow.models.folder import INDEX, read_json_object
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.storage.artifacts import verify_if_committed
+from ebbflow.storage.artifacts import verify_committed_folder
 
 __all__ = ["Conditioning", "Model", "ModelError", "check_folder", "load_model", "predict"]
 
@@ -60,10 +60,10 @@ def load_model(
         RecipeError: ``config.family`` is a path that nothing can be imported from.
         ModelError: the folder is no base model of the family.
     """
-    verify_if_committed(folder)
+    verify_committed_folder(folder)
     if config.family in FAMILIES:
         check_folder(folder, config.family)
-    return adapter_of(config.family).load(folder, config, device or default_device())
+    return load_adapter(config.family).load(folder, config, device or default_device())
 
 
 def check_folder(folder: Path, family: str) -> None:
@@ -73,7 +73,7 @@ def check_folder(folder: Path, family: str) -> None:
         ModelError: there is no such folder, files are missing, or it is the folder of another
             pipeline.
     """
-    adapter: Any = adapter_of(family)
+    adapter: Any = load_adapter(family)
     wanted = adapter.pipeline_class.__name__
     fix = (
         "leave model.path out to train one, or name another folder"
@@ -89,16 +89,17 @@ def check_folder(folder: Path, family: str) -> None:
         raise ModelError(
             f"{folder} is not a {family} base model: {', '.join(missing)} missing; {fix}"
         )
-    if (found := read_object(folder / INDEX).get("_class_name")) != wanted:
+    if (found := read_json_object(folder / INDEX).get("_class_name")) != wanted:
         raise ModelError(
-            f"{folder} is a {found}, and model.family = {family!r} is a {wanted}; {_hint(found)}"
+            f"{folder} is a {found}, and model.family = {family!r} is a {wanted};"
+            f" {_suggest_family(found)}"
         )
 
 
-def _hint(pipeline: Any) -> str:
+def _suggest_family(pipeline: Any) -> str:
     """What to do with a folder of this pipeline."""
     adapters: dict[str, Any] = {
-        family: adapter_of(family) for family in FAMILIES if family != "glyph"
+        family: load_adapter(family) for family in FAMILIES if family != "glyph"
     }
     same = [
         family

@@ -61,14 +61,14 @@ class Conditioning:
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 
-    def rows(self, index: Tensor | slice) -> Conditioning:
+    def select_rows(self, index: Tensor | slice) -> Conditioning:
         """Some rows, repeated where ``index`` repeats them."""
-        return self._map(lambda values: values[index])
+        return self._map_tensors(lambda values: values[index])
 
     def to(self, device: torch.device) -> Conditioning:
-        return self._map(lambda values: values.to(device))
+        return self._map_tensors(lambda values: values.to(device))
 
-    def float(self) -> Conditioning:
+    def to_float32(self) -> Conditioning:
         """In float32, but for masks."""
         parts = [self, *([self.negative] if self.negative else [])]
         if all(
@@ -78,48 +78,56 @@ class Conditioning:
             if values.is_floating_point()
         ):
             return self  # with what it has cached
-        return self._map(lambda values: values.float() if values.is_floating_point() else values)
+        return self._map_tensors(
+            lambda values: values.float() if values.is_floating_point() else values
+        )
 
-    def unguided(self) -> Conditioning:
+    def without_guidance(self) -> Conditioning:
         """Without negative prompts, for losses on the network's own prediction; a guidance that is
         an input stays.
         """
         return replace(self, negative=None) if self.negative else self
 
     @cached_property
-    def both(self) -> Conditioning:
+    def negative_then_positive(self) -> Conditioning:
         """The negative prompts and then the prompts, [2 N]: the rows of a pass under guidance, the
         same in every step.
         """
         assert self.negative is not None
-        return Conditioning.cat([self.negative, self.unguided()])
+        return Conditioning.concatenate([self.negative, self.without_guidance()])
 
     def for_precision(self, precision: Precision) -> Conditioning:
         """As the forward pass takes it: in float32 nothing else casts prompts that were encoded in
         16 bits.
         """
         needed = (
-            self.unguided() if self.guidance == 1 else self
+            self.without_guidance() if self.guidance == 1 else self
         )  # negative prompts may be there for the reference alone
-        return needed.float() if precision == "float32" else needed
+        return needed.to_float32() if precision == "float32" else needed
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
         tensors = {name: change(values) for name, values in self.tensors.items()}
         return replace(
-            self, tensors=tensors, negative=self.negative._map(change) if self.negative else None
+            self,
+            tensors=tensors,
+            negative=self.negative._map_tensors(change) if self.negative else None,
         )
 
     @staticmethod
-    def cat(parts: Sequence[Conditioning]) -> Conditioning:
+    def concatenate(parts: Sequence[Conditioning]) -> Conditioning:
         """The rows of all parts, padded with zeros to the longest prompt."""
-        tensors = {name: _padded([part[name] for part in parts]) for name in parts[0].tensors}
+        tensors = {
+            name: _pad_and_concatenate([part[name] for part in parts]) for name in parts[0].tensors
+        }
         negatives = [part.negative for part in parts if part.negative is not None]
         return replace(
-            parts[0], tensors=tensors, negative=Conditioning.cat(negatives) if negatives else None
+            parts[0],
+            tensors=tensors,
+            negative=Conditioning.concatenate(negatives) if negatives else None,
         )
 
 
-def _padded(tensors: list[Tensor]) -> Tensor:
+def _pad_and_concatenate(tensors: list[Tensor]) -> Tensor:
     """The rows of all tensors, those of rank 2 and more padded with zeros to the longest dimension
     1.
     """
@@ -218,25 +226,27 @@ class Model(Protocol):
                 cannot do.
         """
 
-    def sigmas(self, steps: int) -> Tensor:
+    def compute_sigmas(self, steps: int) -> Tensor:
         """The family's schedule of ``steps`` denoising steps: float32 [steps + 1], descending,
         ending in 0.
         """
 
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> Conditioning:
         """Encoded prompts, and negative prompts under guidance; deterministic, without gradient, on
         any device.
         """
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict_velocity(
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """The forward pass, guidance included, [N, *latent_shape]; ``sigma`` is [N] in [0, 1].
         Called through ``predict``.
         """
 
-    def decode(self, latents: Tensor) -> np.ndarray:
+    def decode_latents(self, latents: Tensor) -> np.ndarray:
         """Images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3]."""
 
-    def pixels(self, latents: Tensor) -> Tensor:
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
         """``decode`` with gradient, for rewards that give one: RGB in [0, 1], [N, 3, height, width]
         or [N, frames, 3, ...].
         """
@@ -252,7 +262,7 @@ class Model(Protocol):
     def save(self, folder: Path) -> None:
         """Write the model as a pipeline folder, its large parts in shards."""
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         """The repeated blocks of the transformer, in the order of their calls: the units of FSDP
         sharding.
 
@@ -276,7 +286,7 @@ def predict(
     precision = precision or model.precision
     conditioning = conditioning.for_precision(precision)
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
-        return model.velocity(latents, sigma, conditioning).float()
+        return model.predict_velocity(latents, sigma, conditioning).float()
 
 
 def predict_checkpointed(
@@ -292,7 +302,7 @@ def predict_checkpointed(
 
 
 @contextmanager
-def in_size(model: Model, size: Size | None) -> Iterator[None]:
+def generate_in_size(model: Model, size: Size | None) -> Iterator[None]:
     """Have a model generate and train in another size inside the block; None changes nothing.
 
     Raises:

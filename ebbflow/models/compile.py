@@ -33,7 +33,7 @@ def compile_blocks(model: Model) -> None:
     # A fused graph would not round between its operations, and what is fused depends on the
     # gradient.
     torch._inductor.config.emulate_precision_casts = True
-    for block in model.blocks():
+    for block in model.list_blocks():
         block.compile(
             dynamic=False
         )  # kernels for any number of rows would add in another order than those for one

@@ -24,7 +24,7 @@ from ebbflow.recipe.stages import OfflineStageConfig
 
 def share_tokens(model: Model, mesh: DeviceMesh) -> None:
     """Have the ranks of the dimension ``ulysses`` compute each sample together, of a model that
-    ``require_shareable`` accepts.
+    ``require_shareable_tokens`` accepts.
 
     diffusers' ``enable_parallelism`` does the same on GPUs alone: it numbers them, and divides by
     zero where there are none.
@@ -32,7 +32,7 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
     config = ContextParallelConfig(ulysses_degree=mesh["ulysses"].size(), mesh=mesh)
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.setup(dist.get_rank(), dist.get_world_size(), device_of(model), mesh=mesh)
-    for processor in _processors(model):
+    for processor in _attention_processors(model):
         processor._parallel_config = parallel
     apply_context_parallel(model.transformer, config, model.transformer._cp_plan)
     if isinstance(model, PipelineModel) and model.text_multiple:
@@ -72,7 +72,7 @@ def require_one_size(stage: OfflineStageConfig, ranks: int) -> None:
         )
 
 
-def require_shareable(model: Model, ranks: int) -> None:
+def require_shareable_tokens(model: Model, ranks: int) -> None:
     """Check that so many ranks can share the tokens of a sample.
 
     Raises:
@@ -83,7 +83,9 @@ def require_shareable(model: Model, ranks: int) -> None:
     adapter = cast("PipelineModel", model)
     require_shareable_family(type(model), adapter.config, ranks)
     default, _ = _AttentionBackendRegistry.get_active_backend()
-    chosen = adapter.config.attention or _processors(model)[0]._attention_backend or default
+    chosen = (
+        adapter.config.attention or _attention_processors(model)[0]._attention_backend or default
+    )
     if chosen not in filter(
         _AttentionBackendRegistry._is_context_parallel_available, AttentionBackendName
     ):
@@ -92,7 +94,7 @@ def require_shareable(model: Model, ranks: int) -> None:
             " model.attention to native"
         )
     heads = model.transformer.config.num_attention_heads
-    tokens = adapter.tokens()
+    tokens = adapter.count_tokens()
     counts = {"attention heads": heads, "tokens of the latents": tokens.image}
     if tokens.joint and not adapter.text_multiple:
         counts["tokens of a prompt"] = tokens.text
@@ -104,7 +106,7 @@ def require_shareable(model: Model, ranks: int) -> None:
             )
 
 
-def _processors(model: Model) -> list[Any]:
+def _attention_processors(model: Model) -> list[Any]:
     """Of the attention layers that can compute with other ranks."""
     found = (getattr(module, "processor", None) for module in model.transformer.modules())
     return [processor for processor in found if hasattr(processor, "_parallel_config")]

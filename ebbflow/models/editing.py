@@ -22,20 +22,20 @@ class EditsImages(PipelineModel):
     """
 
     @abstractmethod
-    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
+    def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
         """Width and height that the pipeline scales an image to, for the network."""
 
     @abstractmethod
-    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
+    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
         """One prompt with its image."""
 
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """As ``ebbflow.models.base.Model.encode``.
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """As ``ebbflow.models.base.Model.encode_prompts``.
 
         Raises:
             ModelError: a prompt has no image, or two images would be scaled to different sizes.
         """
-        sizes = {self._scaled(_picture(prompt)): prompt.prompt_id for prompt in prompts}
+        sizes = {self._scaled_size(_open_picture(prompt)): prompt.prompt_id for prompt in prompts}
         if len(sizes) > 1:
             listed = ", ".join(
                 f"{width} x {height} of prompt {prompt_id}"
@@ -45,17 +45,17 @@ class EditsImages(PipelineModel):
                 f"the images to edit would be scaled to different sizes ({listed}); crop them to"
                 " one shape"
             )
-        return super().encode(prompts)
+        return super().encode_prompts(prompts)
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         rows = [
-            self._encode_edit(text, _picture(prompt))
+            self._encode_edit_prompt(text, _open_picture(prompt))
             for text, prompt in zip(texts, prompts, strict=True)
         ]
-        return dict(Conditioning.cat(rows).tensors)
+        return dict(Conditioning.concatenate(rows).tensors)
 
 
-def _picture(prompt: Prompt) -> Image.Image:
+def _open_picture(prompt: Prompt) -> Image.Image:
     if prompt.image is None:
         raise ModelError(
             f"prompt {prompt.prompt_id} ({prompt.prompt!r}) has no image to edit; add a column"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Model, ModelError, device_of
-from ebbflow.storage.disk import scratch_folder
+from ebbflow.storage.disk import open_scratch_folder
 
 Encode = Callable[[Sequence[Prompt]], Conditioning]
 Key = tuple[str, str, bytes | None]
@@ -44,11 +44,15 @@ class Embeddings:
         """The conditioning of some of these prompts, a row each, padded to the longest prompt of
         all.
         """
-        rows = torch.tensor([self.row[_key(prompt)] for prompt in prompts])
-        return self.tables[0].rows(rows) if len(self.tables) == 1 else _rows(self.tables, rows)
+        rows = torch.tensor([self.row[_prompt_key(prompt)] for prompt in prompts])
+        return (
+            self.tables[0].select_rows(rows)
+            if len(self.tables) == 1
+            else _select_rows(self.tables, rows)
+        )
 
 
-def embed(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:
+def embed_prompts(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:
     """Encode every different prompt, in this process.
 
     Args:
@@ -57,17 +61,17 @@ def embed(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> E
     Raises:
         ModelError: ``negatives`` of a family without classifier-free guidance.
     """
-    with scratch_folder(
+    with open_scratch_folder(
         EMBEDDINGS
     ) as folder:  # without a name, a file stays as long as it is mapped
         return open_embeddings(folder, write_embeddings(model, prompts, folder, negatives))
 
 
-def encode_once(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Encode:
-    """``embed`` now; the result looks up the conditioning of any of the prompts, on the model's
-    device.
+def build_prompt_lookup(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Encode:
+    """``embed_prompts`` now; the result looks up the conditioning of any of the prompts, on the
+    model's device.
     """
-    embeddings = embed(model, prompts, negatives)
+    embeddings = embed_prompts(model, prompts, negatives)
     device = device_of(model)
     return lambda wanted: embeddings(wanted).to(device)
 
@@ -84,14 +88,14 @@ def write_embeddings(
     prompts in their order.
 
     Args:
-        negatives: as of ``embed``.
+        negatives: as of ``embed_prompts``.
 
     Raises:
         ModelError: ``negatives`` of a family without classifier-free guidance.
     """
-    unique = list({_key(prompt): prompt for prompt in prompts}.values())
-    for number, part in list(enumerate(_parts(unique)))[rank::world]:
-        table = _encoded(model, part, negatives)
+    unique = list({_prompt_key(prompt): prompt for prompt in prompts}.values())
+    for number, part in list(enumerate(_split_by_file(unique)))[rank::world]:
+        table = _encode_table(model, part, negatives)
         tensors = {POSITIVE + name: values for name, values in table.tensors.items()}
         if table.negative is not None:
             tensors |= {NEGATIVE + name: values for name, values in table.negative.tensors.items()}
@@ -106,40 +110,45 @@ def write_embeddings(
 
 def open_embeddings(folder: Path, prompts: Sequence[Prompt]) -> Embeddings:
     """Map the files of ``write_embeddings``, given the prompts that it returned."""
-    tables = [_table(folder / f"{number}.safetensors") for number, _ in enumerate(_parts(prompts))]
-    return Embeddings(tables, {_key(prompt): row for row, prompt in enumerate(prompts)})
+    tables = [
+        _map_table(folder / f"{number}.safetensors")
+        for number, _ in enumerate(_split_by_file(prompts))
+    ]
+    return Embeddings(tables, {_prompt_key(prompt): row for row, prompt in enumerate(prompts)})
 
 
-def _parts(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+def _split_by_file(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
     return [
         prompts[start : start + PROMPTS_PER_FILE]
         for start in range(0, len(prompts), PROMPTS_PER_FILE)
     ]
 
 
-def _encoded(model: Model, prompts: Sequence[Prompt], negatives: bool) -> Conditioning:
-    table = model.encode(prompts).to(torch.device("cpu"))
+def _encode_table(model: Model, prompts: Sequence[Prompt], negatives: bool) -> Conditioning:
+    table = model.encode_prompts(prompts).to(torch.device("cpu"))
     if negatives and table.negative is None:
         if not getattr(model, "guided", False):
             raise ModelError(
                 f"reference.guidance needs classifier-free guidance, which {type(model).__name__}"
                 " has not; set it to 1"
             )
-        table = replace(table, negative=_negatives(model, prompts).to(torch.device("cpu")))
+        table = replace(table, negative=_encode_negatives(model, prompts).to(torch.device("cpu")))
     return table
 
 
-def _negatives(model: Model, prompts: Sequence[Prompt]) -> Conditioning:
+def _encode_negatives(model: Model, prompts: Sequence[Prompt]) -> Conditioning:
     """A family of a user's own encodes negative prompts as prompts unless it has a function for
     them.
     """
-    if encode := getattr(model, "encode_negatives", None):
+    if encode := getattr(model, "encode_negative_prompts", None):
         encoded: Conditioning = encode(prompts)
         return encoded
-    return model.encode([replace(prompt, prompt=prompt.negative_prompt) for prompt in prompts])
+    return model.encode_prompts(
+        [replace(prompt, prompt=prompt.negative_prompt) for prompt in prompts]
+    )
 
 
-def _table(path: Path) -> Conditioning:
+def _map_table(path: Path) -> Conditioning:
     """A file as tensors that are read from the disk where they are used."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -157,18 +166,19 @@ def _table(path: Path) -> Conditioning:
     return Conditioning(sides[0].tensors, sides[1] if sides[1].tensors else None, guidance)
 
 
-def _rows(tables: Sequence[Conditioning], rows: Tensor) -> Conditioning:
+def _select_rows(tables: Sequence[Conditioning], rows: Tensor) -> Conditioning:
     """Some rows of all tables together."""
     tensors = {
-        name: _gathered([table[name] for table in tables], rows) for name in tables[0].tensors
+        name: _gather_tensor_rows([table[name] for table in tables], rows)
+        for name in tables[0].tensors
     }
     negatives = [table.negative for table in tables if table.negative is not None]
     return replace(
-        tables[0], tensors=tensors, negative=_rows(negatives, rows) if negatives else None
+        tables[0], tensors=tensors, negative=_select_rows(negatives, rows) if negatives else None
     )
 
 
-def _gathered(tables: Sequence[Tensor], rows: Tensor) -> Tensor:
+def _gather_tensor_rows(tables: Sequence[Tensor], rows: Tensor) -> Tensor:
     """Some rows, those of rank 2 and more padded with zeros to the longest dimension 1 of all
     tables.
     """
@@ -184,5 +194,5 @@ def _gathered(tables: Sequence[Tensor], rows: Tensor) -> Tensor:
     return found
 
 
-def _key(prompt: Prompt) -> Key:
+def _prompt_key(prompt: Prompt) -> Key:
     return prompt.prompt, prompt.negative_prompt, prompt.image

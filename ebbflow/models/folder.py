@@ -14,13 +14,13 @@ from diffusers.utils.logging import disable_progress_bar as silence_diffusers
 from transformers.utils.logging import disable_progress_bar as silence_transformers
 
 from ebbflow.models.base import ModelError
-from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.base import sanitize_text
 
 INDEX = "model_index.json"
 """The list of a pipeline folder's parts."""
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object that a file of a base-model folder holds.
 
     Raises:
@@ -40,7 +40,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(folder: Path, family: str) -> Iterator[None]:
+def report_unreadable_parts(folder: Path, family: str) -> Iterator[None]:
     """Around the code that reads a folder's parts: checks the configurations first, and turns every
     failure into one error.
 
@@ -48,7 +48,7 @@ def reading(folder: Path, family: str) -> Iterator[None]:
         ModelError: a configuration or a part cannot be read.
     """
     for config in sorted(folder.rglob("*config.json")):
-        read_object(
+        read_json_object(
             config
         )  # diffusers takes anything else for the name of a repository, and asks the hub for it
     silence_diffusers()  # a bar per part would bury the bars that matter
@@ -60,7 +60,7 @@ def reading(folder: Path, family: str) -> Iterator[None]:
             not isinstance(error, Exception) and type(error).__name__ != "PanicException"
         ):  # of tokenizers, which is in Rust
             raise
-        reason = sanitize(" ".join(f"{type(error).__name__}: {error}".split()))
+        reason = sanitize_text(" ".join(f"{type(error).__name__}: {error}".split()))
         raise ModelError(
             f"{folder} cannot be read as a {family} base model ({reason}); fetch it again"
         ) from error

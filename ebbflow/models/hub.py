@@ -20,7 +20,7 @@ class HubError(Exception):
     """
 
 
-def pretrained_folder(
+def locate_pretrained(
     pretrained: PretrainedSourceConfig, patterns: list[str] | None = None
 ) -> Path:
     """The local folder (or file) of pretrained weights.
@@ -33,8 +33,8 @@ def pretrained_folder(
         HubError: there is no such folder, or the repository is neither complete in the cache nor
             can it be fetched.
     """
-    if not pretrained.on_hub:
-        return _existing(pretrained.path)
+    if not pretrained.is_on_hub:
+        return _existing_path(pretrained.path)
     assert pretrained.path
     try:
         folder = snapshot_download(
@@ -52,7 +52,7 @@ def pretrained_folder(
     return Path(folder)
 
 
-def _existing(path: str | None) -> Path:
+def _existing_path(path: str | None) -> Path:
     if path is None or not Path(path).exists():
         raise HubError(
             f"path = {path!r} is not on this machine; for a Hugging Face repository give its commit"

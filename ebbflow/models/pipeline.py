@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import DTYPES, Conditioning, ModelError, Tokens
-from ebbflow.models.folder import reading
+from ebbflow.models.folder import report_unreadable_parts
 from ebbflow.models.published import Published
-from ebbflow.progress import progress
+from ebbflow.progress import show_progress
 from ebbflow.recipe.model import ModelConfig
 
 JOINT_ATTENTION = [
@@ -100,7 +100,7 @@ class PipelineModel:
         self.height = config.height or self.default_size[0]
         self.width = config.width or self.default_size[1]
         self.max_tokens = config.max_tokens or self.default_max_tokens
-        self.latent_shape = self._latent_shape()
+        self.latent_shape = self._compute_latent_shape()
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
@@ -115,44 +115,46 @@ class PipelineModel:
         trained, and all others.
         """
         every = self.config.gradient_checkpointing_every
-        kept = {block for number, block in enumerate(self.blocks()) if number % every}
+        kept = {block for number, block in enumerate(self.list_blocks()) if number % every}
 
-        def call(block: nn.Module, *inputs: Any) -> Any:
+        def run_block(block: nn.Module, *inputs: Any) -> Any:
             return (
                 block(*inputs) if block in kept else checkpoint(block, *inputs, use_reentrant=False)
             )
 
         for network in (getattr(self.pipeline, name) for name in self.networks):
-            network.enable_gradient_checkpointing(call)
+            network.enable_gradient_checkpointing(run_block)
 
     # What a family says.
 
     @abstractmethod
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         """Of one sample; raises ``ModelError`` for a size that the family cannot draw
         (``_require_multiple``).
         """
 
     @abstractmethod
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """The network's inputs for each text; ``prompts`` hold the images to edit."""
 
-    def _encode_negative(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_negative_inputs(
+        self, texts: list[str], prompts: Sequence[Prompt]
+    ) -> dict[str, Tensor]:
         """The same for negative prompts, which some pipelines read without what they put before a
         prompt.
         """
-        return self._encode(texts, prompts)
+        return self._encode_inputs(texts, prompts)
 
     @abstractmethod
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """The network's own prediction, in the layout of its output."""
 
     @abstractmethod
-    def blocks(self) -> list[nn.Module]:
-        """As ``ebbflow.models.base.Model.blocks``."""
+    def list_blocks(self) -> list[nn.Module]:
+        """As ``ebbflow.models.base.Model.list_blocks``."""
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         """Raise ``ModelError`` for a pipeline that is not supported, or a key of the recipe that it
         does not take.
         """
@@ -169,11 +171,11 @@ class PipelineModel:
         return getattr(pipeline, part)
 
     @staticmethod
-    def _own_parts(folder: Path) -> dict[str, Any]:
+    def _load_own_parts(folder: Path) -> dict[str, Any]:
         """Parts of the pipeline that the family reads by itself; diffusers reads the others."""
         return {}
 
-    def resize(self, height: int, width: int) -> None:
+    def set_image_size(self, height: int, width: int) -> None:
         """Generate images of another size from now on; the schedule follows where its shift depends
         on the tokens.
 
@@ -184,16 +186,16 @@ class PipelineModel:
         self.height = height
         self.width = width
         try:
-            self.latent_shape = self._latent_shape()
+            self.latent_shape = self._compute_latent_shape()
         except ModelError:
             self.height, self.width = before
             raise
 
-    def tokens(self) -> Tokens:
+    def count_tokens(self) -> Tokens:
         """The tokens of one sample; every family makes one of 2 x 2 latents."""
         return Tokens(image=math.prod(self.latent_shape[1:]) // 4, text=self.max_tokens)
 
-    def widths(self) -> tuple[int, int]:
+    def token_widths(self) -> tuple[int, int]:
         """Of a token in the blocks, and of an encoded token of a prompt."""
         config = self.transformer.config
         return (
@@ -201,40 +203,40 @@ class PipelineModel:
             config.get("joint_attention_dim") or config.text_dim,
         )
 
-    def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+    def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         """Classifier-free guidance (2207.12598) of the network's predictions."""
         return negative + guidance * (prediction - negative)
 
-    def sigmas(self, steps: int) -> Tensor:
-        """As ``ebbflow.models.base.Model.sigmas``: evenly spaced, and then as the scheduler shifts
-        them.
+    def compute_sigmas(self, steps: int) -> Tensor:
+        """As ``ebbflow.models.base.Model.compute_sigmas``: evenly spaced, and then as the scheduler
+        shifts them.
         """
         scheduler = self.pipeline.scheduler
         tokens = self.latent_shape[1] * self.latent_shape[2] // 4
         scheduler.set_timesteps(
-            sigmas=np.linspace(1.0, 1 / steps, steps), **self._shift(tokens, steps)
+            sigmas=np.linspace(1.0, 1 / steps, steps), **self._schedule_arguments(tokens, steps)
         )
         sigmas: Tensor = scheduler.sigmas.clone()
         return sigmas
 
-    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
+    def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
         """The scheduler's arguments that depend on the number of the image's tokens and of the
         steps.
         """
-        return dynamic_shift(self.pipeline.scheduler, tokens)
+        return dynamic_shift_arguments(self.pipeline.scheduler, tokens)
 
-    def _unpack(self, prediction: Tensor) -> Tensor:
+    def _unpack_prediction(self, prediction: Tensor) -> Tensor:
         """The network's output in the shape of the latents."""
         return prediction
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
+    def _unscale_latents(self, latents: Tensor) -> Tensor:
         """Latents as the VAE decodes them: its shift, if it has one, and scale undone."""
         config = self.pipeline.vae.config
         scaled: Tensor = latents / config.scaling_factor + (config.get("shift_factor") or 0.0)
         return scaled
 
-    def _from_vae(self, latents: Tensor) -> Tensor:
-        """The inverse of ``_to_vae``."""
+    def _scale_latents(self, latents: Tensor) -> Tensor:
+        """The inverse of ``_unscale_latents``."""
         config = self.pipeline.vae.config
         scaled: Tensor = (latents - (config.get("shift_factor") or 0.0)) * config.scaling_factor
         return scaled
@@ -242,76 +244,84 @@ class PipelineModel:
     # What follows from it.
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """As ``ebbflow.models.base.Model.encode``."""
-        return self._in_batches(self._encode_batch, prompts)
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """As ``ebbflow.models.base.Model.encode_prompts``."""
+        return self._encode_in_batches(self._encode_batch, prompts)
 
     @torch.no_grad()
-    def encode_negatives(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode_negative_prompts(self, prompts: Sequence[Prompt]) -> Conditioning:
         """The negative prompts alone, a row each, whatever the guidance of the recipe."""
-        return self._in_batches(self._negatives, prompts)
+        return self._encode_in_batches(self._encode_negative_batch, prompts)
 
-    def _in_batches(
+    def _encode_in_batches(
         self, encode: Callable[[Sequence[Prompt]], Conditioning], prompts: Sequence[Prompt]
     ) -> Conditioning:
         parts = []
-        with self._on_device(*self.text_parts):
-            for start in progress(
+        with self._parts_on_device(*self.text_parts):
+            for start in show_progress(
                 "encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE)
             ):
                 parts.append(
                     encode(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu"))
                 )
-        return Conditioning.cat(parts)
+        return Conditioning.concatenate(parts)
 
     def _encode_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
-        tensors = self._encode([prompt.prompt for prompt in prompts], prompts)
-        negative = self._negatives(prompts) if self.guided and self.config.guidance > 1 else None
+        tensors = self._encode_inputs([prompt.prompt for prompt in prompts], prompts)
+        negative = (
+            self._encode_negative_batch(prompts)
+            if self.guided and self.config.guidance > 1
+            else None
+        )
         return Conditioning(tensors, negative, self.config.guidance)
 
-    def _negatives(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def _encode_negative_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
         return Conditioning(
-            self._encode_negative([prompt.negative_prompt for prompt in prompts], prompts)
+            self._encode_negative_inputs([prompt.negative_prompt for prompt in prompts], prompts)
         )
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``ebbflow.models.base.Model.velocity``."""
+    def predict_velocity(
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """As ``ebbflow.models.base.Model.predict_velocity``."""
         if conditioning.negative is None:
-            return self._unpack(self._predict(latents, sigma, conditioning))
+            return self._unpack_prediction(self._run_network(latents, sigma, conditioning))
         # One pass over both keeps a device busier than two over half as many rows.
-        negative, prediction = self._predict(
-            torch.cat([latents] * 2), torch.cat([sigma] * 2), conditioning.both
+        negative, prediction = self._run_network(
+            torch.cat([latents] * 2), torch.cat([sigma] * 2), conditioning.negative_then_positive
         ).chunk(2)
-        return self._unpack(self._guide(prediction, negative, conditioning.guidance))
+        return self._unpack_prediction(
+            self._apply_guidance(prediction, negative, conditioning.guidance)
+        )
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> np.ndarray:
-        """As ``ebbflow.models.base.Model.decode``."""
-        with self._on_device("vae"):
+    def decode_latents(self, latents: Tensor) -> np.ndarray:
+        """As ``ebbflow.models.base.Model.decode_latents``."""
+        with self._parts_on_device("vae"):
             images = torch.cat(
                 [
-                    self._decode(part.to(self.device)).cpu()
-                    for part in torch.split(latents, self._at_once())
+                    self._decode_batch(part.to(self.device)).cpu()
+                    for part in torch.split(latents, self._images_per_vae_call())
                 ]
             )
         return images.numpy()
 
-    def _decode(self, latents: Tensor) -> Tensor:
+    def _decode_batch(self, latents: Tensor) -> Tensor:
         """uint8 [n, height, width, 3], or [n, frames, height, width, 3]."""
-        return (self._pixels(latents) * 255).round().to(torch.uint8)
+        return (self._decode_pixels(latents) * 255).round().to(torch.uint8)
 
-    def pixels(self, latents: Tensor) -> Tensor:
-        """As ``ebbflow.models.base.Model.pixels``. The VAE stays on the device, where the gradient
-        needs it.
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        """As ``ebbflow.models.base.Model.decode_with_gradient``. The VAE stays on the device, where
+        the gradient needs it.
         """
         self.pipeline.vae.to(self.device)
-        return self._pixels(latents).movedim(-1, -3)
+        return self._decode_pixels(latents).movedim(-1, -3)
 
-    def _pixels(self, latents: Tensor) -> Tensor:
+    def _decode_pixels(self, latents: Tensor) -> Tensor:
         """RGB in [0, 1], [n, height, width, 3], or [n, frames, height, width, 3]."""
-        pixels: Tensor = self.pipeline.vae.decode(self._to_vae(latents.float()), return_dict=False)[
-            0
-        ]
+        pixels: Tensor = self.pipeline.vae.decode(
+            self._unscale_latents(latents.float()), return_dict=False
+        )[0]
         return (pixels / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
     @torch.no_grad()
@@ -326,15 +336,15 @@ class PipelineModel:
             raise ModelError(
                 f"images of shape {images.shape[1:]}: the model draws {wanted}; resize them"
             )
-        with self._on_device("vae"):
-            parts = torch.split(torch.from_numpy(images), self._at_once())
+        with self._parts_on_device("vae"):
+            parts = torch.split(torch.from_numpy(images), self._images_per_vae_call())
             return torch.cat([self._encode_pixels(part.to(self.device)) for part in parts])
 
     def _encode_pixels(self, images: Tensor) -> Tensor:
         pixels = images.movedim(-1, 1).float() / 127.5 - 1
-        return self._from_vae(self._vae_latents(pixels))
+        return self._scale_latents(self._encode_with_vae(pixels))
 
-    def _vae_latents(self, pixels: Tensor) -> Tensor:
+    def _encode_with_vae(self, pixels: Tensor) -> Tensor:
         """What the VAE makes of pixels in [-1, 1]."""
         latents: Tensor = self.pipeline.vae.encode(pixels).latent_dist.mode()
         return latents
@@ -343,7 +353,7 @@ class PipelineModel:
         """As ``ebbflow.models.base.Model.save``."""
         self.pipeline.save_pretrained(folder, max_shard_size=SHARD)
 
-    def _at_once(self) -> int:
+    def _images_per_vae_call(self) -> int:
         return max(1, PIXELS_AT_ONCE // (self.height * self.width * self.config.frames))
 
     def _require_multiple(self, multiple: int) -> None:
@@ -356,7 +366,7 @@ class PipelineModel:
                 )
 
     @contextmanager
-    def _on_device(self, *parts: str) -> Iterator[None]:
+    def _parts_on_device(self, *parts: str) -> Iterator[None]:
         """The named parts of the pipeline on the device inside the block, on the CPU after it."""
         modules = [module for name in parts if (module := getattr(self.pipeline, name)) is not None]
         for module in modules:
@@ -371,13 +381,13 @@ class PipelineModel:
 class PackedPipelineModel(PipelineModel):
     """A family whose network sees 2 x 2 patches of the latents as tokens."""
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(2 * scale)
         return (self.transformer.config.in_channels // 4, self.height // scale, self.width // scale)
 
-    def _unpack(self, prediction: Tensor) -> Tensor:
-        return unpack(prediction, self.latent_shape)
+    def _unpack_prediction(self, prediction: Tensor) -> Tensor:
+        return unpack_tokens(prediction, self.latent_shape)
 
 
 def load_pipeline(
@@ -401,15 +411,17 @@ def load_pipeline(
         raise ModelError(
             f"{folder / absent[0]} holds no .safetensors weights; fetch them in that format"
         )
-    with reading(folder, config.family):
-        published = {part: _dtype(files) for part, files in weights.items()}
+    with report_unreadable_parts(folder, config.family):
+        published = {part: _published_dtype(files) for part, files in weights.items()}
         dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published
-        options = {"local_files_only": True, "use_safetensors": True} | adapter._own_parts(folder)
+        options = {"local_files_only": True, "use_safetensors": True} | adapter._load_own_parts(
+            folder
+        )
         pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    adapter._check(pipeline, config)
+    adapter._check_pipeline(pipeline, config)
     for network in (getattr(pipeline, name) for name in adapter.networks):
         network.to(device)
         if config.attention:
@@ -417,7 +429,7 @@ def load_pipeline(
     return pipeline
 
 
-def _dtype(files: list[Path]) -> torch.dtype:
+def _published_dtype(files: list[Path]) -> torch.dtype:
     """Of the published weights; variants in another precision, which may lie beside them, are not
     loaded.
     """
@@ -450,15 +462,15 @@ def _choose_attention(transformer: Any, backend: str, family: str) -> None:
         raise ModelError(f"model.attention = {backend!r}: {error} Or leave it out") from error
 
 
-def pack(latents: Tensor) -> Tensor:
+def pack_latents(latents: Tensor) -> Tensor:
     """Latents [N, C, H, W] as tokens of 2 x 2 patches, [N, H/2 W/2, 4 C]."""
     count, channels, height, width = latents.shape
     patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(count, height * width // 4, 4 * channels)
 
 
-def unpack(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
-    """The inverse of ``pack``: tokens [N, H/2 W/2, 4 C] as latents [N, C, H, W]."""
+def unpack_tokens(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
+    """The inverse of ``pack_latents``: tokens [N, H/2 W/2, 4 C] as latents [N, C, H, W]."""
     channels, height, width = latent_shape
     patches = tokens.reshape(len(tokens), height // 2, width // 2, channels, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
@@ -476,7 +488,9 @@ def channel_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std
 
 
-def dynamic_shift(scheduler: Any, tokens: int, max_shift: float = 1.15) -> dict[str, float]:
+def dynamic_shift_arguments(
+    scheduler: Any, tokens: int, max_shift: float = 1.15
+) -> dict[str, float]:
     """``mu`` for schedulers whose shift depends on the image's tokens: linear between two sizes;
     nothing for the others.
 

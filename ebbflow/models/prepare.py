@@ -10,25 +10,25 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.folder import INDEX, read_object
+from ebbflow.models.folder import INDEX, read_json_object
 from ebbflow.models.glyph_training.train import train_glyph_base
-from ebbflow.models.hub import pretrained_folder
+from ebbflow.models.hub import locate_pretrained
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.storage.artifacts import (
     COMMIT,
     MANIFEST,
     ArtifactError,
-    new_folder,
-    verify,
-    verify_if_committed,
+    verify_committed_folder,
+    verify_folder,
+    write_new_folder,
 )
 from ebbflow.storage.locks import wait_for_lock
 
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
-def train_base(training: GlyphTrainingConfig, threads: int, folder: Path) -> None:
+def train_base_folder(training: GlyphTrainingConfig, threads: int, folder: Path) -> None:
     """Train the glyph base model from scratch into ``folder``, committed."""
     torch.set_num_threads(threads)
     train_glyph_base(training, folder)
@@ -43,24 +43,24 @@ def fetch_pipeline(pretrained: PretrainedSourceConfig) -> Path:
         HubError: it cannot be fetched.
         ModelError: the repository holds no pipeline in the layout of diffusers.
     """
-    folder = pretrained_folder(pretrained, [INDEX])
+    folder = locate_pretrained(pretrained, [INDEX])
     if not (folder / INDEX).is_file():
         raise ModelError(
             f"{pretrained.path} at {pretrained.revision} has no {INDEX}; name a repository for"
             " diffusers"
         )
-    return pretrained_folder(pretrained, _files(folder))
+    return locate_pretrained(pretrained, _pipeline_file_patterns(folder))
 
 
-def download_base(repository: str, revision: str, folder: Path) -> None:
+def download_base_folder(repository: str, revision: str, folder: Path) -> None:
     """Fetch the pipeline in a Hugging Face repository to ``folder``, committed.
 
     Raises:
         HubError, ModelError: as ``fetch_pipeline``.
     """
     source = fetch_pipeline(PretrainedSourceConfig(path=repository, revision=revision))
-    with new_folder(folder) as unfinished:
-        for pattern in _files(source):
+    with write_new_folder(folder) as unfinished:
+        for pattern in _pipeline_file_patterns(source):
             for file in sorted(
                 source.glob(pattern)
             ):  # the cache may hold more than was asked for here
@@ -69,7 +69,7 @@ def download_base(repository: str, revision: str, folder: Path) -> None:
                 _link_or_copy(file, target)
 
 
-def cached_base(pretrained: PretrainedSourceConfig) -> Path:
+def cache_base_folder(pretrained: PretrainedSourceConfig) -> Path:
     """The committed folder of a pipeline in a Hugging Face repository, made once, of links into the
     hub's cache and next to it.
 
@@ -85,9 +85,9 @@ def cached_base(pretrained: PretrainedSourceConfig) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(folder.with_suffix(".lock")):
             if not folder.exists():
-                download_base(pretrained.path, pretrained.revision, folder)
+                download_base_folder(pretrained.path, pretrained.revision, folder)
     try:
-        verify(folder)
+        verify_folder(folder)
     except ArtifactError as error:
         raise ArtifactError(
             f"{error}; remove {folder} and {Path(HF_HUB_CACHE) / f'models--{repository}'}"
@@ -95,7 +95,7 @@ def cached_base(pretrained: PretrainedSourceConfig) -> Path:
     return folder
 
 
-def _files(folder: Path) -> list[str]:
+def _pipeline_file_patterns(folder: Path) -> list[str]:
     """Patterns of a pipeline's files: its index, and of every part the weights and their
     configuration.
 
@@ -104,7 +104,7 @@ def _files(folder: Path) -> list[str]:
     """
     parts = [
         part
-        for part, kind in read_object(folder / INDEX).items()
+        for part, kind in read_json_object(folder / INDEX).items()
         if isinstance(kind, list) and kind and kind[0]
     ]
     if strange := [part for part in parts if not part.isidentifier()]:
@@ -123,7 +123,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def copy_base(source: Path, folder: Path, config: ModelConfig) -> None:
+def copy_base_folder(source: Path, folder: Path, config: ModelConfig) -> None:
     """Copy a base-model folder that loads, committed.
 
     Raises:
@@ -131,16 +131,16 @@ def copy_base(source: Path, folder: Path, config: ModelConfig) -> None:
             it.
         ArtifactError: it was committed and has changed since.
     """
-    verify_if_committed(source)  # before any code reads it
-    _require_no_links_out(source)
+    verify_committed_folder(source)  # before any code reads it
+    _reject_links_out(source)
     load_model(source, config)
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         shutil.copytree(
             source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT)
         )
 
 
-def _require_no_links_out(folder: Path) -> None:
+def _reject_links_out(folder: Path) -> None:
     """A link out of a foreign folder could bring any file of this machine into the artifact store.
 
     A snapshot in the hub's cache consists of links, but to its own ``blobs``.

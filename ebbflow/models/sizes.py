@@ -19,17 +19,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ebbflow.data.model_sizes import Sample, SizeError, Sizes
+from ebbflow.data.model_sizes import ModelSizes, SampleSize, SizeError
 from ebbflow.models import check_folder, load_model
 from ebbflow.models.base import is_trainable
 from ebbflow.models.context_parallel import (
     require_one_size,
-    require_shareable,
     require_shareable_family,
+    require_shareable_tokens,
 )
-from ebbflow.models.families import adapter_of
-from ebbflow.models.families.glyph import new_glyph
-from ebbflow.models.folder import INDEX, read_object
+from ebbflow.models.families import load_adapter
+from ebbflow.models.families.glyph import build_glyph_model
+from ebbflow.models.folder import INDEX, read_json_object
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import FAMILIES
@@ -41,7 +41,7 @@ quadratic in it, does not either.
 """
 
 
-def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
+def measure_model(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
     """The sizes of a recipe's base model, and of one sample of it.
 
     Raises:
@@ -54,8 +54,10 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
             f"model.family = {model.family!r} is your own, no sizes are known; take one of"
             f" {', '.join(FAMILIES)}"
         )
-    adapter, stored = _glyph(model) if model.family == "glyph" else _pipeline(model)
-    transformer, (width, text_width) = adapter.transformer, adapter.widths()
+    adapter, stored = (
+        _measure_glyph(model) if model.family == "glyph" else _build_meta_pipeline(model)
+    )
+    transformer, (width, text_width) = adapter.transformer, adapter.token_widths()
     pipeline = getattr(adapter, "pipeline", adapter)
     encoders = [getattr(pipeline, part) for part in adapter.text_parts if part != "vae"]
     linears = {
@@ -67,19 +69,21 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
         for name, value in transformer.named_parameters()
         if not is_trainable(adapter, name)
     )
-    sizes = Sizes(
-        parameters=_parameters(transformer),
-        buffers=_buffers(transformer),
+    sizes = ModelSizes(
+        parameters=_count_parameters(transformer),
+        buffers=_count_buffers(transformer),
         blocks=len(adapter.blocks()),
         width=width,
         linears={name: (layer.in_features, layer.out_features) for name, layer in layers.items()},
         lora_targets=adapter.lora_targets,
-        text_encoders=sum(_parameters(encoder) for encoder in encoders if encoder is not None),
+        text_encoders=sum(
+            _count_parameters(encoder) for encoder in encoders if encoder is not None
+        ),
         text_width=text_width,
-        frozen=sum(_parameters(getattr(pipeline, name)) for name in adapter.networks)
-        - _parameters(transformer),
+        frozen=sum(_count_parameters(getattr(pipeline, name)) for name in adapter.networks)
+        - _count_parameters(transformer),
         unused=sum(unused),
-        vae=_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
+        vae=_count_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
         decoding=(
             _decoding_bytes(pipeline.vae, adapter.latent_shape) if hasattr(pipeline, "vae") else 0
         ),
@@ -94,7 +98,7 @@ def measure(model: ModelConfig) -> tuple[Sizes, Sample]:
     )
     tokens = adapter.tokens()
     channels = adapter.latent_shape[0]
-    sample = Sample(
+    sample = SampleSize(
         latent_shape=adapter.latent_shape,
         pixels=adapter.height * adapter.width * model.frames,
         tokens=tokens.image + tokens.edited + (tokens.text if tokens.joint else 0),
@@ -115,7 +119,7 @@ def check_size(model: ModelConfig) -> None:
     Raises:
         ModelError: it cannot; names the nearest size.
     """
-    _without_encoders(model)
+    _adapter_without_encoders(model)
 
 
 def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
@@ -133,67 +137,68 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
         return
     for stage in stages:
         require_one_size(stage, ranks)
-    require_shareable_family(adapter_of(recipe.model.family), recipe.model, ranks)
-    if recipe.model.family in FAMILIES and (adapter := _without_encoders(recipe.model)):
-        require_shareable(adapter, ranks)
+    require_shareable_family(load_adapter(recipe.model.family), recipe.model, ranks)
+    if recipe.model.family in FAMILIES and (adapter := _adapter_without_encoders(recipe.model)):
+        require_shareable_tokens(adapter, ranks)
 
 
-def _without_encoders(model: ModelConfig) -> Any:
+def _adapter_without_encoders(model: ModelConfig) -> Any:
     """What generates a sample, without text encoders: the adapter of a family of ours; None where
     nothing is known of the model.
 
     Raises:
         ModelError: the family cannot generate the recipe's size.
     """
-    family: Any = adapter_of(model.family)
+    family: Any = load_adapter(model.family)
     names = (*family.networks, "vae")
     try:
-        parts = _parts(model, names)
+        parts = _find_parts(model, names)
     except SizeError:
         return None
-    return _adapter(
-        model, {name: _built_empty(part) for name, part in parts.items() if name in names}
+    return _build_adapter(
+        model, {name: _build_on_meta(part) for name, part in parts.items() if name in names}
     )
 
 
-def _glyph(model: ModelConfig) -> tuple[Any, int]:
+def _measure_glyph(model: ModelConfig) -> tuple[Any, int]:
     """The glyph model of a folder, which is small enough to load, or the one that
     ``model.training`` describes; its bytes.
     """
     if model.path:
         return load_model(Path(model.path), model), _folder_bytes(Path(model.path))
     with torch.device("meta"):
-        glyph = new_glyph(model.training)
+        glyph = build_glyph_model(model.training)
     return glyph, 4 * sum(
-        _parameters(part) + _buffers(part) for part in (glyph.transformer, glyph.text_encoder)
+        _count_parameters(part) + _count_buffers(part)
+        for part in (glyph.transformer, glyph.text_encoder)
     )
 
 
-def _pipeline(model: ModelConfig) -> tuple[Any, int]:
+def _build_meta_pipeline(model: ModelConfig) -> tuple[Any, int]:
     """The family's adapter around a pipeline without tokenizers and without numbers in its tensors,
     and the model's bytes.
     """
-    family: Any = adapter_of(model.family)
-    parts = _parts(model, (*family.networks, "vae", *family.text_parts))
-    built = {name: _built_empty(part) for name, part in parts.items()}
+    family: Any = load_adapter(model.family)
+    parts = _find_parts(model, (*family.networks, "vae", *family.text_parts))
+    built = {name: _build_on_meta(part) for name, part in parts.items()}
     stored = (
         sum(
-            part.bytes * (_parameters(built[name]) + _buffers(built[name]))
+            part.bytes * (_count_parameters(built[name]) + _count_buffers(built[name]))
             for name, part in parts.items()
         )
-        if model.on_hub
+        if model.is_on_hub
         else _folder_bytes(Path(model.path or ""))
     )
-    return _adapter(model, built), stored
+    return _build_adapter(model, built), stored
 
 
-def _adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
+def _build_adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
     """The family's adapter around a pipeline of these parts and no others.
 
     Raises:
         ModelError: the family cannot generate the recipe's size.
     """
-    adapter: Any = adapter_of(model.family)
+    adapter: Any = load_adapter(model.family)
     wanted = inspect.signature(adapter.pipeline_class.__init__).parameters.items()
     absent = [
         name
@@ -205,35 +210,35 @@ def _adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
     )
 
 
-def _parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
+def _find_parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
     """The named parts of a published model, or of a folder as far as it has them."""
     assert model.path
-    family: Any = adapter_of(model.family)
+    family: Any = load_adapter(model.family)
     published: Published = family.published
-    if model.on_hub and model.path in published:
+    if model.is_on_hub and model.path in published:
         return published[model.path]
     folder = Path(model.path)
-    if model.on_hub or not folder.is_dir():
+    if model.is_on_hub or not folder.is_dir():
         raise SizeError(
             f"of model.path = {model.path!r} no sizes are known: it is no folder here, nor one of"
             f" the repositories {', '.join(published)}; download it and name its folder"
         )
     check_folder(folder, model.family)
-    index = read_object(folder / INDEX)
+    index = read_json_object(folder / INDEX)
     kinds = {name: index[name] for name in names if index.get(name, [None])[0]}
     return {
-        name: Part(kind[0], kind[1], read_object(folder / name / "config.json"))
+        name: Part(kind[0], kind[1], read_json_object(folder / name / "config.json"))
         for name, kind in kinds.items()
     }
 
 
-def _built_empty(part: Part) -> nn.Module:
+def _build_on_meta(part: Part) -> nn.Module:
     """A part without numbers in its tensors."""
     with torch.device("meta"):
-        return _build(part)
+        return _build_part(part)
 
 
-def _build(part: Part) -> nn.Module:
+def _build_part(part: Part) -> nn.Module:
     """A part with random weights, or on the meta device without any."""
     if part.library == "transformers":
         kind = getattr(import_module(part.library), part.kind)
@@ -258,11 +263,11 @@ def _decoding_bytes(vae: Any, latent_shape: Sequence[int], with_gradient: bool =
         frames = [min(2, latent_shape[1])]
     kind: Any = type(vae)
     config = json.dumps(vae.config, sort_keys=True, default=str)
-    return _peak_of_decoding(kind, config, (latent_shape[0], *frames), with_gradient)
+    return _measure_decoding_peak(kind, config, (latent_shape[0], *frames), with_gradient)
 
 
 @cache
-def _peak_of_decoding(
+def _measure_decoding_peak(
     kind: Any, config: str, channels_and_frames: tuple[int, ...], with_gradient: bool
 ) -> int:
     with torch.device("meta"):
@@ -305,11 +310,11 @@ class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         return result
 
 
-def _parameters(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(map(torch.Tensor.numel, module.parameters()))
 
 
-def _buffers(module: nn.Module) -> int:
+def _count_buffers(module: nn.Module) -> int:
     """Numbers in its checkpoint that are no parameters."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return sum(

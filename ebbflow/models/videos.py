@@ -14,12 +14,12 @@ class DrawsVideos(PipelineModel):
     draws_videos = True
 
     @property
-    def decoded_frames(self) -> int:
+    def frames_per_decode(self) -> int:
         """Frames that the VAE decodes at a time, for estimates: those of one latent frame."""
         frames: int = self.pipeline.vae_scale_factor_temporal
         return frames
 
-    def _latent_frames(self, pace: int) -> int:
+    def _count_latent_frames(self, pace: int) -> int:
         """Of a video whose VAE makes one latent frame of the first frame, and one of every ``pace``
         after it.
         """
@@ -31,8 +31,8 @@ class DrawsVideos(PipelineModel):
             )
         return (self.config.frames - 1) // pace + 1
 
-    def _pixels(self, latents: Tensor) -> Tensor:
-        video = super()._pixels(latents)
+    def _decode_pixels(self, latents: Tensor) -> Tensor:
+        video = super()._decode_pixels(latents)
         return video[:, 0] if self.config.frames == 1 else video
 
     def _encode_pixels(self, images: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from ebbflow.algorithms.advantages import compute_advantages
 from ebbflow.data.schema import ADVANTAGES, KEY
-from ebbflow.offline.shards import seconds_of
+from ebbflow.offline.shards import sum_phase_seconds
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_columns, read_table_metadata, write_table
 
@@ -30,9 +30,9 @@ def write_advantages(ctx: StageContext, scores: list[Path], path: Path) -> dict[
         [pa.array(column[result.keep]) for column in columns], schema=ADVANTAGES
     )
     about = {
-        "stage": ctx.label,
+        "stage": ctx.stage_label,
         "metrics": result.metrics,
-        "seconds": seconds_of(scores, "scoring"),
+        "seconds": sum_phase_seconds(scores, "scoring"),
     }
     write_table(path, ADVANTAGES, [batch], about)
     return result.metrics

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.pairs import LATENTS, Pair, PairError, read_pair_prompts, read_pairs
 from ebbflow.data.prompts import read_prompts
-from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
+from ebbflow.data.schema import ADVANTAGES, PROMPTS, build_rollout_schema
 from ebbflow.models import Model
 from ebbflow.models.base import default_device
-from ebbflow.offline.shards import layout_metadata, rollout_batch, shard_identity
-from ebbflow.progress import progress
+from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch, build_shard_identity
+from ebbflow.progress import show_progress
 from ebbflow.stage import StageContext
-from ebbflow.storage.tables import open_table_writer, read_column, row_count, write_table
+from ebbflow.storage.tables import count_rows, open_table_writer, read_column, write_table
 from ebbflow.timing import Clock
 from ebbflow.training.policy_io import open_model
 
@@ -85,22 +85,28 @@ def import_pairs(
     left_out = Counter[str]()
     prompts = folder / "prompts.parquet"
     advantages = folder / "advantages.parquet"
-    about = {**shard_identity(ctx), "source": source.name}
-    write_table(prompts, PROMPTS, _prompts(source, ignored), about)
-    rows = row_count(prompts)
-    shards = min(ctx.offline.shards, rows)
+    about = {**build_shard_identity(ctx), "source": source.name}
+    write_table(prompts, PROMPTS, _iterate_prompt_batches(source, ignored), about)
+    rows = count_rows(prompts)
+    shards = min(ctx.offline_config.shards, rows)
     rollouts = [folder / f"rollouts-{shard}.parquet" for shard in range(shards)]
-    with clock.phase("import"), progress(f"{ctx.label} pairs", "pair", total=rows) as shown:
-        usable = _usable(read_pairs(source), evaluated, left_out, shown)
+    with (
+        clock.measure_phase("import"),
+        show_progress(f"{ctx.stage_label} pairs", "pair", total=rows) as shown,
+    ):
+        usable = _iterate_usable_pairs(read_pairs(source), evaluated, left_out, shown)
         # Nothing was rolled out; the time that importing took stands once, with the advantages.
-        layout = layout_metadata(model.latent_shape, ctx.offline.latent_precision)
+        layout = build_layout_metadata(model.latent_shape, ctx.offline_config.latent_precision)
         _write_rollouts(
             ctx, model, usable, rollouts, about | layout | {"seconds": {"rollout": 0.0}}
         )
-    pairs = sum(row_count(path) for path in rollouts) // 2
+    pairs = sum(count_rows(path) for path in rollouts) // 2
     _check_left_out(source, pairs, left_out)
     write_table(
-        advantages, ADVANTAGES, map(_advantages, rollouts), about | {"seconds": clock.seconds}
+        advantages,
+        ADVANTAGES,
+        map(_build_advantage_batch, rollouts),
+        about | {"seconds": clock.seconds},
     )
     return ImportedPairs(
         prompts,
@@ -122,7 +128,7 @@ def import_pairs_from_folder(
     return import_pairs(ctx, open_model(ctx.recipe, base), source, folder, evaluated)
 
 
-def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
+def _iterate_prompt_batches(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
     rest = {
         "negative_prompt": "",
         "target": None,
@@ -138,14 +144,14 @@ def _prompts(source: Path, ignored: set[str]) -> Iterator[pa.RecordBatch]:
         )
 
 
-def _usable(
+def _iterate_usable_pairs(
     pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], shown: tqdm[Any]
 ) -> Iterator[Pair]:
     for pair in pairs:
         shown.update()
         if pair.prompt in evaluated:
             left_out[EVALUATED] += 1
-        elif pair.tie:
+        elif pair.is_tie:
             left_out[TIES] += 1
         else:
             yield pair
@@ -155,20 +161,22 @@ def _write_rollouts(
     ctx: StageContext, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]
 ) -> None:
     """All shards in one pass; none appears before the last pair is written."""
-    picture = model.decode(torch.zeros(1, *model.latent_shape, device=default_device())).shape[1:]
-    schema = rollout_schema(model.latent_shape, ctx.offline.latent_precision)
+    picture = model.decode_latents(
+        torch.zeros(1, *model.latent_shape, device=default_device())
+    ).shape[1:]
+    schema = build_rollout_schema(model.latent_shape, ctx.offline_config.latent_precision)
     with ExitStack() as tables:
         writers = [
             tables.enter_context(open_table_writer(path, schema, about | {"shard": i}))
             for i, path in enumerate(paths)
         ]
-        for shard, batch in _dealt(pairs, len(paths), max(1, ctx.config.micro_batch // 2)):
+        for shard, batch in _deal_pairs(pairs, len(paths), max(1, ctx.config.micro_batch // 2)):
             for pair in batch:
                 _check_sizes(pair, model.latent_shape, picture)
-            writers[shard](_batch(ctx, model, batch))
+            writers[shard](_build_pair_batch(ctx, model, batch))
 
 
-def _dealt(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int, list[Pair]]]:
+def _deal_pairs(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int, list[Pair]]]:
     """A shard and the next pairs for it, ``size`` at once."""
     waiting: list[list[Pair]] = [[] for _ in range(shards)]
     for pair in pairs:
@@ -180,21 +188,21 @@ def _dealt(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int,
     yield from ((shard, rest) for shard, rest in enumerate(waiting) if rest)
 
 
-def _batch(ctx: StageContext, model: Model, pairs: list[Pair]) -> pa.RecordBatch:
-    latents, images = _latents_and_images(model, pairs)
+def _build_pair_batch(ctx: StageContext, model: Model, pairs: list[Pair]) -> pa.RecordBatch:
+    latents, images = _encode_pairs(model, pairs)
     numbers = [pair.number for pair in pairs for _ in range(2)]
     sides = [0, 1] * len(pairs)
-    return rollout_batch(
-        numbers, sides, NOT_OURS, latents, encode_png(images), ctx.offline.latent_precision
+    return build_rollout_batch(
+        numbers, sides, NOT_OURS, latents, encode_pngs(images), ctx.offline_config.latent_precision
     )
 
 
-def _latents_and_images(model: Model, pairs: list[Pair]) -> tuple[Tensor, np.ndarray]:
+def _encode_pairs(model: Model, pairs: list[Pair]) -> tuple[Tensor, np.ndarray]:
     """Of both sides of every pair, chosen first; all pairs of a file are of one kind."""
     sides = np.stack([side for pair in pairs for side in (pair.chosen, pair.rejected)])
     if pairs[0].columns == LATENTS:
         latents = torch.from_numpy(sides).reshape(-1, *model.latent_shape).to(default_device())
-        return latents, model.decode(latents)
+        return latents, model.decode_latents(latents)
     return model.encode_images(sides), sides
 
 
@@ -222,7 +230,7 @@ def _check_left_out(source: Path, pairs: int, left_out: Counter[str]) -> None:
         )
 
 
-def _advantages(rollouts: Path) -> pa.RecordBatch:
+def _build_advantage_batch(rollouts: Path) -> pa.RecordBatch:
     prompt_ids, samples = (
         read_column(rollouts, name).to_numpy() for name in ("prompt_id", "sample")
     )

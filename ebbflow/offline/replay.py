@@ -13,7 +13,7 @@ from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.training import samples_of_step
+from ebbflow.offline.training import find_samples_of_step
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_table
@@ -41,24 +41,24 @@ def replay_offline_step(
     Raises:
         ReplayError: the stage has no such step, or trains on a file of pairs.
     """
-    if ctx.offline.pairs:
+    if ctx.offline_config.pairs:
         raise ReplayError(
-            f"{ctx.label} trains on the pairs of {ctx.offline.pairs}; there are no samples to"
-            " generate again"
+            f"{ctx.stage_label} trains on the pairs of {ctx.offline_config.pairs}; there are no"
+            " samples to generate again"
         )
-    shards = [scratch / f"rollouts-{index}.parquet" for index in range(ctx.offline.shards)]
+    shards = [scratch / f"rollouts-{index}.parquet" for index in range(ctx.offline_config.shards)]
     scores = {path: path.with_name(f"scores-{path.name}") for path in shards}
-    scorer = load_scorer(ctx.own_recipe.rewards, ())
+    scorer = load_scorer(ctx.branch_recipe.rewards, ())
     trained_on = read_prompts(prompts, "train")
     for index, path in enumerate(shards):
         generate_shard_from_folders(ctx, base, folder, prompts, index, path)
         score_shard(ctx, scorer, trained_on, path, scores[path])
     advantages = scratch / "advantages.parquet"
     metrics = write_advantages(ctx, list(scores.values()), advantages)
-    found = samples_of_step(ctx, shards, advantages, step, processes) if step >= 0 else None
+    found = find_samples_of_step(ctx, shards, advantages, step, processes) if step >= 0 else None
     if found is None:
         raise ReplayError(
-            f"{ctx.label} has no optimiser step {step}, with {processes} training processes"
+            f"{ctx.stage_label} has no optimiser step {step}, with {processes} training processes"
         )
     path, rows, values = found
     samples = read_table(path).take(rows)
@@ -66,13 +66,13 @@ def replay_offline_step(
     by_id = {prompt.prompt_id: prompt for prompt in trained_on}
     shown = zip(its_scores, samples["policy_version"].to_pylist(), values.tolist(), strict=True)
     described = [
-        _row(ctx, by_id[score["prompt_id"]], score, version, value)
+        _build_row(ctx, by_id[score["prompt_id"]], score, version, value)
         for score, version, value in shown
     ]
     return ReplayedStep(described, samples["image"].to_pylist(), metrics)
 
 
-def _row(
+def _build_row(
     ctx: StageContext, prompt: Prompt, score: dict[str, Any], version: int, advantage: float
 ) -> dict[str, Any]:
     """A sample as a dump of an online stage has it."""
@@ -84,7 +84,7 @@ def _row(
     return {
         "prompt_id": prompt.prompt_id,
         "sample": score["sample"],
-        "seed": ctx.seed,
+        "seed": ctx.stage_seed,
         "prompt": prompt.prompt,
         "target": prompt.target,
         "policy_version": version,

@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, read_prompt_ids, read_prompt_sources, read_prompts
-from ebbflow.data.sampling import mixed_batch, prompt_batch
-from ebbflow.data.schema import rollout_schema
+from ebbflow.data.sampling import sample_mixed_prompts, sample_prompts
+from ebbflow.data.schema import build_rollout_schema
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
-from ebbflow.models.base import Conditioning, device_of, in_size
-from ebbflow.models.encoding import encode_once
-from ebbflow.offline.shards import layout_metadata, rollout_batch, shard_identity
-from ebbflow.progress import progress
+from ebbflow.models.base import Conditioning, device_of, generate_in_size
+from ebbflow.models.encoding import build_prompt_lookup
+from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch, build_shard_identity
+from ebbflow.progress import show_progress
 from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
-from ebbflow.rollouts.parity import measure_parity, parity_bar, parity_plan
+from ebbflow.rollouts.parity import compute_parity_bar, measure_parity, plan_parity_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import write_table
 from ebbflow.timing import Clock
@@ -54,7 +54,7 @@ def generate_shard(
     Raises:
         ParityError: another engine generates other samples than the policy would.
     """
-    chosen = prompts_of_shard(ctx, prompts, shard, [prompt.source for prompt in prompts])
+    chosen = choose_shard_prompts(ctx, prompts, shard, [prompt.source for prompt in prompts])
     write_shard(ctx, model, policy, version, chosen, shard, path, engine)
 
 
@@ -65,11 +65,11 @@ def generate_shard_from_folders(
     become prompts.
     """
     policy, metadata = load_policy(ctx, base, folder)
-    ids = prompts_of_shard(
+    ids = choose_shard_prompts(
         ctx, read_prompt_ids(prompts, "train"), shard, read_prompt_sources(prompts, "train")
     )
     by_id = {prompt.prompt_id: prompt for prompt in read_prompts(prompts, "train", ids)}
-    with closing(_open_engine(ctx, base, policy)) as engine:
+    with closing(_open_stage_engine(ctx, base, policy)) as engine:
         write_shard(
             ctx,
             policy.model,
@@ -82,7 +82,7 @@ def generate_shard_from_folders(
         )
 
 
-def prompts_of_shard(
+def choose_shard_prompts(
     ctx: StageContext, prompts: Sequence[P], shard: int, sources: Sequence[str] = ()
 ) -> list[P]:
     """Which prompts, or ids of prompts, of the training split a shard generates.
@@ -90,16 +90,16 @@ def prompts_of_shard(
     Args:
         sources: of each prompt, for ``prompts.mixture``.
     """
-    count = ctx.offline.prompts
+    count = ctx.offline_config.prompts
     step = 0
-    seed = ctx.seed
-    counts = ctx.own_recipe.prompts.counts(count)
+    seed = ctx.stage_seed
+    counts = ctx.branch_recipe.prompts.count_by_prompt_set(count)
     chosen = (
-        mixed_batch(prompts, sources, counts, step, seed)
+        sample_mixed_prompts(prompts, sources, counts, step, seed)
         if counts
-        else prompt_batch(prompts, count, step, seed)
+        else sample_prompts(prompts, count, step, seed)
     )
-    return chosen[shard :: ctx.offline.shards]
+    return chosen[shard :: ctx.offline_config.shards]
 
 
 def write_shard(
@@ -113,18 +113,22 @@ def write_shard(
     engine: Engine | None = None,
 ) -> None:
     """``generate_shard``, given the shard's own prompts."""
-    config = ctx.offline
+    config = ctx.offline_config
     clock = Clock()
     precision = config.latent_precision
     groups_at_once = max(1, config.micro_batch // config.group_size)
     engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
-    with in_size(model, ctx.size_of_shard(shard)):
-        about = _about(ctx, shard, clock) | layout_metadata(model.latent_shape, precision)
-        batches = _generated(ctx, model, policy, engine, version, mine, groups_at_once, clock)
-        write_table(path, rollout_schema(model.latent_shape, precision), batches, about)
+    with generate_in_size(model, ctx.image_size_of_shard(shard)):
+        about = _build_shard_metadata(ctx, shard, clock) | build_layout_metadata(
+            model.latent_shape, precision
+        )
+        batches = _generate_batches(
+            ctx, model, policy, engine, version, mine, groups_at_once, clock
+        )
+        write_table(path, build_rollout_schema(model.latent_shape, precision), batches, about)
 
 
-def _open_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
+def _open_stage_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
     """The engine of the stage, with the weights that generate."""
     generates = ctx.algorithm.generates
     if ctx.config.engine == "diffusers":
@@ -142,25 +146,25 @@ def _check_engine(
     config = ctx.config
     device = device_of(policy.model)
     some = slice(0, config.parity.samples)
-    conditioning = conditioning.rows(some).to(device)
-    keys = keys.rows(some)
-    sampler, plan = parity_plan(config.sampler)
-    trajectory = engine.generate(conditioning, keys, sampler, plan)[0].to(device).trajectory
+    conditioning = conditioning.select_rows(some).to(device)
+    keys = keys.select_slice(some)
+    sampler, plan = plan_parity_samples(config.sampler)
+    trajectory = engine.generate(conditioning, keys, sampler, plan)[0].move_to(device).trajectory
     assert trajectory is not None, "the plan records every step"
-    bar = parity_bar(config, trajectory.latents[0, 0].numel())
-    with policy.using(ctx.algorithm.generates):
+    bar = compute_parity_bar(config, trajectory.latents[0, 0].numel())
+    with policy.use_copy(ctx.algorithm.generates):
         found = measure_parity(
             policy, trajectory, conditioning, keys, sampler, bar, config.micro_batch
         )
     logger.info(
         "%s: engine %s differs by %.1e in log-prob",
-        ctx.label,
+        ctx.stage_label,
         config.engine,
         found["parity/log_prob_max"],
     )
 
 
-def _generated(
+def _generate_batches(
     ctx: StageContext,
     model: Model,
     policy: Policy,
@@ -171,27 +175,36 @@ def _generated(
     clock: Clock,
 ) -> Iterator[pa.RecordBatch]:
     config = ctx.config
-    with clock.phase("rollout"):
-        encode = encode_once(model, prompts)
-    shown = progress(f"{ctx.label} rollout", "image", total=len(prompts) * config.group_size)
+    with clock.measure_phase("rollout"):
+        encode = build_prompt_lookup(model, prompts)
+    shown = show_progress(
+        f"{ctx.stage_label} rollout", "image", total=len(prompts) * config.group_size
+    )
     for start in range(0, len(prompts), groups_at_once):
-        with clock.phase("rollout"):
-            repeated, keys = ctx.groups(prompts[start : start + groups_at_once], step=0)
+        with clock.measure_phase("rollout"):
+            repeated, keys = ctx.build_sample_groups(
+                prompts[start : start + groups_at_once], step=0
+            )
             conditioning = encode(repeated)
             if start == 0 and config.engine != "diffusers":
                 _check_engine(ctx, policy, engine, conditioning, keys)
             rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
             latents = rollouts.latents
-            images = encode_png(pictures)
+            images = encode_pngs(pictures)
         shown.update(len(images))
-        yield rollout_batch(
-            keys.prompt_ids, keys.samples, version, latents, images, ctx.offline.latent_precision
+        yield build_rollout_batch(
+            keys.prompt_ids,
+            keys.samples,
+            version,
+            latents,
+            images,
+            ctx.offline_config.latent_precision,
         )
 
 
-def _about(ctx: StageContext, shard: int, clock: Clock) -> dict[str, Any]:
+def _build_shard_metadata(ctx: StageContext, shard: int, clock: Clock) -> dict[str, Any]:
     return {
-        **shard_identity(ctx),
+        **build_shard_identity(ctx),
         "shard": shard,
         "engine": ctx.config.engine,
         "dtype": ctx.config.rollout_precision or ctx.recipe.model.precision,

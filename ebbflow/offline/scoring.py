@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ebbflow.data.images import decode_png
+from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import Prompt
-from ebbflow.data.schema import score_schema
-from ebbflow.offline.shards import latent_values, read_layout, require_shard
-from ebbflow.progress import progress
-from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored
+from ebbflow.data.schema import build_score_schema
+from ebbflow.offline.shards import check_shard, decode_latent, read_layout
+from ebbflow.progress import show_progress
+from ebbflow.rewards.combine import Scorer, ScoreTable, require_scored_share
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import (
     TableError,
+    count_rows,
     nan_to_null,
     read_batches,
     read_table_metadata,
-    row_count,
     write_table,
 )
 from ebbflow.timing import Clock
@@ -38,9 +38,9 @@ def score_shard(
         RewardError: more samples than ``max_failed_share`` could not be scored.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    require_shard(ctx, rollouts, by_id.keys())
+    check_shard(ctx, rollouts, by_id.keys())
     clock = Clock()
-    with progress(f"{ctx.label} scoring", "image", total=row_count(rollouts)) as shown:
+    with show_progress(f"{ctx.stage_label} scoring", "image", total=count_rows(rollouts)) as shown:
         parts = []
         columns = [
             "prompt_id",
@@ -49,38 +49,42 @@ def score_shard(
             "image",
             *(["latent"] if scorer.reads_latents else []),
         ]
-        for batch in read_batches(rollouts, _rows_at_once(ctx, scorer), columns):
-            with clock.phase("scoring"):
+        for batch in read_batches(rollouts, _count_rows_at_once(ctx, scorer), columns):
+            with clock.measure_phase("scoring"):
                 finite = batch["finite"].to_numpy(zero_copy_only=False)
                 its_prompts = [by_id[i] for i in batch["prompt_id"].to_pylist()]
-                latents = _latents(rollouts, batch) if scorer.reads_latents else None
-                scores = scorer(_images(rollouts, batch), its_prompts, latents).where(finite)
+                latents = _decode_latents(rollouts, batch) if scorer.reads_latents else None
+                scores = scorer(
+                    _decode_images(rollouts, batch), its_prompts, latents
+                ).fail_broken_latents(finite)
             parts.append(
                 (batch.select(["prompt_id", "sample"]), scores)
             )  # the images of a whole shard would fill memory
             shown.update(len(batch))
-    scored = ScoreTable.cat([table for _, table in parts])
-    require_scored(scored, ctx.recipe.max_failed_share)
-    schema = score_schema(sorted(scored.metrics))
+    scored = ScoreTable.concatenate([table for _, table in parts])
+    require_scored_share(scored, ctx.recipe.max_failed_share)
+    schema = build_score_schema(sorted(scored.metrics))
     about = read_table_metadata(rollouts) | {
         "seconds": clock.seconds,
         "weights": scorer.reward_weights,
     }
-    write_table(path, schema, (_scored(schema, batch, table) for batch, table in parts), about)
+    write_table(
+        path, schema, (_build_score_batch(schema, batch, table) for batch, table in parts), about
+    )
 
 
-def _rows_at_once(ctx: StageContext, scorer: Scorer) -> int:
+def _count_rows_at_once(ctx: StageContext, scorer: Scorer) -> int:
     """Samples to score together: where a reward compares them, whole groups, which follow one
     another in a shard.
     """
     size = ctx.config.micro_batch
     group = ctx.config.group_size
-    return max(1, size // group) * group if scorer.compares else size
+    return max(1, size // group) * group if scorer.compares_groups else size
 
 
-def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
+def _decode_images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
     try:
-        return decode_png(batch["image"].to_pylist())
+        return decode_pngs(batch["image"].to_pylist())
     except Exception as error:  # of many kinds: every decoder of Pillow has its own
         prompt = batch["prompt_id"][0].as_py()
         raise TableError(
@@ -89,13 +93,15 @@ def _images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
         ) from None
 
 
-def _latents(path: Path, batch: pa.RecordBatch) -> np.ndarray:
+def _decode_latents(path: Path, batch: pa.RecordBatch) -> np.ndarray:
     """As the shard has them: of ``latent_precision``."""
     layout = read_layout(path)
-    return np.stack([latent_values(layout, value) for value in batch["latent"].to_pylist()])
+    return np.stack([decode_latent(layout, value) for value in batch["latent"].to_pylist()])
 
 
-def _scored(schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable) -> pa.RecordBatch:
+def _build_score_batch(
+    schema: pa.Schema, batch: pa.RecordBatch, table: ScoreTable
+) -> pa.RecordBatch:
     columns = {
         "prompt_id": batch["prompt_id"],
         "sample": batch["sample"],

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from ebbflow.data.schema import LATENT_BYTES, ROLLOUT_LAYOUT, rollout_schema
+from ebbflow.data.schema import LATENT_BYTES, ROLLOUT_LAYOUT, build_rollout_schema
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import (
     TableError,
     check_columns,
+    count_rows,
     read_column,
     read_row_groups,
     read_table_metadata,
-    row_count,
 )
 
 if TYPE_CHECKING:
@@ -43,12 +43,14 @@ class LatentLayout:
         return LATENT_BYTES[self.precision] * math.prod(self.shape)
 
 
-def shard_identity(ctx: StageContext) -> dict[str, Any]:
+def build_shard_identity(ctx: StageContext) -> dict[str, Any]:
     """What tells the shards of a stage from those of every other."""
-    return {"recipe_digest": ctx.recipe.digest, "stage": ctx.label, "seed": ctx.seed}
+    return {"recipe_digest": ctx.recipe.digest, "stage": ctx.stage_label, "seed": ctx.stage_seed}
 
 
-def layout_metadata(latent_shape: Sequence[int], precision: str = "float32") -> dict[str, Any]:
+def build_layout_metadata(
+    latent_shape: Sequence[int], precision: str = "float32"
+) -> dict[str, Any]:
     """What a shard's metadata says about its columns."""
     return {
         "layout": ROLLOUT_LAYOUT,
@@ -57,7 +59,7 @@ def layout_metadata(latent_shape: Sequence[int], precision: str = "float32") -> 
     }
 
 
-def rollout_batch(
+def build_rollout_batch(
     prompt_ids: Sequence[int],
     samples: Sequence[int],
     version: int,
@@ -65,7 +67,7 @@ def rollout_batch(
     images: list[bytes],
     precision: str,
 ) -> pa.RecordBatch:
-    """Rows of a shard (``rollout_schema``).
+    """Rows of a shard (``build_rollout_schema``).
 
     Args:
         latents: [N, ...] on any device; rounded to ``precision``.
@@ -75,7 +77,7 @@ def rollout_batch(
 
     stored = latents.detach().to("cpu", getattr(torch, precision)).contiguous()
     values = np.frombuffer(stored.view(torch.uint8).numpy(), np.uint8)
-    schema = rollout_schema(latents.shape[1:], precision)
+    schema = build_rollout_schema(latents.shape[1:], precision)
     columns = [
         pa.array(prompt_ids, pa.int64()),
         pa.array(samples, pa.int64()),
@@ -89,7 +91,7 @@ def rollout_batch(
     return pa.record_batch(columns, schema=schema)
 
 
-def require_shard(
+def check_shard(
     ctx: StageContext, path: Path, known: Set[int], latent_shape: tuple[int, ...] | None = None
 ) -> None:
     """Check that a file is a rollout shard of this stage, on prompts with ``known`` ids; with a
@@ -99,8 +101,8 @@ def require_shard(
         TableError: it is not whole, or is something else.
     """
     about = read_table_metadata(path)
-    layout = _layout(path, about)
-    check_columns(path, rollout_schema(layout.shape, layout.precision))
+    layout = _parse_layout(path, about)
+    check_columns(path, build_rollout_schema(layout.shape, layout.precision))
     if latent_shape and layout.shape != tuple(latent_shape):
         raise TableError(
             f"{path} has latents of shape {layout.shape}, and the model's have {latent_shape};"
@@ -108,7 +110,7 @@ def require_shard(
         )
     differ = [
         f"{key} = {about.get(key)!r} (this stage's: {mine!r})"
-        for key, mine in shard_identity(ctx).items()
+        for key, mine in build_shard_identity(ctx).items()
         if about.get(key) != mine
     ]
     if differ:
@@ -123,9 +125,9 @@ def require_shard(
         )
 
 
-def size_of(ctx: StageContext, path: Path) -> tuple[int, int] | None:
+def read_image_size(ctx: StageContext, path: Path) -> tuple[int, int] | None:
     """Height and width of the images of a shard of this stage; None: those of the model."""
-    return ctx.size_of_shard(read_table_metadata(path)["shard"]) if ctx.config.sizes else None
+    return ctx.image_size_of_shard(read_table_metadata(path)["shard"]) if ctx.config.sizes else None
 
 
 def read_layout(path: Path) -> LatentLayout:
@@ -134,10 +136,10 @@ def read_layout(path: Path) -> LatentLayout:
     Raises:
         TableError: the file is none, or one of an older or newer version of Ebbflow.
     """
-    return _layout(path, read_table_metadata(path))
+    return _parse_layout(path, read_table_metadata(path))
 
 
-def _layout(path: Path, about: dict[str, Any]) -> LatentLayout:
+def _parse_layout(path: Path, about: dict[str, Any]) -> LatentLayout:
     if about.get("layout") != ROLLOUT_LAYOUT:
         raise TableError(
             f"{path} has rollouts of layout {about.get('layout', 1)!r}, and this version of Ebbflow"
@@ -149,7 +151,7 @@ def _layout(path: Path, about: dict[str, Any]) -> LatentLayout:
 
 def read_latents(path: Path) -> torch.Tensor:
     """The final latents of a shard, fp32 [N, ...], in the order of its rows."""
-    (latents,) = read_latent_parts(path, [np.arange(row_count(path))])
+    (latents,) = read_latent_parts(path, [np.arange(count_rows(path))])
     return latents.float()
 
 
@@ -176,7 +178,8 @@ def read_latent_parts(
     lengths = [len(rows) for rows in parts]
     nothing = np.empty(0, np.int64)
     found = [
-        _new_tensor((length, *layout.shape), getattr(torch, layout.precision)) for length in lengths
+        _allocate_tensor((length, *layout.shape), getattr(torch, layout.precision))
+        for length in lengths
     ]
     rows = np.concatenate([nothing, *parts])
     position = np.concatenate([nothing, *map(np.arange, lengths)])
@@ -191,7 +194,7 @@ def read_latent_parts(
         if stopped():
             break
         stored, (first, last) = (
-            _bytes_of(path, values, layout),
+            _view_latent_bytes(path, values, layout),
             np.searchsorted(rows, [start, start + len(values)]),
         )
         for number in np.unique(part[first:last]):
@@ -201,12 +204,13 @@ def read_latent_parts(
         copied += last - first
     if copied < len(rows) and not stopped():
         raise TableError(
-            f"{path} has {row_count(path)} rows, and row {rows[-1]} is asked for; generate it again"
+            f"{path} has {count_rows(path)} rows, and row {rows[-1]} is asked for; generate it"
+            " again"
         )
     return found
 
 
-def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory of its own pages, which the system has back once it is freed; of what malloc had from
     a thread, much stays.
     """
@@ -219,7 +223,7 @@ def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def latent_values(layout: LatentLayout, value: bytes) -> np.ndarray:
+def decode_latent(layout: LatentLayout, value: bytes) -> np.ndarray:
     """A stored latent as fp32 [...]."""
     if layout.precision == "float32":
         return np.frombuffer(value, "<f4").reshape(layout.shape)
@@ -228,7 +232,7 @@ def latent_values(layout: LatentLayout, value: bytes) -> np.ndarray:
     )  # the upper half of a float32
 
 
-def _bytes_of(path: Path, values: pa.Array, layout: LatentLayout) -> np.ndarray:
+def _view_latent_bytes(path: Path, values: pa.Array, layout: LatentLayout) -> np.ndarray:
     """uint8 [N, bytes of a latent]; a view."""
     if values.type != pa.binary(layout.row_bytes):
         raise TableError(
@@ -244,6 +248,6 @@ def _bytes_of(path: Path, values: pa.Array, layout: LatentLayout) -> np.ndarray:
     return stored.reshape(len(values), layout.row_bytes)
 
 
-def seconds_of(tables: list[Path], phase: str) -> dict[str, float]:
+def sum_phase_seconds(tables: list[Path], phase: str) -> dict[str, float]:
     """How long a phase took over all shards, by its name."""
     return {phase: sum(read_table_metadata(path)["seconds"][phase] for path in tables)}

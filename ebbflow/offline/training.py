@@ -24,25 +24,41 @@ from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import ADVANTAGES, KEY
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Conditioning, Model
-from ebbflow.models.base import Size, device_of, in_size
+from ebbflow.models.base import Size, device_of, generate_in_size
 from ebbflow.models.context_parallel import require_one_size
 from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
-from ebbflow.offline.shards import read_latent_parts, require_shard, seconds_of, size_of
+from ebbflow.offline.shards import (
+    check_shard,
+    read_image_size,
+    read_latent_parts,
+    sum_phase_seconds,
+)
 from ebbflow.recipe.algorithms import ForwardConfig
-from ebbflow.seeding import Stream, generator
+from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.disk import DiskFullError, raise_if_disk_full, scratch_folder, scratch_path
-from ebbflow.storage.tables import read_columns, read_table, read_table_metadata, row_count
+from ebbflow.storage.disk import (
+    DiskFullError,
+    open_scratch_folder,
+    path_of_scratch_folder,
+    raise_if_disk_full,
+)
+from ebbflow.storage.tables import count_rows, read_columns, read_table, read_table_metadata
 from ebbflow.timing import Clock
 from ebbflow.training.batches import (
     SampleGroups,
-    forward_batch,
-    num_micro_batches,
+    build_forward_batch,
+    count_shared_micro_batches,
     shard_for_rank,
     split_evenly,
 )
-from ebbflow.training.checkpoint import Checkpoints, collect_parts, restore, step_of, write_part
-from ebbflow.training.distributed import Ranks, first, first_of_node
+from ebbflow.training.checkpoint import (
+    Checkpoints,
+    collect_parts,
+    restore_updater,
+    step_of,
+    write_part,
+)
+from ebbflow.training.distributed import Ranks, broadcast_first, broadcast_first_of_node
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
@@ -69,7 +85,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Visit:
+class ShardVisit:
     """A shard in an epoch, and the batches of its samples that are trained on then."""
 
     epoch: int
@@ -78,7 +94,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """One process's part of a batch: a row per sample.
 
     Attributes:
@@ -127,25 +143,25 @@ def train_epochs(
             of the checkpoint.
         TrainingError: every step would be warm-up, or no shard has a group for every process.
     """
-    config = ctx.offline
+    config = ctx.offline_config
     ranks = Ranks.current()
     clock = Clock()
-    of_rows = ranks.of_rows(updater.policy.context_parallel)
-    shards = _large_enough(_trainable_shards(ctx, rollouts, advantages), updater, of_rows)
+    of_rows = ranks.row_ranks(updater.policy.context_parallel)
+    shards = _drop_small_shards(_list_trainable_shards(ctx, rollouts, advantages), updater, of_rows)
     num_steps = config.epochs * sum(
-        _num_batches(shard, config.batch_size, of_rows) for shard in shards
+        _count_batches(shard, config.batch_size, of_rows) for shard in shards
     )
-    _require_more_steps_than_warmup(ctx, num_steps)
+    _check_warmup(ctx, num_steps)
     updater.num_updates = num_steps
-    state = _resumed(checkpoints, updater, recorder, ranks, num_steps)
+    state = _resume_training(checkpoints, updater, recorder, ranks, num_steps)
     gpus = float(ranks.world * torch.cuda.is_available())
     with (
-        closing(_parts(ctx, model, prompts, shards, ranks, of_rows, state.step)) as parts,
+        closing(_open_parts(ctx, model, prompts, shards, ranks, of_rows, state.step)) as parts,
         handle_sigterm(),
     ):
         loop = StageLoop(ctx, state, recorder, checkpoints, num_steps, gpus, quiet=ranks.rank > 0)
-        for step, part in zip(loop.steps(), parts, strict=False):
-            metrics = _timed_update(ctx, updater, part, of_rows, clock)
+        for step, part in zip(loop.iterate_steps(), parts, strict=False):
+            metrics = _time_update(ctx, updater, part, of_rows, clock)
             state.seconds["training"] = (
                 state.seconds.get("training", 0.0) + metrics["seconds/training"]
             )
@@ -153,18 +169,18 @@ def train_epochs(
             if (
                 step + 1 < num_steps
                 and checkpoints
-                and (loop.preempted or checkpoints.due(step + 1))
+                and (loop.preempted or checkpoints.is_due(step + 1))
             ):
                 _save_checkpoint(checkpoints, updater, ranks, loop)
             if step + 1 < num_steps and loop.preempted:
-                raise loop.preemption()
+                raise loop.preemption_error()
     return StageRecord(
-        label=ctx.label,
+        label=ctx.stage_label,
         algorithm=config.algorithm_name,
-        samples=sum(row_count(path) for path in rollouts),
+        samples=sum(count_rows(path) for path in rollouts),
         optimizer_steps=updater.updates,
         steps=state.step,
-        seconds=seconds_of(rollouts, "rollout")
+        seconds=sum_phase_seconds(rollouts, "rollout")
         | read_table_metadata(advantages)["seconds"]
         | {"training": 0.0}
         | state.seconds,
@@ -172,7 +188,7 @@ def train_epochs(
     )
 
 
-def samples_of_step(
+def find_samples_of_step(
     ctx: StageContext, rollouts: list[Path], advantages: Path, step: int, processes: int
 ) -> tuple[Path, np.ndarray, np.ndarray] | None:
     """What an optimiser step trains on, over all processes: (shard, row numbers [N], advantages
@@ -185,10 +201,10 @@ def samples_of_step(
     """
     shards = [
         shard
-        for shard in _trainable_shards(ctx, rollouts, advantages)
+        for shard in _list_trainable_shards(ctx, rollouts, advantages)
         if shard.num_groups >= processes
     ]
-    visit = next(_schedule(ctx, shards, Ranks(0, processes), done=step), None)
+    visit = next(_iterate_visits(ctx, shards, Ranks(0, processes), done=step), None)
     if visit is None:
         return None
     rows = np.concatenate(visit.batches[0])
@@ -219,31 +235,31 @@ def train_offline_folder(
     Raises:
         ModelError: tokens cannot be shared in such a model or stage.
     """
-    require_one_size(ctx.offline, context_parallel)
+    require_one_size(ctx.offline_config, context_parallel)
     with handle_sigterm():
         ranks = Ranks.current()
         policy, metadata = load_policy(
             ctx, base, folder, None, ranks.world > 1, replicas, context_parallel
         )
-        updater = PolicyUpdater(policy, ctx.offline, metadata)
+        updater = PolicyUpdater(policy, ctx.offline_config, metadata)
         trained_on = read_prompts(prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
         for path in rollouts:
-            with in_size(policy.model, size_of(ctx, path)):
-                require_shard(ctx, path, known, policy.model.latent_shape)
+            with generate_in_size(policy.model, read_image_size(ctx, path)):
+                check_shard(ctx, path, known, policy.model.latent_shape)
         record = train_epochs(
             ctx, policy.model, updater, trained_on, rollouts, advantages, recorder, checkpoints
         )
         if ctx.algorithm.generates != "current":
-            for name in ctx.following:
-                policy.snapshot(
+            for name in ctx.following_copies:
+                policy.snapshot_copy(
                     name
                 )  # the next stage generates with what this one learnt, and compares with it
         save_policy(ctx, updater, metadata, record, trained, write=ranks.rank == 0)
     return record
 
 
-def _resumed(
+def _resume_training(
     checkpoints: Checkpoints | None,
     updater: PolicyUpdater,
     recorder: MetricsRecorder,
@@ -258,15 +274,15 @@ def _resumed(
     Raises:
         CheckpointError, ArtifactError: another machine has not what rank 0 has.
     """
-    newest = checkpoints.newest() if checkpoints and ranks.rank == 0 else None
-    step = first(step_of(newest[0]) if newest else 0)
+    newest = checkpoints.find_newest() if checkpoints and ranks.rank == 0 else None
+    step = broadcast_first(step_of(newest[0]) if newest else 0)
     state = StageState()
     if checkpoints and step:
-        if ranks.local_rank == 0 and ranks.node > 0:
-            checkpoints.require(step)
-        folder, saved = checkpoints.at(step)
+        if ranks.local_rank == 0 and ranks.node_rank > 0:
+            checkpoints.require_step(step)
+        folder, saved = checkpoints.load_step(step)
         load_stage_state(folder, saved, state, recorder, num_steps)
-        restore(folder, updater)
+        restore_updater(folder, updater)
     return state
 
 
@@ -276,11 +292,11 @@ def _save_checkpoint(
     """A checkpoint of all processes; none continues, or ends, before it is whole. Each machine has
     a folder for its parts.
     """
-    parts = checkpoints.folder / f".parts-{ranks.node}"
+    parts = checkpoints.folder / f".parts-{ranks.node_rank}"
     if ranks.local_rank == 0:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
-    ranks.barrier()
+    ranks.wait_for_all()
     try:
         with raise_if_disk_full(parts):
             write_part(parts, updater)
@@ -288,51 +304,55 @@ def _save_checkpoint(
     except DiskFullError:
         shutil.rmtree(parts, ignore_errors=True)
         raise
-    ranks.barrier()
+    ranks.wait_for_all()
     if ranks.rank == 0:
-        with checkpoints.saving(loop.state.step, loop.checkpoint_state()) as folder:
-            _move(parts, folder)
+        with checkpoints.save_step(loop.state.step, loop.build_checkpoint_state()) as folder:
+            _move_files(parts, folder)
     elif ranks.local_rank == 0:
         shutil.rmtree(parts)
-    ranks.barrier()
+    ranks.wait_for_all()
 
 
-def _move(parts: Path, folder: Path) -> None:
+def _move_files(parts: Path, folder: Path) -> None:
     for path in parts.iterdir():
         path.replace(folder / path.name)
 
 
-def _timed_update(
-    ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks, clock: Clock
+def _time_update(
+    ctx: StageContext, updater: PolicyUpdater, part: BatchPart, ranks: Ranks, clock: Clock
 ) -> dict[str, float]:
     """The metrics of an optimiser step, and how long it took."""
     before = clock.seconds["training"]
-    with clock.phase("training"), in_size(updater.policy.model, part.size):
-        metrics = _update(ctx, updater, part, ranks)
+    with clock.measure_phase("training"), generate_in_size(updater.policy.model, part.size):
+        metrics = _update_policy(ctx, updater, part, ranks)
     seconds = clock.seconds["training"] - before
     images = sum(map(len, part.groups))
     speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
     return metrics | speed | {"epoch": part.epoch}
 
 
-def _update(
-    ctx: StageContext, updater: PolicyUpdater, part: Part, ranks: Ranks
+def _update_policy(
+    ctx: StageContext, updater: PolicyUpdater, part: BatchPart, ranks: Ranks
 ) -> dict[str, float]:
     """One optimiser step of all processes, this one on its part of the batch."""
-    hyper = ctx.config.hyper
+    hyper = ctx.config.hyper_parameters
     assert isinstance(hyper, ForwardConfig)
     device = part.conditioning.device
     clean = part.clean.to(device)
     advantage = part.advantage.to(device)
     samples = (clean, part.conditioning, advantage, part.keys, part.group_index)
-    batch = forward_batch(*samples, hyper, updater.schedule, visit=part.epoch)
-    return updater.update(
+    batch = build_forward_batch(*samples, hyper, updater.sampler_sigmas, visit=part.epoch)
+    return updater.update_policy(
         batch,
-        num_micro_batches(part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch),
+        count_shared_micro_batches(
+            part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch
+        ),
     )
 
 
-def _trainable_shards(ctx: StageContext, rollouts: list[Path], advantages: Path) -> list[Shard]:
+def _list_trainable_shards(
+    ctx: StageContext, rollouts: list[Path], advantages: Path
+) -> list[Shard]:
     """Every shard with its rows that have an advantage. All are joined at once: a join for each is
     quadratic in the samples.
     """
@@ -345,12 +365,12 @@ def _trainable_shards(ctx: StageContext, rollouts: list[Path], advantages: Path)
     cuts = np.searchsorted(columns[0], ends[:-1])
     parts = zip(*(np.split(column, cuts) for column in columns), strict=True)
     return [
-        _shard(ctx, path, rows - (end - len(table)), *rest)
+        _build_shard(ctx, path, rows - (end - len(table)), *rest)
         for path, table, end, (rows, *rest) in zip(rollouts, keys, ends, parts, strict=True)
     ]
 
 
-def _shard(
+def _build_shard(
     ctx: StageContext,
     path: Path,
     rows: np.ndarray,
@@ -358,7 +378,7 @@ def _shard(
     samples: np.ndarray,
     advantage: np.ndarray,
 ) -> Shard:
-    groups = _groups(ctx, advantage, prompt_ids)
+    groups = _select_groups(ctx, advantage, prompt_ids)
     return Shard(
         path,
         rows,
@@ -367,20 +387,22 @@ def _shard(
         advantage,
         len(groups),
         sum(map(len, groups)),
-        size_of(ctx, path),
+        read_image_size(ctx, path),
     )
 
 
-def _groups(ctx: StageContext, advantage: np.ndarray, prompt_ids: np.ndarray) -> SampleGroups:
+def _select_groups(
+    ctx: StageContext, advantage: np.ndarray, prompt_ids: np.ndarray
+) -> SampleGroups:
     """Which samples of a shard stay together. Not kept with the shard: an array for every group is
     most of its memory.
     """
     return ctx.algorithm.select(
-        advantage, np.ones(len(advantage), bool), prompt_ids, ctx.config.hyper
+        advantage, np.ones(len(advantage), bool), prompt_ids, ctx.config.hyper_parameters
     )
 
 
-def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> list[Shard]:
+def _drop_small_shards(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> list[Shard]:
     """The shards from which every process gets a group; the others are named in an alarm.
 
     Raises:
@@ -411,18 +433,18 @@ def _large_enough(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> 
     return large
 
 
-def _require_more_steps_than_warmup(ctx: StageContext, num_steps: int) -> None:
+def _check_warmup(ctx: StageContext, num_steps: int) -> None:
     """Only now is it known: the steps follow from what was generated and scored. A stage without
     any has an alarm of its own.
     """
     if 0 < num_steps <= (warmup := ctx.config.optimizer.schedule.warmup):
         raise TrainingError(
             f"optimizer.schedule.warmup = {warmup} takes the whole stage of {num_steps} optimiser"
-            f" steps; lower it, or raise 'epochs' = {ctx.offline.epochs}"
+            f" steps; lower it, or raise 'epochs' = {ctx.offline_config.epochs}"
         )
 
 
-def _parts(
+def _open_parts(
     ctx: StageContext,
     model: Model,
     prompts: list[Prompt],
@@ -430,76 +452,88 @@ def _parts(
     ranks: Ranks,
     of_rows: Ranks,
     done: int,
-) -> Generator[Part]:
+) -> Generator[BatchPart]:
     """This process's part of the batch of every optimiser step after those that are done. Prompts
     are encoded at once.
 
     Args:
-        ranks: those that train, and ``of_rows``, this one's number among those with rows of their
+        ranks: those that train, and ``row_ranks``, this one's number among those with rows of their
             own.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     wanted = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
-    encode = _encode_together(ctx, model, [by_id[i] for i in wanted], ranks) if wanted else None
-    loaded = _with_latents(_schedule(ctx, shards, of_rows, done), of_rows)
+    encode = (
+        _encode_prompts_together(ctx, model, [by_id[i] for i in wanted], ranks) if wanted else None
+    )
+    loaded = _load_latents(_iterate_visits(ctx, shards, of_rows, done), of_rows)
 
-    def parts() -> Generator[Part]:
+    def iterate_parts() -> Generator[BatchPart]:
         with closing(loaded):
             for visit, batch, latents in loaded:
                 assert encode, "there are samples, and so prompts"
-                yield _part(ctx, visit, batch, latents, by_id, encode, of_rows)
+                yield _build_part(ctx, visit, batch, latents, by_id, encode, of_rows)
 
-    return parts()
+    return iterate_parts()
 
 
-def _encode_together(
+def _encode_prompts_together(
     ctx: StageContext, model: Model, prompts: list[Prompt], ranks: Ranks
 ) -> Encode:
     """Encode every prompt once on each machine, each of its processes a share of them; all of these
     read the same files.
     """
     with ExitStack() as stack:
-        process = first_of_node(os.getpid())
+        process = broadcast_first_of_node(os.getpid())
         here = ranks.local_rank == 0
         folder = (
-            stack.enter_context(scratch_folder(EMBEDDINGS))
+            stack.enter_context(open_scratch_folder(EMBEDDINGS))
             if here
-            else scratch_path(EMBEDDINGS, process)
+            else path_of_scratch_folder(EMBEDDINGS, process)
         )
-        ranks.barrier()  # the first process of each machine has made the folder
+        ranks.wait_for_all()  # the first process of each machine has made the folder
         prompts = write_embeddings(
-            model, prompts, folder, ctx.config.reference.guided, ranks.local_rank, ranks.per_node
+            model,
+            prompts,
+            folder,
+            ctx.config.reference.needs_guidance,
+            ranks.local_rank,
+            ranks.ranks_per_node,
         )
-        ranks.barrier()
+        ranks.wait_for_all()
         embeddings = open_embeddings(folder, prompts)
         device = device_of(model)
-        ranks.barrier()  # all have opened the files, and the first process removes their names
+        ranks.wait_for_all()  # all have opened the files, and the first process removes their names
     return lambda wanted: embeddings(wanted).to(device)
 
 
-def _schedule(
+def _iterate_visits(
     ctx: StageContext, shards: list[Shard], ranks: Ranks, done: int = 0
-) -> Iterator[Visit]:
+) -> Iterator[ShardVisit]:
     """The batches of all optimiser steps but the first ``done``, a shard at a time.
 
     An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in
     memory at a time.
     """
-    for epoch in range(ctx.offline.epochs):
-        for index in _order(ctx.seed, epoch, 0, len(shards)).tolist():
+    for epoch in range(ctx.offline_config.epochs):
+        for index in _shuffle_indices(ctx.stage_seed, epoch, 0, len(shards)).tolist():
             shard = shards[index]
-            skipped = min(done, _num_batches(shard, ctx.offline.batch_size, ranks))
+            skipped = min(done, _count_batches(shard, ctx.offline_config.batch_size, ranks))
             done -= skipped
-            if skipped < _num_batches(shard, ctx.offline.batch_size, ranks):
-                groups = _groups(ctx, shard.advantage, shard.prompt_ids)
-                order = [groups[i] for i in _order(ctx.seed, epoch, 1 + index, len(groups))]
-                batches = split_evenly(order, _num_batches(shard, ctx.offline.batch_size, ranks))
-                yield Visit(epoch, shard, batches[skipped:])
+            if skipped < _count_batches(shard, ctx.offline_config.batch_size, ranks):
+                groups = _select_groups(ctx, shard.advantage, shard.prompt_ids)
+                order = [
+                    groups[i]
+                    for i in _shuffle_indices(ctx.stage_seed, epoch, 1 + index, len(groups))
+                ]
+                batches = split_evenly(
+                    order, _count_batches(shard, ctx.offline_config.batch_size, ranks)
+                )
+                yield ShardVisit(epoch, shard, batches[skipped:])
 
 
-def _with_latents(
-    visits: Iterator[Visit], ranks: Ranks
-) -> Generator[tuple[Visit, SampleGroups, Tensor]]:
+def _load_latents(
+    visits: Iterator[ShardVisit], ranks: Ranks
+) -> Generator[tuple[ShardVisit, SampleGroups, Tensor]]:
     """Every batch with this process's latents of it, [n, ...], which are freed with the batch.
 
     A thread reads a shard while the second half of the one before is trained on, so one and a half
@@ -507,7 +541,7 @@ def _with_latents(
     """
     closed = threading.Event()
 
-    def read(visit: Visit) -> list[Tensor]:
+    def read_visit(visit: ShardVisit) -> list[Tensor]:
         rows = [
             visit.shard.rows[np.concatenate(shard_for_rank(batch, ranks))]
             for batch in visit.batches
@@ -517,50 +551,50 @@ def _with_latents(
     with ThreadPoolExecutor(1, "read_shard") as reader:
         try:
             visit = next(visits, None)
-            reading = reader.submit(read, visit) if visit else None
+            reading = reader.submit(read_visit, visit) if visit else None
             while visit and reading:
                 latents = deque(reading.result())
                 upcoming = next(visits, None)
                 reading = None
                 for batch in visit.batches:
                     if upcoming and not reading and 2 * (len(latents) - 1) < len(visit.batches):
-                        reading = reader.submit(read, upcoming)
+                        reading = reader.submit(read_visit, upcoming)
                     yield visit, batch, latents.popleft()
                 visit = upcoming
         finally:
             closed.set()  # a stage that was preempted must not wait for the rest of a shard
 
 
-def _part(
+def _build_part(
     ctx: StageContext,
-    visit: Visit,
+    visit: ShardVisit,
     batch: SampleGroups,
     latents: Tensor,
     prompts: dict[int, Prompt],
     encode: Encode,
     ranks: Ranks,
-) -> Part:
+) -> BatchPart:
     """This process's part of a batch."""
     shard = visit.shard
     mine = shard_for_rank(batch, ranks)
     rows = np.concatenate(mine)
-    keys = SampleKeys(ctx.seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
+    keys = SampleKeys(ctx.stage_seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist())
     group_index = np.repeat(np.arange(len(mine)), [len(group_index) for group_index in mine])
     conditioning = encode([prompts[i] for i in keys.prompt_ids])
     advantage = torch.from_numpy(shard.advantage[rows])
-    return Part(
+    return BatchPart(
         visit.epoch, batch, keys, group_index, latents.float(), conditioning, advantage, shard.size
     )
 
 
-def _num_batches(shard: Shard, batch_size: int, ranks: Ranks) -> int:
+def _count_batches(shard: Shard, batch_size: int, ranks: Ranks) -> int:
     """Equal batches of about ``batch_size`` samples, each with a group for every process: no small
     last one.
     """
     return min(math.ceil(shard.num_selected / batch_size), shard.num_groups // ranks.world)
 
 
-def _order(seed: int, epoch: int, index: int, count: int) -> np.ndarray:
-    return generator(seed, prompt_id=0, sample=epoch, step=index, stream=Stream.ORDER).permutation(
-        count
-    )
+def _shuffle_indices(seed: int, epoch: int, index: int, count: int) -> np.ndarray:
+    return make_generator(
+        seed, prompt_id=0, sample=epoch, step=index, stream=Stream.ORDER
+    ).permutation(count)

@@ -24,7 +24,7 @@ MAX_DEAD_SHARE = 0.01
 """Of the terms that are clipped before any weight has moved."""
 
 
-def first_update_alarms(
+def find_first_update_alarms(
     stage: OnlineStageConfig, precision: Precision, metrics: Mapping[str, float], dims: int
 ) -> list[str]:
     """What is wrong with a first update, a line each; every line is a warning, too.
@@ -38,7 +38,7 @@ def first_update_alarms(
     alarms = []
     deviation = metrics.get("ratio/first_deviation", 0.0)
     dead = metrics.get("ratio/first_dead_share", 0.0)
-    clip_range = stage.hyper.ratio_range(dims)
+    clip_range = stage.hyper_parameters.ratio_range(dims)
     known = stage.correction or stage.rollout_precision or stage.engine != "diffusers"
     if not known and deviation > (
         MAX_DEVIATION * clip_range if clip_range else MAX_UNCLIPPED_DEVIATION

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ebbflow.evaluation.image_statistics import image_statistics
+from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.online.messages import RolloutReport, RolloutRequest, ScoredRollouts
 from ebbflow.online.rollout_queue import RolloutQueue, StepInFlight
@@ -36,17 +36,17 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
     for step in queue.in_flight:
         parts = []
         for index in range(len(step.tasks)):
-            part, rollouts, images = await queue.fetch(step, index)
+            part, rollouts, images = await queue.fetch_part(step, index)
             tensors |= {
                 f"{step.step}/{index}/{name}": value
-                for name, value in _tensors(part, rollouts, images).items()
+                for name, value in _pack_part(part, rollouts, images).items()
             }
             report = {
                 "version": part.report.version,
                 "receive_seconds": part.report.receive_seconds,
             }
             parts.append({"report": report, "failures": part.scores.failures})
-        prompts = [prompt.prompt_id for prompt in step.batch().prompts]
+        prompts = [prompt.prompt_id for prompt in step.build_batch().distinct_prompts]
         steps.append(
             {"step": step.step, "prompts": prompts, "num_dropped": step.num_dropped, "parts": parts}
         )
@@ -65,12 +65,15 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         step = saved["step"]
         tasks = []
         for index, request in enumerate(
-            queue.requests(step, prompts=queue.sampler.with_ids(saved["prompts"]))
+            queue.build_requests(step, prompts=queue.sampler.find_prompts(saved["prompts"]))
         ):
             done: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
             done.set_result(
-                _scored_rollouts(
-                    queue, request, _below(f"{step}/{index}/", tensors), saved["parts"][index]
+                _unpack_part(
+                    queue,
+                    request,
+                    _select_prefix(f"{step}/{index}/", tensors),
+                    saved["parts"][index],
                 )
             )
             tasks.append(done)
@@ -79,7 +82,7 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
         queue.pending.popleft()
 
 
-def _tensors(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
+def _pack_part(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> dict[str, Tensor]:
     scores = {f"metrics/{name}": values for name, values in part.scores.metrics.items()} | {
         "reward": part.scores.reward
     }
@@ -95,25 +98,25 @@ def _tensors(part: ScoredRollouts, rollouts: Rollouts, images: np.ndarray) -> di
     return {name: values.contiguous() for name, values in tensors.items()}
 
 
-def _scored_rollouts(
+def _unpack_part(
     queue: RolloutQueue, request: RolloutRequest, tensors: dict[str, Tensor], saved: dict[str, Any]
 ) -> ScoredRollouts:
-    """The inverse of ``_tensors``. Spans are left out: they are of another attempt."""
-    recorded = _below("trajectory/", tensors)
+    """The inverse of ``_pack_part``. Spans are left out: they are of another attempt."""
+    recorded = _select_prefix("trajectory/", tensors)
     rollouts = Rollouts(tensors["latents"], Trajectory(**recorded) if recorded else None)
-    metrics = {name: values.numpy() for name, values in _below("metrics/", tensors).items()}
+    metrics = {name: values.numpy() for name, values in _select_prefix("metrics/", tensors).items()}
     scores = ScoreTable(tensors["reward"].numpy(), metrics, saved["failures"])
-    put = queue.workers.put
-    report = RolloutReport(**saved["report"], finite=rollouts.finite, spans=[])
+    put = queue.workers.put_value
+    report = RolloutReport(**saved["report"], finite=rollouts.finite_samples, spans=[])
     images = tensors["images"].numpy()
     statistics = {
-        name: np.where(rollouts.finite, values, np.nan)
-        for name, values in image_statistics(images).items()
+        name: np.where(rollouts.finite_samples, values, np.nan)
+        for name, values in compute_image_statistics(images).items()
     }
     return ScoredRollouts(request, put(rollouts), put(images), report, scores, [], statistics)
 
 
-def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _select_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): values
         for name, values in tensors.items()

@@ -16,8 +16,8 @@ from ebbflow.online.workers import (
     ThreadWorker,
     TrainingGroup,
     Worker,
-    reward_pool,
-    rollout_pool,
+    build_reward_pool,
+    build_rollout_pool,
 )
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
@@ -42,29 +42,32 @@ class LocalWorkers:
         self.trainer = trainer
         self.shares_weights = rollout_worker is None
         engine = Diffusers(
-            ctx, policy, trainer.updater.algorithm.generates, ctx.online.reuse_rollout_forward
+            ctx,
+            policy,
+            trainer.updater.algorithm.generates,
+            ctx.online_config.reuse_rollout_forward,
         )
         self.rollout_worker = rollout_worker or RolloutWorker(engine)
         self.reward_weights = scorer.reward_weights
         self.reads_latents = scorer.reads_latents
         self.steps_before = trainer.updater.before.steps
 
-        async def start_rollout(index: int) -> Worker:
+        async def start_rollout_worker(index: int) -> Worker:
             return LocalWorker(self.rollout_worker, index)
 
-        async def start_reward(index: int) -> Worker:
+        async def start_reward_worker(index: int) -> Worker:
             return ThreadWorker(RewardWorker(scorer, index), index)
 
-        config = ctx.online
+        config = ctx.online_config
         rewards = [
             ThreadWorker(RewardWorker(scorer, index), index)
             for index in range(config.resources.reward.count)
         ]
         self.training = TrainingGroup([LocalWorker(trainer)])
-        self.rollout = rollout_pool([LocalWorker(self.rollout_worker)], start_rollout)
-        self.reward = reward_pool(rewards, start_reward, config.scoring)
+        self.rollout = build_rollout_pool([LocalWorker(self.rollout_worker)], start_rollout_worker)
+        self.reward = build_reward_pool(rewards, start_reward_worker, config.scoring)
 
-    async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
+    async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         if not self.shares_weights:
             return self.trainer.publish(version, copy)
         engine = self.rollout_worker.engine
@@ -74,10 +77,10 @@ class LocalWorkers:
         engine.generates = copy or self.trainer.updater.algorithm.generates
         return WeightsVersion(version)
 
-    async def fetch(self, handle: Handle) -> Any:
+    async def fetch_value(self, handle: Handle) -> Any:
         return handle
 
-    def put(self, value: Any) -> Handle:
+    def put_value(self, value: Any) -> Handle:
         return value
 
     async def save_policy(self, folder: Path, *arguments: Any) -> None:
@@ -93,6 +96,6 @@ class LocalWorkers:
         self.rollout_worker.close()
 
 
-def local_workers(ctx: StageContext, updater: PolicyUpdater, scorer: Scorer) -> LocalWorkers:
+def open_local_workers(ctx: StageContext, updater: PolicyUpdater, scorer: Scorer) -> LocalWorkers:
     """Workers around a policy of this process, which generates and trains."""
     return LocalWorkers(TrainingWorker(ctx, updater, scorer=scorer), scorer)

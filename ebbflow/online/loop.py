@@ -23,9 +23,9 @@ import torch
 from ebbflow.algorithms.advantages import (
     AdvantageResult,
     compute_advantages,
+    compute_reward_moments,
     compute_tree_advantages,
-    reward_moments,
-    varied_prompts,
+    find_varied_prompts,
 )
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
@@ -37,22 +37,22 @@ from ebbflow.online.messages import (
     TrainingReport,
     build_training_batch,
 )
-from ebbflow.online.monitor import StageMonitor, validation_prompts
+from ebbflow.online.monitor import StageMonitor, read_validation_prompts
 from ebbflow.online.parity_gate import check_parity
 from ebbflow.online.prompt_sampler import PromptSampler
-from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
+from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.statistics_alarm import watch_statistics
-from ebbflow.online.timeline import seconds_by_task
+from ebbflow.online.timeline import sum_seconds_by_task
 from ebbflow.online.tracing import TraceSpan
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
-from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored
+from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.policy_io import load_policy, read_history
+from ebbflow.training.policy_io import load_policy, read_prompt_statistics
 from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
@@ -86,10 +86,10 @@ def train_online_folder(
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
-    validation = validation_prompts(ctx, prompts)
+    validation = read_validation_prompts(ctx, prompts)
     training = read_prompts(prompts, "train")
     with handle_sigterm(), closing(open_workers(ctx, base, folder, teachers, actors)) as workers:
-        state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
+        state = StageState(read_prompt_statistics(ctx, read_policy_metadata(folder), folder))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
 
         async def run_and_save() -> StageRecord:
@@ -108,18 +108,20 @@ def open_workers(
     actors: Folders | None,
 ) -> StageWorkers:
     """The stage's workers, on the policy of ``folder``."""
-    if ctx.online.placement == "ray":
+    if ctx.online_config.placement == "ray":
         from ebbflow.online.ray_actor import Folders
         from ebbflow.online.ray_workers import RayWorkers
 
-        return RayWorkers(ctx, actors or Folders.at(base, folder, teachers))
+        return RayWorkers(ctx, actors or Folders.from_paths(base, folder, teachers))
     policy, metadata = load_policy(ctx, base, folder, teachers)
-    guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
-    scorer = load_scorer(ctx.own_recipe.rewards, guardrails)
+    guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
+    scorer = load_scorer(ctx.branch_recipe.rewards, guardrails)
     trainer = TrainingWorker(
-        ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, scorer=scorer
+        ctx, PolicyUpdater(policy, ctx.online_config, metadata), metadata, scorer=scorer
     )
-    engine = RolloutWorker(open_engine(ctx, base)) if ctx.online.engine != "diffusers" else None
+    engine = (
+        RolloutWorker(open_engine(ctx, base)) if ctx.online_config.engine != "diffusers" else None
+    )
     return LocalWorkers(trainer, scorer, engine)
 
 
@@ -159,7 +161,7 @@ class OnlineLoop:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.ctx = ctx
-        self.config = ctx.online
+        self.config = ctx.online_config
         self.workers = workers
         self.validation = validation
         self.recorder, self.state, self.checkpoints = recorder, state or StageState(), checkpoints
@@ -172,78 +174,82 @@ class OnlineLoop:
             Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
         """
         with handle_sigterm():
-            await self._open()
+            await self._open_stage()
             async with aclosing(self.queue):
                 with closing(self.monitor):
                     await self._filter_prompts()
-                    await self._train()
+                    await self._train_steps()
         if self.checkpoints and self.config.validation and self.config.validation.best:
             await self._restore_best(self.checkpoints)
         return StageRecord(
-            label=self.ctx.label,
+            label=self.ctx.stage_label,
             algorithm=self.config.algorithm_name,
             samples=self.state.samples,
             optimizer_steps=self.state.updates,
             steps=self.state.step,
-            seconds=self._seconds(),
+            seconds=self._sum_seconds(),
             alarms=[*self.state.training_alarms, *self.state.alarms],
         )
 
-    async def _train(self) -> None:
+    async def _train_steps(self) -> None:
         """The loop. The rollouts that may be in flight are started before training moves the
         weights.
         """
         queue = self.queue
         monitor = self.monitor
         loop = self.loop
-        for step in loop.steps():
+        for step in loop.iterate_steps():
             start = time.time()
-            pushed = await self._publish(step) | await check_parity(
+            pushed = await self._publish_weights(step) | await check_parity(
                 self.ctx, queue, step, loop.first_step
             )
-            start += await monitor.validate(
+            start += await monitor.validate_policy(
                 step
             )  # validation and checkpoints are no time of the step
             start += await self._save_due_checkpoint(step)
 
             await queue.start()
             batch = await queue.next_batch(step)
-            batch = await self._refilled(batch)
-            self.sampler.learn(*reward_moments(batch.scores.reward, batch.prompt_ids))
-            advantages = self._advantages(batch)
-            report = await self._train_on(batch, advantages)
+            batch = await self._refill_groups(batch)
+            self.sampler.update_curriculum(
+                *compute_reward_moments(batch.scores.reward, batch.prompt_ids)
+            )
+            advantages = self._compute_advantages(batch)
+            report = await self._train_on_batch(batch, advantages)
 
             metrics = (
                 advantages.metrics
                 | report.metrics
                 | {"updates": report.updates}
-                | _freshness(batch, step)
+                | _measure_freshness(batch, step)
             )
-            metrics |= await self._measure(batch, advantages, report, step, start)
+            metrics |= await self._measure_step(batch, advantages, report, step, start)
             del batch  # with the graphs that it may hold: the next step needs their memory
             loop.finish_step(
                 metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}"
             )
             if loop.preempted:
                 await self._save_checkpoint()
-                raise loop.preemption()
-        if monitor.validates(self.state.step, last=True):
-            await self._publish(self.state.step)
-            await monitor.validate(self.state.step, last=True)
+                raise loop.preemption_error()
+        if monitor.is_validation_due(self.state.step, last=True):
+            await self._publish_weights(self.state.step)
+            await monitor.validate_policy(self.state.step, last=True)
 
-    async def _open(self) -> None:
+    async def _open_stage(self) -> None:
         """Resume where there is a checkpoint, encode all prompts, and put the checkpoint's rollouts
         in flight again.
         """
         ctx = self.ctx
         clock = Clock()
-        newest = self.checkpoints.newest() if self.checkpoints else None
+        newest = self.checkpoints.find_newest() if self.checkpoints else None
         if newest:
             folder, saved = newest
             await self.workers.load_checkpoint(folder)
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
-        with clock.phase("encoding"):
-            embeddings = await self.workers.training.call_first("encode", self.sampler.all_steps())
+        with clock.measure_phase("encoding"):
+            embeddings = await self.workers.training.call_first(
+                "encode", self.sampler.list_possible_prompts()
+            )
             # Apart: prompts are padded to the longest of those encoded together, and validation
             # must not change training.
             validation = (
@@ -251,19 +257,19 @@ class OnlineLoop:
                 if self.validation
                 else None
             )
-        self.seconds_before = _sum(self.state.seconds, clock.seconds)
+        self.seconds_before = _add_seconds(self.state.seconds, clock.seconds)
         self.queue = RolloutQueue(ctx, self.workers, self.sampler, embeddings, self.state.step)
         self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation, validation)
         if newest:
             load_in_flight(newest[0], self.queue)
-        ahead = max_steps_ahead(self.config)
+        ahead = count_steps_ahead(self.config)
         self.loop = StageLoop(
             ctx,
             self.state,
             self.recorder,
             self.checkpoints,
             self.config.steps,
-            _num_gpus(ctx),
+            _count_gpus(ctx),
             ahead,
         )
 
@@ -278,83 +284,94 @@ class OnlineLoop:
         config = self.config.prompt_filter
         if config is None or self.state.kept_prompts is not None:
             return
-        await self._publish(0)
+        await self._publish_weights(0)
         await check_parity(self.ctx, self.queue, 0, 0)
-        requests = self.queue.first_pass(self.sampler.prompts, config.samples)
+        requests = self.queue.build_filter_requests(self.sampler.prompts, config.samples)
         found = []
         at_once = self.config.resources.rollout.count + self.config.resources.reward.count
         for start in range(0, len(requests), at_once):  # their images are in memory together
             found += await asyncio.gather(
-                *map(self._first_scores, requests[start : start + at_once])
+                *map(self._score_request, requests[start : start + at_once])
             )
-        scores = ScoreTable.cat(found)
-        require_scored(scores, self.ctx.recipe.max_failed_share)
+        scores = ScoreTable.concatenate(found)
+        require_scored_share(scores, self.ctx.recipe.max_failed_share)
         prompt_ids = np.array(
             [prompt.prompt_id for request in requests for prompt in request.prompts]
         )
-        self.sampler.keep(*reward_moments(scores.reward, prompt_ids))
-        kept = len(self.sampler.left)
+        self.sampler.filter_prompts(*compute_reward_moments(scores.reward, prompt_ids))
+        kept = len(self.sampler.remaining_prompts)
         logger.info(
             "%s: prompt_filter keeps %d of %d prompts",
-            self.ctx.label,
+            self.ctx.stage_label,
             kept,
             len(self.sampler.prompts),
         )
         self.recorder.log_metrics({"prompts/kept": kept}, 0)
 
-    async def _first_scores(self, request: RolloutRequest) -> ScoreTable:
+    async def _score_request(self, request: RolloutRequest) -> ScoreTable:
         """The scores of the samples of a request, without their images."""
         weights = self.queue.weights
         scored = await self.queue.generate_and_score(request, lambda: weights)
         return scored.scores
 
-    async def _publish(self, version: int) -> dict[str, float]:
+    async def _publish_weights(self, version: int) -> dict[str, float]:
         """Have new rollouts generated with the weights as they are; what that took."""
         start = time.perf_counter()
-        self.queue.weights = await self.workers.publish(version)
+        self.queue.weights = await self.workers.publish_weights(version)
         return {"push/bytes": self.queue.weights.size, "push/seconds": time.perf_counter() - start}
 
-    async def _refilled(self, batch: RolloutBatch) -> RolloutBatch:
+    async def _refill_groups(self, batch: RolloutBatch) -> RolloutBatch:
         """The rollouts of a step, with other prompts' in place of groups that say nothing, once
         enough of them are scored.
         """
-        require_scored(batch.scores, self.ctx.recipe.max_failed_share)
+        require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
         for _ in range(self.config.refill_rounds):
-            varied = varied_prompts(
-                *self._rewards(batch), batch.prompt_ids, self.config.advantages, batch.scores.scored
+            varied = find_varied_prompts(
+                *self._select_rewards(batch),
+                batch.prompt_ids,
+                self.config.advantages,
+                batch.scores.scored_rows,
             )
-            if not (further := self.sampler.further(batch.step, batch.prompts, varied)):
+            if not (
+                further := self.sampler.sample_replacements(
+                    batch.step, batch.distinct_prompts, varied
+                )
+            ):
                 break
             batch = await self.queue.add_prompts(batch, further)
-            require_scored(batch.scores, self.ctx.recipe.max_failed_share)
+            require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
         return batch
 
-    def _advantages(self, batch: RolloutBatch) -> AdvantageResult:
+    def _compute_advantages(self, batch: RolloutBatch) -> AdvantageResult:
         config = self.config.advantages
-        scored = batch.scores.scored
+        scored = batch.scores.scored_rows
         if self.config.tree:
             return compute_tree_advantages(
-                *self._rewards(batch), batch.prompt_ids, config, batch.nodes, scored
+                *self._select_rewards(batch), batch.prompt_ids, config, batch.tree_nodes, scored
             )
         return compute_advantages(
-            *self._rewards(batch), batch.prompt_ids, config, self.state.history, scored
+            *self._select_rewards(batch), batch.prompt_ids, config, self.state.history, scored
         )
 
-    def _rewards(self, batch: RolloutBatch) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    def _select_rewards(
+        self, batch: RolloutBatch
+    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """(scores of each trained reward, its weight)."""
         weights = self.workers.reward_weights
         scores = batch.scores.metrics
         return {name: scores[name] for name in weights}, weights
 
-    async def _train_on(self, batch: RolloutBatch, advantages: AdvantageResult) -> TrainingReport:
+    async def _train_on_batch(
+        self, batch: RolloutBatch, advantages: AdvantageResult
+    ) -> TrainingReport:
         """The updates of a step, on all ranks, while other rollouts and rewards continue; rank 0's
         report, with all spans.
         """
-        profiled = self.config.traces("training", batch.step)
+        profiled = self.config.is_profiled("training", batch.step)
         learnt = build_training_batch(
             batch, advantages.values, advantages.keep, profiled, advantages.of_steps
         )
-        training_batch = self.workers.put(learnt)
+        training_batch = self.workers.put_value(learnt)
         rollouts = [part.rollouts for part in batch.parts]
         reports: list[TrainingReport] = await self.workers.training.call(
             "train", training_batch, *rollouts
@@ -364,7 +381,7 @@ class OnlineLoop:
         self.state.training_alarms = reports[0].alarms
         return replace(reports[0], spans=[span for report in reports for span in report.spans])
 
-    async def _measure(
+    async def _measure_step(
         self,
         batch: RolloutBatch,
         advantages: AdvantageResult,
@@ -377,16 +394,18 @@ class OnlineLoop:
         """
         end = time.time()
         replaced = self.workers.rollout.num_replaced + self.workers.reward.num_replaced
-        metrics = score_means(batch.scores) | {"workers/replaced": replaced}
+        metrics = compute_score_means(batch.scores) | {"workers/replaced": replaced}
         if self.config.refill_rounds:
-            metrics["group/refilled"] = len(batch.prompts) - self.config.prompts_per_step
+            metrics["group/refilled"] = len(batch.distinct_prompts) - self.config.prompts_per_step
         if batch.size:
             metrics |= dict(zip(("size/height", "size/width"), batch.size, strict=True))
         metrics |= watch_statistics(self.ctx, self.state, batch)
-        metrics |= _speed([*batch.spans, *report.spans], len(advantages.values), end - start)
+        metrics |= _measure_speed(
+            [*batch.spans, *report.spans], len(advantages.values), end - start
+        )
         self.queue.spans += report.spans
-        metrics |= await self.monitor.after_step(batch, advantages.values, step, start, end)
-        self.state.seconds = self._seconds()
+        metrics |= await self.monitor.record_step(batch, advantages.values, step, start, end)
+        self.state.seconds = self._sum_seconds()
         return metrics
 
     async def _save_due_checkpoint(self, step: int) -> float:
@@ -394,7 +413,7 @@ class OnlineLoop:
         score; seconds it took.
         """
         new = step > self.loop.first_step or self.monitor.score is not None
-        if not self.checkpoints or step == 0 or not new or not self.checkpoints.due(step):
+        if not self.checkpoints or step == 0 or not new or not self.checkpoints.is_due(step):
             return 0.0
         start = time.time()
         await self._save_checkpoint(self.monitor.score)
@@ -404,8 +423,8 @@ class OnlineLoop:
         """Save where the stage stands. ``score``: of a validation of the policy as it is."""
         if not self.checkpoints:
             return
-        with self.checkpoints.saving(
-            self.state.step, self.loop.checkpoint_state(), score
+        with self.checkpoints.save_step(
+            self.state.step, self.loop.build_checkpoint_state(), score
         ) as folder:
             await save_in_flight(folder, self.queue)
             await self.workers.save_checkpoint(folder)
@@ -414,38 +433,40 @@ class OnlineLoop:
         """End with the policy that was validated best, and its statistics of prompts, unless the
         last one is as good.
         """
-        best = checkpoints.best()
+        best = checkpoints.find_best()
         last = self.monitor.score
         best_step = self.state.step
         if best and (last is None or best.score > last):
             await self.workers.load_checkpoint(best.folder)
             saved = StageState()
-            saved.load_state_dict(checkpoints.state(best.folder)["state"])
+            saved.load_state_dict(checkpoints.read_state(best.folder)["state"])
             self.state.history = saved.history
             best_step = best.step
         self.recorder.log_metrics({"validation/best_step": best_step}, self.state.step)
 
-    def _seconds(self) -> dict[str, float]:
-        return _sum(self.seconds_before, self.monitor.timeline.seconds)
+    def _sum_seconds(self) -> dict[str, float]:
+        return _add_seconds(self.seconds_before, self.monitor.timeline.seconds)
 
 
-def _num_gpus(ctx: StageContext) -> float:
+def _count_gpus(ctx: StageContext) -> float:
     """GPUs of all workers of the stage."""
-    if ctx.online.placement == "ray":
-        return float(sum(workers.count * workers.gpus for _, workers in ctx.online.resources))
+    if ctx.online_config.placement == "ray":
+        return float(
+            sum(workers.count * workers.gpus for _, workers in ctx.online_config.resources)
+        )
     return float(torch.cuda.is_available())
 
 
-def _sum(*seconds: Mapping[str, float]) -> dict[str, float]:
+def _add_seconds(*seconds: Mapping[str, float]) -> dict[str, float]:
     names = dict.fromkeys(name for part in seconds for name in part)
     return {name: sum(part.get(name, 0.0) for part in seconds) for name in names}
 
 
-def _freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
+def _measure_freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
     """Age of the samples in training steps, how many were too old, and the time that the weights
     took to reach the workers.
     """
-    ages = batch.staleness(version)
+    ages = batch.compute_staleness(version)
     return {
         "staleness/mean": fmean(ages),
         "staleness/max": max(ages),
@@ -454,7 +475,7 @@ def _freshness(batch: RolloutBatch, version: int) -> dict[str, float]:
     }
 
 
-def score_means(scores: ScoreTable) -> dict[str, float]:
+def compute_score_means(scores: ScoreTable) -> dict[str, float]:
     """The mean of every metric that scored something, as it is logged."""
     return {
         f"score/{name}": float(np.nanmean(values))
@@ -463,11 +484,11 @@ def score_means(scores: ScoreTable) -> dict[str, float]:
     }
 
 
-def _speed(spans: Sequence[TraceSpan], images: int, seconds: float) -> dict[str, float]:
+def _measure_speed(spans: Sequence[TraceSpan], images: int, seconds: float) -> dict[str, float]:
     """Seconds and milliseconds per image of each task of a step, and of the step itself, in which
     tasks may overlap.
     """
-    spent = seconds_by_task(spans) | {"step": seconds}
+    spent = sum_seconds_by_task(spans) | {"step": seconds}
     metrics = {f"seconds/{task}": value for task, value in spent.items()}
     metrics |= {f"ms_per_image/{task}": 1000 * value / images for task, value in spent.items()}
     return metrics | {"images_per_second": images / seconds}

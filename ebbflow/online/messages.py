@@ -54,10 +54,10 @@ class RolloutRequest:
     size: Size | None = None
 
     @property
-    def nodes(self) -> np.ndarray:
+    def tree_nodes(self) -> np.ndarray:
         """As of ``RolloutBatch``."""
         trained = self.plan.trained if self.plan else ()
-        return np.array([self.keys.first(step + 1) for step in trained]).T
+        return np.array([self.keys.find_noise_owners(step + 1) for step in trained]).T
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -132,7 +132,7 @@ class RolloutBatch:
 
     @property
     def scores(self) -> ScoreTable:
-        return ScoreTable.cat([part.scores for part in self.parts])
+        return ScoreTable.concatenate([part.scores for part in self.parts])
 
     @property
     def statistics(self) -> dict[str, np.ndarray]:
@@ -147,7 +147,7 @@ class RolloutBatch:
         return [span for part in self.parts for span in part.spans]
 
     @property
-    def prompts(self) -> list[Prompt]:
+    def distinct_prompts(self) -> list[Prompt]:
         """Every prompt once."""
         return list(
             {
@@ -168,13 +168,13 @@ class RolloutBatch:
         )
 
     @property
-    def nodes(self) -> np.ndarray:
+    def tree_nodes(self) -> np.ndarray:
         """Of a tree, the node of each sample after each of the W trained steps, by its first
         sample, integer [N, W].
         """
-        return np.concatenate([part.request.nodes for part in self.parts])
+        return np.concatenate([part.request.tree_nodes for part in self.parts])
 
-    def staleness(self, version: int) -> list[int]:
+    def compute_staleness(self, version: int) -> list[int]:
         """For every sample, the number of training steps between the policy that generated it and
         ``version``.
         """
@@ -222,14 +222,14 @@ def build_training_batch(
     first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
     return TrainingBatch(
         step=batch.step,
-        conditioning=Conditioning.cat([request.conditioning for request in requests]),
+        conditioning=Conditioning.concatenate([request.conditioning for request in requests]),
         sample_index=np.concatenate(
             [r.sample_index + start for r, start in zip(requests, first_row[:-1], strict=True)]
         ),
-        keys=SampleKeys.cat([request.keys for request in requests]),
+        keys=SampleKeys.join_keys([request.keys for request in requests]),
         advantages=advantages,
         keep=keep,
-        prompt_sets={prompt.prompt_id: prompt.source for prompt in batch.prompts},
+        prompt_sets={prompt.prompt_id: prompt.source for prompt in batch.distinct_prompts},
         profiled=profiled,
         prompts=[prompt for request in requests for prompt in request.prompts],
         size=batch.size,

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.sampling import SamplingError
-from ebbflow.evaluation.evaluate import evaluation_keys, means
+from ebbflow.evaluation.evaluate import average_metrics, build_evaluation_keys
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import RolloutBatch, RolloutRequest, ScoredRollouts
-from ebbflow.online.rollout_queue import RolloutQueue, max_steps_ahead
+from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
 from ebbflow.online.timeline import Timeline
-from ebbflow.plots.images import PICTURED, caption, image_grid
+from ebbflow.plots.images import PICTURED, build_image_grid, format_caption
 from ebbflow.rewards.combine import ScoreTable
 from ebbflow.stage import MetricsLogger, StageContext
 
@@ -55,10 +55,10 @@ class StageMonitor:
         self.metrics_logger = metrics_logger
         self.prompts = prompts
         self.embeddings = embeddings
-        self.timeline = Timeline(ctx.online.resources)
+        self.timeline = Timeline(ctx.online_config.resources)
         self.score: float | None = None
 
-    async def after_step(
+    async def record_step(
         self, batch: RolloutBatch, advantages: np.ndarray, version: int, start: float, end: float
     ) -> dict[str, float]:
         """Record the training step ``version`` (seconds since 1970); gives the utilisation of the
@@ -71,28 +71,28 @@ class StageMonitor:
             batch: what was trained on.
             advantages: of its samples.
         """
-        config = self.ctx.online
-        ahead = max_steps_ahead(self.ctx.online)
+        config = self.ctx.online_config
+        ahead = count_steps_ahead(self.ctx.online_config)
         self.timeline.steps[version] = (start, end)
         self.add_spans()
         if config.dumps and version % config.dumps.every == 0:
             rows = [
-                row | {"advantage": _number(value)}
-                for row, value in zip(sample_rows(batch.parts), advantages, strict=True)
+                row | {"advantage": _number_or_none(value)}
+                for row, value in zip(build_sample_rows(batch.parts), advantages, strict=True)
             ]
-            await self._dump(version, "rollouts", rows, self._pngs(batch.parts))
-        return self.timeline.utilisation(version - ahead, ahead)
+            await self._log_dump(version, "rollouts", rows, self._iterate_pngs(batch.parts))
+        return self.timeline.compute_utilisation(version - ahead, ahead)
 
-    def validates(self, version: int, last: bool = False) -> bool:
+    def is_validation_due(self, version: int, last: bool = False) -> bool:
         """Whether there is a validation after so many training steps; ``last``: when the stage is
         over.
         """
-        config = self.ctx.online.validation
+        config = self.ctx.online_config.validation
         return (
             config is not None and (version % config.every == 0 or last) and len(self.prompts) > 0
         )
 
-    async def validate(self, version: int, last: bool = False) -> float:
+    async def validate_policy(self, version: int, last: bool = False) -> float:
         """Where it is due: sample and score the validation prompts, with the weights that would be
         served now.
 
@@ -102,27 +102,29 @@ class StageMonitor:
             seconds that it took.
         """
         self.score = None
-        if not self.validates(version, last):
+        if not self.is_validation_due(version, last):
             return 0.0
         start = time.time()
-        parts = await self._validation_samples(version)
-        rows = sample_rows(parts)
-        scores = _scores(parts)
-        pngs = [png async for png in self._pngs(parts)]
-        found = means(scores)
+        parts = await self._sample_validation(version)
+        rows = build_sample_rows(parts)
+        scores = _join_scores(parts)
+        pngs = [png async for png in self._iterate_pngs(parts)]
+        found = average_metrics(scores)
         self.score = found.get("reward")
         found |= {"scored_share": 1 - scores.failed_share}
         self.metrics_logger.log_metrics(
             {f"validation/{name}": value for name, value in found.items()}, version
         )
-        self.metrics_logger.log_table(f"validation/{_step_name(version)}", _table(rows))
-        grid = image_grid(pngs[:PICTURED], [caption(row) for row in rows[:PICTURED]], columns=4)
+        self.metrics_logger.log_table(f"validation/{_format_step(version)}", _build_table(rows))
+        grid = build_image_grid(
+            pngs[:PICTURED], [format_caption(row) for row in rows[:PICTURED]], columns=4
+        )
         self.metrics_logger.log_image("validation", grid, version)
-        if self.ctx.online.dumps:
-            await self._dump(version, "validation", rows, self._pngs(parts))
+        if self.ctx.online_config.dumps:
+            await self._log_dump(version, "validation", rows, self._iterate_pngs(parts))
         return time.time() - start
 
-    async def _validation_samples(self, version: int) -> list[ScoredRollouts]:
+    async def _sample_validation(self, version: int) -> list[ScoredRollouts]:
         """The validation prompts, sampled and scored by the stage's own workers, guardrails
         included.
         """
@@ -131,25 +133,25 @@ class StageMonitor:
         weights = (
             self.queue.weights
             if served == rolled_out
-            else await self.workers.publish(version, served)
+            else await self.workers.publish_weights(version, served)
         )
         assert self.embeddings is not None
-        requests = validation_requests(self.ctx, self.prompts, self.embeddings, version)
+        requests = build_validation_requests(self.ctx, self.prompts, self.embeddings, version)
         samples = [
             self.queue.generate_and_score(request, lambda: weights, with_guards=True)
             for request in requests
         ]
         parts = await asyncio.gather(*samples)
         if served != rolled_out:
-            self.queue.weights = await self.workers.publish(version)
+            self.queue.weights = await self.workers.publish_weights(version)
         return parts
 
     def close(self) -> None:
         """Log the timeline, also of a stage that failed: it may show why."""
         self.add_spans()
         if self.timeline.spans:
-            self.metrics_logger.log_file("timeline.json", self.timeline.table())
-            self.metrics_logger.log_file("timeline.png", self.timeline.picture())
+            self.metrics_logger.log_file("timeline.json", self.timeline.encode_json())
+            self.metrics_logger.log_file("timeline.png", self.timeline.render_png())
 
     def add_spans(self) -> None:
         """Add what the workers did to the timeline. Profiles are large and go to the metrics
@@ -160,19 +162,19 @@ class StageMonitor:
         for span in spans:
             for suffix, content in span.files.items():
                 self.metrics_logger.log_file(
-                    f"profile/{_step_name(span.step)}/{span.role}-{span.worker}.{suffix}", content
+                    f"profile/{_format_step(span.step)}/{span.role}-{span.worker}.{suffix}", content
                 )
             span.files.clear()
-        self.timeline.add(spans)
+        self.timeline.add_spans(spans)
 
-    async def _dump(
+    async def _log_dump(
         self, version: int, kind: str, rows: Sequence[dict[str, Any]], pngs: AsyncIterator[bytes]
     ) -> None:
         """Log the first samples: images, and a JSON line for each."""
-        assert self.ctx.online.dumps is not None
-        folder = f"dumps/{_step_name(version)}/{kind}"
+        assert self.ctx.online_config.dumps is not None
+        folder = f"dumps/{_format_step(version)}/{kind}"
         lines = ""
-        first = iter(rows[: self.ctx.online.dumps.samples])
+        first = iter(rows[: self.ctx.online_config.dumps.samples])
         async for png in pngs:
             if (row := next(first, None)) is None:
                 break
@@ -181,22 +183,22 @@ class StageMonitor:
             lines += json.dumps({"image": name, **row}, ensure_ascii=False, allow_nan=False) + "\n"
         self.metrics_logger.log_file(f"{folder}/samples.jsonl", lines.encode())
 
-    async def _pngs(self, parts: Sequence[ScoredRollouts]) -> AsyncIterator[bytes]:
+    async def _iterate_pngs(self, parts: Sequence[ScoredRollouts]) -> AsyncIterator[bytes]:
         """The PNG of each sample; the images of a part are fetched when it is their turn."""
         for part in parts:
-            for image in await self.workers.fetch(part.images):
-                for png in encode_png(image[None]):
+            for image in await self.workers.fetch_value(part.images):
+                for png in encode_pngs(image[None]):
                     yield png
 
 
-def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
+def read_validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
     """What the stage validates on: the first prompts of the table's validation split, as many as
     the recipe wants.
 
     Raises:
         SamplingError: the split is empty.
     """
-    config = ctx.online.validation
+    config = ctx.online_config.validation
     if config is None:
         return []
     prompts = read_prompts(path, "validation")[: config.prompts]
@@ -214,7 +216,7 @@ def validation_prompts(ctx: StageContext, path: Path) -> list[Prompt]:
     return prompts
 
 
-def validation_requests(
+def build_validation_requests(
     ctx: StageContext, prompts: Sequence[Prompt], embeddings: Embeddings, version: int
 ) -> list[RolloutRequest]:
     """One sample per prompt with the noise, the sampler and the steps of an evaluation, in requests
@@ -222,7 +224,7 @@ def validation_requests(
 
     Their size is that of the stage's rollouts: a validation may be as frequent as it is cheap.
     """
-    sampler = ctx.recipe.evaluation.solver
+    sampler = ctx.recipe.evaluation.sampler_with_steps
     size = ctx.config.micro_batch
     batches = [list(prompts[start : start + size]) for start in range(0, len(prompts), size)]
     return [
@@ -231,7 +233,7 @@ def validation_requests(
             batch,
             embeddings(batch),
             np.arange(len(batch)),
-            evaluation_keys(batch),
+            build_evaluation_keys(batch),
             sampler,
             None,
             task="validation",
@@ -240,16 +242,20 @@ def validation_requests(
     ]
 
 
-def sample_rows(parts: Sequence[ScoredRollouts]) -> list[dict[str, Any]]:
+def build_sample_rows(parts: Sequence[ScoredRollouts]) -> list[dict[str, Any]]:
     """Every sample as a JSON object: its keys, what it should show, and its scores; null where
     there is none.
     """
-    scores = _scores(parts)
+    scores = _join_scores(parts)
     samples = [(part, index) for part in parts for index in range(len(part.request))]
-    return [_row(part, index, scores, row) for row, (part, index) in enumerate(samples)]
+    return [
+        _build_sample_row(part, index, scores, row) for row, (part, index) in enumerate(samples)
+    ]
 
 
-def _row(part: ScoredRollouts, index: int, scores: ScoreTable, row: int) -> dict[str, Any]:
+def _build_sample_row(
+    part: ScoredRollouts, index: int, scores: ScoreTable, row: int
+) -> dict[str, Any]:
     """The sample ``index`` of a part, whose scores are those of ``row``."""
     prompt = part.request.prompts[index]
     keys = part.request.keys
@@ -260,26 +266,26 @@ def _row(part: ScoredRollouts, index: int, scores: ScoreTable, row: int) -> dict
         "prompt": prompt.prompt,
         "target": prompt.target,
         "policy_version": part.report.version,
-        "reward": _number(scores.reward[row]),
-        "scores": {name: _number(values[row]) for name, values in scores.metrics.items()},
+        "reward": _number_or_none(scores.reward[row]),
+        "scores": {name: _number_or_none(values[row]) for name, values in scores.metrics.items()},
         "failure": scores.failures[row],
     }
 
 
-def _scores(parts: Sequence[ScoredRollouts]) -> ScoreTable:
-    return ScoreTable.cat([part.scores for part in parts])
+def _join_scores(parts: Sequence[ScoredRollouts]) -> ScoreTable:
+    return ScoreTable.concatenate([part.scores for part in parts])
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> pa.Table:
+def _build_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     columns = ("prompt_id", "prompt", "target", "reward", "failure")
     return pa.Table.from_pylist(
         [{name: row[name] for name in columns} | row["scores"] for row in rows]
     )
 
 
-def _number(value: float) -> float | None:
+def _number_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _step_name(step: int) -> str:
+def _format_step(step: int) -> str:
     return f"step-{step:05d}"

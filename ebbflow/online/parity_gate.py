@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ebbflow.online.messages import RolloutRequest
 from ebbflow.online.rollout_queue import RolloutQueue
-from ebbflow.rollouts.parity import parity_plan
+from ebbflow.rollouts.parity import plan_parity_samples
 from ebbflow.stage import StageContext
 
 
@@ -21,25 +21,25 @@ async def check_parity(
     Raises:
         ParityError: its log-probs are not those of the training policy.
     """
-    if ctx.online.engine == "diffusers" or step > first_step + 1:
+    if ctx.online_config.engine == "diffusers" or step > first_step + 1:
         return {}
-    request = _parity_request(ctx, queue, step)
-    rollouts, _, _ = await queue.generate(request, lambda: queue.weights)
+    request = _build_parity_request(ctx, queue, step)
+    rollouts, _, _ = await queue.generate_request(request, lambda: queue.weights)
     measured: list[dict[str, float]] = await queue.workers.training.call(
         "measure_parity", request, rollouts
     )
     return measured[0]
 
 
-def _parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> RolloutRequest:
+def _build_parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> RolloutRequest:
     """The first samples of a step, recorded as the gate wants them; not profiled, as a profile is
     of the step's own rollouts.
     """
-    sampler, plan = parity_plan(ctx.config.sampler)
-    request = queue.requests(step, plan)[0]
-    some = slice(0, ctx.online.parity.samples)
+    sampler, plan = plan_parity_samples(ctx.config.sampler)
+    request = queue.build_requests(step, plan)[0]
+    some = slice(0, ctx.online_config.parity.samples)
     prompts = request.prompts[some]
     sample_index = request.sample_index[some]
-    keys = request.keys.rows(some)
+    keys = request.keys.select_slice(some)
     request = replace(request, prompts=prompts, sample_index=sample_index, keys=keys)
     return replace(request, sampler=sampler, task="parity", profiled=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ebbflow.algorithms.advantages import Moments
 from ebbflow.data.prompts import Prompt
-from ebbflow.data.sampling import prompt_batch, random_order
+from ebbflow.data.sampling import sample_prompts, shuffle_prompts
 from ebbflow.online.workers import StageError
 from ebbflow.recipe.online import CurriculumConfig
 from ebbflow.seeding import derive_seed
@@ -28,18 +28,18 @@ class PromptSampler:
     def __init__(
         self, ctx: StageContext, prompts: Sequence[Prompt], state: StageState | None = None
     ) -> None:
-        self.ctx, self.config, self.state = ctx, ctx.online, state or StageState()
-        self.prompts = _tried(ctx, prompts)
+        self.ctx, self.config, self.state = ctx, ctx.online_config, state or StageState()
+        self.prompts = _choose_candidates(ctx, prompts)
 
     @property
-    def left(self) -> list[Prompt]:
+    def remaining_prompts(self) -> list[Prompt]:
         """The prompts that a step may take."""
         if self.state.kept_prompts is None:
             return self.prompts
         kept = set(self.state.kept_prompts)
         return [prompt for prompt in self.prompts if prompt.prompt_id in kept]
 
-    def batch(self, step: int) -> list[Prompt]:
+    def sample_batch(self, step: int) -> list[Prompt]:
         """The prompts of a step, all different.
 
         Raises:
@@ -47,15 +47,19 @@ class PromptSampler:
         """
         if self.config.curriculum:
             return [
-                prompt for part, count in self._sets() for prompt in self._order(part, step)[:count]
+                prompt
+                for part, count in self._list_prompt_sets()
+                for prompt in self._order_prompts(part, step)[:count]
             ]
         return [
             prompt
-            for part, count in self._sets()
-            for prompt in prompt_batch(part, count, step, self.ctx.seed)
+            for part, count in self._list_prompt_sets()
+            for prompt in sample_prompts(part, count, step, self.ctx.stage_seed)
         ]
 
-    def further(self, step: int, taken: Sequence[Prompt], varied: Collection[int]) -> list[Prompt]:
+    def sample_replacements(
+        self, step: int, taken: Sequence[Prompt], varied: Collection[int]
+    ) -> list[Prompt]:
         """Prompts for a step in place of those whose samples all score alike, as far as there are
         any left.
 
@@ -65,24 +69,26 @@ class PromptSampler:
         """
         used = {prompt.prompt_id for prompt in taken}
         found = []
-        for part, count in self._sets():
+        for part, count in self._list_prompt_sets():
             missing = count - sum(prompt.prompt_id in varied for prompt in part)
-            unused = [prompt for prompt in self._order(part, step) if prompt.prompt_id not in used]
+            unused = [
+                prompt for prompt in self._order_prompts(part, step) if prompt.prompt_id not in used
+            ]
             found += unused[: max(missing, 0)]
         return found
 
-    def all_steps(self) -> list[Prompt]:
+    def list_possible_prompts(self) -> list[Prompt]:
         """Every prompt that some step may take."""
         if self.config.refill_rounds or self.config.curriculum or self.config.prompt_filter:
             return self.prompts
-        return [prompt for step in range(self.config.steps) for prompt in self.batch(step)]
+        return [prompt for step in range(self.config.steps) for prompt in self.sample_batch(step)]
 
-    def with_ids(self, ids: Sequence[int]) -> list[Prompt]:
+    def find_prompts(self, ids: Sequence[int]) -> list[Prompt]:
         """Prompts by their ids, in this order."""
         by_id = {prompt.prompt_id: prompt for prompt in self.prompts}
         return [by_id[prompt_id] for prompt_id in ids]
 
-    def keep(self, prompt_ids: np.ndarray, moments: Moments) -> None:
+    def filter_prompts(self, prompt_ids: np.ndarray, moments: Moments) -> None:
         """Leave out what ``prompt_filter`` does, given the rewards of its first pass.
 
         Raises:
@@ -99,16 +105,18 @@ class PromptSampler:
             & (moments.std >= config.min_std)
         )
         self.state.kept_prompts = prompt_ids[fits].tolist()
-        if few := [(len(part), count) for part, count in self._sets() if len(part) < count]:
+        if few := [
+            (len(part), count) for part, count in self._list_prompt_sets() if len(part) < count
+        ]:
             found = f"{few[0][0]} of {len(self.prompts)} prompts, and a step takes {few[0][1]}"
             seen = f"means from {moments.mean.min():.4g} to {moments.mean.max():.4g}"
             raise StageError(
                 f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations"
                 f" of at most {moments.std.max():.4g}; widen min_reward, max_reward or min_std"
             )
-        self.learn(prompt_ids, moments)
+        self.update_curriculum(prompt_ids, moments)
 
-    def learn(self, prompt_ids: np.ndarray, moments: Moments) -> None:
+    def update_curriculum(self, prompt_ids: np.ndarray, moments: Moments) -> None:
         """Follow the rewards of some groups, where there is a ``curriculum``."""
         if not (config := self.config.curriculum):
             return
@@ -122,12 +130,12 @@ class PromptSampler:
             ]
             self.state.prompt_rewards[prompt] = (running[0], running[1])
 
-    def _sets(self) -> list[tuple[list[Prompt], int]]:
+    def _list_prompt_sets(self) -> list[tuple[list[Prompt], int]]:
         """(prompts, how many of them are in a step) of every set of ``prompts.mixture``; without
         one, of all prompts.
         """
-        left = self.left
-        counts = self.ctx.own_recipe.prompts.counts(self.config.prompts_per_step)
+        left = self.remaining_prompts
+        counts = self.ctx.branch_recipe.prompts.count_by_prompt_set(self.config.prompts_per_step)
         if not counts:
             return [(left, self.config.prompts_per_step)]
         return [
@@ -135,14 +143,14 @@ class PromptSampler:
             for name, count in counts.items()
         ]
 
-    def _order(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+    def _order_prompts(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         curriculum = self.config.curriculum
         ids = [prompt.prompt_id for prompt in prompts]
-        weights = curriculum_weights(curriculum, ids, self.state) if curriculum else None
-        return random_order(prompts, step, self.ctx.seed, weights)
+        weights = compute_curriculum_weights(curriculum, ids, self.state) if curriculum else None
+        return shuffle_prompts(prompts, step, self.ctx.stage_seed, weights)
 
 
-def curriculum_weights(
+def compute_curriculum_weights(
     config: CurriculumConfig, prompt_ids: Sequence[int], state: StageState
 ) -> np.ndarray:
     """How much each prompt counts when those of a step are drawn, float64 [N] in [floor, 1]."""
@@ -159,12 +167,14 @@ def curriculum_weights(
     )
 
 
-def _tried(ctx: StageContext, prompts: Sequence[Prompt]) -> list[Prompt]:
+def _choose_candidates(ctx: StageContext, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The training prompts, or those of them that the first pass of ``prompt_filter`` tries, by
     their ids.
     """
-    config = ctx.online.prompt_filter
+    config = ctx.online_config.prompt_filter
     if config is None or config.prompts is None:
         return list(prompts)
-    chosen = random_order(prompts, 0, derive_seed(ctx.seed, "prompt_filter"))[: config.prompts]
+    chosen = shuffle_prompts(prompts, 0, derive_seed(ctx.stage_seed, "prompt_filter"))[
+        : config.prompts
+    ]
     return sorted(chosen, key=lambda prompt: prompt.prompt_id)

@@ -59,7 +59,7 @@ class Folders:
     teachers: Mapping[str, Locate] = field(default_factory=dict)
 
     @staticmethod
-    def at(base: Path, policy: Path, teachers: Mapping[str, Path] | None = None) -> Folders:
+    def from_paths(base: Path, policy: Path, teachers: Mapping[str, Path] | None = None) -> Folders:
         """At these paths on every machine."""
         located = {copy: partial(Path, folder) for copy, folder in (teachers or {}).items()}
         return Folders(partial(Path, base), partial(Path, policy), located)
@@ -88,7 +88,7 @@ class WorkerActor:
     def open(self, make: Callable[..., Any], ctx: StageContext, *arguments: Any) -> None:
         try:
             set_up_process(ctx.recipe)
-            self._take_share()
+            self._claim_resources()
             self.opened = make(ctx, *arguments)
         except Exception as error:
             self.failed = error  # for those who call before they know
@@ -105,9 +105,9 @@ class WorkerActor:
             *given
         )  # a user's reward may write into its images, and nobody into the store
 
-    def _take_share(self) -> None:
+    def _claim_resources(self) -> None:
         """Take the cores and GPUs that are this worker's."""
-        ship_tensors()
+        register_tensor_serializer()
         warnings.filterwarnings(
             "ignore", "The given NumPy array is not writable"
         )  # what lies in the store is only read
@@ -118,7 +118,7 @@ class WorkerActor:
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # of those that Ray shows
         if self.workers.cores:
-            stay_on(self.workers.cores, self.role)
+            pin_to_cores(self.workers.cores, self.role)
 
 
 Actor: Any = ray.remote(max_restarts=0, max_task_retries=0)(WorkerActor)
@@ -140,7 +140,7 @@ class RayTrainingWorker(TrainingWorker):
     def write(self, method: str, *arguments: Any) -> list[tuple[str, int]]:
         """Write a folder on this machine; (name, bytes) of every file."""
         self.written = tempfile.TemporaryDirectory(prefix="ebbflow-")
-        folder = self._folder
+        folder = self._written_folder
         folder.mkdir()
         getattr(self, method)(folder, *arguments)
         return [
@@ -151,7 +151,7 @@ class RayTrainingWorker(TrainingWorker):
 
     def read(self, name: str, start: int) -> np.ndarray:
         """A chunk of a file, uint8."""
-        with safe_join(self._folder, name).open("rb") as file:
+        with safe_join(self._written_folder, name).open("rb") as file:
             file.seek(start)
             return np.frombuffer(file.read(CHUNK), np.uint8)
 
@@ -174,33 +174,33 @@ class RayTrainingWorker(TrainingWorker):
         self.received.cleanup()
 
     @property
-    def _folder(self) -> Path:
+    def _written_folder(self) -> Path:
         return Path(self.written.name) / "folder"
 
 
 def open_training_worker(
     ctx: StageContext, folders: Folders, rank: int, rendezvous: str
 ) -> RayTrainingWorker:
-    world = ctx.online.resources.training.count
+    world = ctx.online_config.resources.training.count
     if world > 1:
-        backend = distributed.backend(ctx.recipe.model.cpu_offload)
+        backend = distributed.choose_backend(ctx.recipe.model.cpu_offload)
         dist.init_process_group(
             backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank
         )
     teachers = {copy: locate() for copy, locate in folders.teachers.items()}
     policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)
     scorer = (
-        load_scorer(ctx.own_recipe.rewards, ())
-        if isinstance(ctx.config.hyper, GradientConfig)
+        load_scorer(ctx.branch_recipe.rewards, ())
+        if isinstance(ctx.config.hyper_parameters, GradientConfig)
         else None
     )
     return RayTrainingWorker(
-        ctx, PolicyUpdater(policy, ctx.online, metadata), metadata, rank, scorer
+        ctx, PolicyUpdater(policy, ctx.online_config, metadata), metadata, rank, scorer
     )
 
 
 def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> RolloutWorker:
-    if ctx.online.engine != "diffusers":
+    if ctx.online_config.engine != "diffusers":
         return RolloutWorker(open_engine(ctx, folders.base()), index, ray.get)
     policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
     # the weights that arrive are those that generate, whichever copy of the trainer's they are
@@ -209,11 +209,11 @@ def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> Roll
 
 
 def open_reward_worker(ctx: StageContext, folders: Folders, index: int) -> RewardWorker:
-    guardrails = ctx.recipe.guardrails if ctx.online.validation else ()
-    return RewardWorker(load_scorer(ctx.own_recipe.rewards, guardrails), index)
+    guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
+    return RewardWorker(load_scorer(ctx.branch_recipe.rewards, guardrails), index)
 
 
-def stay_on(cores: list[int], role: Role) -> None:
+def pin_to_cores(cores: list[int], role: Role) -> None:
     """Keep all threads of this process, there and to come, on some cores."""
     for thread in os.listdir("/proc/self/task"):
         try:
@@ -227,19 +227,19 @@ def stay_on(cores: list[int], role: Role) -> None:
             ) from error
 
 
-def ship_tensors() -> None:
+def register_tensor_serializer() -> None:
     """Let this process send tensors as their bytes: torch's own way is many times slower and sends
     what a view does not show.
     """
-    register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
+    register_serializer(Tensor, serializer=_serialize_tensor, deserializer=_deserialize_tensor)
 
 
-def _bytes_of(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+def _serialize_tensor(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
     tensor = tensor.detach().cpu().contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
-def _tensor_of(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
+def _deserialize_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
     values, dtype, shape = sent
     return (
         torch.from_numpy(values.copy()).view(dtype).reshape(shape)

@@ -38,7 +38,7 @@ from ebbflow.online.ray_actor import (
     open_reward_worker,
     open_rollout_worker,
     open_training_worker,
-    ship_tensors,
+    register_tensor_serializer,
 )
 from ebbflow.online.workers import (
     NUM_RETURNS,
@@ -46,13 +46,13 @@ from ebbflow.online.workers import (
     StageError,
     TrainingGroup,
     WorkerDied,
-    reward_pool,
-    rollout_pool,
+    build_reward_pool,
+    build_rollout_pool,
 )
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.disk import safe_join
 from ebbflow.training.checkpoint import part_files
 
@@ -96,7 +96,7 @@ class RayWorker:
         self.workers = workers
         self.role = role
         self.index = index
-        config = workers.config_of(role)
+        config = workers.resources_of_role(role)
         bundle = workers.bundle_index(role, index)
         self.opened: ray.ObjectRef[None]
         self.placed: ray.ObjectRef[bool]
@@ -106,7 +106,7 @@ class RayWorker:
             scheduling_strategy=PlacementGroupSchedulingStrategy(workers.group, bundle),
         ).remote(role, config, sys.path)
 
-    def open(self, make: Callable[..., Any], *arguments: Any) -> None:
+    def start_opening(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Start to make the worker inside the actor."""
         self.placed = self.actor.__ray_ready__.remote()
         self.opened = self.actor.open.remote(make, *arguments)
@@ -118,22 +118,22 @@ class RayWorker:
         try:
             result = await report
         except RayError as error:
-            raise self._cause(error) from error
+            raise self._explain_error(error) from error
         return (*handles, result) if handles else result
 
-    def require_open(self) -> None:
+    def check_open(self) -> None:
         """Raise what went wrong while the worker loaded."""
         try:
             ray.get(self.opened)
         except RayError as error:
-            cause = self._cause(error)
+            cause = self._explain_error(error)
             if isinstance(cause, WorkerDied):
                 raise StageError(
                     f"{cause}; it died while it loaded: check the memory of its machine"
                 ) from error
             raise cause from error
 
-    def require_alive(self, ended: Sequence[ray.ObjectRef[Any]]) -> None:
+    def check_alive(self, ended: Sequence[ray.ObjectRef[Any]]) -> None:
         """Raise ``WorkerDied`` if one of these ended because the process is gone. An error of its
         own is raised by its calls.
         """
@@ -141,13 +141,13 @@ class RayWorker:
             try:
                 ray.get(reference)
             except RayError as error:
-                if isinstance(cause := self._cause(error), WorkerDied):
+                if isinstance(cause := self._explain_error(error), WorkerDied):
                     raise cause from error
 
     def stop(self) -> None:
         ray.kill(self.actor)
 
-    def _cause(self, error: RayError) -> BaseException:
+    def _explain_error(self, error: RayError) -> BaseException:
         """The worker's own exception, or what its death means for the stage."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         if not isinstance(cause, LOST):
@@ -162,10 +162,10 @@ class RayWorker:
         if self.role != "training" and not owner_died:
             return WorkerDied(f"{self.role} worker {self.index}: {reason}")
         return TrainingDied(
-            f"training rank {0 if owner_died else self.index} of {self.workers.ctx.label} died in"
-            f" step {self.workers.step} ({reason}): what the stage learnt since its start or its"
-            " last checkpoint is lost. Start it again; if it dies again, check the memory of the"
-            " rank's machine, or lower the stage's micro_batch"
+            f"training rank {0 if owner_died else self.index} of {self.workers.ctx.stage_label}"
+            f" died in step {self.workers.step} ({reason}): what the stage learnt since its start"
+            " or its last checkpoint is lost. Start it again; if it dies again, check the memory"
+            " of the rank's machine, or lower the stage's micro_batch"
         )
 
 
@@ -183,41 +183,44 @@ class RayWorkers:
     def __init__(self, ctx: StageContext, folders: Folders) -> None:
         self.ctx = ctx
         self.folders = folders
-        own = ctx.own_recipe
+        own = ctx.branch_recipe
         self.reward_weights = {row.column: row.weight for row in own.rewards}
         self.reads_latents = any(row.reads_latents for row in (*own.rewards, *own.guardrails))
         self.all: list[RayWorker] = []
         self.step = 0
-        ship_tensors()
+        register_tensor_serializer()
         logger.info(
             "%s: starting %d Ray workers",
-            ctx.label,
-            sum(self.config_of(role).count for role in ROLES),
+            ctx.stage_label,
+            sum(self.resources_of_role(role).count for role in ROLES),
         )
         if not ray.is_initialized():
             ray.init(include_dashboard=False)
-        self.group = self._reserve()
+        self.group = self._reserve_resources()
         try:
-            self._open()
+            self._open_workers()
         except BaseException:
             self.close()
             raise
 
-    def config_of(self, role: Role) -> WorkersConfig:
+    def resources_of_role(self, role: Role) -> WorkersConfig:
         """What the recipe gives a role."""
-        config: WorkersConfig = getattr(self.ctx.online.resources, role)
+        config: WorkersConfig = getattr(self.ctx.online_config.resources, role)
         return config
 
     def bundle_index(self, role: Role, index: int) -> int:
         """A worker's number among the workers of all roles."""
-        return sum(self.config_of(before).count for before in ROLES[: ROLES.index(role)]) + index
+        return (
+            sum(self.resources_of_role(before).count for before in ROLES[: ROLES.index(role)])
+            + index
+        )
 
-    async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
+    async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         self.step = version
         weights: list[WeightsVersion] = await self.training.call("publish", version, copy)
         return weights[0]
 
-    async def fetch(self, handle: Handle) -> Any:
+    async def fetch_value(self, handle: Handle) -> Any:
         try:
             return await handle
         except ObjectLostError as error:
@@ -225,7 +228,7 @@ class RayWorkers:
                 f"a result is gone with the machine on which it lay ({str(error).splitlines()[0]})"
             ) from error
 
-    def put(self, value: Any) -> Handle:
+    def put_value(self, value: Any) -> Handle:
         return ray.put(value)
 
     async def save_policy(self, folder: Path, *arguments: Any) -> None:
@@ -234,12 +237,12 @@ class RayWorkers:
         Raises:
             ArtifactError: what arrived is not what rank 0 committed.
         """
-        with new_folder(folder) as unfinished:
-            await self._collect(unfinished, "save", *arguments)
-            verify(unfinished)
+        with write_new_folder(folder) as unfinished:
+            await self._collect_files(unfinished, "save", *arguments)
+            verify_folder(unfinished)
 
     async def save_checkpoint(self, folder: Path) -> None:
-        await self._collect(folder, "save_checkpoint")
+        await self._collect_files(folder, "save_checkpoint")
 
     async def load_checkpoint(self, folder: Path) -> None:
         """As the protocol: file by file to the machines of all ranks."""
@@ -256,18 +259,18 @@ class RayWorkers:
             worker.stop()
         remove_placement_group(self.group)
 
-    def _reserve(self) -> Any:
+    def _reserve_resources(self) -> Any:
         """Room for all workers, each its own; on one machine where that is possible."""
-        resources = self.ctx.online.resources
+        resources = self.ctx.online_config.resources
         if resources.training.count > 1 and 0 < resources.training.gpus < 1:
             raise StageError(
                 f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its"
                 " own for each of several ranks; set gpus to 1, or to 0 to train on CPUs"
             )
         bundles = [
-            _bundle(workers)
+            _build_bundle(workers)
             for role in ROLES
-            for workers in [self.config_of(role)] * self.config_of(role).count
+            for workers in [self.resources_of_role(role)] * self.resources_of_role(role).count
         ]
         asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
         there = ray.cluster_resources()
@@ -278,7 +281,7 @@ class RayWorkers:
         for kind, wanted in asked.items():
             if wanted > there.get(kind, 0):
                 raise StageError(
-                    f"{self.ctx.label} asks for {wanted:g} {kind} ({listed}) and Ray has"
+                    f"{self.ctx.stage_label} asks for {wanted:g} {kind} ({listed}) and Ray has"
                     f" {there.get(kind, 0):g}: lower resources.*.{kind.lower()}s, where a fraction"
                     " shares one, or resources.*.count; or give Ray more machines"
                 )
@@ -286,43 +289,52 @@ class RayWorkers:
         if not group.wait(PLACEMENT_SECONDS):
             remove_placement_group(group)
             raise StageError(
-                f"{self.ctx.label} asks for {listed} and found no room in {PLACEMENT_SECONDS} s:"
-                f" others hold {_in_use(there)}, or no machine is large enough for its share; end"
-                " them, or lower resources"
+                f"{self.ctx.stage_label} asks for {listed} and found no room in {PLACEMENT_SECONDS}"
+                f" s: others hold {_format_usage(there)}, or no machine is large enough for its"
+                " share; end them, or lower resources"
             )
         return group
 
-    def _open(self) -> None:
+    def _open_workers(self) -> None:
         """Start all workers at once, and wait until they can work."""
         ranks = [
-            RayWorker(self, "training", rank) for rank in range(self.config_of("training").count)
+            RayWorker(self, "training", rank)
+            for rank in range(self.resources_of_role("training").count)
         ]
         self.all += ranks
         rendezvous = ranks[0].actor.rendezvous.remote()
         for worker in ranks:
-            worker.open(open_training_worker, self.ctx, self.folders, worker.index, rendezvous)
+            worker.start_opening(
+                open_training_worker, self.ctx, self.folders, worker.index, rendezvous
+            )
         rollouts = [
-            self._start("rollout", index) for index in range(self.config_of("rollout").count)
+            self._start_worker("rollout", index)
+            for index in range(self.resources_of_role("rollout").count)
         ]
-        rewards = [self._start("reward", index) for index in range(self.config_of("reward").count)]
+        rewards = [
+            self._start_worker("reward", index)
+            for index in range(self.resources_of_role("reward").count)
+        ]
         loading = {worker.opened: worker for worker in self.all}
         while loading:  # in the order in which they end: a rank whose peer died would wait for it
             (opened,), _ = ray.wait(list(loading), fetch_local=False)
-            loading.pop(opened).require_open()
+            loading.pop(opened).check_open()
         self.training = TrainingGroup(ranks, GRACE_SECONDS)
-        self.rollout = rollout_pool(
-            rollouts, partial(self._replacement, "rollout"), self.ctx.online.rollout_timeout
+        self.rollout = build_rollout_pool(
+            rollouts,
+            partial(self._replace_worker, "rollout"),
+            self.ctx.online_config.rollout_timeout,
         )
-        self.reward = reward_pool(
-            rewards, partial(self._replacement, "reward"), self.ctx.online.scoring
+        self.reward = build_reward_pool(
+            rewards, partial(self._replace_worker, "reward"), self.ctx.online_config.scoring
         )
         self.steps_before: int = ray.get(ranks[0].actor.call.remote("steps_before"))
 
-    def _start(self, role: Role, index: int) -> RayWorker:
+    def _start_worker(self, role: Role, index: int) -> RayWorker:
         """A rollout or reward worker; it loads while the stage does something else."""
         worker = RayWorker(self, role, index)
         self.all.append(worker)
-        worker.open(
+        worker.start_opening(
             open_rollout_worker if role == "rollout" else open_reward_worker,
             self.ctx,
             self.folders,
@@ -330,7 +342,7 @@ class RayWorkers:
         )
         return worker
 
-    async def _replacement(self, role: Role, index: int) -> RayWorker:
+    async def _replace_worker(self, role: Role, index: int) -> RayWorker:
         """A worker in place of one that is gone, once it is open. What else goes wrong while it
         loads, its first call raises.
 
@@ -343,14 +355,14 @@ class RayWorkers:
         """
         start = time.monotonic()
         while True:
-            worker = self._start(role, index)
+            worker = self._start_worker(role, index)
             try:
-                await self._until_open(worker, start)
+                await self._wait_until_open(worker, start)
                 return worker
             except WorkerDied as death:
                 worker.stop()
                 if time.monotonic() - start > PLACEMENT_SECONDS:
-                    raise self._no_replacement(
+                    raise self._build_no_replacement(
                         worker, f"others died while they loaded (the last: {death})"
                     ) from death
                 logger.warning(
@@ -360,7 +372,7 @@ class RayWorkers:
                     death,
                 )
 
-    async def _until_open(self, worker: RayWorker, start: float) -> None:
+    async def _wait_until_open(self, worker: RayWorker, start: float) -> None:
         """Wait until a worker is open, and say so every now and then. Only the time until it has
         room is limited.
         """
@@ -373,26 +385,31 @@ class RayWorkers:
                 timeout=SAY_EVERY_SECONDS,
                 fetch_local=False,
             )
-            worker.require_alive(ended)
+            worker.check_alive(ended)
             seconds = time.monotonic() - start
             placed = worker.placed not in waited_for
             if not placed and seconds > PLACEMENT_SECONDS:
                 worker.stop()
-                raise self._no_replacement(worker, "no machine had room for another")
+                raise self._build_no_replacement(worker, "no machine had room for another")
             if waited_for:
-                doing = "loads" if placed else f"waits for {_asked(self.config_of(worker.role))}"
+                doing = (
+                    "loads"
+                    if placed
+                    else f"waits for {_format_bundle(self.resources_of_role(worker.role))}"
+                )
                 logger.info("%s worker %d %s (%.0f s)", worker.role, worker.index, doing, seconds)
 
-    def _no_replacement(self, worker: RayWorker, why: str) -> NoReplacement:
+    def _build_no_replacement(self, worker: RayWorker, why: str) -> NoReplacement:
         there = ray.cluster_resources()
         return NoReplacement(
-            f"{worker.role} worker {worker.index} of {self.ctx.label} is gone, and in"
-            f" {PLACEMENT_SECONDS} s {why}: it asks for {_asked(self.config_of(worker.role))}, and"
-            f" others hold {_in_use(there)}. Give Ray the machine back, or lower"
+            f"{worker.role} worker {worker.index} of {self.ctx.stage_label} is gone, and in"
+            f" {PLACEMENT_SECONDS} s {why}: it asks for"
+            f" {_format_bundle(self.resources_of_role(worker.role))}, and others hold"
+            f" {_format_usage(there)}. Give Ray the machine back, or lower"
             f" resources.{worker.role}.count; the stage starts again from its last checkpoint"
         )
 
-    async def _collect(self, folder: Path, method: str, *arguments: Any) -> None:
+    async def _collect_files(self, folder: Path, method: str, *arguments: Any) -> None:
         """What all ranks write with a method, each on its own machine, into a folder on this
         one."""
         written = await self.training.call("write", method, *arguments)
@@ -406,15 +423,15 @@ class RayWorkers:
         await self.training.call("discard")
 
 
-def _asked(workers: WorkersConfig) -> str:
-    return " and ".join(f"{count:g} {kind}" for kind, count in _bundle(workers).items())
+def _format_bundle(workers: WorkersConfig) -> str:
+    return " and ".join(f"{count:g} {kind}" for kind, count in _build_bundle(workers).items())
 
 
-def _bundle(workers: WorkersConfig) -> dict[str, float]:
+def _build_bundle(workers: WorkersConfig) -> dict[str, float]:
     return {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
 
 
-def _in_use(there: dict[str, float]) -> str:
+def _format_usage(there: dict[str, float]) -> str:
     free = ray.available_resources()
     kinds = [kind for kind in ("CPU", "GPU") if kind in there]
     return " and ".join(

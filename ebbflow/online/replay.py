@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Never
 
 from ebbflow.algorithms.advantages import AdvantageResult
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, read_prompts
-from ebbflow.online.loop import OnlineLoop, open_workers, score_means
+from ebbflow.online.loop import OnlineLoop, compute_score_means, open_workers
 from ebbflow.online.messages import RolloutBatch, TrainingReport
-from ebbflow.online.monitor import sample_rows
+from ebbflow.online.monitor import build_sample_rows
 from ebbflow.online.workers import StageWorkers
 from ebbflow.recipe.online import ResourcesConfig
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.policy_io import read_history
+from ebbflow.training.policy_io import read_prompt_statistics
 from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.training.replay import ReplayedStep, ReplayError
 from ebbflow.training.stage_loop import StageState
@@ -50,26 +50,28 @@ def replay_online_step(
     Raises:
         ReplayError: the stage has no such step, or does not repeat.
     """
-    if not 0 <= step < ctx.online.steps:
-        raise ReplayError(f"{ctx.label} has the steps 0 to {ctx.online.steps - 1}, not {step}")
-    if ctx.online.placement == "ray" and ctx.online.mode == "async":
+    if not 0 <= step < ctx.online_config.steps:
         raise ReplayError(
-            f"{ctx.label} ran in mode 'async' with placement 'ray': which weights generated a"
+            f"{ctx.stage_label} has the steps 0 to {ctx.online_config.steps - 1}, not {step}"
+        )
+    if ctx.online_config.placement == "ray" and ctx.online_config.mode == "async":
+        raise ReplayError(
+            f"{ctx.stage_label} ran in mode 'async' with placement 'ray': which weights generated a"
             " sample depended on when a worker was free, so it does not repeat; see the dumps that"
             " it logged"
         )
-    ctx = _in_this_process(ctx)
-    state = StageState(read_history(ctx, read_policy_metadata(folder), folder))
+    ctx = _limit_to_one_process(ctx)
+    state = StageState(read_prompt_statistics(ctx, read_policy_metadata(folder), folder))
     with closing(open_workers(ctx, base, folder, teachers, None)) as workers:
         loop = _ReplayLoop(ctx, workers, read_prompts(prompts, "train"), step, state, checkpoints)
         try:
             asyncio.run(loop.run())
         except _ReachedError as reached:
             return reached.replayed
-    raise ReplayError(f"{ctx.label} ended before its step {step}")
+    raise ReplayError(f"{ctx.stage_label} ended before its step {step}")
 
 
-def _in_this_process(ctx: StageContext) -> StageContext:
+def _limit_to_one_process(ctx: StageContext) -> StageContext:
     """The stage in one process, without what does not change its training and without limits on its
     time.
     """
@@ -79,7 +81,7 @@ def _in_this_process(ctx: StageContext) -> StageContext:
         "max_hours": None,
         "max_gpu_hours": None,
     }
-    alone = ctx.online.model_copy(
+    alone = ctx.online_config.model_copy(
         update=changes | dict.fromkeys(("validation", "dumps", "profile"))
     )
     stages = [
@@ -111,26 +113,28 @@ class _ReplayLoop(OnlineLoop):
         super().__init__(ctx, workers, prompts, MetricsRecorder(), state, checkpoints=checkpoints)
         self.wanted = wanted
 
-    async def _train_on(self, batch: RolloutBatch, advantages: AdvantageResult) -> TrainingReport:
+    async def _train_on_batch(
+        self, batch: RolloutBatch, advantages: AdvantageResult
+    ) -> TrainingReport:
         if batch.step == self.wanted:
-            await self._end_with(batch, advantages)
-        return await super()._train_on(batch, advantages)
+            await self._raise_replayed_step(batch, advantages)
+        return await super()._train_on_batch(batch, advantages)
 
     async def _save_due_checkpoint(self, step: int) -> float:
         return 0.0
 
-    async def _end_with(self, batch: RolloutBatch, advantages: AdvantageResult) -> Never:
+    async def _raise_replayed_step(self, batch: RolloutBatch, advantages: AdvantageResult) -> Never:
         learnt = zip(advantages.values.tolist(), advantages.keep.tolist(), strict=True)
         rows = [
             row | {"advantage": value, "trained": kept}
-            for row, (value, kept) in zip(sample_rows(batch.parts), learnt, strict=True)
+            for row, (value, kept) in zip(build_sample_rows(batch.parts), learnt, strict=True)
         ]
         pngs = [
             png
             for part in batch.parts
-            for image in await self.workers.fetch(part.images)
-            for png in encode_png(image[None])
+            for image in await self.workers.fetch_value(part.images)
+            for png in encode_pngs(image[None])
         ]
         raise _ReachedError(
-            ReplayedStep(rows, pngs, advantages.metrics | score_means(batch.scores))
+            ReplayedStep(rows, pngs, advantages.metrics | compute_score_means(batch.scores))
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.evaluation.image_statistics import image_statistics
+from ebbflow.evaluation.image_statistics import compute_image_statistics
 from ebbflow.online.messages import RewardReport
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.rewards.combine import Scorer
@@ -38,12 +38,14 @@ class RewardWorker:
                 guardrail metrics, and without rewards that compare.
             rollouts: of the images, for rewards that score latents.
         """
-        with self.timer.task("validation" if with_guards else "scoring", step, profiled):
+        with self.timer.time_task("validation" if with_guards else "scoring", step, profiled):
             scorer = (
-                self.scorer.of_single_images()
+                self.scorer.without_group_rewards()
                 if with_guards
                 else replace(self.scorer, guardrails=())
             )
-            statistics = image_statistics(images)  # first: a reward may write into its images
+            statistics = compute_image_statistics(
+                images
+            )  # first: a reward may write into its images
             scores = scorer(images, prompts, rollouts.latents.numpy() if rollouts else None)
-        return RewardReport(scores, self.timer.drain(), statistics)
+        return RewardReport(scores, self.timer.drain_spans(), statistics)

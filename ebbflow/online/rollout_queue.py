@@ -6,7 +6,7 @@ Lifecycle of a step's rollouts::
     pending --start()--> in flight --every request generated and scored--> done --next_batch()-->
     trained on
 
-``start`` puts steps in flight until there are ``max_steps_ahead`` of them and the one that trains
+``start`` puts steps in flight until there are ``count_steps_ahead`` of them and the one that trains
 next; a step is one asyncio task per request. ``next_batch`` hands the oldest step over once it is
 done.
 
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.evaluation.image_statistics import no_statistics
+from ebbflow.evaluation.image_statistics import create_missing_statistics
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.encoding import Embeddings
@@ -73,10 +73,10 @@ class StepInFlight:
     weights: WeightsVersion | None = None
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return all(task.done() for task in self.tasks)
 
-    def batch(self) -> RolloutBatch:
+    def build_batch(self) -> RolloutBatch:
         """The rollouts, once all are there; raises what went wrong with one of them."""
         return RolloutBatch(self.step, [task.result() for task in self.tasks], self.num_dropped)
 
@@ -106,17 +106,17 @@ class RolloutQueue:
         self.workers = workers
         self.sampler = sampler
         self.embeddings = embeddings
-        self.max_steps_ahead = max_steps_ahead(ctx.online)
+        self.max_steps_ahead = count_steps_ahead(ctx.online_config)
         self.weights = WeightsVersion(0)
         self.spans: list[TraceSpan] = []
-        self.pending = deque(range(first_step, ctx.online.steps))
+        self.pending = deque(range(first_step, ctx.online_config.steps))
         self.in_flight: list[StepInFlight] = []
 
     async def start(self) -> None:
         """Start the rollouts of as many steps as may be in flight."""
         while self.pending and len(self.in_flight) <= self.max_steps_ahead:
             step = self.pending.popleft()
-            self.in_flight.append(self._started(step, self.requests(step)))
+            self.in_flight.append(self._start_step(step, self.build_requests(step)))
         # A worker of this process generates when its task first runs. That must be now: once
         # training has moved the weights, they are no longer those of this version.
         await asyncio.sleep(0)
@@ -131,14 +131,16 @@ class RolloutQueue:
         Raises:
             whatever ended one of the rollouts in flight.
         """
-        overtaking = self.ctx.online.placement == "ray" and self.ctx.online.mode == "async"
+        overtaking = (
+            self.ctx.online_config.placement == "ray" and self.ctx.online_config.mode == "async"
+        )
         while True:
             self._regenerate_stale(version)
             candidates = self.in_flight if overtaking else self.in_flight[:1]
             for step in candidates:
-                if step.done and await self._received(step):
+                if step.is_done and await self._receive_step(step):
                     self.in_flight.remove(step)
-                    return step.batch()
+                    return step.build_batch()
             running = [task for step in candidates for task in step.tasks if not task.done()]
             done, _ = await asyncio.wait(
                 running, timeout=SAY_EVERY_SECONDS, return_when=asyncio.FIRST_COMPLETED
@@ -157,32 +159,34 @@ class RolloutQueue:
         """A batch with the groups of further prompts, generated with the newest weights and waited
         for.
         """
-        further = self._started(batch.step, self.requests(batch.step, prompts=prompts))
+        further = self._start_step(batch.step, self.build_requests(batch.step, prompts=prompts))
         self.in_flight.append(
             further
         )  # so that they are given up with the others if one of them fails
         await asyncio.gather(*further.tasks)
-        while not await self._received(further):
+        while not await self._receive_step(further):
             await asyncio.gather(*further.tasks)
         self.in_flight.remove(further)
-        return replace(batch, parts=[*batch.parts, *further.batch().parts])
+        return replace(batch, parts=[*batch.parts, *further.build_batch().parts])
 
     async def wait_until_done(self) -> None:
         """Wait for all rollouts in flight."""
         await asyncio.gather(*[task for step in self.in_flight for task in step.tasks])
 
-    async def fetch(self, step: StepInFlight, index: int) -> tuple[ScoredRollouts, Any, np.ndarray]:
+    async def fetch_part(
+        self, step: StepInFlight, index: int
+    ) -> tuple[ScoredRollouts, Any, np.ndarray]:
         """A part of a step in flight, its rollouts and its images, in this process."""
         while True:
             part = await step.tasks[index]
             try:
                 return (
                     part,
-                    await self.workers.fetch(part.rollouts),
-                    await self.workers.fetch(part.images),
+                    await self.workers.fetch_value(part.rollouts),
+                    await self.workers.fetch_value(part.images),
                 )
             except ResultLost as lost:
-                self._regenerate(step, index, lost)
+                self._regenerate_request(step, index, lost)
 
     async def aclose(self) -> None:
         """Give up what is in flight."""
@@ -191,7 +195,7 @@ class RolloutQueue:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def requests(
+    def build_requests(
         self, step: int, chosen: Plan | None = None, prompts: Sequence[Prompt] | None = None
     ) -> list[RolloutRequest]:
         """The rollouts of a step as requests of whole groups, about a micro-batch each, whoever
@@ -201,38 +205,44 @@ class RolloutQueue:
             chosen: which denoising steps are trained; left out, the window of the step.
             prompts: left out, those of the step.
         """
-        wanted = self.sampler.batch(step) if prompts is None else prompts
-        profiled = self.ctx.online.traces("rollout", step)
+        wanted = self.sampler.sample_batch(step) if prompts is None else prompts
+        profiled = self.ctx.online_config.is_profiled("rollout", step)
         return [
-            self._request(
-                step, some, *self.ctx.groups(some, step), chosen or self._window(step), profiled
+            self._build_request(
+                step,
+                some,
+                *self.ctx.build_sample_groups(some, step),
+                chosen or self._plan_window(step),
+                profiled,
             )
-            for some in self._micro_batches(wanted, self.ctx.config.group_size)
+            for some in self._split_prompts(wanted, self.ctx.config.group_size)
         ]
 
-    def first_pass(self, prompts: Sequence[Prompt], samples: int) -> list[RolloutRequest]:
+    def build_filter_requests(
+        self, prompts: Sequence[Prompt], samples: int
+    ) -> list[RolloutRequest]:
         """Some samples of each prompt, made as in step 0; their numbers come after those of all
         steps.
         """
-        start = self.ctx.online.steps * self.ctx.config.group_size
+        start = self.ctx.online_config.steps * self.ctx.config.group_size
         requests = []
-        for some in self._micro_batches(prompts, samples):
+        for some in self._split_prompts(prompts, samples):
             repeated = [prompt for prompt in some for _ in range(samples)]
             numbers = [start + member for _ in some for member in range(samples)]
             keys = SampleKeys(
-                self.ctx.seed,
+                self.ctx.stage_seed,
                 [prompt.prompt_id for prompt in repeated],
                 numbers,
                 self.ctx.noise_sharing[:1],
             )
-            requests.append(self._request(0, some, repeated, keys, self._window(0)))
+            requests.append(self._build_request(0, some, repeated, keys, self._plan_window(0)))
         return requests
 
-    def _micro_batches(self, prompts: Sequence[Prompt], samples: int) -> list[list[Prompt]]:
+    def _split_prompts(self, prompts: Sequence[Prompt], samples: int) -> list[list[Prompt]]:
         at_once = max(1, self.ctx.config.micro_batch // samples)
         return [list(prompts[start : start + at_once]) for start in range(0, len(prompts), at_once)]
 
-    def _request(
+    def _build_request(
         self,
         step: int,
         prompts: list[Prompt],
@@ -246,8 +256,8 @@ class RolloutQueue:
         """
         sample_index = np.repeat(np.arange(len(prompts)), len(repeated) // len(prompts))
         conditioning = self.embeddings(prompts)
-        sampler = self.ctx.online.sampler
-        size = self.ctx.size_of_step(step)
+        sampler = self.ctx.online_config.sampler
+        size = self.ctx.image_size_of_step(step)
         return RolloutRequest(
             step,
             repeated,
@@ -272,8 +282,8 @@ class RolloutQueue:
             weights: evaluated when a worker takes the request.
             with_guards: also score with the guardrail metrics, as a validation does.
         """
-        rollouts, images, report = await self.generate(request, weights)
-        profiled = self.ctx.online.traces("reward", request.step) and not with_guards
+        rollouts, images, report = await self.generate_request(request, weights)
+        profiled = self.ctx.online_config.is_profiled("reward", request.step) and not with_guards
         try:
             latents = [rollouts] if self.workers.reads_latents else []
             scored: RewardReport = await self.workers.reward.call(
@@ -281,17 +291,17 @@ class RolloutQueue:
                 lambda: (images, request.prompts, request.step, with_guards, profiled, *latents),
             )
         except ResultLost as lost:
-            _say_lost(request, lost)
+            _warn_of_loss(request, lost)
             return await self.generate_and_score(request, weights, with_guards)
         except (
             CallFailed
         ) as failure:  # the samples stay, without scores: they are masked and counted
-            unscored = ScoreTable.none(
+            unscored = ScoreTable.create_failed(
                 len(request), list(self.workers.reward_weights), str(failure)
             )
-            scored = RewardReport(unscored, [], no_statistics(len(request)))
+            scored = RewardReport(unscored, [], create_missing_statistics(len(request)))
         self.spans += scored.spans
-        scores = scored.scores.where(report.finite)
+        scores = scored.scores.fail_broken_latents(report.finite)
         statistics = {
             name: np.where(report.finite, values, np.nan)
             for name, values in scored.statistics.items()
@@ -300,7 +310,7 @@ class RolloutQueue:
             request, rollouts, images, report, scores, report.spans + scored.spans, statistics
         )
 
-    async def generate(
+    async def generate_request(
         self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
     ) -> tuple[object, object, RolloutReport]:
         """(handle of the rollouts, handle of the images, report) of a request.
@@ -321,16 +331,16 @@ class RolloutQueue:
         self.spans += report.spans
         return rollouts, images, report
 
-    def _started(self, step: int, requests: Sequence[RolloutRequest]) -> StepInFlight:
+    def _start_step(self, step: int, requests: Sequence[RolloutRequest]) -> StepInFlight:
         """A step in flight. Its weights are those of now, or in mode ``async`` the newest when a
         worker takes a request.
         """
-        weights = None if self.ctx.online.mode == "async" else self.weights
+        weights = None if self.ctx.online_config.mode == "async" else self.weights
         return StepInFlight(
-            step, [self._roll_out(request, weights) for request in requests], weights=weights
+            step, [self._start_request(request, weights) for request in requests], weights=weights
         )
 
-    def _roll_out(
+    def _start_request(
         self, request: RolloutRequest, weights: WeightsVersion | None
     ) -> asyncio.Future[ScoredRollouts]:
         """The task of a request; ``weights``: as in ``StepInFlight``."""
@@ -338,11 +348,11 @@ class RolloutQueue:
             self.generate_and_score(request, lambda: weights or self.weights)
         )
 
-    async def _received(self, step: StepInFlight) -> bool:
+    async def _receive_step(self, step: StepInFlight) -> bool:
         """Whether the ranks have got the rollouts of a finished step; those that are gone are
         generated again.
         """
-        rollouts = [part.rollouts for part in step.batch().parts]
+        rollouts = [part.rollouts for part in step.build_batch().parts]
         with suppress(ResultLost):
             await self.workers.training.call("receive", *rollouts)
             return True
@@ -350,37 +360,37 @@ class RolloutQueue:
             try:
                 await self.workers.training.call("receive", handle)
             except ResultLost as lost:
-                self._regenerate(step, index, lost)
-        return step.done
+                self._regenerate_request(step, index, lost)
+        return step.is_done
 
-    def _regenerate(self, step: StepInFlight, index: int, lost: ResultLost) -> None:
+    def _regenerate_request(self, step: StepInFlight, index: int, lost: ResultLost) -> None:
         request = step.tasks[index].result().request
-        _say_lost(request, lost)
-        step.tasks[index] = self._roll_out(request, step.weights)
+        _warn_of_loss(request, lost)
+        step.tasks[index] = self._start_request(request, step.weights)
 
     def _regenerate_stale(self, version: int) -> None:
         """Generate those requests of finished steps again that are too old for a policy of
         ``version``.
         """
-        if self.ctx.online.mode != "async":
+        if self.ctx.online_config.mode != "async":
             return
-        oldest = version - self.ctx.online.staleness
-        for step in [step for step in self.in_flight if step.done]:
-            for index, part in enumerate(step.batch().parts):
+        oldest = version - self.ctx.online_config.staleness
+        for step in [step for step in self.in_flight if step.is_done]:
+            for index, part in enumerate(step.build_batch().parts):
                 if part.report.version < oldest:
                     step.num_dropped += len(part.request)
-                    step.tasks[index] = self._roll_out(part.request, step.weights)
+                    step.tasks[index] = self._start_request(part.request, step.weights)
 
-    def _window(self, step: int) -> Plan | None:
-        return self.ctx.plan(self.workers.steps_before + step)
+    def _plan_window(self, step: int) -> Plan | None:
+        return self.ctx.plan_window(self.workers.steps_before + step)
 
 
-def _say_lost(request: RolloutRequest, lost: ResultLost) -> None:
+def _warn_of_loss(request: RolloutRequest, lost: ResultLost) -> None:
     logger.warning(
         "%d samples of step %d are generated again: %s", len(request), request.step, lost
     )
 
 
-def max_steps_ahead(config: OnlineStageConfig) -> int:
+def count_steps_ahead(config: OnlineStageConfig) -> int:
     """Steps whose rollouts are in flight while another one trains."""
     return {"sync": 0, "one_step_off": 1, "async": config.staleness}[config.mode]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbflow.models.base import Size, in_size
+from ebbflow.models.base import Size, generate_in_size
 from ebbflow.online.messages import RolloutReport, RolloutRequest
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.rollouts.engine import Diffusers, Engine
@@ -43,38 +43,38 @@ class RolloutWorker:
         Raises:
             TransferError: the weights that arrived are not those that were sent.
         """
-        receive_seconds = self._load(weights, request.step)
+        receive_seconds = self._load_weights(weights, request.step)
         with (
-            self.timer.task(request.task, request.step, request.profiled),
-            self._drawing_at(request.size),
+            self.timer.time_task(request.task, request.step, request.profiled),
+            self._generate_at_size(request.size),
         ):
-            conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index))
+            conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index))
             rollouts, images = self.engine.generate(
                 conditioning, request.keys, request.sampler, request.plan
             )
         report = RolloutReport(
-            weights.version, receive_seconds, rollouts.finite, self.timer.drain()
+            weights.version, receive_seconds, rollouts.finite_samples, self.timer.drain_spans()
         )
-        return rollouts.to(torch.device("cpu")), images, report
+        return rollouts.move_to(torch.device("cpu")), images, report
 
     def close(self) -> None:
         self.engine.close()
 
-    def _drawing_at(self, size: Size | None) -> AbstractContextManager[None]:
+    def _generate_at_size(self, size: Size | None) -> AbstractContextManager[None]:
         if size is None:
             return nullcontext()
         assert isinstance(self.engine, Diffusers), (
             "the recipe rejects several sizes of other engines"
         )
-        return in_size(self.engine.policy.model, size)
+        return generate_in_size(self.engine.policy.model, size)
 
-    def _load(self, weights: WeightsVersion, step: int) -> float:
+    def _load_weights(self, weights: WeightsVersion, step: int) -> float:
         """Bring the engine to these weights; seconds that it took. Without a digest the engine
         shares the trainer's.
         """
         if not weights.digest or (weights.version, weights.digest) == self.loaded:
             return 0.0
-        with self.timer.task("receive", step):
-            self.engine.load(weights.receive(self.fetch))
+        with self.timer.time_task("receive", step):
+            self.engine.load(weights.receive_tensors(self.fetch))
             self.loaded = weights.version, weights.digest
         return self.timer.spans[-1].seconds

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ebbflow.evaluation.image_statistics import effect_size
+from ebbflow.evaluation.image_statistics import compute_effect_size
 from ebbflow.online.messages import RolloutBatch
 from ebbflow.stage import StageContext
 from ebbflow.training.stage_loop import StageState
@@ -39,26 +39,30 @@ def watch_statistics(ctx: StageContext, state: StageState, batch: RolloutBatch) 
         if np.isfinite(values).any()
     }
     found = {
-        name: _found(batch.statistics[name][finite], batch.prompt_ids[finite])
+        name: _summarize_statistic(batch.statistics[name][finite], batch.prompt_ids[finite])
         for name, finite in seen.items()
     }
     for name, now in found.items():
         of_size.setdefault(name, list(now))
     firsts = {name: _Statistic(*of_size[name]) for name in found}
     shifts = {
-        name: effect_size(batch.statistics[name][finite], *firsts[name][:2])
+        name: compute_effect_size(batch.statistics[name][finite], *firsts[name][:2])
         for name, finite in seen.items()
     }
-    limit = math.inf if ctx.online.statistics_alarm is None else ctx.online.statistics_alarm
+    limit = (
+        math.inf
+        if ctx.online_config.statistics_alarm is None
+        else ctx.online_config.statistics_alarm
+    )
     ringing = [
         name
         for name, shift in shifts.items()
-        if abs(shift) > limit + _chance(found[name], firsts[name])
+        if abs(shift) > limit + _compute_chance_shift(found[name], firsts[name])
     ]
     for name in ringing:
         if name not in state.statistic_alarms:
             state.statistic_alarms.append(name)
-            _ring(ctx, state, name, firsts[name].mean, found[name].mean, shifts[name])
+            _add_alarm(ctx, state, name, firsts[name].mean, found[name].mean, shifts[name])
     metrics = {f"statistic/{name}": now.mean for name, now in found.items()}
     metrics |= {f"statistic_shift/{name}": shift for name, shift in shifts.items()}
     return metrics | {"alarm/statistics": float(bool(ringing))}
@@ -79,7 +83,7 @@ class _Statistic(NamedTuple):
     squares: float
 
 
-def _found(values: np.ndarray, prompt_ids: np.ndarray) -> _Statistic:
+def _summarize_statistic(values: np.ndarray, prompt_ids: np.ndarray) -> _Statistic:
     _, of_sample = np.unique(prompt_ids, return_inverse=True)
     means = np.bincount(of_sample, values) / np.bincount(of_sample)
     return _Statistic(
@@ -90,7 +94,7 @@ def _found(values: np.ndarray, prompt_ids: np.ndarray) -> _Statistic:
     )
 
 
-def _chance(now: _Statistic, first: _Statistic) -> float:
+def _compute_chance_shift(now: _Statistic, first: _Statistic) -> float:
     """Effect size that chance rarely exceeds: that of two pooled standard errors of the difference
     of two means.
 
@@ -110,16 +114,16 @@ def _chance(now: _Statistic, first: _Statistic) -> float:
     return quantile * math.sqrt(variance * (1 / now.prompts + 1 / first.prompts)) / first.spread
 
 
-def _ring(
+def _add_alarm(
     ctx: StageContext, state: StageState, name: str, first: float, mean: float, shift: float
 ) -> None:
     state.alarms.append(
         f"{name} of the images went from {first:.3g} to {mean:.3g}, {shift:+.2g} standard"
-        f" deviations, above statistics_alarm = {ctx.online.statistics_alarm:g}, in step"
+        f" deviations, above statistics_alarm = {ctx.online_config.statistics_alarm:g}, in step"
         f" {state.step}"
     )
     warnings.warn(
-        f"{ctx.label}: {state.alarms[-1]}: images that change while the reward rises are how gamed"
-        " rewards begin; look at the samples and the guardrails",
+        f"{ctx.stage_label}: {state.alarms[-1]}: images that change while the reward rises are how"
+        " gamed rewards begin; look at the samples and the guardrails",
         stacklevel=3,
     )

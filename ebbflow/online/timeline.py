@@ -29,13 +29,13 @@ class Timeline:
         self.seconds: dict[str, float] = {}
         self._by_step: dict[int, list[TraceSpan]] = defaultdict(list)
 
-    def add(self, spans: Iterable[TraceSpan]) -> None:
+    def add_spans(self, spans: Iterable[TraceSpan]) -> None:
         for span in spans:
             self.spans.append(span)
             self._by_step[span.step].append(span)
             self.seconds[span.task] = self.seconds.get(span.task, 0.0) + span.seconds
 
-    def utilisation(self, step: int, steps_ahead: int) -> dict[str, float]:
+    def compute_utilisation(self, step: int, steps_ahead: int) -> dict[str, float]:
         """The share of a step's time in which the workers of each role were busy, between 0 and 1;
         empty for an unknown step.
 
@@ -57,7 +57,7 @@ class Timeline:
             for role in ROLES
         }
 
-    def table(self) -> bytes:
+    def encode_json(self) -> bytes:
         """All of it as JSON."""
         steps = [
             {"step": step, "start": start, "end": end} for step, (start, end) in self.steps.items()
@@ -68,18 +68,21 @@ class Timeline:
         ]
         return json.dumps({"steps": steps, "spans": spans}, indent=1).encode()
 
-    def picture(self) -> bytes:
+    def render_png(self) -> bytes:
         """PNG of the last steps."""
-        from ebbflow.plots.charts import Span, timeline  # imports matplotlib, which takes a second
+        from ebbflow.plots.charts import (  # imports matplotlib, which takes a second
+            Span,
+            plot_timeline,
+        )
 
         ordered = sorted(self.spans, key=lambda span: ROLES.index(span.role))
-        return timeline(
+        return plot_timeline(
             [Span(span.role, span.worker, span.task, span.start, span.end) for span in ordered],
             self.steps,
         )
 
 
-def seconds_by_task(spans: Iterable[TraceSpan]) -> dict[str, float]:
+def sum_seconds_by_task(spans: Iterable[TraceSpan]) -> dict[str, float]:
     """Seconds that workers were busy, by task."""
     seconds: dict[str, float] = {}
     for span in spans:

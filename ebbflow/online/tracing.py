@@ -57,7 +57,7 @@ class TaskTimer:
     profiled_steps: set[int] = field(default_factory=set)
 
     @contextmanager
-    def task(self, name: str, step: int, profiled: bool = False) -> Iterator[None]:
+    def time_task(self, name: str, step: int, profiled: bool = False) -> Iterator[None]:
         first = profiled and step not in self.profiled_steps
         profiler: AbstractContextManager[dict[str, bytes]] = (
             profile_block() if first else nullcontext({})
@@ -71,7 +71,7 @@ class TaskTimer:
             self.profiled_steps.add(step)
             self.spans.append(TraceSpan(self.role, self.worker, "profile", step, end, time.time()))
 
-    def drain(self) -> list[TraceSpan]:
+    def drain_spans(self) -> list[TraceSpan]:
         """The spans since the last call."""
         spans = self.spans
         self.spans = []

@@ -17,13 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.advantages import PromptStatistics
-from ebbflow.algorithms.policy_gradient import dead_share
+from ebbflow.algorithms.policy_gradient import compute_dead_share
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Conditioning
-from ebbflow.models.base import device_of, in_size, require_pixels
-from ebbflow.models.encoding import Embeddings, embed
-from ebbflow.online.first_update_alarm import first_update_alarms
+from ebbflow.models.base import device_of, generate_in_size, require_pixels
+from ebbflow.models.encoding import Embeddings, embed_prompts
+from ebbflow.online.first_update_alarm import find_first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
 from ebbflow.online.tracing import TaskTimer
 from ebbflow.recipe.algorithms import (
@@ -33,28 +33,28 @@ from ebbflow.recipe.algorithms import (
     MatchingConfig,
 )
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.generate import Rollouts, join
-from ebbflow.rollouts.parity import measure_parity, parity_bar
-from ebbflow.rollouts.weights import Tensors, WeightsVersion, bucketize, checksum
-from ebbflow.seeding import Stream, generator
+from ebbflow.rollouts.generate import Rollouts, join_rollouts
+from ebbflow.rollouts.parity import compute_parity_bar, measure_parity
+from ebbflow.rollouts.weights import Tensors, WeightsVersion, compute_checksum, split_into_buckets
+from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import StageContext
 from ebbflow.training.batches import (
     CorrectedRollout,
     RowBatch,
     SampleGroups,
-    forward_batch,
-    num_micro_batches,
+    build_forward_batch,
+    build_trajectory_batch,
+    count_shared_micro_batches,
     shard_for_rank,
     split_evenly,
-    trajectory_batch,
 )
-from ebbflow.training.checkpoint import restore, write_part
-from ebbflow.training.direct_align import direct_align_batch
+from ebbflow.training.checkpoint import restore_updater, write_part
+from ebbflow.training.direct_align import build_direct_align_batch
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.matching import matching_batch, student_steps
+from ebbflow.training.matching import build_matching_batch, sample_student_steps
 from ebbflow.training.policy_io import save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata
-from ebbflow.training.reward_gradients import gradient_batch
+from ebbflow.training.reward_gradients import build_gradient_batch
 from ebbflow.training.rollout_correction import apply_rollout_correction
 from ebbflow.training.rollout_forward import reuse_rollout_forward
 from ebbflow.training.update import PolicyUpdater
@@ -85,15 +85,17 @@ class TrainingWorker:
         self.metadata = metadata
         self.rank = rank
         self.scorer = scorer
-        if scorer and isinstance(ctx.config.hyper, GradientConfig):
+        if scorer and isinstance(ctx.config.hyper_parameters, GradientConfig):
             scorer.require_gradients(ctx.config.algorithm_name)
-            if scorer.looks_at_images:
+            if scorer.trains_on_images:
                 require_pixels(updater.policy.model, ctx.config.algorithm_name)
         self.timer = TaskTimer("training", rank)
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""
-        return embed(self.updater.policy.model, prompts, negatives=self.ctx.config.guides_a_copy)
+        return embed_prompts(
+            self.updater.policy.model, prompts, negatives=self.ctx.config.needs_guided_copy
+        )
 
     def receive(self, *rollouts: Rollouts) -> None:
         """Nothing: what a worker is given comes to its machine, or is found to be gone, before a
@@ -103,11 +105,16 @@ class TrainingWorker:
     def train(self, batch: TrainingBatch, *rollouts: Rollouts) -> TrainingReport:
         """The updates of a step, on the rollouts of all its requests."""
         model = self.updater.policy.model
-        with self.timer.task("training", batch.step, batch.profiled), in_size(model, batch.size):
-            metrics = train_on_batch(self.ctx, self.updater, batch, join(rollouts), self.scorer)
+        with (
+            self.timer.time_task("training", batch.step, batch.profiled),
+            generate_in_size(model, batch.size),
+        ):
+            metrics = train_on_batch(
+                self.ctx, self.updater, batch, join_rollouts(rollouts), self.scorer
+            )
             self.updater.finish_step()
         return TrainingReport(
-            metrics, self.updater.updates, self.updater.alarms, self.timer.drain()
+            metrics, self.updater.updates, self.updater.alarms, self.timer.drain_spans()
         )
 
     def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
@@ -134,8 +141,8 @@ class TrainingWorker:
             return WeightsVersion(version)
         return WeightsVersion(
             version,
-            checksum(whole),
-            tuple(bucketize(whole)),
+            compute_checksum(whole),
+            tuple(split_into_buckets(whole)),
             sum(value.nbytes for value in whole.values()),
         )
 
@@ -145,12 +152,14 @@ class TrainingWorker:
         """
         policy = self.updater.policy
         device = device_of(policy.model)
-        conditioning = request.conditioning.rows(torch.from_numpy(request.sample_index)).to(device)
-        trajectory = rollouts.to(device).trajectory
+        conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index)).to(
+            device
+        )
+        trajectory = rollouts.move_to(device).trajectory
         assert trajectory is not None, "the samples of the parity gate are recorded"
-        bar = parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
+        bar = compute_parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
         micro_batch = self.ctx.config.micro_batch
-        with policy.using(self.updater.algorithm.generates):
+        with policy.use_copy(self.updater.algorithm.generates):
             return measure_parity(
                 policy, trajectory, conditioning, request.keys, request.sampler, bar, micro_batch
             )
@@ -174,7 +183,7 @@ class TrainingWorker:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Continue from a checkpoint."""
-        restore(folder, self.updater)
+        restore_updater(folder, self.updater)
 
 
 def train_on_batch(
@@ -196,7 +205,7 @@ def train_on_batch(
     conditioning = batch.conditioning.to(device_of(updater.policy.model))
     updater.start_rollout()
     if not ctx.config.guidance_in_loss:
-        conditioning = conditioning.unguided()
+        conditioning = conditioning.without_guidance()
     trajectory: CorrectedRollout | None = None
     metrics: dict[str, float] = {}
     if rollouts.trajectory is not None:
@@ -210,16 +219,20 @@ def train_on_batch(
                 trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device)
             )
     updates: list[dict[str, float]] = []
-    for groups in _groups_of_updates(ctx, batch):
-        if left := groups if trajectory is None else trajectory.kept(np.concatenate(groups)):
+    for groups in _split_groups_over_updates(ctx, batch):
+        if (
+            left := groups
+            if trajectory is None
+            else trajectory.list_kept_rows(np.concatenate(groups))
+        ):
             shard = shard_for_rank(left, Ranks.current())
             before: dict[str, float] = {}
-            if isinstance(ctx.config.hyper, GradientConfig):
+            if isinstance(ctx.config.hyper_parameters, GradientConfig):
                 assert scorer is not None, (
                     "who opens a worker for such an algorithm gives it the rewards"
                 )
-                if isinstance(ctx.config.hyper, DirectAlignConfig):
-                    rows = _direct_align_rows(
+                if isinstance(ctx.config.hyper_parameters, DirectAlignConfig):
+                    rows = _build_direct_align_rows(
                         ctx,
                         batch,
                         updater,
@@ -229,53 +242,62 @@ def train_on_batch(
                         np.concatenate(shard),
                     )
                 else:
-                    rows = _gradient_rows(
+                    rows = _build_gradient_rows(
                         ctx,
                         batch,
                         updater,
                         scorer,
                         conditioning,
                         np.concatenate(shard),
-                        _passes(ctx, left),
+                        _count_passes(ctx, left),
                     )
-            elif isinstance(ctx.config.hyper, MatchingConfig):
-                rows, before = _matching_rows(
-                    ctx, batch, updater, conditioning, np.concatenate(shard), _passes(ctx, left)
+            elif isinstance(ctx.config.hyper_parameters, MatchingConfig):
+                rows, before = _build_matching_rows(
+                    ctx,
+                    batch,
+                    updater,
+                    conditioning,
+                    np.concatenate(shard),
+                    _count_passes(ctx, left),
                 )
             else:
-                rows = _loss_rows(
-                    ctx, batch, rollouts, conditioning, trajectory, shard, updater.schedule
+                rows = _build_loss_rows(
+                    ctx, batch, rollouts, conditioning, trajectory, shard, updater.sampler_sigmas
                 )
-            updates.append(before | _update(ctx, updater, rows, left, batch.prompt_sets))
+            updates.append(before | _update_policy(ctx, updater, rows, left, batch.prompt_sets))
     if updates and "ratio/deviation" in updates[0]:
         metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
-        metrics["ratio/first_dead_share"] = dead_share(updates[0])
+        metrics["ratio/first_dead_share"] = compute_dead_share(updates[0])
     if updater.steps == 0 and trajectory is not None:
-        updater.alarms += first_update_alarms(
-            ctx.online, updater.policy.model.precision, metrics, rollouts.latents[0].numel()
+        updater.alarms += find_first_update_alarms(
+            ctx.online_config, updater.policy.model.precision, metrics, rollouts.latents[0].numel()
         )
     return (
-        metrics | _means(updates) | {"skipped_updates": ctx.online.updates_per_step - len(updates)}
+        metrics
+        | _average_metrics(updates)
+        | {"skipped_updates": ctx.online_config.updates_per_step - len(updates)}
     )
 
 
-def _groups_of_updates(ctx: StageContext, batch: TrainingBatch) -> list[SampleGroups]:
+def _split_groups_over_updates(ctx: StageContext, batch: TrainingBatch) -> list[SampleGroups]:
     """The algorithm's sample groups, shuffled and split over the updates of a step; fewer updates
     when groups are too few.
     """
     prompt_ids = np.array(batch.keys.prompt_ids)
-    groups = ctx.algorithm.select(batch.advantages, batch.keep, prompt_ids, ctx.config.hyper)
-    order = generator(
-        ctx.seed, prompt_id=0, sample=batch.step, step=0, stream=Stream.ORDER
+    groups = ctx.algorithm.select(
+        batch.advantages, batch.keep, prompt_ids, ctx.config.hyper_parameters
+    )
+    order = make_generator(
+        ctx.stage_seed, prompt_id=0, sample=batch.step, step=0, stream=Stream.ORDER
     ).permutation(len(groups))
     return [
         part
-        for part in split_evenly([groups[i] for i in order], ctx.online.updates_per_step)
+        for part in split_evenly([groups[i] for i in order], ctx.online_config.updates_per_step)
         if part
     ]
 
 
-def _loss_rows(
+def _build_loss_rows(
     ctx: StageContext,
     batch: TrainingBatch,
     rollouts: Rollouts,
@@ -291,30 +313,30 @@ def _loss_rows(
     device = conditioning.device
     if rollouts.velocities:
         numbers.sort()  # in the order of the rollout, whose passes are those of the update
-    samples, steps = (numbers, None) if trajectory is None else trajectory.only(numbers)
-    keys = batch.keys.take(samples)
-    conditioning = conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
+    samples, steps = (numbers, None) if trajectory is None else trajectory.select_rows(numbers)
+    keys = batch.keys.select_samples(samples)
+    conditioning = conditioning.select_rows(torch.from_numpy(batch.sample_index[samples]))
     values = batch.advantages if batch.step_advantages is None else batch.step_advantages
     advantages = torch.from_numpy(values[samples]).to(device)
     if steps is not None:
-        rows = trajectory_batch(
-            steps.to(device), conditioning, advantages, keys, ctx.config.sampler
+        rows = build_trajectory_batch(
+            steps.move_to(device), conditioning, advantages, keys, ctx.config.sampler
         )
         return (
             reuse_rollout_forward(rows, numbers, rollouts.velocities)
             if rollouts.velocities
             else rows
         )
-    hyper = ctx.config.hyper
+    hyper = ctx.config.hyper_parameters
     assert isinstance(hyper, ForwardConfig)
     group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     clean = rollouts.latents[samples].to(device)
-    return forward_batch(
+    return build_forward_batch(
         clean, conditioning, advantages, keys, group_index, hyper, schedule, visit=0
     )
 
 
-def _gradient_rows(
+def _build_gradient_rows(
     ctx: StageContext,
     batch: TrainingBatch,
     updater: PolicyUpdater,
@@ -324,25 +346,25 @@ def _gradient_rows(
     passes: int,
 ) -> RowBatch:
     """The rows of some samples whose rewards give a gradient."""
-    hyper = ctx.config.hyper
+    hyper = ctx.config.hyper_parameters
     update = updater.progress.updates
     assert isinstance(hyper, GradientConfig)
-    draw = generator(ctx.seed, prompt_id=0, sample=update, step=0, stream=Stream.WINDOWS)
-    return gradient_batch(
+    draw = make_generator(ctx.stage_seed, prompt_id=0, sample=update, step=0, stream=Stream.WINDOWS)
+    return build_gradient_batch(
         model=updater.policy.model,
-        conditioning=conditioning.rows(torch.from_numpy(batch.sample_index[samples])),
+        conditioning=conditioning.select_rows(torch.from_numpy(batch.sample_index[samples])),
         advantage=torch.from_numpy(batch.advantages[samples]).to(conditioning.device),
-        keys=batch.keys.take(samples),
+        keys=batch.keys.select_samples(samples),
         prompts=[batch.prompts[sample] for sample in samples],
-        sigmas=updater.schedule,
+        sigmas=updater.sampler_sigmas,
         first_step=hyper.first_step(ctx.config.sampler.steps, draw),
         steps_with_gradient=hyper.steps_with_gradient,
-        score=scorer.of_latents_with_gradient,
+        score=scorer.score_latents_with_gradient,
         passes=passes,
     )
 
 
-def _direct_align_rows(
+def _build_direct_align_rows(
     ctx: StageContext,
     batch: TrainingBatch,
     updater: PolicyUpdater,
@@ -352,22 +374,22 @@ def _direct_align_rows(
     samples: np.ndarray,
 ) -> RowBatch:
     """The rows of some samples that are recovered with gradient."""
-    hyper = ctx.config.hyper
+    hyper = ctx.config.hyper_parameters
     assert isinstance(hyper, DirectAlignConfig)
-    return direct_align_batch(
+    return build_direct_align_batch(
         model=updater.policy.model,
         clean=latents[samples].to(conditioning.device),
-        conditioning=conditioning.rows(torch.from_numpy(batch.sample_index[samples])),
+        conditioning=conditioning.select_rows(torch.from_numpy(batch.sample_index[samples])),
         advantage=torch.from_numpy(batch.advantages[samples]).to(conditioning.device),
-        keys=batch.keys.take(samples),
+        keys=batch.keys.select_samples(samples),
         prompts=[batch.prompts[sample] for sample in samples],
         config=hyper,
         update=updater.progress.updates,
-        score=scorer.of_latents_with_gradient,
+        score=scorer.score_latents_with_gradient,
     )
 
 
-def _matching_rows(
+def _build_matching_rows(
     ctx: StageContext,
     batch: TrainingBatch,
     updater: PolicyUpdater,
@@ -378,33 +400,33 @@ def _matching_rows(
     """(the rows of some samples, metrics of the fake score), once the fake score has followed the
     policy.
     """
-    hyper = ctx.config.hyper
+    hyper = ctx.config.hyper_parameters
     assert isinstance(hyper, MatchingConfig)
-    conditioning = conditioning.rows(torch.from_numpy(batch.sample_index[samples]))
+    conditioning = conditioning.select_rows(torch.from_numpy(batch.sample_index[samples]))
     advantage = torch.from_numpy(batch.advantages[samples]).to(conditioning.device)
-    keys = batch.keys.take(samples)
-    steps = student_steps(
-        updater.policy, conditioning, keys, ctx.config.sampler, updater.schedule, passes
+    keys = batch.keys.select_samples(samples)
+    steps = sample_student_steps(
+        updater.policy, conditioning, keys, ctx.config.sampler, updater.sampler_sigmas, passes
     )
     fake = [
-        updater.update_fake(matching_batch(steps, advantage, hyper, draw), passes)
+        updater.update_fake_score(build_matching_batch(steps, advantage, hyper, draw), passes)
         for draw in range(hyper.fake_updates)
     ]
-    return matching_batch(steps, advantage, hyper, hyper.fake_updates), _means(fake)
+    return build_matching_batch(steps, advantage, hyper, hyper.fake_updates), _average_metrics(fake)
 
 
-def _passes(ctx: StageContext, groups: SampleGroups) -> int:
+def _count_passes(ctx: StageContext, groups: SampleGroups) -> int:
     """Forward-backward passes of an update on some sample groups, on every rank."""
-    hyper = ctx.config.hyper
+    hyper = ctx.config.hyper_parameters
     draws = 1
     if isinstance(hyper, ForwardConfig):
         draws = hyper.noise_levels
     elif isinstance(hyper, GradientConfig):
         draws = hyper.rows_per_sample
-    return num_micro_batches(groups, Ranks.current().world, draws, ctx.config.micro_batch)
+    return count_shared_micro_batches(groups, Ranks.current().world, draws, ctx.config.micro_batch)
 
 
-def _update(
+def _update_policy(
     ctx: StageContext,
     updater: PolicyUpdater,
     rows: RowBatch,
@@ -416,9 +438,9 @@ def _update(
     """
     world = Ranks.current().world
     passes = (
-        int(rows.group_index[-1]) + 1 if rows.inputs.predicted else _passes(ctx, groups)
+        int(rows.group_index[-1]) + 1 if rows.inputs.predicted else _count_passes(ctx, groups)
     )  # the rollout's, each a group
-    metrics = updater.update(rows, passes, prompt_sets)
+    metrics = updater.update_policy(rows, passes, prompt_sets)
     if (
         len(groups) < world and "grad_variance" in metrics
     ):  # every rank had all of them, and each counted as another row
@@ -426,7 +448,7 @@ def _update(
     return metrics
 
 
-def _means(updates: list[dict[str, float]]) -> dict[str, float]:
+def _average_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over the updates of a step; each metric over the updates that have it."""
     names = dict.fromkeys(name for update in updates for name in update)
     return {name: fmean(update[name] for update in updates if name in update) for name in names}

@@ -98,11 +98,11 @@ class ThreadWorker(LocalWorker):
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
-        def deliver(resolve: Callable[[Any], None], outcome: Any) -> None:
+        def deliver_outcome(resolve: Callable[[Any], None], outcome: Any) -> None:
             if not done.done():  # else the call was abandoned
                 resolve(outcome)
 
-        def run() -> None:
+        def run_call() -> None:
             try:
                 resolve = done.set_result
                 outcome = getattr(self.target, method)(*arguments)
@@ -112,9 +112,9 @@ class ThreadWorker(LocalWorker):
                 resolve = done.set_exception
                 outcome = error
             with suppress(RuntimeError):  # the stage ended and closed its loop
-                loop.call_soon_threadsafe(deliver, resolve, outcome)
+                loop.call_soon_threadsafe(deliver_outcome, resolve, outcome)
 
-        threading.Thread(target=run, name=f"reward {self.index}", daemon=True).start()
+        threading.Thread(target=run_call, name=f"reward {self.index}", daemon=True).start()
         return await done
 
 
@@ -177,13 +177,13 @@ class WorkerPool:
                         raise
                     last = TimeoutError(f"no answer after {self.timeout:g} s") if hung else error
                     if hung or isinstance(error, WorkerDied):
-                        worker = await self._replaced(worker, last)
+                        worker = await self._replace_worker(worker, last)
             raise CallFailed(last, self.max_attempts) from last
         finally:
             self.idle.append(worker)
             self.turn.release()
 
-    async def _replaced(self, worker: Worker, error: Exception) -> Worker:
+    async def _replace_worker(self, worker: Worker, error: Exception) -> Worker:
         what = "died" if isinstance(error, WorkerDied) else "hung"
         logger.warning(
             "%s worker %d %s; another is started (%s)", self.role, worker.index, what, error
@@ -195,7 +195,7 @@ class WorkerPool:
         return replacement
 
 
-def rollout_pool(
+def build_rollout_pool(
     workers: Sequence[Worker], start_worker: StartWorker, timeout: float | None = None
 ) -> WorkerPool:
     """Rollout workers: a request is repeated when its worker died or hung; errors of the engine end
@@ -204,18 +204,18 @@ def rollout_pool(
     return WorkerPool("rollout", workers, start_worker, timeout, max_attempts=MAX_DEATHS)
 
 
-def reward_pool(
+def build_reward_pool(
     workers: Sequence[Worker], start_worker: StartWorker, scoring: ScoringConfig
 ) -> WorkerPool:
     """Reward workers, retried as the recipe says: rewards are other people's code and servers. A
     broken contract is final, and so are images that are gone.
     """
 
-    def may_pass(error: Exception) -> bool:
+    def is_retryable(error: Exception) -> bool:
         return not isinstance(error, (RewardError, ResultLost))
 
     return WorkerPool(
-        "reward", workers, start_worker, scoring.timeout, scoring.retries + 1, may_pass
+        "reward", workers, start_worker, scoring.timeout, scoring.retries + 1, is_retryable
     )
 
 
@@ -242,15 +242,17 @@ class TrainingGroup:
         calls = [asyncio.ensure_future(rank.call(method, *arguments)) for rank in self.ranks]
         try:
             _, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if running and not any(isinstance(error, StageError) for error in _errors(calls)):
+            if running and not any(
+                isinstance(error, StageError) for error in _collect_errors(calls)
+            ):
                 await asyncio.wait(
                     running, timeout=self.grace
                 )  # one rank failed: the others may know why
         finally:
             for call in calls:
                 call.cancel()  # those that are left would wait for the rank that failed
-        if errors := _errors(calls):
-            raise _explained(errors)
+        if errors := _collect_errors(calls):
+            raise _explain_errors(errors)
         return [call.result() for call in calls]
 
     async def call_first(self, method: str, *arguments: Any) -> Any:
@@ -258,7 +260,7 @@ class TrainingGroup:
         return await self.ranks[0].call(method, *arguments)
 
 
-def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+def _collect_errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
     return [
         error
         for call in calls
@@ -266,7 +268,7 @@ def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
     ]
 
 
-def _explained(errors: Sequence[BaseException]) -> BaseException:
+def _explain_errors(errors: Sequence[BaseException]) -> BaseException:
     first = next((error for error in errors if isinstance(error, StageError)), errors[0])
     for other in errors:
         if other is not first and str(other) != str(first):
@@ -290,19 +292,19 @@ class StageWorkers(Protocol):
     reward_weights: dict[str, float]
     reads_latents: bool
 
-    async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
+    async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         """The weights that generate from now on: of a copy of the policy; left out, of the one that
         the algorithm rolls out.
         """
 
-    async def fetch(self, handle: Handle) -> Any:
+    async def fetch_value(self, handle: Handle) -> Any:
         """The value of a handle, in this process.
 
         Raises:
             ResultLost: it is gone.
         """
 
-    def put(self, value: Any) -> Handle:
+    def put_value(self, value: Any) -> Handle:
         """A handle of a value, which is sent to several workers once."""
 
     async def save_policy(self, folder: Path, *arguments: Any) -> None:

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
-from ebbflow.formatting import significant
+from ebbflow.formatting import format_number
 
 INK = "#5b6471"
 FAINT = "#9aa3af"
@@ -155,13 +155,13 @@ class Chart(NamedTuple):
     svg: Markup
 
 
-def label(metric: str) -> str:
+def format_metric_name(metric: str) -> str:
     """A metric's name on the page: ``exact_match`` becomes "Exact match"."""
     words = metric.replace("_", " ")
     return words.upper() if words in ("ocr", "kl") else words[:1].upper() + words[1:]
 
 
-def progress(
+def plot_progress(
     evaluations: Sequence[Evaluation],
     metrics: Sequence[str],
     chosen: str,
@@ -171,18 +171,18 @@ def progress(
 
     A ring marks the ``chosen`` label; a dashed line is the champion.
     """
-    return [_progress(evaluations, metric, chosen, champion) for metric in metrics]
+    return [_plot_metric_progress(evaluations, metric, chosen, champion) for metric in metrics]
 
 
-def _progress(
+def _plot_metric_progress(
     evaluations: Sequence[Evaluation], metric: str, chosen: str, champion: Evaluation | None
 ) -> Chart:
     labels = [evaluation.label for evaluation in evaluations]
-    name = label(metric)
+    name = format_metric_name(metric)
     values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
     at = labels.index(chosen)
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(2.9, 1.7)
+        figure, axes = _create_figure(2.9, 1.7)
         axes.plot(range(len(values)), values, color=SERIES[0], marker="o", markersize=4)
         axes.plot(
             [at],
@@ -197,17 +197,19 @@ def _progress(
             axes.axhline(its, color=INK, linestyle=(0, (4, 3)), linewidth=1)
         axes.set_xlim(-0.3, len(values) - 0.7)
         _label_evaluations(axes, labels)
-        _plain_scale(axes)
+        _set_plain_scale(axes)
         axes.grid(axis="x", visible=False)
         steps = ", ".join(
-            f"{each} {significant(value)}" for each, value in zip(labels, values, strict=True)
+            f"{each} {format_number(value)}" for each, value in zip(labels, values, strict=True)
         )
         return Chart(
-            name, significant(values[at]), _svg(figure, f"{name} over the evaluations: {steps}")
+            name,
+            format_number(values[at]),
+            _render_svg(figure, f"{name} over the evaluations: {steps}"),
         )
 
 
-def differences(decision: GateDecision) -> Markup:
+def plot_differences(decision: GateDecision) -> Markup:
     """Every comparison of the gate as a point with its interval, against zero and how far a
     guardrail may fall.
 
@@ -227,7 +229,7 @@ def differences(decision: GateDecision) -> Markup:
                 [comparison.low, comparison.high], [0, 0], color=SERIES[0], linewidth=3, alpha=0.45
             )
             axes.plot([comparison.difference], [0], color=SERIES[0], marker="o", markersize=6)
-            axes.set_yticks([0], [label(comparison.metric)])
+            axes.set_yticks([0], [format_metric_name(comparison.metric)])
             axes.set_ylim(-1, 1)
             axes.grid(axis="y", visible=False)
             axes.spines["left"].set_visible(False)
@@ -235,12 +237,12 @@ def differences(decision: GateDecision) -> Markup:
             axes.xaxis.set_major_formatter(
                 lambda value, _: f"{value:+.3g}" if abs(value) > 1e-12 else "0"
             )
-        return _svg(
+        return _render_svg(
             figure, "Differences between candidate and champion; the table beside has the numbers"
         )
 
 
-def scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Markup:
+def plot_scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Markup:
     """A metric of every prompt before and after, against the diagonal; a larger mark stands for
     several prompts.
 
@@ -254,7 +256,7 @@ def scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Mar
         "the same": ([pair for pair in counts if pair[1] == pair[0]], "o", INK),
     }
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(3.8, 3.6)
+        figure, axes = _create_figure(3.8, 3.6)
         low = min([*before, *after])
         high = max([*before, *after])
         axes.plot([low, high], [low, high], color=FAINT, linestyle=(0, (4, 3)), linewidth=1)
@@ -273,30 +275,33 @@ def scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Mar
                     linewidth=0,
                     label=texts[-1],
                 )
-        axes.set(xlabel=f"{label(metric)}, before", ylabel=f"{label(metric)}, after")
-        _plain_scale(axes)
+        axes.set(
+            xlabel=f"{format_metric_name(metric)}, before",
+            ylabel=f"{format_metric_name(metric)}, after",
+        )
+        _set_plain_scale(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+        axes.xaxis.set_major_formatter(lambda value, _: _format_short(value))
         figure.legend(
             loc="outside upper left", ncols=3, handletextpad=0.2, columnspacing=1.0, markerscale=0.8
         )
-        return _svg(
+        return _render_svg(
             figure,
-            f"{label(metric)} of every prompt before and after: of {len(before)} prompts"
-            f" {', '.join(texts)}",
+            f"{format_metric_name(metric)} of every prompt before and after: of {len(before)}"
+            f" prompts {', '.join(texts)}",
         )
 
 
-def training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
+def plot_training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
     """The small multiples of one stage, without the panels whose metrics it did not report."""
     return [
-        _panel(panel, metrics)
+        _plot_panel(panel, metrics)
         for panel in PANELS
-        if any(_series(metrics, key)[0] for key in panel.lines)
+        if any(_read_series(metrics, key)[0] for key in panel.lines)
     ]
 
 
-def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) -> bytes:
+def plot_timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) -> bytes:
     """What each worker did when, as a PNG 1200 pixels wide: a row per worker, roles in the order of
     the spans.
 
@@ -306,15 +311,15 @@ def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) ->
             everything is.
     """
     shown = dict(sorted(steps.items())[-MAX_STEPS:])
-    first, last = _time_range(spans, shown, whole=len(shown) == len(steps))
+    first, last = _find_time_range(spans, shown, whole=len(shown) == len(steps))
     zero = min(span.start for span in spans)
-    rows = _rows(spans)
+    rows = _place_rows(spans)
     tasks = sorted(
         {span.task for span in spans},
         key=lambda task: (TASKS.index(task) if task in TASKS else len(TASKS), task),
     )
     colours = dict(
-        zip(dict.fromkeys([*TASKS, *tasks]), _colours(len(TASKS) + len(tasks)), strict=False)
+        zip(dict.fromkeys([*TASKS, *tasks]), _list_colours(len(TASKS) + len(tasks)), strict=False)
     )
     with matplotlib.rc_context({**STYLE, "savefig.transparent": False, "axes.grid": False}):
         figure = Figure(
@@ -357,14 +362,14 @@ def timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) ->
         return buffer.getvalue()
 
 
-def _rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
+def _place_rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     """The vertical position of each worker's row, from the top, with a gap between roles."""
     roles = list(dict.fromkeys(span.role for span in spans))
     workers = sorted({(roles.index(span.role), span.worker) for span in spans})
     return {(roles[role], worker): row + 0.4 * role for row, (role, worker) in enumerate(workers)}
 
 
-def _time_range(
+def _find_time_range(
     spans: Sequence[Span], steps: Mapping[int, tuple[float, float]], whole: bool
 ) -> tuple[float, float]:
     """Everything, or from the first of the steps to the end."""
@@ -395,33 +400,35 @@ def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
         )
 
 
-def _panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
+def _plot_panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(2.42, 1.45)
+        figure, axes = _create_figure(2.42, 1.45)
         if panel.band:
-            low, high = (_series(metrics, key) for key in panel.band)
+            low, high = (_read_series(metrics, key) for key in panel.band)
             if low[0] and low[0] == high[0]:
                 axes.fill_between(low[0], low[1], high[1], color=SERIES[0], alpha=0.16, linewidth=0)
         last = []
         for key, colour, dashes in zip(panel.lines, SERIES, LINES, strict=False):
-            steps, values = _series(metrics, key)
+            steps, values = _read_series(metrics, key)
             if steps:
                 marker = "o" if len(steps) == 1 else None
                 axes.plot(
                     steps, values, color=colour, linestyle=dashes, marker=marker, markersize=3
                 )
-                last.append(_short(values[-1], 2 if len(panel.lines) > 1 else 3))
+                last.append(_format_short(values[-1], 2 if len(panel.lines) > 1 else 3))
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        _plain_scale(axes)
+        _set_plain_scale(axes)
         axes.margins(x=0.02)
         return Chart(
             panel.title,
             " / ".join(last),
-            _svg(figure, f"{panel.title} over the steps, last {' / '.join(last)}"),
+            _render_svg(figure, f"{panel.title} over the steps, last {' / '.join(last)}"),
         )
 
 
-def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
+def _read_series(
+    metrics: Sequence[Mapping[str, float]], key: str
+) -> tuple[list[float], list[float]]:
     """Steps and finite values of one metric, averaged over spans when there are more than
     ``MAX_POINTS``.
     """
@@ -433,14 +440,14 @@ def _series(metrics: Sequence[Mapping[str, float]], key: str) -> tuple[list[floa
     ]
 
 
-def _plain_scale(axes: Axes) -> None:
+def _set_plain_scale(axes: Axes) -> None:
     """Three or four plain numbers on the y axis, and room above and below."""
     axes.yaxis.set_major_locator(MaxNLocator(3))
-    axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.yaxis.set_major_formatter(lambda value, _: _format_short(value))
     axes.margins(y=0.12)
 
 
-def _short(value: float, digits: int = 3) -> str:
+def _format_short(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     size = abs(value)
@@ -460,37 +467,37 @@ def _label_evaluations(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xticks(list(shown), [names[position].replace(" ", "\n", 1) for position in shown])
 
 
-def _colours(count: int) -> list[str]:
+def _list_colours(count: int) -> list[str]:
     return [SERIES[index % len(SERIES)] for index in range(count)]
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def _create_figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
     return figure, figure.add_subplot()
 
 
-def _svg(figure: Figure, description: str) -> Markup:
+def _render_svg(figure: Figure, description: str) -> Markup:
     buffer = io.StringIO()
     figure.savefig(
         buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
     )
     text = buffer.getvalue()
-    text = _unique_ids(text[text.index("<svg") :], description)
+    text = _make_ids_unique(text[text.index("<svg") :], description)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     return Markup(text)
 
 
-def _unique_ids(svg: str, description: str) -> str:
+def _make_ids_unique(svg: str, description: str) -> str:
     """The ids that something refers to, unlike those of other charts of the page; all others are
     left out.
     """
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     prefix = f"c{hashlib.sha256(f'{description}{svg}'.encode()).hexdigest()[:8]}-"
 
-    def renamed(tag: re.Match[str]) -> str:
+    def rename_ids_of_tag(tag: re.Match[str]) -> str:
         named = re.sub(
             r' id="([^"]*)"',
             lambda name: f' id="{prefix}{name[1]}"' if name[1] in used else "",
@@ -498,4 +505,4 @@ def _unique_ids(svg: str, description: str) -> str:
         )
         return re.sub(r'(href="#|url\(#)', rf"\1{prefix}", named)
 
-    return re.sub(r"<[^>]+>", renamed, svg)
+    return re.sub(r"<[^>]+>", rename_ids_of_tag, svg)

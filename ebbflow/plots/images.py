@@ -20,7 +20,7 @@ PAPER = "#ffffff"
 INK = "#30343b"
 
 
-def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> Image.Image:
+def build_image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> Image.Image:
     """Images in reading order with a caption under each; small ones are enlarged, large ones
     reduced.
 
@@ -37,7 +37,7 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
             f"got {len(pngs)} images, {len(captions)} captions and {columns} columns; pass a"
             " caption per image"
         )
-    images = [fit(open_rgb(png), MIN_WIDTH, MAX_WIDTH) for png in pngs]
+    images = [fit_width(open_rgb_image(png), MIN_WIDTH, MAX_WIDTH) for png in pngs]
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
     cell_width = max(image.width for image in images) + MARGIN
@@ -49,11 +49,11 @@ def image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> 
         top = MARGIN + index // columns * cell_height
         sheet.paste(image, (left, top))
         below = (left, cell_height + top - MARGIN - CAPTION_SIZE - 6)
-        draw.text(below, _cut(text, cell_width - MARGIN), fill=INK, font=_font())
+        draw.text(below, _cut_to_width(text, cell_width - MARGIN), fill=INK, font=_load_font())
     return sheet
 
 
-def caption(sample: Mapping[str, Any]) -> str:
+def format_caption(sample: Mapping[str, Any]) -> str:
     """Of a sample: its ``target``, or else its ``prompt``, and its ``reward`` (None if it was not
     scored).
     """
@@ -61,12 +61,12 @@ def caption(sample: Mapping[str, Any]) -> str:
     return f"{sample['target'] or sample['prompt']} {score}"
 
 
-def open_rgb(png: bytes) -> Image.Image:
+def open_rgb_image(png: bytes) -> Image.Image:
     """Decode an image; of a video its first frame."""
     return Image.open(io.BytesIO(png)).convert("RGB")
 
 
-def fit(image: Image.Image, min_width: int, max_width: int) -> Image.Image:
+def fit_width(image: Image.Image, min_width: int, max_width: int) -> Image.Image:
     """Enlarge by a whole factor to at least ``min_width``, or reduce to at most ``max_width``; in
     between leave it as it is.
     """
@@ -82,7 +82,7 @@ def fit(image: Image.Image, min_width: int, max_width: int) -> Image.Image:
 
 
 @cache
-def _font() -> ImageFont.FreeTypeFont:
+def _load_font() -> ImageFont.FreeTypeFont:
     # matplotlib ships this font, so captions look the same on every machine; it takes a second to
     # import
     from matplotlib import font_manager
@@ -90,10 +90,10 @@ def _font() -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), CAPTION_SIZE)
 
 
-def _cut(text: str, width: int) -> str:
+def _cut_to_width(text: str, width: int) -> str:
     text = " ".join(text.split())
-    if _font().getlength(text) <= width:
+    if _load_font().getlength(text) <= width:
         return text
-    while text and _font().getlength(text + "…") > width:
+    while text and _load_font().getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"

@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from ebbflow.recipe.base import RecipeError, Strict, explain
+from ebbflow.recipe.base import RecipeError, Strict, explain_validation_error
 from ebbflow.recipe.paths import PathText
-from ebbflow.recipe.plugins import import_path, name_or_path
+from ebbflow.recipe.plugins import import_object, validate_name_or_path
 
 
 class EmaScheduleConfig(Strict):
@@ -34,7 +34,7 @@ class EmaScheduleConfig(Strict):
     max_decay: float = Field(0.9, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _decay_does_not_fall(self) -> EmaScheduleConfig:
+    def _check_decay_does_not_fall(self) -> EmaScheduleConfig:
         if self.min_decay > self.max_decay:
             raise ValueError(
                 f"min_decay = {self.min_decay:g} is above max_decay = {self.max_decay:g}; raise the"
@@ -42,7 +42,7 @@ class EmaScheduleConfig(Strict):
             )
         return self
 
-    def decay(self, step: int) -> float:
+    def decay_after_step(self, step: int) -> float:
         """d after a step, counted from one."""
         return min(self.min_decay + self.slope * max(step - self.warmup, 0), self.max_decay)
 
@@ -56,7 +56,7 @@ TEACHER_GUIDANCE = "it is that of a model, and some have none; the recipe says i
 """Why defaults of every algorithm deviate from their source."""
 
 
-class Published(NamedTuple):
+class PublishedSetting(NamedTuple):
     """A setting as its source has it.
 
     Attributes:
@@ -95,7 +95,7 @@ class AlgorithmConfig(Strict):
     kind: ClassVar[Literal["trajectory", "forward", "gradient", "matching"]]
     stages: ClassVar[tuple[str, ...]]
     stage_defaults: ClassVar[dict[str, Any]] = {}
-    published: ClassVar[dict[str, Published]] = {}
+    published: ClassVar[dict[str, PublishedSetting]] = {}
     needs_density: ClassVar[bool] = False
     paper: ClassVar[str] = ""
 
@@ -141,7 +141,7 @@ class SigmaConfig(Strict):
     without replacement."""
 
     @model_validator(mode="after")
-    def _some_sigma_lies_in_the_band(self) -> SigmaConfig:
+    def _check_band_is_not_empty(self) -> SigmaConfig:
         if self.min >= self.max:
             raise ValueError(
                 f"min = {self.min:g} is not below max = {self.max:g}, so no sigma is left; lower"
@@ -150,7 +150,7 @@ class SigmaConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _a_schedule_has_its_own_shift(self) -> SigmaConfig:
+    def _check_schedule_without_shift(self) -> SigmaConfig:
         if self.kind == "schedule" and self.shift != 1:
             raise ValueError(
                 f"shift = {self.shift:g}: the sampler's schedule is shifted by its family; "
@@ -218,7 +218,7 @@ class DirectAlignConfig(GradientConfig):
     """Add a row of the inversion branch for each sample. false: only the denoising branch."""
 
     @model_validator(mode="after")
-    def _some_sigma_lies_in_the_band(self) -> DirectAlignConfig:
+    def _check_band_is_not_empty(self) -> DirectAlignConfig:
         if self.min_sigma >= self.max_sigma:
             raise ValueError(
                 f"min_sigma = {self.min_sigma:g} is not below max_sigma = {self.max_sigma:g}; lower"
@@ -233,7 +233,7 @@ class DirectAlignConfig(GradientConfig):
     def first_step(self, steps: int, draw: Any) -> int:
         return steps  # no step of the sampler has a gradient
 
-    def words(self, update: int) -> tuple[str, str]:
+    def choose_words(self, update: int) -> tuple[str, str]:
         """The positive and the negative word that an update puts before the prompts that rewards
         see; empty: none.
 
@@ -275,25 +275,25 @@ class CustomAlgorithmConfig(Strict):
     ``options`` are its hyper-parameters."""
 
     name: Literal["custom"] = "custom"
-    path: Annotated[str, name_or_path()]
+    path: Annotated[str, validate_name_or_path()]
     options: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _must_exist(self) -> CustomAlgorithmConfig:
+    def _check_path_and_options(self) -> CustomAlgorithmConfig:
         try:
-            self.load()
+            self.load_algorithm()
         except RecipeError as error:
             raise ValueError(str(error)) from None  # which pydantic gives its place in the recipe
         return self
 
-    def load(self) -> tuple[Any, AlgorithmConfig]:
+    def load_algorithm(self) -> tuple[Any, AlgorithmConfig]:
         """The algorithm and its hyper-parameters.
 
         Raises:
             RecipeError: nothing can be imported from there, it is no algorithm, it does not take
                 these options, or it asks for what no stage can give.
         """
-        algorithm = import_path(self.path)
+        algorithm = import_object(self.path)
         config = getattr(algorithm, "config", None)
         if not (isinstance(config, type) and issubclass(config, AlgorithmConfig)):
             raise RecipeError(
@@ -303,7 +303,9 @@ class CustomAlgorithmConfig(Strict):
         try:
             hyper = config.model_validate(self.options)
         except ValidationError as error:
-            raise RecipeError(f"options of {self.path}:\n{explain(error, config)}") from None
+            raise RecipeError(
+                f"options of {self.path}:\n{explain_validation_error(error, config)}"
+            ) from None
         if hyper.kind != "forward" and "offline" in hyper.stages:
             raise RecipeError(
                 f"{self.path}: offline stages store no trajectories; take them out of"

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationErro
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from ebbflow.recipe.secrets import is_secret_option, redact
+from ebbflow.recipe.secrets import is_secret_option, redact_secrets
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 MAX_LENGTH = 128
@@ -40,22 +40,22 @@ the place of one.
 """
 
 
-class _Short(Repr):
+class _ShortRepr(Repr):
     def repr_int(self, x: int, level: int) -> str:
         """Python itself refuses to write out very long ones."""
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
     def repr_str(self, x: str, level: int) -> str:
         """Redacted before it is cut, which could leave half of a secret that nothing recognises."""
-        return super().repr_str(redact(x), level)
+        return super().repr_str(redact_secrets(x), level)
 
 
-_SHORT = _Short()
+_SHORT = _ShortRepr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlevel = 3
 
 
-class _OfOtherKind:
+class _ValueOfWrongType:
     """Stands for a boolean or number that pydantic would convert: no field takes it, and messages
     show the value.
     """
@@ -85,12 +85,12 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _booleans_are_no_numbers(cls, data: Any) -> Any:
+    def _reject_booleans_as_numbers(cls, data: Any) -> Any:
         """pydantic's own strict mode would also refuse ``lr: 3e-4``, which YAML reads as text."""
         if not isinstance(data, dict):
             return data
         return {
-            key: _refuse_other_kind(value, _kinds(cls).get(key, frozenset()))
+            key: _mark_wrong_type(value, _types_by_field(cls).get(key, frozenset()))
             for key, value in data.items()
         }
 
@@ -101,29 +101,34 @@ class Strict(BaseModel):
         """The schema, with the docstrings of the fields as their descriptions."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
-        for name, text in field_docs(cls).items():
+        for name, text in read_field_docs(cls).items():
             if name in properties:
                 properties[name].setdefault("description", text)
         return schema
 
 
 @cache
-def _kinds(model: type[BaseModel]) -> dict[str, frozenset[Any]]:
+def _types_by_field(model: type[BaseModel]) -> dict[str, frozenset[Any]]:
     """The types in the annotation of each field, those inside others included."""
-    return {name: frozenset(_types(field.annotation)) for name, field in model.model_fields.items()}
+    return {
+        name: frozenset(_iterate_types(field.annotation))
+        for name, field in model.model_fields.items()
+    }
 
 
-def _types(annotation: Any) -> Iterator[Any]:
+def _iterate_types(annotation: Any) -> Iterator[Any]:
     inside = typing.get_args(annotation)
-    yield from (kind for part in inside for kind in _types(part)) if inside else [annotation]
+    yield from (
+        (kind for part in inside for kind in _iterate_types(part)) if inside else [annotation]
+    )
 
 
-def _refuse_other_kind(value: Any, kinds: frozenset[Any]) -> Any:
-    """The value, or ``_OfOtherKind`` for a boolean where only numbers fit, or a number where only
-    booleans do.
+def _mark_wrong_type(value: Any, kinds: frozenset[Any]) -> Any:
+    """The value, or ``_ValueOfWrongType`` for a boolean where only numbers fit, or a number where
+    only booleans do.
     """
     if isinstance(value, list):
-        return [_refuse_other_kind(item, kinds) for item in value]
+        return [_mark_wrong_type(item, kinds) for item in value]
     numbers = bool(kinds & {int, float})
     booleans = bool in kinds
     if (
@@ -132,11 +137,11 @@ def _refuse_other_kind(value: Any, kinds: frozenset[Any]) -> Any:
         and isinstance(value, bool) != booleans
         and Any not in kinds
     ):
-        return _OfOtherKind(value)
+        return _ValueOfWrongType(value)
     return value
 
 
-def field_docs(model: type[BaseModel]) -> dict[str, str]:
+def read_field_docs(model: type[BaseModel]) -> dict[str, str]:
     """The docstring below each field of a model, inherited fields included.
 
     Read from the source when somebody asks: pydantic's ``use_attribute_docstrings`` reads it as the
@@ -146,12 +151,12 @@ def field_docs(model: type[BaseModel]) -> dict[str, str]:
     docs: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         if issubclass(owner, Strict) and owner is not Strict:
-            docs |= _docs_by_class(owner.__module__).get(owner.__name__, {})
+            docs |= _read_docs_by_class(owner.__module__).get(owner.__name__, {})
     return docs
 
 
 @cache
-def _docs_by_class(module: str) -> dict[str, dict[str, str]]:
+def _read_docs_by_class(module: str) -> dict[str, dict[str, str]]:
     """Class name to field to docstring, of a module; nothing where there is no source."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     if not file.endswith(".py"):
@@ -161,10 +166,10 @@ def _docs_by_class(module: str) -> dict[str, dict[str, str]]:
         for node in ast.walk(ast.parse(Path(file).read_bytes()))
         if isinstance(node, ast.ClassDef)
     ]
-    return {node.name: dict(_docs_in_class(node)) for node in classes}
+    return {node.name: dict(_iterate_field_docs(node)) for node in classes}
 
 
-def _docs_in_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+def _iterate_field_docs(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for field, text in pairwise(node.body):
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
@@ -177,12 +182,14 @@ Locate = Callable[[tuple[Any, ...]], str]
 """From a path in nested data to ``"file:line: "`` of it."""
 
 
-def nowhere(path: tuple[Any, ...]) -> str:
+def locate_nowhere(path: tuple[Any, ...]) -> str:
     """The ``Locate`` of data that was read from no file."""
     return ""
 
 
-def explain(error: ValidationError, model: type[BaseModel], locate: Locate = nowhere) -> str:
+def explain_validation_error(
+    error: ValidationError, model: type[BaseModel], locate: Locate = locate_nowhere
+) -> str:
     """One line per problem of a ``ValidationError``: its line, the key, what was given, and what
     would do.
 
@@ -205,9 +212,11 @@ def explain(error: ValidationError, model: type[BaseModel], locate: Locate = now
         hidden = (
             secret or problem["type"] == "extra_forbidden" or isinstance(given, (dict, BaseModel))
         )
-        shown = "" if hidden else f" = {short(given)}"
-        path = dotted(loc) if loc else model.__name__.lower()
-        reason = "\n".join(map(sanitize, redact(_reason(problem, model)).splitlines()))
+        shown = "" if hidden else f" = {shorten_value(given)}"
+        path = format_path(loc) if loc else model.__name__.lower()
+        reason = "\n".join(
+            map(sanitize_text, redact_secrets(_explain_problem(problem, model)).splitlines())
+        )
         lines.append(f"{locate(loc)}{path}{shown}: {reason}")
         if len(lines) == MAX_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])
@@ -228,8 +237,8 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
         found.append((path, value))
         if len(found) > MAX_VALUES or len(path) > MAX_DEPTH:
             raise RecipeError(
-                f"{dotted(path[:3])}: more than {MAX_VALUES} values, or {MAX_DEPTH} inside each"
-                " other; write it without aliases"
+                f"{format_path(path[:3])}: more than {MAX_VALUES} values, or {MAX_DEPTH} inside"
+                " each other; write it without aliases"
             )
         if isinstance(value, dict):
             left += [((*path, key), inner) for key, inner in value.items()]
@@ -238,7 +247,9 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
     return found
 
 
-def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = nowhere) -> None:
+def require_no_secrets(
+    values: list[tuple[tuple[Any, ...], Any]], locate: Locate = locate_nowhere
+) -> None:
     """Check that ``iter_leaves`` hold no secrets, which would end up in parameters, files and
     reports.
 
@@ -247,18 +258,18 @@ def require_no_secrets(values: list[tuple[tuple[Any, ...], Any]], locate: Locate
             options says that it is one; says where, and not what.
     """
     lines = [
-        f"{locate(path)}{dotted(path)} {reason}: it would end up in logs and reports; take it out"
-        " and keep it in the environment (for MLflow MLFLOW_TRACKING_USERNAME and"
+        f"{locate(path)}{format_path(path)} {reason}: it would end up in logs and reports; take it"
+        " out and keep it in the environment (for MLflow MLFLOW_TRACKING_USERNAME and"
         " MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one"
         " that your own code reads, for a store of files the cloud's own)"
         for path, value in values
-        if (reason := _secret(path, value))
+        if (reason := _describe_secret(path, value))
     ]
     if lines:
         raise RecipeError("\n".join(lines[:MAX_PROBLEMS]))
 
 
-def _secret(path: tuple[Any, ...], value: Any) -> str | None:
+def _describe_secret(path: tuple[Any, ...], value: Any) -> str | None:
     """What may be said of a value that is or holds a secret; None of every other."""
     texts = (
         [value]
@@ -267,7 +278,7 @@ def _secret(path: tuple[Any, ...], value: Any) -> str | None:
         if isinstance(value, dict)
         else []
     )
-    if any(redact(text) != text for text in texts):
+    if any(redact_secrets(text) != text for text in texts):
         return (
             "holds a password, a token or a key"
             if isinstance(value, str)
@@ -278,7 +289,9 @@ def _secret(path: tuple[Any, ...], value: Any) -> str | None:
     return None
 
 
-def require_plain(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = nowhere) -> None:
+def require_json_values(
+    values: list[tuple[tuple[Any, ...], Any]], locate: Locate = locate_nowhere
+) -> None:
     """Check that JSON can hold ``iter_leaves``, since that is how a recipe travels: YAML also reads
     dates, sets and bytes.
 
@@ -288,23 +301,23 @@ def require_plain(values: list[tuple[tuple[Any, ...], Any]], locate: Locate = no
     lines = []
     for path, value in values:
         if isinstance(value, dict):
-            wrong = [((*path, key), reason) for key in value if (reason := _not_a_key(key))]
-            lines += [f"{locate(at)}{dotted(at)}: {reason}" for at, reason in wrong]
-        elif not isinstance(value, (list, tuple)) and (reason := _not_a_value(value)):
-            lines.append(f"{locate(path)}{dotted(path)} = {short(value)}: {reason}")
+            wrong = [((*path, key), reason) for key in value if (reason := _explain_bad_key(key))]
+            lines += [f"{locate(at)}{format_path(at)}: {reason}" for at, reason in wrong]
+        elif not isinstance(value, (list, tuple)) and (reason := _explain_bad_value(value)):
+            lines.append(f"{locate(path)}{format_path(path)} = {shorten_value(value)}: {reason}")
     if lines:
         raise RecipeError("\n".join(lines[:MAX_PROBLEMS]))
 
 
-def _not_a_key(key: Any) -> str | None:
+def _explain_bad_key(key: Any) -> str | None:
     return (
-        _not_a_value(key)
+        _explain_bad_value(key)
         if isinstance(key, str)
-        else f"YAML reads this key as {short(key)}; put it in quotes"
+        else f"YAML reads this key as {shorten_value(key)}; put it in quotes"
     )
 
 
-def _not_a_value(value: Any) -> str | None:
+def _explain_bad_value(value: Any) -> str | None:
     """Why JSON cannot hold it, or None."""
     if value is None or isinstance(value, (bool, BaseModel)):
         return None
@@ -317,11 +330,11 @@ def _not_a_value(value: Any) -> str | None:
     return (
         "holds a NUL character, which no name may have; take it out"
         if "\0" in value
-        else lone_surrogate(value)
+        else explain_lone_surrogate(value)
     )
 
 
-def lone_surrogate(text: str) -> str | None:
+def explain_lone_surrogate(text: str) -> str | None:
     """Why a text cannot be written as UTF-8, or None: JSON's escapes can spell half of a surrogate
     pair.
     """
@@ -332,28 +345,31 @@ def lone_surrogate(text: str) -> str | None:
     return None
 
 
-def dotted(path: tuple[Any, ...]) -> str:
+def format_path(path: tuple[Any, ...]) -> str:
     """A path in nested data, as messages name it."""
     return (
         ".".join(
-            sanitize(redact(part) if isinstance(part, str) else short(part), 80) for part in path
+            sanitize_text(
+                redact_secrets(part) if isinstance(part, str) else shorten_value(part), 80
+            )
+            for part in path
         )
         or "recipe"
     )
 
 
-def short(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """A value as a message may repeat it: on one line, and cut where it is long."""
-    return sanitize(_SHORT.repr(value))
+    return sanitize_text(_SHORT.repr(value))
 
 
-def sanitize(text: str, most: int = 500) -> str:
+def sanitize_text(text: str, most: int = 500) -> str:
     """Text on one line without control characters, cut where it is long."""
     text = text if len(text) <= most else f"{text[:most]}..."
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def nearest(given: str, known: Iterable[str]) -> str | None:
+def find_nearest_name(given: str, known: Iterable[str]) -> str | None:
     """The known name that is almost the given one, has it as a word, or is most like it; None where
     none is.
     """
@@ -372,69 +388,77 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     return names[near[0]] if near else None
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def suggest_name(given: str, known: Iterable[str]) -> str:
     """A hint to the nearest name, for the front of a sentence; nothing where none is near."""
-    near = nearest(given, known)
+    near = find_nearest_name(given, known)
     return f"did you mean {near!r}? " if near else ""
 
 
-def _reason(problem: Any, model: type[BaseModel]) -> str:
+def _explain_problem(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
-        known = sorted(_keys_beside(problem["loc"], model))
+        known = sorted(_list_sibling_keys(problem["loc"], model))
         return (
-            f"unknown key; {did_you_mean(dotted(problem['loc'][-1:]), known)}Known keys here:"
+            f"unknown key; {suggest_name(format_path(problem['loc'][-1:]), known)}Known keys here:"
             f" {', '.join(known)}"
         )
     if problem["type"] == "union_tag_invalid":
-        return _choose(problem["ctx"]["tag"], problem["ctx"]["expected_tags"])
+        return _list_choices(problem["ctx"]["tag"], problem["ctx"]["expected_tags"])
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
-        return _choose(problem["input"], problem["ctx"]["expected"])
+        return _list_choices(problem["input"], problem["ctx"]["expected"])
     reason = str(problem["msg"]).removeprefix("Value error, ")
-    meaning = _meaning(problem["loc"], model) if isinstance(problem["input"], _OfOtherKind) else ""
+    meaning = (
+        _describe_key(problem["loc"], model)
+        if isinstance(problem["input"], _ValueOfWrongType)
+        else ""
+    )
     return f"{reason}. {meaning}" if meaning else reason
 
 
-def _choose(given: str, choices: str) -> str:
+def _list_choices(given: str, choices: str) -> str:
     """``choices`` as pydantic lists them."""
     names = re.findall(r"'([^']*)'", choices)
-    return f"{did_you_mean(given, names)}Take {', '.join(names)}"
+    return f"{suggest_name(given, names)}Take {', '.join(names)}"
 
 
-def _meaning(path: tuple[Any, ...], model: type[BaseModel]) -> str:
+def _describe_key(path: tuple[Any, ...], model: type[BaseModel]) -> str:
     """The description of a key."""
-    schema = _schema(model)
+    schema = _json_schema(model)
     node = schema
     for part in path:
-        node = _descend(_resolve(node, schema), part, schema)
+        node = _descend_schema(_resolve_reference(node, schema), part, schema)
     return " ".join(str(node.get("description", "")).split())
 
 
-def _keys_beside(path: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
+def _list_sibling_keys(path: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
     """The keys that the model at the parent of ``path`` accepts.
 
     ``path`` mixes field names, list indices and the tags of discriminated unions, so we walk the
     JSON schema: a field descends into its schema, an index or a tag into whatever it selects.
     """
-    schema = _schema(model)
+    schema = _json_schema(model)
     node = schema
     for part in path[:-1]:
-        node = _descend(_resolve(node, schema), part, schema)
-    options = [node, *_resolve(node, schema).get("anyOf", [])]
-    return [key for option in options for key in _resolve(option, schema).get("properties", {})]
+        node = _descend_schema(_resolve_reference(node, schema), part, schema)
+    options = [node, *_resolve_reference(node, schema).get("anyOf", [])]
+    return [
+        key
+        for option in options
+        for key in _resolve_reference(option, schema).get("properties", {})
+    ]
 
 
 @cache
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
+def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema()
 
 
-def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _resolve_reference(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     while "$ref" in node:
         node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
     return node
 
 
-def _descend(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[str, Any]:
+def _descend_schema(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[str, Any]:
     tags: dict[str, str] = node.get("discriminator", {}).get("mapping", {})
     if part in tags:
         return {"$ref": tags[part]}
@@ -442,13 +466,15 @@ def _descend(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[st
         items: dict[str, Any] = node.get("items", {})
         return items
     for option in [node, *node.get("anyOf", [])]:
-        properties: dict[str, dict[str, Any]] = _resolve(option, schema).get("properties", {})
+        properties: dict[str, dict[str, Any]] = _resolve_reference(option, schema).get(
+            "properties", {}
+        )
         if part in properties:
             return properties[part]
     return {}
 
 
-def apportion(weights: Sequence[float], total: int) -> list[int]:
+def apportion_total(weights: Sequence[float], total: int) -> list[int]:
     """Whole numbers that add up to ``total``, in proportion to the weights, by the largest
     remainders.
     """

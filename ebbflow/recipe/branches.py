@@ -31,9 +31,9 @@ class BranchConfig(Strict):
     """Rewards that its stages train on and that evaluate its policies. Default: ``rewards``."""
 
 
-def taught_by(stage: StageConfig) -> list[str]:
+def branches_teaching(stage: StageConfig) -> list[str]:
     """The branches whose policies are teachers of a stage, in the order in which it names them."""
-    hyper = stage.hyper
+    hyper = stage.hyper_parameters
     named = [getattr(hyper, "teacher", None), *getattr(hyper, "teachers", {}).values()]
     return list(
         dict.fromkeys(
@@ -42,7 +42,7 @@ def taught_by(stage: StageConfig) -> list[str]:
     )
 
 
-def require_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> None:
+def check_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> None:
     """Check that branches begin together, and that a later stage learns from each of them.
 
     Raises:
@@ -61,7 +61,7 @@ def require_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> 
                 f"{key} trains on pairs, whose prompts are of no branch; take branch:"
                 f" {stage.branch} out of it"
             )
-        for name in taught_by(stage):
+        for name in branches_teaching(stage):
             if stage.branch:
                 raise ValueError(
                     f"{key} is in a branch and cannot learn from {BRANCH}{name}; take a policy"
@@ -81,7 +81,7 @@ def require_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> 
                 f"stages.{between[0]} is between stages of branches.{name} and in no branch;"
                 " move it"
             )
-        if not any(name in taught_by(stage) for stage in stages):
+        if not any(name in branches_teaching(stage) for stage in stages):
             raise ValueError(
                 f"nothing learns from branches.{name}; name {BRANCH}{name} among the teachers of a"
                 " distillation after its stages"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict
-from ebbflow.recipe.plugins import import_path, name_or_path, require_members
+from ebbflow.recipe.plugins import check_members, import_object, validate_name_or_path
 
 SAMPLERS = {
     "ode": "deterministic Euler steps",
@@ -66,7 +66,7 @@ ENGINES = {
 }
 
 
-def listed(choices: dict[str, str]) -> str:
+def describe_choices(choices: dict[str, str]) -> str:
     """Choices with their meanings, as the description of a key."""
     return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
 
@@ -74,29 +74,31 @@ def listed(choices: dict[str, str]) -> str:
 class SamplerConfig(Strict):
     """The sampler: how latents are denoised. ``ebbflow.flow`` has the denoising steps."""
 
-    name: Annotated[str, name_or_path(*SAMPLERS)] = Field(
+    name: Annotated[str, validate_name_or_path(*SAMPLERS)] = Field(
         "ode",
-        description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md).",
+        description=(
+            f"{describe_choices(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md)."
+        ),
     )
     steps: int = Field(6, ge=2, le=1000)
     eta: float | None = Field(None, gt=0, le=2)
     """Noise level. Default: the published value of the sampler (.7, .3, .8)."""
 
     @property
-    def stochastic(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether its steps have log-probabilities."""
         return (
-            import_path(self.name).eta is not None
+            import_object(self.name).eta is not None
             if ":" in self.name
             else self.name in STOCHASTIC_SAMPLERS
         )
 
     @model_validator(mode="after")
-    def _path_leads_to_a_sampler(self) -> SamplerConfig:
+    def _check_path_of_sampler(self) -> SamplerConfig:
         if ":" in self.name:
             try:
-                require_members(
-                    import_path(self.name),
+                check_members(
+                    import_object(self.name),
                     ("step", "eta"),
                     self.name,
                     "ebbflow.flow.transition.Sampler",
@@ -106,7 +108,7 @@ class SamplerConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _cps_turns_at_one(self) -> SamplerConfig:
+    def _check_cps_noise_level(self) -> SamplerConfig:
         if self.name == "cps" and self.eta is not None and self.eta > 1:
             raise ValueError(
                 f"eta = {self.eta}: the noise of cps, sin(eta * 90 degrees), falls again above 1;"
@@ -115,8 +117,8 @@ class SamplerConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _only_stochastic_samplers_have_noise(self) -> SamplerConfig:
-        if self.eta is not None and not self.stochastic:
+    def _check_noise_is_used(self) -> SamplerConfig:
+        if self.eta is not None and not self.is_stochastic:
             raise ValueError(
                 f"{self.name} is deterministic and has no eta; leave it out, or take"
                 f" {', '.join(STOCHASTIC_SAMPLERS)}"
@@ -133,7 +135,7 @@ class SizeConfig(Strict):
     """Weight of this size, relative to the other sizes."""
 
     @property
-    def label(self) -> str:
+    def size_label(self) -> str:
         return f"{self.height} x {self.width}"
 
 
@@ -157,7 +159,7 @@ class WindowConfig(Strict):
     """
 
     kind: Literal["all", "fixed", "random", "progressive", "decaying", "share"] = Field(
-        "progressive", description=listed(WINDOWS)
+        "progressive", description=describe_choices(WINDOWS)
     )
     size: int = Field(3, ge=1)
     start: int = Field(0, ge=0)
@@ -181,7 +183,7 @@ class WindowConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _decaying_windows_reach_the_end(cls, data: Any) -> Any:
+    def _set_end_of_decaying_window(cls, data: Any) -> Any:
         return (
             {"limit": 1.0} | data
             if isinstance(data, dict) and data.get("kind") == "decaying"
@@ -189,7 +191,7 @@ class WindowConfig(Strict):
         )
 
     @model_validator(mode="after")
-    def _every_key_is_used(self) -> WindowConfig:
+    def _check_every_key_is_used(self) -> WindowConfig:
         """A key at its default counts as left out: a resolved recipe spells out all of them."""
         unused = []
         for key, field in WindowConfig.model_fields.items():
@@ -221,22 +223,22 @@ class TreeConfig(Strict):
     branches: int = Field(2, ge=2)
 
     @property
-    def leaves(self) -> int:
+    def num_leaves(self) -> int:
         """Samples of a tree."""
         return int(self.branches ** len(self.splits))
 
     @property
-    def sharing(self) -> tuple[int, ...]:
+    def num_leaves_sharing_noise(self) -> tuple[int, ...]:
         """The leaves that share the noise of each denoising step, up to the last split; after it
         each has its own.
         """
         before = [
             sum(split <= step for split in self.splits) for step in range(self.splits[-1] + 1)
         ]
-        return tuple(self.leaves // self.branches**count for count in before)
+        return tuple(self.num_leaves // self.branches**count for count in before)
 
     @model_validator(mode="after")
-    def _splits_follow_each_other(self) -> TreeConfig:
+    def _check_order_of_splits(self) -> TreeConfig:
         if self.splits != sorted(set(self.splits)) or self.splits[0] < 0:
             raise ValueError(
                 f"splits = {self.splits} are denoising steps from 0 on; give each once, in"
@@ -273,7 +275,7 @@ class AdvantagesConfig(Strict):
     so far, not over this step only."""
 
     @model_validator(mode="after")
-    def _one_baseline(self) -> AdvantagesConfig:
+    def _check_single_baseline(self) -> AdvantagesConfig:
         if self.trim and self.running:
             raise ValueError(
                 "trim leaves out samples of this step and running averages over earlier ones too;"
@@ -301,7 +303,7 @@ class ReferenceConfig(Strict):
     near the base model on samples with high scores (CRD, 2603.14128)."""
 
     @property
-    def guided(self) -> bool:
+    def needs_guidance(self) -> bool:
         """Whether it needs the base model's predictions under guidance."""
         return self.weight > 0 and self.guidance > 1
 
@@ -349,7 +351,7 @@ class CorrectionConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _weights_follow_the_mode_and_thresholds_the_unit(cls, data: Any) -> Any:
+    def _set_defaults_of_mode_and_unit(cls, data: Any) -> Any:
         """Defaults that catch a stale rollout in every unit: a threshold on the wrong scale never
         does anything.
         """
@@ -367,7 +369,7 @@ class CorrectionConfig(Strict):
         return {"reject_above": 0.03 if squared else 0.25} | data
 
     @model_validator(mode="after")
-    def _bypass_has_no_weights(self) -> CorrectionConfig:
+    def _check_bypass_without_weights(self) -> CorrectionConfig:
         if self.mode == "bypass" and self.weights != "none":
             raise ValueError(
                 f"mode bypass corrects nothing, and weights = {self.weights!r} belong to a ratio"
@@ -387,7 +389,9 @@ class LearningRateScheduleConfig(Strict):
     """The learning rate at each optimiser step of the stage: it rises during the warm-up, then
     follows ``kind``."""
 
-    kind: Literal["constant", "linear", "cosine"] = Field("constant", description=listed(SCHEDULES))
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description=describe_choices(SCHEDULES)
+    )
     warmup: int = Field(0, ge=0)
     """Optimiser steps of the warm-up. Step n, counted from zero, has the learning rate lr (n + 1) /
     (warmup + 1)."""
@@ -398,11 +402,11 @@ class LearningRateScheduleConfig(Strict):
     """Final learning rate of ``linear`` and ``cosine``, as a share of lr."""
 
     @property
-    def falls(self) -> bool:
+    def depends_on_length(self) -> bool:
         """Whether it depends on the number of optimiser steps."""
         return self.kind != "constant"
 
-    def share(self, update: int, updates: int | None) -> float:
+    def share_of_update(self, update: int, updates: int | None) -> float:
         """The share of lr at an optimiser step, from zero.
 
         Args:
@@ -411,7 +415,7 @@ class LearningRateScheduleConfig(Strict):
         """
         if update < self.warmup:
             return (update + 1) / (self.warmup + 1)
-        if not self.falls:
+        if not self.depends_on_length:
             return 1.0
         end = self.updates or updates
         assert end is not None, "the updater says how many there are"
@@ -420,8 +424,8 @@ class LearningRateScheduleConfig(Strict):
         return self.final + (1 - self.final) * left
 
     @model_validator(mode="after")
-    def _every_key_is_used(self) -> LearningRateScheduleConfig:
-        if not self.falls and (self.updates is not None or self.final):
+    def _check_every_key_is_used(self) -> LearningRateScheduleConfig:
+        if not self.depends_on_length and (self.updates is not None or self.final):
             raise ValueError(
                 "updates and final are for kind linear or cosine; leave them out, or take one of"
                 " the two"
@@ -460,7 +464,9 @@ OPTIMIZERS = {
 class OptimizerConfig(Strict):
     """The optimiser, with gradient clipping."""
 
-    name: Literal["adamw", "muon", "adamw_8bit"] = Field("adamw", description=listed(OPTIMIZERS))
+    name: Literal["adamw", "muon", "adamw_8bit"] = Field(
+        "adamw", description=describe_choices(OPTIMIZERS)
+    )
     lr: float = Field(3e-4, ge=0, le=1)
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
     lr_factors: list[LearningRateFactorConfig] = []
@@ -477,7 +483,7 @@ class OptimizerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")
-    def _momentum_is_of_muon(self) -> OptimizerConfig:
+    def _check_momentum_is_of_muon(self) -> OptimizerConfig:
         if (
             self.name != "muon"
             and self.momentum != OptimizerConfig.model_fields["momentum"].default
@@ -486,7 +492,7 @@ class OptimizerConfig(Strict):
         return self
 
     @property
-    def divisible(self) -> bool:
+    def has_divisible_state(self) -> bool:
         """Whether its state can be divided among processes and wait in main memory: not in blocks
         that share a scale.
         """
@@ -499,7 +505,7 @@ class OptimizerConfig(Strict):
         Raises:
             RecipeError: it cannot be divided or wait in main memory, and it would be.
         """
-        if self.divisible:
+        if self.has_divisible_state:
             return
         if offloaded:
             raise RecipeError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ebbflow.recipe.algorithms import AlgorithmConfig, Published
+from ebbflow.recipe.algorithms import AlgorithmConfig, PublishedSetting
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.recipe.stages import OnlineStageConfig
 
@@ -36,63 +36,63 @@ ORDER = (
 )
 
 
-def defaults_page() -> str:
+def write_defaults_page() -> str:
     """The tables of all algorithms, as Markdown."""
     return HEADER + "".join(
-        f"\n{defaults_table(name)}" for name, config in ALGORITHMS.items() if config.published
+        f"\n{write_defaults_table(name)}" for name, config in ALGORITHMS.items() if config.published
     )
 
 
-def defaults_table(name: str) -> str:
+def write_defaults_table(name: str) -> str:
     """The table of one algorithm, as Markdown: setting, default, published value, source and
     remarks.
     """
     config = ALGORITHMS[name]
     lines = [f"## {name}", "", *([f"arXiv {config.paper}", ""] if config.paper else [])]
     lines += ["| setting | default | published | source | remarks |", "|---|---|---|---|---|"]
-    values = default_values(config)
+    values = list_default_values(config)
     lines += [
-        _row(key, values, config.published[key]) for key in sorted(config.published, key=_place)
+        _format_row(key, values, config.published[key])
+        for key in sorted(config.published, key=_sort_key)
     ]
     return "\n".join(lines) + "\n"
 
 
-def default_values(config: type[AlgorithmConfig]) -> dict[str, Any]:
+def list_default_values(config: type[AlgorithmConfig]) -> dict[str, Any]:
     """Dotted key to value of an online stage that leaves everything to the algorithm."""
     teacher = {"teacher": "elsewhere"} if "teacher" in config.model_fields else {}
     algorithm = {"name": config.model_fields["name"].default, **teacher}
     stage = OnlineStageConfig.model_validate({"algorithm": algorithm}).model_dump()
-    return dict(_leaves(stage, ""))
+    return dict(_iterate_leaves(stage, ""))
 
 
-def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+def _iterate_leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     found = []
     for key, value in values.items():
         found += (
-            _leaves(value, f"{prefix}{key}.")
+            _iterate_leaves(value, f"{prefix}{key}.")
             if isinstance(value, Mapping)
             else [(f"{prefix}{key}", value)]
         )
     return found
 
 
-def _place(key: str) -> int:
+def _sort_key(key: str) -> int:
     """Rows in the order of a stage's keys; what no key sets comes last."""
     block = key.partition(".")[0]
     return ORDER.index(block) if block in ORDER else len(ORDER)
 
 
-def _row(key: str, values: Mapping[str, Any], row: Published) -> str:
-    setting, default = (key, row.ours) if row.ours else (f"`{key}`", _shown(values[key]))
+def _format_row(key: str, values: Mapping[str, Any], row: PublishedSetting) -> str:
+    setting, default = (key, row.ours) if row.ours else (f"`{key}`", _format_value(values[key]))
     remarks = "; ".join(
         filter(None, [row.deviation and f"**deviates**: {row.deviation}", row.note])
     )
-    return f"| {setting} | {default} | {_shown(row.value)} | {row.source} | {remarks} |".replace(
-        "  ", " "
-    )
+    cells = [setting, default, _format_value(row.value), row.source, remarks]
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "none"
     return (

@@ -9,9 +9,9 @@ from typing import Annotated
 from pydantic import Field, ValidationError, model_validator
 
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.choices import SAMPLERS, SamplerConfig, listed
-from ebbflow.recipe.model import ModelConfig, resized
-from ebbflow.recipe.plugins import name_or_path
+from ebbflow.recipe.choices import SAMPLERS, SamplerConfig, describe_choices
+from ebbflow.recipe.model import ModelConfig, resize_model
+from ebbflow.recipe.plugins import validate_name_or_path
 
 
 class EvaluationConfig(Strict):
@@ -19,10 +19,12 @@ class EvaluationConfig(Strict):
     size."""
 
     steps: int = Field(10, ge=2, le=1000)
-    sampler: Annotated[str, name_or_path(*SAMPLERS)] = Field(
+    sampler: Annotated[str, validate_name_or_path(*SAMPLERS)] = Field(
         "ode",
         exclude_if=partial(operator.eq, "ode"),
-        description=f"{listed(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md).",
+        description=(
+            f"{describe_choices(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md)."
+        ),
     )
     eta: float | None = Field(None, gt=0, le=2, exclude_if=partial(operator.is_, None))
     """Noise level of a stochastic sampler. Default: its published value."""
@@ -41,21 +43,21 @@ class EvaluationConfig(Strict):
     resamples: int = Field(10_000, ge=100)
 
     @model_validator(mode="after")
-    def _the_sampler_can_be_used(self) -> EvaluationConfig:
+    def _check_sampler(self) -> EvaluationConfig:
         try:
-            _ = self.solver
+            _ = self.sampler_with_steps
         except ValidationError as error:
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
         return self
 
     @property
-    def solver(self) -> SamplerConfig:
+    def sampler_with_steps(self) -> SamplerConfig:
         """The sampler with its steps."""
         return SamplerConfig(name=self.sampler, steps=self.steps, eta=self.eta)
 
     def evaluated_model(self, model: ModelConfig) -> ModelConfig:
         """A base model as it generates in an evaluation."""
-        return resized(model, self.height, self.width)
+        return resize_model(model, self.height, self.width)
 
 
 DRIFT_SIGMAS = (0.25, 0.5, 0.75, 1.0)

@@ -43,7 +43,7 @@ class Family:
     tiny: tuple[str, ...] = ()
 
 
-def _record(file: Path) -> Family:
+def _read_family_record(file: Path) -> Family:
     """What a file assigns to ``FAMILY``: a call whose arguments are literals, by name."""
     for statement in ast.parse(file.read_text("utf-8")).body:
         match statement:
@@ -52,5 +52,5 @@ def _record(file: Path) -> Family:
     raise ValueError(f"{file} has no line FAMILY = Family(...); write one, with literals by name")
 
 
-FAMILIES = {file.stem: _record(file) for file in sorted(FOLDER.glob("[!_]*.py"))}
+FAMILIES = {file.stem: _read_family_record(file) for file in sorted(FOLDER.glob("[!_]*.py"))}
 """By the name that ``model.family`` takes."""

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.plugins import name_or_path
+from ebbflow.recipe.plugins import validate_name_or_path
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -51,7 +51,7 @@ class GlyphTrainingConfig(Strict):
 
     @field_validator("alphabets")
     @classmethod
-    def _each_once(cls, alphabets: list[Alphabet]) -> list[Alphabet]:
+    def _check_alphabets_differ(cls, alphabets: list[Alphabet]) -> list[Alphabet]:
         if len(set(alphabets)) < len(alphabets):
             raise ValueError(
                 f"{', '.join(alphabets)}: each alphabet may be named once; leave out what is there"
@@ -60,7 +60,7 @@ class GlyphTrainingConfig(Strict):
         return alphabets
 
     @property
-    def characters(self) -> list[str]:
+    def alphabet_characters(self) -> list[str]:
         """Those of each alphabet."""
         return [CHARACTERS[alphabet] for alphabet in self.alphabets]
 
@@ -85,7 +85,7 @@ class ModelConfig(PretrainedSourceConfig):
     """The base model: a folder or repository in the Hugging Face layout of its family, or the glyph
     model, which the run trains."""
 
-    family: Annotated[str, name_or_path(*FAMILIES)] = "glyph"
+    family: Annotated[str, validate_name_or_path(*FAMILIES)] = "glyph"
     """A model family that Ebbflow ships, or ``package.module:Class``, an adapter of your own
     (``docs/extending.md``)."""
     height: int | None = Field(None, ge=8)
@@ -128,11 +128,11 @@ class ModelConfig(PretrainedSourceConfig):
 
     @field_validator("compile", mode="before")
     @classmethod
-    def _yaml_reads_off_as_false(cls, value: object) -> object:
+    def _accept_false_as_off(cls, value: object) -> object:
         return "off" if value is False else value
 
     @model_validator(mode="after")
-    def _only_glyph_is_trained_here(self) -> ModelConfig:
+    def _check_only_glyph_is_trained(self) -> ModelConfig:
         if self.family != "glyph" and self.path is None:
             raise ValueError(
                 f"family = {self.family!r} needs the 'path' of its base model; only glyph is"
@@ -141,7 +141,7 @@ class ModelConfig(PretrainedSourceConfig):
         return self
 
     @model_validator(mode="after")
-    def _an_expert_is_one_of_two(self) -> ModelConfig:
+    def _check_expert(self) -> ModelConfig:
         family = FAMILIES.get(self.family)
         if self.expert and family and not family.experts:
             known = ", ".join(name for name, record in FAMILIES.items() if record.experts)
@@ -152,7 +152,7 @@ class ModelConfig(PretrainedSourceConfig):
         return self
 
     @model_validator(mode="after")
-    def _keys_of_memory_do_something(self) -> ModelConfig:
+    def _check_memory_keys_have_effect(self) -> ModelConfig:
         if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
             raise ValueError(
                 f"gradient_checkpointing_every = {self.gradient_checkpointing_every} chooses among"
@@ -166,7 +166,7 @@ class ModelConfig(PretrainedSourceConfig):
         return self
 
     @model_validator(mode="after")
-    def _glyph_draws_as_it_was_trained(self) -> ModelConfig:
+    def _check_glyph_size(self) -> ModelConfig:
         foreign = ("height", "width", "frames", "guidance", "max_tokens", "attention")
         given = [
             key for key in foreign if getattr(self, key) != type(self).model_fields[key].default
@@ -179,7 +179,7 @@ class ModelConfig(PretrainedSourceConfig):
         return self
 
 
-def resized(model: ModelConfig, height: int | None, width: int | None) -> ModelConfig:
+def resize_model(model: ModelConfig, height: int | None, width: int | None) -> ModelConfig:
     """The model with images of another height and width; as they are, where one is None."""
     return model.model_copy(
         update={"height": height or model.height, "width": width or model.width}

@@ -104,7 +104,7 @@ class PromptFilterConfig(Strict):
     """Keep prompts whose samples have at least this standard deviation of rewards."""
 
     @model_validator(mode="after")
-    def _something_is_left_out(self) -> PromptFilterConfig:
+    def _check_filter_has_effect(self) -> PromptFilterConfig:
         if self.min_reward is None and self.max_reward is None and not self.min_std:
             raise ValueError(
                 "it leaves nothing out; give min_reward, max_reward or min_std, or leave"
@@ -171,14 +171,14 @@ class OnlineConfig(Strict):
     step's samples differs from the first step's by more than this number of its standard
     deviations, beyond chance. ``null``: no warning."""
 
-    def traces(self, role: Role, step: int) -> bool:
+    def is_profiled(self, role: Role, step: int) -> bool:
         """Whether the work of a role for a step is profiled."""
         return (
             self.profile is not None and role in self.profile.roles and step in self.profile.steps
         )
 
     @model_validator(mode="after")
-    def _one_process_has_one_worker(self) -> OnlineConfig:
+    def _check_workers_of_process(self) -> OnlineConfig:
         if self.placement == "ray":
             return self
         alone: tuple[Role, ...] = ("training", "rollout")
@@ -205,7 +205,7 @@ class OnlineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _only_async_is_stale_by_choice(self) -> OnlineConfig:
+    def _check_staleness_of_mode(self) -> OnlineConfig:
         if self.mode != "async" and self.staleness != 1:
             raise ValueError(
                 f"staleness = {self.staleness} is for mode: async; mode {self.mode!r} has none to"

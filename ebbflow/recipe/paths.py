@@ -32,7 +32,7 @@ SHIPPED = "ebbflow:datasets/"
 PACKAGE = Path(__file__).parents[1]
 
 
-def require_path(text: str) -> str:
+def check_path(text: str) -> str:
     """Check the text of a local path or a URI.
 
     Raises:
@@ -55,18 +55,18 @@ def require_path(text: str) -> str:
     return text
 
 
-def require_output(text: str) -> str:
+def check_output(text: str) -> str:
     """Check the text of an output folder, whose path becomes part of URIs.
 
     Raises:
-        ValueError: as ``require_path``, or it reads as the escape of another character.
+        ValueError: as ``check_path``, or it reads as the escape of another character.
     """
     if "://" not in text and unquote(text) != text:
         raise ValueError("'%' with two digits is another character in a URI; rename the folder")
-    return require_path(text)
+    return check_path(text)
 
 
-def require_store_uri(uri: str) -> str:
+def check_store_uri(uri: str) -> str:
     """Check the URI of an MLflow store. A SQLite store is a file, and its path means the same to
     everything that reads the URI.
 
@@ -82,16 +82,16 @@ def require_store_uri(uri: str) -> str:
                 "a SQLite store is a file that all nodes of a run open; write sqlite:/// and its"
                 " path"
             )
-        require_output(path)
+        check_output(path)
     return uri
 
 
-def local_path(text: str) -> Path:
+def resolve_local_path(text: str) -> Path:
     """Where the file at a path, or ``ebbflow:datasets/signs/prompts.txt``, is on this machine."""
     return PACKAGE / text.removeprefix("ebbflow:") if text.startswith(SHIPPED) else Path(text)
 
 
-def shipped_files() -> list[str]:
+def list_shipped_files() -> list[str]:
     """The prompt files that are installed with Ebbflow, as a recipe names them."""
     return sorted(
         f"ebbflow:{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("datasets/*/prompts.*")
@@ -115,7 +115,7 @@ def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
     names = data.keys() if all_paths else set() if data.get("revision") else PATH_KEYS
     return {
         key: (
-            _resolved(value, folder)
+            _resolve_path(value, folder)
             if key in names and isinstance(value, str)
             else resolve_paths(value, folder, key in PATH_MAPPINGS)
         )
@@ -123,7 +123,7 @@ def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
     }
 
 
-def _resolved(text: str, folder: Path) -> str:
+def _resolve_path(text: str, folder: Path) -> str:
     if not text or "://" in text or text.startswith(SHIPPED) or os.path.isabs(text):
         return text
     if not os.path.exists(in_folder := os.path.join(folder, text)):
@@ -139,6 +139,6 @@ def _resolved(text: str, folder: Path) -> str:
     return os.path.abspath(in_folder) if relative.startswith("..") else relative
 
 
-PathText = Annotated[str, AfterValidator(require_path)]
-OutputText = Annotated[str, AfterValidator(require_output)]
-StoreText = Annotated[str, AfterValidator(require_store_uri)]
+PathText = Annotated[str, AfterValidator(check_path)]
+OutputText = Annotated[str, AfterValidator(check_output)]
+StoreText = Annotated[str, AfterValidator(check_store_uri)]

@@ -13,28 +13,28 @@ from typing import Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel
 
-from ebbflow.recipe.base import RecipeError, did_you_mean
+from ebbflow.recipe.base import RecipeError, suggest_name
 
 C = TypeVar("C", bound=BaseModel)
 PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-def name_or_path(*known: str) -> AfterValidator:
+def validate_name_or_path(*known: str) -> AfterValidator:
     """Accepts the known names, and ``package.module:name`` of something that the user wrote."""
 
-    def check(value: str) -> str:
+    def check_name_or_path(value: str) -> str:
         if value not in known and not PATH.fullmatch(value):
-            hint = did_you_mean(value, known)
+            hint = suggest_name(value, known)
             choices = (
                 f"{'Take' if hint else 'take'} {', '.join(known)}, or give" if known else "give"
             )
             raise ValueError(f"{hint}{choices} package.module:name of your own")
         return value
 
-    return AfterValidator(check)
+    return AfterValidator(check_name_or_path)
 
 
-def import_path(path: str) -> Any:
+def import_object(path: str) -> Any:
     """What ``package.module:name`` leads to.
 
     Raises:
@@ -52,28 +52,28 @@ def import_path(path: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        hint = did_you_mean(name, dir(module)).strip() or "name something that it defines"
+        hint = suggest_name(name, dir(module)).strip() or "name something that it defines"
         raise RecipeError(f"{path}: the module {module_path!r} has no {name!r}; {hint}") from None
 
 
-def not_allowed(paths: Iterable[str], allowed: Collection[str | None]) -> list[str]:
+def list_disallowed_paths(paths: Iterable[str], allowed: Collection[str | None]) -> list[str]:
     """Those of ``package.module:name`` that ``allowed`` names neither whole nor by their module."""
     return [path for path in paths if path not in allowed and path.partition(":")[0] not in allowed]
 
 
-def modules_of(package: str) -> list[ModuleType]:
+def import_modules(package: str) -> list[ModuleType]:
     """Every module in the folder of a package, by name."""
     folder = import_module(package).__path__
     return [import_module(f"{package}.{file.name}") for file in iter_modules(folder)]
 
 
-def built_in(package: str, base: type[C]) -> tuple[type[C], ...]:
+def list_built_in_classes(package: str, base: type[C]) -> tuple[type[C], ...]:
     """The classes below ``base`` in the files of a package that a recipe can name: those whose
     ``name`` has a default.
     """
     return tuple(
         found
-        for module in modules_of(package)
+        for module in import_modules(package)
         for found in vars(module).values()
         if isinstance(found, type)
         and issubclass(found, base)
@@ -82,7 +82,7 @@ def built_in(package: str, base: type[C]) -> tuple[type[C], ...]:
     )
 
 
-def require_members(found: Any, members: tuple[str, ...], path: str, protocol: str) -> None:
+def check_members(found: Any, members: tuple[str, ...], path: str, protocol: str) -> None:
     """Check that what a path leads to has the members of a protocol.
 
     Raises:

@@ -44,12 +44,12 @@ class PolicyConfig(Strict):
     themselves."""
 
     @property
-    def scale(self) -> float:
+    def adapter_scale(self) -> float:
         """What the product of an adapter's factors is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @model_validator(mode="after")
-    def _variants_are_of_adapters(self) -> PolicyConfig:
+    def _check_variants_of_adapters(self) -> PolicyConfig:
         variants = {"init": self.init != "gaussian", "rslora": self.rslora, "dora": self.dora}
         if self.train == "full" and (used := [name for name, wanted in variants.items() if wanted]):
             raise ValueError(
@@ -58,7 +58,7 @@ class PolicyConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _a_start_is_somewhere(self) -> PolicyConfig:
+    def _check_start_has_path(self) -> PolicyConfig:
         if self.start and not self.start.path:
             raise ValueError(
                 "start needs the 'path' of a policy folder or of a LoRA; leave start out to begin"

@@ -24,12 +24,12 @@ class PretrainedSourceConfig(Strict):
     """Commit of the repository, 40 hexadecimal digits. Without it nothing is downloaded."""
 
     @property
-    def on_hub(self) -> bool:
+    def is_on_hub(self) -> bool:
         """Whether the path is the id of a repository."""
         return self.revision is not None
 
     @model_validator(mode="after")
-    def _a_revision_is_of_a_repository(self) -> PretrainedSourceConfig:
+    def _check_revision_of_repository(self) -> PretrainedSourceConfig:
         if self.revision and not (self.path and REPOSITORY.fullmatch(self.path)):
             raise ValueError(
                 f"revision is the commit of a Hugging Face repository, and path = {self.path!r} is"

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from ebbflow.recipe.base import MAX_LENGTH, NAME, Strict, short
+from ebbflow.recipe.base import MAX_LENGTH, NAME, Strict, shorten_value
 
 Tolerance = Annotated[float, Field(ge=0)]
 
@@ -61,16 +61,16 @@ class GuardrailToleranceConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_number_fits_no_two_scales(cls, given: Any) -> Any:
+    def _reject_single_number(cls, given: Any) -> Any:
         if isinstance(given, (int, float)):
             raise ValueError(
                 "one number does not fit the scales of all guardrails; give {default: ...} in"
-                f" standard deviations, or {{absolute: {{tesseract: {short(given)}}}}}"
+                f" standard deviations, or {{absolute: {{tesseract: {shorten_value(given)}}}}}"
             )
         return given
 
     @model_validator(mode="after")
-    def _one_tolerance_each(self) -> GuardrailToleranceConfig:
+    def _check_single_tolerance(self) -> GuardrailToleranceConfig:
         if twice := sorted(self.standard_deviations.keys() & self.absolute.keys()):
             raise ValueError(f"{', '.join(twice)} has two tolerances; keep one of them")
         return self

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from ebbflow.recipe.base import MAX_LENGTH, NAME, Strict, apportion
+from ebbflow.recipe.base import MAX_LENGTH, NAME, Strict, apportion_total
 from ebbflow.recipe.paths import PathText
 
 
@@ -24,7 +24,7 @@ class PromptSetConfig(Strict):
     """Weight of this set in every step, relative to the other sets."""
 
     @property
-    def label(self) -> str:
+    def prompt_set_label(self) -> str:
         """What the prompt table calls it."""
         return self.name or Path(self.source).name
 
@@ -52,37 +52,39 @@ class PromptsConfig(Strict):
     come from the training set."""
 
     @property
-    def sources(self) -> list[str]:
+    def source_files(self) -> list[str]:
         """The files that prompts come from; none where they are made up."""
         return [self.source] if self.source else [part.source for part in self.mixture]
 
     @property
-    def labels(self) -> list[str]:
+    def prompt_set_labels(self) -> list[str]:
         """The names of the sets of the mixture."""
-        return [part.label for part in self.mixture]
+        return [part.prompt_set_label for part in self.mixture]
 
-    def counts(self, prompts: int) -> dict[str, int]:
+    def count_by_prompt_set(self, prompts: int) -> dict[str, int]:
         """How many of so many prompts each set of the mixture has, by name: whole numbers by the
         largest remainders.
         """
-        counts = apportion([part.weight for part in self.mixture], prompts)
-        return {part.label: count for part, count in zip(self.mixture, counts, strict=True)}
+        counts = apportion_total([part.weight for part in self.mixture], prompts)
+        return {
+            part.prompt_set_label: count for part, count in zip(self.mixture, counts, strict=True)
+        }
 
     @model_validator(mode="after")
-    def _one_or_several_files(self) -> PromptsConfig:
+    def _check_file_or_mixture(self) -> PromptsConfig:
         if self.source and self.mixture:
             raise ValueError(
                 "source and mixture both name files; add the first to the second, or leave one out"
             )
-        names = self.labels
+        names = self.prompt_set_labels
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"mixture has {twice[0]} twice; give one of them another name")
         return self
 
     @model_validator(mode="after")
-    def _some_left_to_train(self) -> PromptsConfig:
+    def _check_training_prompts_remain(self) -> PromptsConfig:
         taken = self.validation + (0 if self.held_out_source else self.held_out)
-        if not self.sources and taken >= self.count:
+        if not self.source_files and taken >= self.count:
             names = "validation" if self.held_out_source else "validation + held_out"
             raise ValueError(
                 f"{names} = {taken} leaves nothing of count = {self.count} to train on"
@@ -90,7 +92,7 @@ class PromptsConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _a_held_out_file_has_a_number(self) -> PromptsConfig:
+    def _check_held_out_file_has_number(self) -> PromptsConfig:
         """A default would evaluate a part of a benchmark, whose numbers then compare with
         nothing."""
         if self.held_out_source and "held_out" not in self.model_fields_set:

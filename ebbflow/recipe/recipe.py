@@ -25,31 +25,31 @@ from ebbflow.recipe.base import (
     NAME,
     RecipeError,
     Strict,
-    dotted,
-    explain,
+    explain_validation_error,
+    find_nearest_name,
+    format_path,
     iter_leaves,
-    nearest,
-    nowhere,
+    locate_nowhere,
+    require_json_values,
     require_no_secrets,
-    require_plain,
 )
-from ebbflow.recipe.branches import BranchConfig, require_branches, taught_by
+from ebbflow.recipe.branches import BranchConfig, branches_teaching, check_branches
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig, resized
+from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.promotion import PromotionConfig
 from ebbflow.recipe.prompts import PromptsConfig
-from ebbflow.recipe.registry import AnyRewardConfig, reward
+from ebbflow.recipe.registry import AnyRewardConfig, configure_reward
 from ebbflow.recipe.rewards import (
     GUARDRAIL_COMPARES,
     ONLY_COMPARISONS,
     CustomRewardConfig,
     RewardConfig,
-    applying,
-    require_prompt_sets,
-    without_reward,
+    check_prompt_sets,
+    prompt_sets_without_reward,
+    rewards_for_prompt_sets,
 )
 from ebbflow.recipe.stages import (
     AnyStageConfig,
@@ -98,9 +98,12 @@ class Recipe(Strict):
     without such a kernel is an error (docs/bitwise.md)."""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
-    rewards: list[AnyRewardConfig] = Field([reward("ocr")], min_length=1)
+    rewards: list[AnyRewardConfig] = Field([configure_reward("ocr")], min_length=1)
     """Rewards to train on, as their weighted sum."""
-    guardrails: list[AnyRewardConfig] = [reward("tesseract"), reward("similarity")]
+    guardrails: list[AnyRewardConfig] = [
+        configure_reward("tesseract"),
+        configure_reward("similarity"),
+    ]
     """Rewards that are measured and never trained on. A guardrail that is not installed is reported
     and skipped."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
@@ -122,7 +125,7 @@ class Recipe(Strict):
 
     @field_validator("rewards", mode="before")
     @classmethod
-    def _rewards_are_a_list(cls, given: Any) -> Any:
+    def _check_rewards_are_list(cls, given: Any) -> Any:
         if isinstance(given, dict):
             raise ValueError(
                 "give a list of rewards; what is only watched is a list under 'guardrails', beside"
@@ -131,11 +134,11 @@ class Recipe(Strict):
         return given
 
     @model_validator(mode="after")
-    def _guardrails_are_not_trained_on(self) -> Recipe:
+    def _check_guardrails_differ_from_rewards(self) -> Recipe:
         watched = [config.column for config in self.guardrails]
         trained = [
             [config.column for config in rewards]
-            for rewards in (self.rewards, *self._rewards_of_branches)
+            for rewards in (self.rewards, *self._branch_rewards)
         ]
         for names in (*trained, watched):
             if len(set(names)) < len(names):
@@ -154,15 +157,15 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _every_prompt_set_has_its_reward(self) -> Recipe:
-        require_prompt_sets("rewards", self.rewards, self.prompts.labels)
-        require_prompt_sets("guardrails", self.guardrails, self.prompts.labels)
+    def _check_rewards_of_prompt_sets(self) -> Recipe:
+        check_prompt_sets("rewards", self.rewards, self.prompts.prompt_set_labels)
+        check_prompt_sets("guardrails", self.guardrails, self.prompts.prompt_set_labels)
         for name in (None, *self.branches):
-            view = self.of_branch(name)
+            view = self.select_branch(name)
             key = f"branches.{name}.rewards" if name else "rewards"
             if name:
-                require_prompt_sets(key, self.branches[name].rewards, view.prompts.labels)
-            if without := without_reward(view.rewards, view.prompts.labels):
+                check_prompt_sets(key, self.branches[name].rewards, view.prompts.prompt_set_labels)
+            if without := prompt_sets_without_reward(view.rewards, view.prompts.prompt_set_labels):
                 raise ValueError(
                     f"{key}: none of them scores the prompt set {without[0]}; add it to the"
                     " 'prompts' of one"
@@ -175,22 +178,22 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _evaluations_have_a_reward(self) -> Recipe:
+    def _check_evaluated_rewards(self) -> Recipe:
         """Of rewards that come with Ebbflow: whether a user's own compares is known once it is
         imported.
         """
         for name in (None, *self.branches):
-            view = self.of_branch(name)
+            view = self.select_branch(name)
             key = f"branches.{name}.rewards" if name and self.branches[name].rewards else "rewards"
             evaluated = [
                 reward
                 for reward in view.rewards
                 if isinstance(reward, CustomRewardConfig) or not reward.compares
             ]
-            sets = view.prompts.labels
-            if not evaluated or without_reward(evaluated, sets) != without_reward(
-                view.rewards, sets
-            ):
+            sets = view.prompts.prompt_set_labels
+            if not evaluated or prompt_sets_without_reward(
+                evaluated, sets
+            ) != prompt_sets_without_reward(view.rewards, sets):
                 raise ValueError(ONLY_COMPARISONS.format(key))
         watched = [
             guardrail
@@ -202,7 +205,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _the_model_draws_what_rewards_score(self) -> Recipe:
+    def _check_rewards_suit_model(self) -> Recipe:
         if "lower_case" in self.model.training.alphabets and any(
             config.name == "recognizer" for config in self._all_rewards
         ):
@@ -220,7 +223,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _tolerances_are_of_guardrails(self) -> Recipe:
+    def _check_tolerances_of_guardrails(self) -> Recipe:
         known = [guardrail.column for guardrail in self.guardrails]
         tolerance = self.promotion.guardrail_tolerance
         for unit in ("standard_deviations", "absolute"):
@@ -228,26 +231,26 @@ class Recipe(Strict):
                 if name not in known:
                     nearest = difflib.get_close_matches(name, known, n=1)
                     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-                    key = dotted(("promotion", "guardrail_tolerance", unit, name))
+                    key = format_path(("promotion", "guardrail_tolerance", unit, name))
                     raise RecipeError(
                         f"{key}: no such guardrail; {hint}It has {', '.join(known) or 'none'}"
                     )
         return self
 
     @model_validator(mode="after")
-    def _branches_come_together(self) -> Recipe:
-        sets = self.prompts.labels
+    def _check_branches(self) -> Recipe:
+        sets = self.prompts.prompt_set_labels
         for name, branch in self.branches.items():
             if strange := [part for part in branch.prompts if part not in sets]:
                 raise ValueError(
                     f"branches.{name}.prompts: prompts.mixture has no set {strange[0]!r}, only"
                     f" {', '.join(sets) or 'no sets'}"
                 )
-        require_branches(self.branches, self.stages)
+        check_branches(self.branches, self.stages)
         return self
 
     @model_validator(mode="after")
-    def _every_prompt_set_has_its_share(self) -> Recipe:
+    def _check_shares_of_prompt_sets(self) -> Recipe:
         for index, stage in enumerate(self.stages):
             from_pairs = isinstance(stage, OfflineStageConfig) and stage.pairs
             key = (
@@ -256,7 +259,11 @@ class Recipe(Strict):
                 else {"online": "prompts_per_step", "offline": "prompts"}.get(stage.kind)
             )
             wanted = getattr(stage, key) if key else 0
-            counts = self.of_branch(stage.branch).prompts.counts(wanted) if wanted else {}
+            counts = (
+                self.select_branch(stage.branch).prompts.count_by_prompt_set(wanted)
+                if wanted
+                else {}
+            )
             if empty := [name for name, count in counts.items() if not count]:
                 raise ValueError(
                     f"stages.{index}.{key} = {wanted} gives the prompt set {empty[0]} less than one"
@@ -265,10 +272,10 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _every_prompt_set_has_its_teacher(self) -> Recipe:
+    def _check_teachers_of_prompt_sets(self) -> Recipe:
         for index, stage in enumerate(self.stages):
-            names = self.of_branch(stage.branch).prompts.labels
-            if not (teachers := getattr(stage.hyper, "teachers", {})):
+            names = self.select_branch(stage.branch).prompts.prompt_set_labels
+            if not (teachers := getattr(stage.hyper_parameters, "teachers", {})):
                 continue
             given = f"stages.{index}.algorithm.teachers = {', '.join(teachers)}"
             if strange := sorted(teachers.keys() - set(names)):
@@ -284,14 +291,16 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _students_have_a_teacher(self) -> Recipe:
+    def _check_students_have_teacher(self) -> Recipe:
         """The velocity of a student of few steps is no score, so it cannot be the teacher of
         another.
         """
         for index, stage in enumerate(self.stages):
             key = f"stages.{index}.algorithm"
-            named = taught_by(stage)
-            if not isinstance(stage.hyper, MatchingConfig) or (stage.hyper.teacher and not named):
+            named = branches_teaching(stage)
+            if not isinstance(stage.hyper_parameters, MatchingConfig) or (
+                stage.hyper_parameters.teacher and not named
+            ):
                 continue
             branch = stage.branch
             end = index
@@ -303,31 +312,31 @@ class Recipe(Strict):
                 end = 1 + max(
                     number for number in range(index) if self.stages[number].branch == branch
                 )
-                policy = f"{key}.teacher = {stage.hyper.teacher!r} is"
-            if students := self._students_before(end, branch):
+                policy = f"{key}.teacher = {stage.hyper_parameters.teacher!r} is"
+            if students := self._list_earlier_student_stages(end, branch):
                 since = f"since stages.{students[0]}" if students[0] < end else "in round 2"
                 raise ValueError(
                     f"{policy} a student of few steps {since}; give teacher a policy folder"
                 )
         return self
 
-    def _students_before(self, end: int, branch: str | None) -> list[int]:
+    def _list_earlier_student_stages(self, end: int, branch: str | None) -> list[int]:
         """The stages that make a student of few steps of the policy that a branch, or none, has
         before a stage.
         """
         return [
             index
             for index, stage in enumerate(self.stages)
-            if isinstance(stage.hyper, MatchingConfig)
+            if isinstance(stage.hyper_parameters, MatchingConfig)
             and stage.branch in (None, branch)
             and (index < end or (self.rounds > 1 and stage.branch is None))
         ]
 
     @model_validator(mode="after")
-    def _students_can_be_trained(self) -> Recipe:
+    def _check_students_are_trainable(self) -> Recipe:
         family = FAMILIES.get(self.model.family)
         for index, stage in enumerate(self.stages):
-            if not isinstance(hyper := stage.hyper, MatchingConfig):
+            if not isinstance(hyper := stage.hyper_parameters, MatchingConfig):
                 continue
             if self.model.guidance > 1 and (family is None or family.guided):
                 raise ValueError(
@@ -348,7 +357,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _rollouts_can_be_computed(self) -> Recipe:
+    def _check_rollouts_are_computable(self) -> Recipe:
         rough = self.model.precision
         for index, stage in enumerate(self.stages):
             if (
@@ -364,7 +373,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _weights_stay_until_the_update(self) -> Recipe:
+    def _check_weights_until_update(self) -> Recipe:
         for index, stage in enumerate(self.stages):
             if (
                 self.model.cpu_offload
@@ -379,7 +388,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _optimizers_have_their_state_whole(self) -> Recipe:
+    def _check_optimizer_states(self) -> Recipe:
         for index, stage in enumerate(self.stages):
             sharded = isinstance(stage, OnlineStageConfig) and stage.resources.training.count > 1
             stage.optimizer.require_whole_state(
@@ -388,7 +397,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _engines_know_the_family(self) -> Recipe:
+    def _check_engines_support_family(self) -> Recipe:
         known = [name for name, family in FAMILIES.items() if family.vllm_omni]
         for index, stage in enumerate(self.stages):
             if stage.engine == "vllm_omni" and self.model.family not in known:
@@ -400,7 +409,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _engines_know_the_adapters(self) -> Recipe:
+    def _check_engines_support_adapters(self) -> Recipe:
         for index, stage in enumerate(self.stages):
             if stage.engine == "vllm_omni" and (self.policy.rslora or self.policy.dora):
                 raise ValueError(
@@ -410,10 +419,10 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _references_can_be_guided(self) -> Recipe:
+    def _check_guided_references(self) -> Recipe:
         unguided = [name for name, family in FAMILIES.items() if not family.guided]
         for index, stage in enumerate(self.stages):
-            if stage.reference.guided and self.model.family in unguided:
+            if stage.reference.needs_guidance and self.model.family in unguided:
                 raise ValueError(
                     f"stages.{index}.reference.guidance = {stage.reference.guidance:g} (a default"
                     " of some algorithms) needs classifier-free guidance, which model.family ="
@@ -422,7 +431,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _deterministic_kernels_are_torchs_own(self) -> Recipe:
+    def _check_deterministic_kernels(self) -> Recipe:
         if self.deterministic and "native" not in (attention := self.model.attention or "native"):
             raise ValueError(
                 "deterministic: torch cannot tell whether the kernels of model.attention ="
@@ -431,7 +440,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _guidance_can_be_left_out(self) -> Recipe:
+    def _check_guidance_is_optional(self) -> Recipe:
         family = FAMILIES.get(self.model.family)
         for index, stage in enumerate(self.stages):
             if not stage.guidance_in_loss and (
@@ -445,7 +454,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _the_evaluated_size_is_possible(self) -> Recipe:
+    def _check_evaluated_size(self) -> Recipe:
         sizes = {
             key: size for key in ("height", "width") if (size := getattr(self.evaluation, key))
         }
@@ -458,7 +467,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _families_draw_several_sizes(self) -> Recipe:
+    def _check_sizes_of_family(self) -> Recipe:
         family = FAMILIES.get(self.model.family)
         index = next((index for index, stage in enumerate(self.stages) if stage.sizes), None)
         if index is not None and self.model.family == "glyph":
@@ -475,28 +484,28 @@ class Recipe(Strict):
 
     @model_validator(mode="wrap")  # type: ignore[arg-type, unused-ignore]  # mypy finds it or not, by the order of the files
     @classmethod
-    def _explain_what_is_wrong(
+    def _explain_errors(
         cls, data: Any, handler: ModelWrapValidatorHandler[Recipe], info: ValidationInfo
     ) -> Recipe:
         context = info.context or {}
-        locate = context.get("locate", nowhere)
+        locate = context.get("locate", locate_nowhere)
         try:
             values = iter_leaves(data)
             require_no_secrets(values, locate)
             recipe: Recipe = handler(
                 resolve_paths(data, context["folder"]) if "folder" in context else data
             )
-            require_plain(values, locate)
+            require_json_values(values, locate)
         except ValidationError as error:
             raise RecipeError(
-                f"this recipe cannot be run:\n{explain(error, cls, locate)}"
+                f"this recipe cannot be run:\n{explain_validation_error(error, cls, locate)}"
             ) from None
         except RecipeError as error:
             raise RecipeError(f"this recipe cannot be run:\n{error}") from None
         return recipe
 
     @property
-    def own_paths(self) -> list[str]:
+    def plugin_paths(self) -> list[str]:
         """Paths to a user's own code that nothing imports while the recipe is read: rewards, the
         family, engines, stage kinds.
         """
@@ -520,7 +529,7 @@ class Recipe(Strict):
                 the path of a user's own.
         """
         found = [reward for reward in self.rewards if not reward.compares]
-        if not found or without_reward(found, self.prompts.labels):
+        if not found or prompt_sets_without_reward(found, self.prompts.prompt_set_labels):
             raise RecipeError(ONLY_COMPARISONS.format("rewards"))
         return found
 
@@ -535,10 +544,13 @@ class Recipe(Strict):
             default=None,
         )
         own = [self.model] * (not all(stage.sizes for stage in self.stages))
-        return [*own, *([resized(self.model, largest.height, largest.width)] if largest else [])]
+        return [
+            *own,
+            *([resize_model(self.model, largest.height, largest.width)] if largest else []),
+        ]
 
     @property
-    def canonical(self) -> str:
+    def canonical_json(self) -> str:
         """The resolved recipe as JSON, independent of key order and of what the YAML left out."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
@@ -555,7 +567,7 @@ class Recipe(Strict):
     @property
     def digest(self) -> str:
         """sha256 of ``canonical``."""
-        return hashlib.sha256(self.canonical.encode()).hexdigest()
+        return hashlib.sha256(self.canonical_json.encode()).hexdigest()
 
     def stage_label(self, round_index: int, stage_index: int) -> str:
         """How a stage is called everywhere, counted from one: ``"2.1 online"``, or ``"2.1 online
@@ -570,7 +582,7 @@ class Recipe(Strict):
         """How a branch is called in a round, counted from one: ``"2 letters"``."""
         return f"{round_index + 1} {name}"
 
-    def of_branch(self, name: str | None) -> Recipe:
+    def select_branch(self, name: str | None) -> Recipe:
         """The recipe with the prompt sets and the rewards of a branch; as it is for what is in no
         branch.
         """
@@ -578,12 +590,14 @@ class Recipe(Strict):
         if branch is None:
             return self
         mixture = [
-            part for part in self.prompts.mixture if part.label in branch.prompts
+            part for part in self.prompts.mixture if part.prompt_set_label in branch.prompts
         ] or self.prompts.mixture
         prompts = self.prompts.model_copy(update={"mixture": mixture})
         scored = {
-            "rewards": applying(branch.rewards or self.rewards, prompts.labels),
-            "guardrails": applying(self.guardrails, prompts.labels),
+            "rewards": rewards_for_prompt_sets(
+                branch.rewards or self.rewards, prompts.prompt_set_labels
+            ),
+            "guardrails": rewards_for_prompt_sets(self.guardrails, prompts.prompt_set_labels),
         }
         return self.model_copy(update={"prompts": prompts, **scored})
 
@@ -593,11 +607,11 @@ class Recipe(Strict):
         return [
             *self.rewards,
             *self.guardrails,
-            *(config for rewards in self._rewards_of_branches for config in rewards),
+            *(config for rewards in self._branch_rewards for config in rewards),
         ]
 
     @property
-    def _rewards_of_branches(self) -> list[list[AnyRewardConfig]]:
+    def _branch_rewards(self) -> list[list[AnyRewardConfig]]:
         return [branch.rewards for branch in self.branches.values() if branch.rewards]
 
 
@@ -611,7 +625,7 @@ def load_recipe(path: str | Path) -> Recipe:
     path = Path(path)
     if not os.path.isfile(path):  # no error of its own for a name that no file can have
         raise RecipeError(
-            f"no recipe at {path}; {_nearest_recipe(path)}the ones that come with Ebbflow are in"
+            f"no recipe at {path}; {_suggest_recipe(path)}the ones that come with Ebbflow are in"
             f" {SHIPPED}/"
         )
     if path.stat().st_size > MAX_BYTES:
@@ -638,10 +652,10 @@ def parse_recipe(text: str | bytes, name: str, folder: Path = Path()) -> Recipe:
         raise RecipeError(
             f"{name} must hold a mapping of recipe keys, got {type(read.data).__name__}"
         )
-    return Recipe.model_validate(read.data, context={"locate": read.locate, "folder": folder})
+    return Recipe.model_validate(read.data, context={"locate": read.locate_key, "folder": folder})
 
 
-def _nearest_recipe(path: Path) -> str:
+def _suggest_recipe(path: Path) -> str:
     """A hint for a path that leads nowhere: a recipe in the same folder, or one of ours."""
     folders = [folder for folder in (path.parent, Path(SHIPPED)) if os.path.isdir(folder)]
     known = {
@@ -649,5 +663,5 @@ def _nearest_recipe(path: Path) -> str:
         for folder in reversed(folders)
         for file in sorted(folder.glob("*.yaml"))
     }
-    near = nearest(path.stem, known)
+    near = find_nearest_name(path.stem, known)
     return f"did you mean {known[near]}? " if near else ""

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
-from ebbflow.recipe.base import did_you_mean
-from ebbflow.recipe.plugins import PATH, built_in
+from ebbflow.recipe.base import suggest_name
+from ebbflow.recipe.plugins import PATH, list_built_in_classes
 from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
 
 ALGORITHMS = {
     config.model_fields["name"].default: config
-    for config in built_in("ebbflow.algorithms.built_in", AlgorithmConfig)
+    for config in list_built_in_classes("ebbflow.algorithms.built_in", AlgorithmConfig)
 }
 """The class of hyper-parameters of each algorithm, by the name that ``algorithm.name`` takes."""
 
 REWARDS = {
     config.model_fields["name"].default: config
-    for config in built_in("ebbflow.rewards.built_in", RewardConfig)  # type: ignore[type-abstract]
+    for config in list_built_in_classes("ebbflow.rewards.built_in", RewardConfig)  # type: ignore[type-abstract]
 }
 """The class of options of each reward, by its name."""
 
 
-def _named(given: Any) -> Any:
+def _expand_reward_name(given: Any) -> Any:
     """A bare name stands for the reward with its defaults, a path for a user's own."""
     if isinstance(given, str):
         given = {"name": given}
@@ -40,7 +40,7 @@ def _named(given: Any) -> Any:
         return {**given, "name": "custom", "path": name}
     if name not in (*REWARDS, "custom"):
         raise ValueError(
-            f"{did_you_mean(name, REWARDS)}Take {', '.join(REWARDS)}, or give package.module:name"
+            f"{suggest_name(name, REWARDS)}Take {', '.join(REWARDS)}, or give package.module:name"
             " of your own"
         )
     return given
@@ -59,16 +59,16 @@ else:
     ]
     AnyRewardConfig = Annotated[
         Annotated[Union[(*REWARDS.values(), CustomRewardConfig)], Field(discriminator="name")],
-        BeforeValidator(_named),
+        BeforeValidator(_expand_reward_name),
     ]
 
 
-def algorithm_named(name: str) -> AnyAlgorithmConfig:
+def default_algorithm(name: str) -> AnyAlgorithmConfig:
     """An algorithm with its default hyper-parameters."""
     return TypeAdapter(AnyAlgorithmConfig).validate_python({"name": name})
 
 
-def reward(name: str, **keys: Any) -> RewardConfig:
+def configure_reward(name: str, **keys: Any) -> RewardConfig:
     """A reward by its name (or a user's own by its path), with the keys that a recipe would give
     it.
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.plugins import import_path, name_or_path
+from ebbflow.recipe.plugins import import_object, validate_name_or_path
 
 MAX_SCORE = 1e30
 MAX_WEIGHT = 1e6
@@ -116,7 +116,7 @@ class CustomRewardConfig(RewardConfig):
     """A reward of your own: the object at ``package.module:Name``, called with the options."""
 
     name: Literal["custom"] = "custom"
-    path: Annotated[str, name_or_path()]
+    path: Annotated[str, validate_name_or_path()]
     options: dict[str, Any] = {}
 
     @property
@@ -125,11 +125,11 @@ class CustomRewardConfig(RewardConfig):
 
     @property
     def compares(self) -> bool:
-        return hasattr(import_path(self.path), "compare")
+        return hasattr(import_object(self.path), "compare")
 
     @property
     def reads_latents(self) -> bool:
-        return hasattr(import_path(self.path), "score_latents")
+        return hasattr(import_object(self.path), "score_latents")
 
     def build(self) -> Any:
         """As of every reward.
@@ -138,22 +138,26 @@ class CustomRewardConfig(RewardConfig):
             RecipeError: nothing can be imported from the path.
             TypeError: what it leads to does not take the options.
         """
-        return import_path(self.path)(**self.options)
+        return import_object(self.path)(**self.options)
 
 
-def applying(rewards: Iterable[AnyConfig], prompt_sets: Sequence[str]) -> list[AnyConfig]:
+def rewards_for_prompt_sets(
+    rewards: Iterable[AnyConfig], prompt_sets: Sequence[str]
+) -> list[AnyConfig]:
     """The rewards that score prompts of one of the sets; all where prompts come in no sets."""
     return [
         reward for reward in rewards if not prompt_sets or any(map(reward.applies_to, prompt_sets))
     ]
 
 
-def without_reward(rewards: Sequence[RewardConfig], prompt_sets: Iterable[str]) -> list[str]:
+def prompt_sets_without_reward(
+    rewards: Sequence[RewardConfig], prompt_sets: Iterable[str]
+) -> list[str]:
     """The sets whose prompts none of the rewards scores."""
     return [name for name in prompt_sets if not any(reward.applies_to(name) for reward in rewards)]
 
 
-def require_prompt_sets(
+def check_prompt_sets(
     key: str, rewards: Iterable[RewardConfig], prompt_sets: Sequence[str]
 ) -> None:
     """Check that rewards name sets that there are.

@@ -92,44 +92,44 @@ HARMLESS_HEADERS = (
 )
 
 
-def redact(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """A text without the passwords, tokens and keys in it, as far as their form or what stands
     before them gives them away.
     """
-    return _redact(text, decode=True)
+    return _redact_patterns(text, decode=True)
 
 
 def is_secret_option(path: tuple[Any, ...], value: Any) -> bool:
     """Whether the names along the path of an option, from ``options`` on, say that its value is a
     secret.
     """
-    names = [_snake_case(str(key)) for key in path]
+    names = [_to_snake_case(str(key)) for key in path]
     if isinstance(value, str) and value:
-        return any(map(names_a_secret, names)) or _is_secret_header(names, value)
+        return any(map(is_secret_name, names)) or _is_secret_header(names, value)
     return type(value) in (int, float) and bool(PASSWORD.search(names[-1]))
 
 
-def names_a_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Whether a value of this name is a secret, such as ``api_key``, ``accessToken`` or
     ``password2``.
     """
-    name = _snake_case(name)
+    name = _to_snake_case(name)
     return bool(OPTION.search(name)) and not OF_WORDS.search(name)
 
 
-def _redact(text: str, decode: bool) -> str:
+def _redact_patterns(text: str, decode: bool) -> str:
     """``decode``: look for secrets inside percent-encoded parameters, too."""
     for uri in (USER_AND_PASSWORD, USER_OF_THE_WEB, ORACLE):
         text = uri.sub(r"\1***@", text)
     text = PARAMETER.sub(
-        lambda found: _without_value(found, _is_secret_parameter(found[2], found[3], decode)), text
+        lambda found: _redact_value(found, _is_secret_parameter(found[2], found[3], decode)), text
     )
     text = SETTING.sub(
-        lambda found: _without_value(found, _is_secret_setting(found[1], found[2])), text
+        lambda found: _redact_value(found, _is_secret_setting(found[1], found[2])), text
     )
     text = ENTRY.sub(
         lambda found: (
-            f"{found[1]}{found[4]}***{found[4]}" if names_a_secret(found[3]) else found[0]
+            f"{found[1]}{found[4]}***{found[4]}" if is_secret_name(found[3]) else found[0]
         ),
         text,
     )
@@ -137,7 +137,7 @@ def _redact(text: str, decode: bool) -> str:
     return PRIVATE_KEY.sub("***", ISSUED.sub("***", text))
 
 
-def _without_value(found: re.Match[str], is_secret: bool) -> str:
+def _redact_value(found: re.Match[str], is_secret: bool) -> str:
     return f"{found[0].partition('=')[0]}=***" if is_secret else found[0]
 
 
@@ -150,14 +150,14 @@ def _is_secret_parameter(name: str, value: str, decode: bool) -> bool:
     for _ in range(MAX_DECODED if decode else 0):
         encoded = value
         value = unquote_plus(value)
-        if value != encoded and _redact(value, decode=False) != value:
+        if value != encoded and _redact_patterns(value, decode=False) != value:
             return True
     return False
 
 
 def _is_secret_setting(name: str, value: str) -> bool:
-    counts = value.isdigit() and not PASSWORD.search(_snake_case(name))
-    return names_a_secret(name) and not counts
+    counts = value.isdigit() and not PASSWORD.search(_to_snake_case(name))
+    return is_secret_name(name) and not counts
 
 
 def _is_secret_header(names: list[str], value: str) -> bool:
@@ -169,12 +169,12 @@ def _is_secret_header(names: list[str], value: str) -> bool:
     own = (
         names[-1]
         if not HEADERS.search(names[-1]) and not names[-1].isdigit()
-        else _snake_case(value.partition(":")[0])
+        else _to_snake_case(value.partition(":")[0])
     )
     return own not in HARMLESS_HEADERS
 
 
-def _snake_case(name: str) -> str:
+def _to_snake_case(name: str) -> str:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return (
         re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_").rstrip("0123456789").rstrip("_")

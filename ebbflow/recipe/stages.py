@@ -20,7 +20,7 @@ from ebbflow.recipe.algorithms import (
     GradientConfig,
     MatchingConfig,
 )
-from ebbflow.recipe.base import Strict, apportion
+from ebbflow.recipe.base import Strict, apportion_total
 from ebbflow.recipe.choices import (
     ENGINES,
     WINDOW_KEYS,
@@ -33,13 +33,13 @@ from ebbflow.recipe.choices import (
     SizeConfig,
     TreeConfig,
     WindowConfig,
-    listed,
+    describe_choices,
 )
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.online import OnlineConfig
 from ebbflow.recipe.paths import PathText
-from ebbflow.recipe.plugins import name_or_path
-from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig, algorithm_named
+from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig, default_algorithm
 
 
 class CheckpointsConfig(Strict):
@@ -88,9 +88,11 @@ class StageConfig(Strict):
     updates of the step (one more forward pass)."""
     rollout_precision: Precision | None = None
     """Precision of the network during rollouts. Default: ``model.precision``."""
-    engine: Annotated[str, name_or_path(*ENGINES)] = Field(
+    engine: Annotated[str, validate_name_or_path(*ENGINES)] = Field(
         "diffusers",
-        description=f"{listed(ENGINES)} Or package.module:Name of your own (docs/extending.md).",
+        description=(
+            f"{describe_choices(ENGINES)} Or package.module:Name of your own (docs/extending.md)."
+        ),
     )
     parity: ParityConfig = ParityConfig()
     """Parity gate of an engine other than ``diffusers``."""
@@ -105,10 +107,10 @@ class StageConfig(Strict):
     """The same limit in GPU hours, summed over all GPUs of the stage."""
 
     @property
-    def hyper(self) -> AlgorithmConfig:
+    def hyper_parameters(self) -> AlgorithmConfig:
         """The algorithm's hyper-parameters; of a user's own algorithm, its own class of them."""
         return (
-            self.algorithm.load()[1]
+            self.algorithm.load_algorithm()[1]
             if isinstance(self.algorithm, CustomAlgorithmConfig)
             else self.algorithm
         )
@@ -123,23 +125,25 @@ class StageConfig(Strict):
         )
 
     @property
-    def guides_a_copy(self) -> bool:
+    def needs_guided_copy(self) -> bool:
         """Whether it needs negative prompts for the reference or the teacher, though the policy
         generates without guidance.
         """
-        return self.reference.guided or (
-            isinstance(self.hyper, MatchingConfig) and self.hyper.guidance > 1
+        return self.reference.needs_guidance or (
+            isinstance(self.hyper_parameters, MatchingConfig) and self.hyper_parameters.guidance > 1
         )
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_follow_the_algorithm(cls, data: Any) -> Any:
+    def _set_defaults_of_algorithm(cls, data: Any) -> Any:
         """Keys that the algorithm sets unless the recipe does, down to single keys of the sampler,
         the window and so on.
         """
         if not isinstance(data, dict):
             return data
-        algorithm = _algorithm_class(data.get("algorithm", cls.model_fields["algorithm"].default))
+        algorithm = _find_algorithm_class(
+            data.get("algorithm", cls.model_fields["algorithm"].default)
+        )
         if algorithm is None:
             return data  # its own error says more than ours could
         penalty = "kl" if algorithm.kind == "trajectory" else "velocity"
@@ -150,16 +154,19 @@ class StageConfig(Strict):
         return {
             **defaults,
             **data,
-            **{key: _over(key, defaults[key], data[key]) for key in defaults.keys() & data.keys()},
+            **{
+                key: _merge_defaults(key, defaults[key], data[key])
+                for key in defaults.keys() & data.keys()
+            },
         }
 
     @model_validator(mode="after")
-    def _everything_suits_the_algorithm(self) -> StageConfig:
+    def _check_suits_algorithm(self) -> StageConfig:
         kind = getattr(self, "kind", "")
-        if kind in ("online", "offline") and kind not in self.hyper.stages:
-            raise ValueError(_wrong_stage(self.algorithm_name, kind))
+        if kind in ("online", "offline") and kind not in self.hyper_parameters.stages:
+            raise ValueError(_explain_wrong_stage(self.algorithm_name, kind))
         if kind == "offline" and (
-            hasattr(self.hyper, "teacher") or hasattr(self.hyper, "teachers")
+            hasattr(self.hyper_parameters, "teacher") or hasattr(self.hyper_parameters, "teachers")
         ):
             raise ValueError(
                 f"{self.algorithm_name} learns from a teacher, which only online stages load; use"
@@ -171,8 +178,8 @@ class StageConfig(Strict):
             "gradient": self._check_gradient,
             "matching": self._check_matching,
         }
-        checks[self.hyper.kind]()
-        if self.advantages.clip is None and self.hyper.kind != "trajectory":
+        checks[self.hyper_parameters.kind]()
+        if self.advantages.clip is None and self.hyper_parameters.kind != "trajectory":
             raise ValueError(
                 "advantages.clip = null is for algorithms on trajectories, and"
                 f" {self.algorithm_name} is none; take a number such as 5, or leave it out"
@@ -180,8 +187,8 @@ class StageConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _samples_of_a_prompt_differ(self) -> StageConfig:
-        if self.shared_initial_noise and not self.sampler.stochastic:
+    def _check_samples_of_prompt_differ(self) -> StageConfig:
+        if self.shared_initial_noise and not self.sampler.is_stochastic:
             raise ValueError(
                 "shared_initial_noise makes all samples of a prompt one and the same image, as the"
                 f" sampler {self.sampler.name!r} adds no noise; leave it out, or set sampler.name"
@@ -190,9 +197,13 @@ class StageConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _a_schedule_ends(self) -> StageConfig:
+    def _check_schedule_ends(self) -> StageConfig:
         schedule = self.optimizer.schedule
-        if getattr(self, "kind", "") == "custom" and schedule.falls and schedule.updates is None:
+        if (
+            getattr(self, "kind", "") == "custom"
+            and schedule.depends_on_length
+            and schedule.updates is None
+        ):
             raise ValueError(
                 f"optimizer.schedule.kind = {schedule.kind!r}: nobody knows how many optimiser"
                 " steps a custom stage takes; set optimizer.schedule.updates"
@@ -200,7 +211,7 @@ class StageConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _another_engine_has_a_gate(self) -> StageConfig:
+    def _check_engine_has_parity_gate(self) -> StageConfig:
         if self.engine == "diffusers" and self.parity != ParityConfig():
             raise ValueError(
                 "parity is the gate of another engine; set engine: vllm_omni, or leave 'parity' out"
@@ -208,8 +219,8 @@ class StageConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _sizes_can_be_drawn(self) -> StageConfig:
-        names = [size.label for size in self.sizes]
+    def _check_sizes_are_possible(self) -> StageConfig:
+        names = [size.size_label for size in self.sizes]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"sizes has {twice[0]} twice; give one of them the sum of the weights")
         if self.sizes and self.engine != "diffusers":
@@ -230,13 +241,13 @@ class StageConfig(Strict):
                 "reference.adaptive weighs with shares of advantages.clip, which is null; give"
                 " advantages.clip a number such as 5"
             )
-        if not sampler.stochastic:
+        if not sampler.is_stochastic:
             raise ValueError(
                 f"{name} needs the log-probabilities of a stochastic sampler and {sampler.name!r}"
                 " has none; set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to"
                 " diffusion_nft"
             )
-        if self.reference.guided:
+        if self.reference.needs_guidance:
             raise ValueError(
                 f"reference.guidance = {self.reference.guidance:g} is for algorithms on final"
                 f" latents, whose policy is unguided; {name} guides policy and base model by"
@@ -261,7 +272,7 @@ class StageConfig(Strict):
         """The published log-prob of CPS is no density: it has no 1 / (2 b^2), so no threshold on it
         has a unit.
         """
-        if self.hyper.needs_density:
+        if self.hyper_parameters.needs_density:
             raise ValueError(
                 f"{name} needs log-probs that are densities, and those of cps leave out 1 / (2"
                 " b^2); set sampler.name to flow_sde or dance_sde, or algorithm.name to mix_grpo"
@@ -297,7 +308,7 @@ class StageConfig(Strict):
 
     def _check_gradient(self) -> None:
         name = self.algorithm_name
-        hyper = self.hyper
+        hyper = self.hyper_parameters
         steps = self.sampler.steps
         assert isinstance(hyper, GradientConfig)
         if self.sampler.name != "ode":
@@ -324,7 +335,7 @@ class StageConfig(Strict):
             raise ValueError(
                 f"the gradient of {name} goes through guided steps; leave 'guidance_in_loss' out"
             )
-        if self.reference.penalty != "velocity" or self.reference.guided:
+        if self.reference.penalty != "velocity" or self.reference.needs_guidance:
             raise ValueError(
                 f"the reference of {name} is its velocity as it generates; take reference.penalty ="
                 " velocity and reference.guidance = 1, or leave them out"
@@ -332,7 +343,7 @@ class StageConfig(Strict):
 
     def _check_matching(self) -> None:
         name = self.algorithm_name
-        hyper = self.hyper
+        hyper = self.hyper_parameters
         sampler = self.sampler.name
         assert isinstance(hyper, MatchingConfig)
         if hyper.along_trajectory and sampler != "ode":
@@ -366,23 +377,23 @@ class StageConfig(Strict):
             )
 
 
-def _algorithm_class(given: Any) -> type[AlgorithmConfig] | None:
+def _find_algorithm_class(given: Any) -> type[AlgorithmConfig] | None:
     """The class of hyper-parameters that a recipe's ``algorithm`` asks for, if there is one."""
     if isinstance(given, AlgorithmConfig):
         return type(given)
     if isinstance(given, CustomAlgorithmConfig):
-        return type(given.load()[1])
+        return type(given.load_algorithm()[1])
     if not isinstance(given, dict):
         return None
     if given.get("name") == "custom":
         try:
-            return type(CustomAlgorithmConfig.model_validate(given).load()[1])
+            return type(CustomAlgorithmConfig.model_validate(given).load_algorithm()[1])
         except ValidationError:
             return None
     return ALGORITHMS.get(name) if isinstance(name := given.get("name"), str) else None
 
 
-def _over(block: str, default: Any, given: Any) -> Any:
+def _merge_defaults(block: str, default: Any, given: Any) -> Any:
     """What the recipe gives, with the algorithm's defaults for the keys that it leaves out.
 
     Of another sampler or kind of window than the algorithm's it gives all, but for the number of
@@ -418,7 +429,7 @@ def _check_window(window: WindowConfig, denoising_steps: int) -> None:
         )
 
 
-def _wrong_stage(name: str, kind: str) -> str:
+def _explain_wrong_stage(name: str, kind: str) -> str:
     if kind == "offline":
         return (
             f"{name} needs fresh trajectories: use it in an online stage, and diffusion_nft in an"
@@ -460,7 +471,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     loaded."""
 
     kind: Literal["online"] = "online"
-    algorithm: AnyAlgorithmConfig = algorithm_named("mix_grpo")
+    algorithm: AnyAlgorithmConfig = default_algorithm("mix_grpo")
     steps: int = Field(40, ge=1)
     """Number of steps; each generates rollouts and updates the policy."""
     prompts_per_step: int = Field(8, ge=1)
@@ -479,27 +490,27 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     trajectories, and every denoising step has an advantage of its own (docs/algorithms.md)."""
 
     @model_serializer(mode="wrap")
-    def _without_a_tree_as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_missing_tree(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """``exclude_if`` would leave out the null of an algorithm that has a tree by default,
         too."""
         fields: dict[str, Any] = write(self)
-        if self.tree is None and "tree" not in self.hyper.stage_defaults:
+        if self.tree is None and "tree" not in self.hyper_parameters.stage_defaults:
             fields.pop("tree", None)
         return fields
 
     @model_validator(mode="after")
-    def _a_tree_fits(self) -> OnlineStageConfig:
+    def _check_tree_fits(self) -> OnlineStageConfig:
         if self.tree is not None:
-            self._check_tree(self.tree)
+            self._check_tree_of_window(self.tree)
         return self
 
-    def _check_tree(self, tree: TreeConfig) -> None:
-        if self.hyper.kind != "trajectory":
+    def _check_tree_of_window(self, tree: TreeConfig) -> None:
+        if self.hyper_parameters.kind != "trajectory":
             raise ValueError(
                 f"tree gives the steps of a trajectory advantages, and {self.algorithm_name} trains"
                 " on none; leave 'tree' out, or set algorithm.name to branch_grpo"
             )
-        if hasattr(self.hyper, "teacher"):
+        if hasattr(self.hyper_parameters, "teacher"):
             raise ValueError(
                 f"tree trains the samples whose rewards differ, and {self.algorithm_name} learns"
                 " from no reward; leave 'tree' out"
@@ -510,11 +521,11 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
                 f" is deterministic; split at {self.sampler.steps - 2} at the latest, or take more"
                 " steps"
             )
-        if self.group_size % tree.leaves:
+        if self.group_size % tree.num_leaves:
             raise ValueError(
-                f"group_size = {self.group_size} is no multiple of the {tree.leaves} leaves of a"
-                f" tree, tree.branches = {tree.branches} to the power of {len(tree.splits)} splits;"
-                " change one of them"
+                f"group_size = {self.group_size} is no multiple of the {tree.num_leaves} leaves of"
+                f" a tree, tree.branches = {tree.branches} to the power of {len(tree.splits)}"
+                " splits; change one of them"
             )
         if self.advantages.running:
             raise ValueError(
@@ -523,7 +534,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
             )
 
     @model_validator(mode="after")
-    def _the_best_has_a_checkpoint(self) -> OnlineStageConfig:
+    def _check_best_has_checkpoint(self) -> OnlineStageConfig:
         if self.validation is None or not self.validation.best:
             return self
         if self.checkpoints is None or self.validation.every % self.checkpoints.every:
@@ -536,10 +547,10 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _a_forward_pass_can_be_reused(self) -> OnlineStageConfig:
+    def _check_forward_reuse(self) -> OnlineStageConfig:
         if not self.reuse_rollout_forward:
             return self
-        if self.hyper.kind != "trajectory":
+        if self.hyper_parameters.kind != "trajectory":
             raise ValueError(
                 "reuse_rollout_forward is for algorithms on trajectories, and"
                 f" {self.algorithm_name} is none; leave it out, or set algorithm.name to mix_grpo"
@@ -554,7 +565,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _a_step_can_be_filled(self) -> OnlineStageConfig:
+    def _check_step_can_be_filled(self) -> OnlineStageConfig:
         if (
             tried := self.prompt_filter and self.prompt_filter.prompts
         ) and tried < self.prompts_per_step:
@@ -565,7 +576,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _the_warmup_is_over_in_time(self) -> OnlineStageConfig:
+    def _check_warmup_ends_in_time(self) -> OnlineStageConfig:
         if (updates := self.steps * self.updates_per_step) <= (
             warmup := self.optimizer.schedule.warmup
         ):
@@ -576,7 +587,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _profiled_steps_exist(self) -> OnlineStageConfig:
+    def _check_profiled_steps_exist(self) -> OnlineStageConfig:
         if self.profile and (
             beyond := [step for step in self.profile.steps if not 0 <= step < self.steps]
         ):
@@ -587,7 +598,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
 
-def correction_of(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
+def resolve_correction(stage: StageConfig, precision: Precision) -> CorrectionConfig | None:
     """The recipe's; without one, rollouts of anything but the policy as it is are watched and
     nothing else is done about them.
 
@@ -617,7 +628,7 @@ class OfflineStageConfig(StageConfig):
     several epochs; or training on a file of preference pairs."""
 
     kind: Literal["offline"] = "offline"
-    algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
+    algorithm: AnyAlgorithmConfig = default_algorithm("diffusion_nft")
     pairs: PathText | None = None
     """A .parquet or .jsonl file of preference pairs to train on, instead of generated and scored
     samples (``datasets/README.md``)."""
@@ -632,7 +643,7 @@ class OfflineStageConfig(StageConfig):
     half of the space and of the reading time."""
 
     @model_validator(mode="after")
-    def _shards_have_prompts(self) -> OfflineStageConfig:
+    def _check_shards_have_prompts(self) -> OfflineStageConfig:
         if self.shards > self.prompts and not self.pairs:
             raise ValueError(
                 f"{self.shards} shards for {self.prompts} prompts leave some empty; take one a"
@@ -641,24 +652,26 @@ class OfflineStageConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _every_size_has_a_shard(self) -> OfflineStageConfig:
+    def _check_every_size_has_shard(self) -> OfflineStageConfig:
         if self.sizes and self.pairs:
             raise ValueError(
                 "sizes are of images that are generated, and pairs has images already; leave one of"
                 " them out"
             )
         for size, count in zip(
-            self.sizes, apportion([size.weight for size in self.sizes], self.shards), strict=True
+            self.sizes,
+            apportion_total([size.weight for size in self.sizes], self.shards),
+            strict=True,
         ):
             if not count:
                 raise ValueError(
-                    f"shards = {self.shards} leaves none for {size.label}, as a shard has one size;"
-                    " raise it"
+                    f"shards = {self.shards} leaves none for {size.size_label}, as a shard has one"
+                    " size; raise it"
                 )
         return self
 
     @model_validator(mode="after")
-    def _a_prompt_is_seen_once(self) -> OfflineStageConfig:
+    def _check_prompts_are_seen_once(self) -> OfflineStageConfig:
         if self.advantages.running:
             raise ValueError(
                 "advantages.running needs prompts that come back; an offline stage generates once:"
@@ -672,8 +685,8 @@ class CustomStageConfig(StageConfig):
     settings (docs/extending.md)."""
 
     kind: Literal["custom"] = "custom"
-    algorithm: AnyAlgorithmConfig = algorithm_named("diffusion_nft")
-    path: Annotated[str, name_or_path()]
+    algorithm: AnyAlgorithmConfig = default_algorithm("diffusion_nft")
+    path: Annotated[str, validate_name_or_path()]
     options: dict[str, Any] = {}
 
 

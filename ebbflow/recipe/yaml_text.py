@@ -9,14 +9,14 @@ from typing import Any
 
 import yaml
 
-from ebbflow.recipe.base import sanitize
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.recipe.secrets import redact_secrets
 
 MAX_KEYS = 1000
 """Of one mapping; real ones have a few dozen."""
 
 
-class UniqueKeys(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """YAML's safe loader, to which a key given twice is an error and not a silent choice of the
     last.
     """
@@ -51,7 +51,7 @@ class YamlText:
     data: Any
     node: yaml.Node | None
 
-    def locate(self, path: tuple[Any, ...]) -> str:
+    def locate_key(self, path: tuple[Any, ...]) -> str:
         """``"file:line: "`` of the key at a path in the data, or of the nearest one above it that
         the text has.
 
@@ -91,7 +91,7 @@ def read_yaml(text: str | bytes, name: str) -> YamlText:
         Exception: whatever PyYAML's converters raise at odd tags, and the end of the stack at deep
             nesting.
     """
-    loader = UniqueKeys(text)
+    loader = UniqueKeyLoader(text)
     try:
         node = loader.get_single_node()
         return YamlText(name, loader.construct_document(node) if node is not None else None, node)
@@ -116,5 +116,5 @@ def describe_yaml_error(error: Exception, name: str) -> str:
         )
     return (
         f"{name}{line}: not valid YAML:"
-        f" {sanitize(redact(' '.join(reason.split()))) or type(error).__name__}"
+        f" {sanitize_text(redact_secrets(' '.join(reason.split()))) or type(error).__name__}"
     )

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask, shown
+from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask_server, quote_answer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,32 +32,32 @@ Sleep = Callable[[float], None]
 Answer = TypeVar("Answer")
 
 
-class _Part(BaseModel):
+class _ServerMessage(BaseModel):
     """Part of what a server sends; whatever else it sends is not looked at."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class _Token(_Part):
+class _Token(_ServerMessage):
     token: str
     logprob: float = Field(
         le=1e-3
     )  # rounding may leave the logarithm of a probability a little above 0
 
 
-class _Place(_Part):
+class _TokenPosition(_ServerMessage):
     top_logprobs: list[_Token]
 
 
-class _LogProbs(_Part):
-    content: list[_Place] | None = None
+class _LogProbs(_ServerMessage):
+    content: list[_TokenPosition] | None = None
 
 
-class _Text(_Part):
+class _Text(_ServerMessage):
     content: str | None = None
 
 
-class Choice(_Part):
+class Choice(_ServerMessage):
     """One answer of a model."""
 
     message: _Text
@@ -65,17 +65,17 @@ class Choice(_Part):
     finish_reason: str | None = None
 
 
-class Completion(_Part):
+class Completion(_ServerMessage):
     """The answer of ``/chat/completions``, as far as it is read."""
 
     choices: list[Choice] = Field(min_length=1)
 
 
-class _Model(_Part):
+class _Model(_ServerMessage):
     id: str
 
 
-class Models(_Part):
+class Models(_ServerMessage):
     """The answer of ``/models``, as far as it is read."""
 
     data: list[_Model]
@@ -100,7 +100,7 @@ class ChatRewardConfig(ChatServerConfig):
 
     @field_validator("question")
     @classmethod
-    def _names_nothing_else(cls, question: str) -> str:
+    def _check_placeholders(cls, question: str) -> str:
         rest = question.replace("{prompt}", "").replace("{target}", "")
         if "{" in rest or "}" in rest:
             raise ValueError("{prompt} and {target} are all that may stand in braces")
@@ -111,29 +111,30 @@ class ChatRewardConfig(ChatServerConfig):
         return "{target}" in self.question
 
 
-def base_url(url: str) -> str:
+def build_base_url(url: str) -> str:
     """What comes before ``/chat/completions``: ``http://host:port`` stands for
     ``http://host:port/v1``, a path for itself.
     """
     return url if urlsplit(url).path else f"{url}/v1"
 
 
-def missing_model(config: ChatServerConfig, sleep: Sleep = time.sleep) -> str | None:
+def explain_missing_model(config: ChatServerConfig, sleep: Sleep = time.sleep) -> str | None:
     """Why the model cannot be asked; None if the server has it."""
-    url = base_url(config.url) + "/models"
+    url = build_base_url(config.url) + "/models"
     try:
-        models = ask(config, url, Models, sleep=sleep)
+        models = ask_server(config, url, Models, sleep=sleep)
     except NoAnswer as error:
         return str(error)
     served = [model.id for model in models.data]
     if config.model in served:
         return None
     return (
-        f"{url} has no model {config.model!r}; it has {shown(', '.join(served) or 'none', config)}"
+        f"{url} has no model {config.model!r}; it has"
+        f" {quote_answer(', '.join(served) or 'none', config)}"
     )
 
 
-def ask_about(
+def ask_about_images(
     config: ChatServerConfig,
     images: Sequence[np.ndarray],
     question: str,
@@ -149,7 +150,7 @@ def ask_about(
     Raises:
         NoAnswer: there is no usable one.
     """
-    content = [*map(_picture, images), {"type": "text", "text": question}]
+    content = [*map(_build_image_part, images), {"type": "text", "text": question}]
     request = {
         "model": config.model,
         "messages": [{"role": "user", "content": content}],
@@ -157,12 +158,12 @@ def ask_about(
         "max_tokens": max_tokens,
         **({"logprobs": True, "top_logprobs": TOP_TOKENS} if log_probs else {}),
     }
-    return ask(
-        config, completions_url(config), Completion, json.dumps(request).encode(), sleep
+    return ask_server(
+        config, build_completions_url(config), Completion, json.dumps(request).encode(), sleep
     ).choices[0]
 
 
-def read_answer(
+def parse_answer(
     config: ChatServerConfig, choice: Choice, read: Callable[[str], Answer | None], wanted: str
 ) -> Answer:
     """What ``read`` finds in a whole answer.
@@ -174,7 +175,8 @@ def read_answer(
     found = None if choice.finish_reason == "length" else read(text)
     if found is None:
         raise NoAnswer(
-            f'{completions_url(config)} answered "{shown(text[-200:], config)}": {wanted}'
+            f'{build_completions_url(config)} answered "{quote_answer(text[-200:], config)}":'
+            f" {wanted}"
         )
     return found
 
@@ -195,21 +197,23 @@ class ChatReward:
         self.sleep = sleep
 
     def unavailable(self) -> str | None:
-        return missing_model(self.config, self.sleep)
+        return explain_missing_model(self.config, self.sleep)
 
 
 class ImageChatReward(ChatReward, ABC):
     """One that asks about each image by itself."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        return judge_images(self.config, self.judge, images, prompts, self.metrics())
+        return judge_images(
+            self.config, self.judge_image, images, prompts, self.list_metric_names()
+        )
 
-    def metrics(self) -> Sequence[str]:
+    def list_metric_names(self) -> Sequence[str]:
         """Names of what ``judge`` gives after the score."""
         return ()
 
     @abstractmethod
-    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge_image(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         """The score of an image, uint8 RGB [height, width, 3], and its metrics.
 
         Raises:
@@ -237,14 +241,14 @@ def judge_images(
     rows = np.full((len(images), 1 + len(metrics)), np.nan)
     failures: dict[int, str] = {}
 
-    def judged(image: np.ndarray, prompt: Prompt) -> list[float] | str:
+    def judge_or_explain(image: np.ndarray, prompt: Prompt) -> list[float] | str:
         try:
             return judge(image, prompt)
         except NoAnswer as error:
             return str(error)
 
     with ThreadPoolExecutor(config.concurrency) as pool:
-        for index, row in enumerate(pool.map(judged, images, prompts)):
+        for index, row in enumerate(pool.map(judge_or_explain, images, prompts)):
             if isinstance(row, str):
                 failures[index] = row
             else:
@@ -255,35 +259,35 @@ def judge_images(
     return RewardResult(rows[:, 0], columns, failures)
 
 
-def completions_url(config: ChatServerConfig) -> str:
+def build_completions_url(config: ChatServerConfig) -> str:
     """Where the questions go."""
-    return base_url(config.url) + "/chat/completions"
+    return build_base_url(config.url) + "/chat/completions"
 
 
-def _picture(image: np.ndarray) -> dict[str, Any]:
-    from ebbflow.data.images import encode_png
+def _build_image_part(image: np.ndarray) -> dict[str, Any]:
+    from ebbflow.data.images import encode_pngs
 
     return {
         "type": "image_url",
         "image_url": {
-            "url": f"data:image/png;base64,{base64.b64encode(encode_png(image[None])[0]).decode()}"
+            "url": f"data:image/png;base64,{base64.b64encode(encode_pngs(image[None])[0]).decode()}"
         },
     }
 
 
-def fill(question: str, prompt: Prompt) -> str:
+def fill_question(question: str, prompt: Prompt) -> str:
     """The question about one prompt. What stands in braces in the prompt itself is its text."""
     words = {"prompt": prompt.prompt, "target": prompt.target or ""}
     return re.sub(r"\{(prompt|target)\}", lambda match: words[match[1]], question)
 
 
-def yes_or_no(text: str) -> float | None:
+def parse_yes_or_no(text: str) -> float | None:
     """1 or 0 for an answer of that one word; None for any other."""
     match = YES_OR_NO.fullmatch(text)
     return float(match[1].lower() == "yes") if match else None
 
 
-def probability(choice: Choice, word: str, other: str) -> float | None:
+def compute_word_probability(choice: Choice, word: str, other: str) -> float | None:
     """P(word) / (P(word) + P(other)) of the first token, each over all its spellings; None where
     there is neither.
     """

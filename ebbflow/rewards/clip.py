@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from ebbflow.rewards.pixels import resized_units
+from ebbflow.rewards.pixels import resize_with_gradient
 from ebbflow.rewards.weights import check_vocabulary, load_network
 
 
@@ -58,7 +58,7 @@ class Clip:
             dim=-1,
         )
 
-    def cosines(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
+    def compute_cosines(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
         """Of each image and its text, float32 [n]."""
         return (self.embed_images(images) * self.embed_texts(texts)).sum(-1)
 
@@ -73,13 +73,13 @@ def load_clip(folder: Path) -> Clip:
     model = load_network(CLIPModel, folder)
     check_vocabulary(tokenizer, model.config.text_config.vocab_size, folder)
 
-    def pixels(images: np.ndarray) -> Tensor:
+    def preprocess_images(images: np.ndarray) -> Tensor:
         values: Tensor = processor(
             list(images), input_data_format="channels_last", return_tensors="pt"
         ).pixel_values
         return values
 
     differentiable = partial(
-        resized_units, size=model.config.vision_config.image_size, margin=math.floor
+        resize_with_gradient, size=model.config.vision_config.image_size, margin=math.floor
     )
-    return Clip(model, tokenizer, pixels, differentiable)
+    return Clip(model, tokenizer, preprocess_images, differentiable)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, MAX_SCORE, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import (
     AnyReward,
@@ -25,7 +25,7 @@ from ebbflow.rewards.base import (
     RewardResult,
     VideoReward,
 )
-from ebbflow.rewards.groups import give_scores
+from ebbflow.rewards.groups import score_samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class ScoreTable:
     failures: list[str | None]
 
     @property
-    def scored(self) -> np.ndarray:
+    def scored_rows(self) -> np.ndarray:
         """Which samples have a reward, bool [N]."""
         return np.asarray(np.isfinite(self.reward))
 
@@ -67,7 +67,7 @@ class ScoreTable:
         """Share of the samples without a reward."""
         return float(np.isnan(self.reward).mean()) if len(self.reward) else 0.0
 
-    def where(self, finite: np.ndarray) -> ScoreTable:
+    def fail_broken_latents(self, finite: np.ndarray) -> ScoreTable:
         """The same table with the rows failed whose latent is not ``finite``, bool [N]: their
         images show nothing.
         """
@@ -84,7 +84,7 @@ class ScoreTable:
         )
 
     @staticmethod
-    def none(count: int, columns: Sequence[str], reason: str) -> ScoreTable:
+    def create_failed(count: int, columns: Sequence[str], reason: str) -> ScoreTable:
         """``count`` images that could not be scored at all."""
         return ScoreTable(
             np.full(count, np.nan),
@@ -93,7 +93,7 @@ class ScoreTable:
         )
 
     @staticmethod
-    def cat(parts: Sequence[ScoreTable]) -> ScoreTable:
+    def concatenate(parts: Sequence[ScoreTable]) -> ScoreTable:
         """The rows of all parts (at least one); NaN in columns that a part lacks."""
         names = dict.fromkeys(name for part in parts for name in part.metrics)
         nothing = [np.full(len(part.reward), np.nan) for part in parts]
@@ -128,38 +128,38 @@ class Scorer:
         return {reward.name: weight for reward, weight in self.rewards}
 
     @property
-    def compares(self) -> bool:
+    def compares_groups(self) -> bool:
         """Whether it can score whole groups only."""
         return any(isinstance(reward, GroupReward) for reward, _ in self.rewards)
 
     @property
     def reads_latents(self) -> bool:
         """Whether it needs the latents besides the images."""
-        return any(isinstance(reward, LatentReward) for reward in self._all)
+        return any(isinstance(reward, LatentReward) for reward in self._all_rewards)
 
     @property
-    def looks_at_images(self) -> bool:
+    def trains_on_images(self) -> bool:
         """Whether a trained reward does; else nothing has to be decoded for their gradient."""
         return not all(isinstance(reward, LatentReward) for reward, _ in self.rewards)
 
     @property
-    def _all(self) -> list[AnyReward]:
+    def _all_rewards(self) -> list[AnyReward]:
         return [*(reward for reward, _ in self.rewards), *self.guardrails]
 
-    def of_single_images(self) -> Scorer:
+    def without_group_rewards(self) -> Scorer:
         """The same without rewards that compare the images of a prompt with each other."""
         return replace(
             self, rewards=tuple(row for row in self.rewards if not isinstance(row[0], GroupReward))
         )
 
-    def features(self, images: np.ndarray) -> np.ndarray | None:
+    def compute_features(self, images: np.ndarray) -> np.ndarray | None:
         """Features of images or videos, float32 [N, D], of the first reward or guardrail with
         ``features``; None without one.
 
         Those of a video are of its middle frame.
         """
         shown = images if images.ndim == 4 else images[:, images.shape[1] // 2]
-        networks = (reward for reward in self._all if isinstance(reward, FeatureReward))
+        networks = (reward for reward in self._all_rewards if isinstance(reward, FeatureReward))
         return next((network.features(shown) for network in networks), None)
 
     def require_gradients(self, algorithm: str) -> None:
@@ -177,29 +177,32 @@ class Scorer:
                 " mix_grpo"
             )
 
-    def of_latents_with_gradient(
+    def score_latents_with_gradient(
         self, latents: Tensor, prompts: Sequence[Prompt], decode: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """``with_gradient`` of final latents, [N, ...], which are decoded only where a trained
-        reward looks at images.
+        """``score_with_gradient`` of final latents, [N, ...], which are decoded only where a
+        trained reward looks at images.
 
         Args:
-            decode: from latents to images or videos as ``with_gradient`` takes them, with gradient.
+            decode: from latents to images or videos as ``score_with_gradient`` takes them, with
+                gradient.
         """
         of_images = [
             row for row in self.rewards if not isinstance(row[0], DifferentiableLatentReward)
         ]
         total = latents.new_zeros(len(latents))
         if of_images:
-            total = replace(self, rewards=tuple(of_images)).with_gradient(decode(latents), prompts)
+            total = replace(self, rewards=tuple(of_images)).score_with_gradient(
+                decode(latents), prompts
+            )
         for reward, weight in self.rewards:
             if isinstance(reward, DifferentiableLatentReward):
-                total = self._added(
+                total = self._add_weighted_scores(
                     total, reward, weight, reward.latents_with_gradient, latents, prompts
                 )
         return total
 
-    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum of the trained rewards with gradient, [N], where all are differentiable.
 
         Args:
@@ -207,18 +210,20 @@ class Scorer:
                 as in a call.
         """
         if images.ndim == 5:
-            shown = scored_frames(images.shape[1])
-            frames = self.with_gradient(
+            shown = select_scored_frames(images.shape[1])
+            frames = self.score_with_gradient(
                 images[:, shown].flatten(0, 1), [prompt for prompt in prompts for _ in shown]
             )
             return frames.view(len(images), -1).mean(1)
         total = images.new_zeros(len(images))
         for reward, weight in self.rewards:
             assert isinstance(reward, DifferentiableReward)
-            total = self._added(total, reward, weight, reward.with_gradient, images, prompts)
+            total = self._add_weighted_scores(
+                total, reward, weight, reward.with_gradient, images, prompts
+            )
         return total
 
-    def _added(
+    def _add_weighted_scores(
         self,
         total: Tensor,
         reward: AnyReward,
@@ -229,7 +234,7 @@ class Scorer:
     ) -> Tensor:
         """``total``, [N], with the weighted scores of a reward added where it scores the
         prompts."""
-        rows = np.flatnonzero(self._asked(reward, prompts)).tolist()
+        rows = np.flatnonzero(self._select_prompts(reward, prompts)).tolist()
         if len(rows) == len(images):
             return total + weight * score(images, prompts)
         if not rows:
@@ -256,26 +261,28 @@ class Scorer:
             RewardError: images, prompts and latents do not match, or a reward breaks its contract.
         """
         _check_images(images, prompts)
-        asked = {reward.name: self._asked(reward, prompts) for reward in self._all}
+        asked = {reward.name: self._select_prompts(reward, prompts) for reward in self._all_rewards}
         results = {}
-        for reward in self._all:
+        for reward in self._all_rewards:
             of_latents = isinstance(reward, LatentReward)
-            shown = _finite_latents(reward, latents, len(images)) if of_latents else images
-            score = _score if of_latents or images.ndim == 4 else _score_videos
+            shown = (
+                _replace_non_finite_latents(reward, latents, len(images)) if of_latents else images
+            )
+            score = _score_samples if of_latents or images.ndim == 4 else _score_videos
             results[reward.name] = _score_rows(score, reward, shown, prompts, asked[reward.name])
         trained = [
             np.where(asked[reward.name], weight * results[reward.name].values, 0.0)
             for reward, weight in self.rewards
         ]
         without = ~np.any([asked[reward.name] for reward, _ in self.rewards], axis=0)
-        reasons = _reasons(results, asked, len(images))
+        reasons = _collect_reasons(results, asked, len(images))
         for row in np.flatnonzero(without).tolist():
             reasons[row] = f"no trained reward scores the prompt set {prompts[row].source!r}"
         return ScoreTable(
-            np.where(without, np.nan, np.sum(trained, axis=0)), _columns(results), reasons
+            np.where(without, np.nan, np.sum(trained, axis=0)), _collect_columns(results), reasons
         )
 
-    def _asked(self, reward: AnyReward, prompts: Sequence[Prompt]) -> np.ndarray:
+    def _select_prompts(self, reward: AnyReward, prompts: Sequence[Prompt]) -> np.ndarray:
         """Which prompts a reward scores, bool [N]."""
         config = self.of_sets.get(reward.name)
         return np.array(
@@ -300,20 +307,24 @@ def _score_rows(
         return RewardResult(np.full(len(images), np.nan))
     found = score(reward, images[rows], [prompts[row] for row in rows])
     return RewardResult(
-        values=_at(rows, found.values, len(images)),
-        metrics={name: _at(rows, values, len(images)) for name, values in found.metrics.items()},
+        values=_scatter_rows(rows, found.values, len(images)),
+        metrics={
+            name: _scatter_rows(rows, values, len(images)) for name, values in found.metrics.items()
+        },
         failures={rows[index]: reason for index, reason in found.failures.items()},
     )
 
 
-def _at(rows: Sequence[int], values: np.ndarray, count: int) -> np.ndarray:
+def _scatter_rows(rows: Sequence[int], values: np.ndarray, count: int) -> np.ndarray:
     """The values at their rows of ``count``; NaN elsewhere."""
     column = np.full(count, np.nan)
     column[rows] = values
     return column
 
 
-def _finite_latents(reward: AnyReward, latents: np.ndarray | None, count: int) -> np.ndarray:
+def _replace_non_finite_latents(
+    reward: AnyReward, latents: np.ndarray | None, count: int
+) -> np.ndarray:
     if latents is None or len(latents) != count:
         found = "none" if latents is None else len(latents)
         raise RewardError(
@@ -322,27 +333,33 @@ def _finite_latents(reward: AnyReward, latents: np.ndarray | None, count: int) -
     return np.nan_to_num(latents.astype(np.float32), posinf=0.0, neginf=0.0)
 
 
-def _score(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    return checked(reward.name, give_scores(reward, images, prompts), len(images))
+def _score_samples(
+    reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]
+) -> RewardResult:
+    return check_result(reward.name, score_samples(reward, images, prompts), len(images))
 
 
 def _score_videos(reward: AnyReward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
     if isinstance(reward, VideoReward):
-        return _score(reward, videos, prompts)
-    shown = scored_frames(videos.shape[1])
+        return _score_samples(reward, videos, prompts)
+    shown = select_scored_frames(videos.shape[1])
     if isinstance(reward, GroupReward):
-        result = _interleaved([_score(reward, videos[:, frame], prompts) for frame in shown])
+        result = _interleave_frames(
+            [_score_samples(reward, videos[:, frame], prompts) for frame in shown]
+        )
     else:
         frames = videos[:, shown].reshape(-1, *videos.shape[2:])
-        result = _score(reward, frames, [prompt for prompt in prompts for _ in shown])
+        result = _score_samples(reward, frames, [prompt for prompt in prompts for _ in shown])
     return RewardResult(
-        values=_over_frames(result.values, len(shown)),
-        metrics={name: _over_frames(values, len(shown)) for name, values in result.metrics.items()},
-        failures=_video_failures(result, shown),
+        values=_average_frames(result.values, len(shown)),
+        metrics={
+            name: _average_frames(values, len(shown)) for name, values in result.metrics.items()
+        },
+        failures=_explain_failed_videos(result, shown),
     )
 
 
-def _interleaved(parts: Sequence[RewardResult]) -> RewardResult:
+def _interleave_frames(parts: Sequence[RewardResult]) -> RewardResult:
     """The results of the first frames of all videos, of their second ones and so on, as one, video
     by video.
     """
@@ -360,18 +377,18 @@ def _interleaved(parts: Sequence[RewardResult]) -> RewardResult:
     )
 
 
-def scored_frames(count: int) -> np.ndarray:
+def select_scored_frames(count: int) -> np.ndarray:
     """Indices of the scored frames of a video of ``count`` frames, ascending and distinct."""
     return np.linspace(0, count - 1, min(count, FRAMES_SCORED)).round().astype(int)
 
 
-def _over_frames(values: np.ndarray, frames: int) -> np.ndarray:
+def _average_frames(values: np.ndarray, frames: int) -> np.ndarray:
     """Means over the frames of each video; NaN where one of them is."""
     means: np.ndarray = np.asarray(values, np.float64).reshape(-1, frames).mean(axis=1)
     return means
 
 
-def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
+def _explain_failed_videos(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
     """For each failed video the reason of its first failed frame, and how many more failed."""
     reasons: dict[int, str] = {}
     for video, failed in enumerate(np.isnan(result.values).reshape(-1, len(shown))):
@@ -380,7 +397,7 @@ def _video_failures(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
             others = (
                 f" (and {failed.sum() - 1} more of {len(shown)} frames)" if failed.sum() > 1 else ""
             )
-            reason = _reason(result, video * len(shown) + first)
+            reason = _find_failure_reason(result, video * len(shown) + first)
             reasons[video] = f"frame {shown[first]}: {reason}{others}"
     return reasons
 
@@ -392,13 +409,15 @@ def load_reward(config: RewardConfig) -> AnyReward:
         RewardError: a user's own reward lacks a method, or rejects its options.
         RecipeError: nothing can be imported from its path.
     """
-    made: AnyReward = _custom(config) if isinstance(config, CustomRewardConfig) else config.build()
+    made: AnyReward = (
+        _build_custom_reward(config) if isinstance(config, CustomRewardConfig) else config.build()
+    )
     made.name = config.column
     return made
 
 
-def _custom(config: CustomRewardConfig) -> AnyReward:
-    import_path(config.path)  # whatever goes wrong in the module itself comes through as it is
+def _build_custom_reward(config: CustomRewardConfig) -> AnyReward:
+    import_object(config.path)  # whatever goes wrong in the module itself comes through as it is
     try:
         made: AnyReward = config.build()
     except TypeError as error:
@@ -452,7 +471,7 @@ def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConf
     return Scorer(tuple(trained), kept, left_out, of_sets)
 
 
-def require_scored(table: ScoreTable, limit: float) -> None:
+def require_scored_share(table: ScoreTable, limit: float) -> None:
     """Stop when more than the share ``limit`` of the images has no reward (``max_failed_share``).
 
     Raises:
@@ -468,7 +487,7 @@ def require_scored(table: ScoreTable, limit: float) -> None:
     )
 
 
-def checked(name: str, result: RewardResult, count: int) -> RewardResult:
+def check_result(name: str, result: RewardResult, count: int) -> RewardResult:
     """The result, once every column of it is ``count`` numbers of at most ``MAX_SCORE``, or NaN.
 
     Raises:
@@ -506,7 +525,7 @@ def _check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
+def _collect_columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
     for name, result in results.items():
         for column, values in {name: result.values, **result.metrics}.items():
@@ -518,15 +537,15 @@ def _columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
     return columns
 
 
-def _reasons(
+def _collect_reasons(
     results: dict[str, RewardResult], asked: Mapping[str, np.ndarray], count: int
 ) -> list[str | None]:
     reasons: list[list[str]] = [[] for _ in range(count)]
     for name, result in results.items():
         for index in np.flatnonzero(np.isnan(result.values) & asked[name]):
-            reasons[index].append(f"{name}: {_reason(result, int(index))}")
+            reasons[index].append(f"{name}: {_find_failure_reason(result, int(index))}")
     return ["; ".join(parts) or None for parts in reasons]
 
 
-def _reason(result: RewardResult, index: int) -> str:
+def _find_failure_reason(result: RewardResult, index: int) -> str:
     return result.failures.get(index, "no reason given")

@@ -21,7 +21,7 @@ from ebbflow.rewards.base import (
 ALONE = "the only image of its prompt here, and this reward compares images"
 
 
-def give_scores(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+def score_samples(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
     """The scores of images [N, height, width, 3], each against its prompt, or against all others of
     its prompt; or of latents.
 
@@ -61,7 +61,7 @@ def score_groups(
         if len(rows) == 1:
             failures[int(rows[0])] = ALONE
             continue
-        result = _compared(reward, images[rows], prompts[rows[0]])
+        result = _compare_group(reward, images[rows], prompts[rows[0]])
         values[rows] = result.values
         for name, column in result.metrics.items():
             metrics.setdefault(name, np.full(len(images), np.nan))[rows] = column
@@ -69,7 +69,7 @@ def score_groups(
     return RewardResult(values, metrics, failures)
 
 
-def _compared(reward: GroupReward, images: np.ndarray, prompt: Prompt) -> RewardResult:
+def _compare_group(reward: GroupReward, images: np.ndarray, prompt: Prompt) -> RewardResult:
     result = reward.compare(images, prompt)
     if not isinstance(result, RewardResult):
         raise RewardError(
@@ -85,7 +85,7 @@ def _compared(reward: GroupReward, images: np.ndarray, prompt: Prompt) -> Reward
     return result
 
 
-def win_rates(wins: np.ndarray) -> np.ndarray:
+def compute_win_rates(wins: np.ndarray) -> np.ndarray:
     """The share of its comparisons that each image won, float64 [N]; NaN where more than half of
     them have no outcome.
 

@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.recipe.secrets import redact
-from ebbflow.rewards.protocol import MAX_JSON_VALUES, count_values, first_problem
+from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.rewards.protocol import MAX_JSON_VALUES, count_values, describe_first_problem
 
 HOSTS = "EBBFLOW_REWARD_HOSTS"
 MAX_BYTES = 4 * 2**20
@@ -59,7 +59,7 @@ class ServedRewardConfig(RewardConfig):
 
     @field_validator("url")
     @classmethod
-    def _is_a_base(cls, url: str) -> str:
+    def _check_base_url(cls, url: str) -> str:
         parts = urlsplit(url)
         if not parts.hostname or parts.query or parts.fragment:
             raise ValueError(
@@ -73,11 +73,11 @@ class NoAnswer(Exception):
     """There is no usable answer. The message says why and never holds the token."""
 
 
-class _Passing(NoAnswer):
+class _TransientError(NoAnswer):
     """It may be better in a moment."""
 
 
-def ask(
+def ask_server(
     config: ServedRewardConfig,
     url: str,
     form: type[Answer],
@@ -93,15 +93,15 @@ def ask(
         NoAnswer: nothing may be asked, nothing was answered, or what was answered is not of that
             form.
     """
-    token = _allowed(config)
-    for wait in _waits(config.attempts):
-        with suppress(_Passing):
-            return _parsed(config, url, form, _exchange(config, url, body, token))
+    token = _require_allowed_host(config)
+    for wait in _list_waits(config.attempts):
+        with suppress(_TransientError):
+            return _parse_answer(config, url, form, _exchange_once(config, url, body, token))
         sleep(wait)
-    return _parsed(config, url, form, _exchange(config, url, body, token))
+    return _parse_answer(config, url, form, _exchange_once(config, url, body, token))
 
 
-def shown(text: bytes | str, config: ServedRewardConfig) -> str:
+def quote_answer(text: bytes | str, config: ServedRewardConfig) -> str:
     """What a server said, as it may stand in a message: on one line, without secrets, cut to 200
     characters.
     """
@@ -109,7 +109,7 @@ def shown(text: bytes | str, config: ServedRewardConfig) -> str:
         text = text.decode(errors="replace")
     if token := os.environ.get(config.token_variable or ""):
         text = text.replace(token, "***")
-    return repr(redact(text[: 10 * SHOWN])[:SHOWN])[1:-1][:SHOWN]
+    return repr(redact_secrets(text[: 10 * SHOWN])[:SHOWN])[1:-1][:SHOWN]
 
 
 def is_loopback(host: str) -> bool:
@@ -141,7 +141,7 @@ def read_token(variable: str | None) -> str | None:
     return token
 
 
-def _allowed(config: ServedRewardConfig) -> str | None:
+def _require_allowed_host(config: ServedRewardConfig) -> str | None:
     """The token to send, once the host may be asked at all."""
     host = urlsplit(config.url).hostname or ""
     listed = {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")}
@@ -153,38 +153,44 @@ def _allowed(config: ServedRewardConfig) -> str | None:
     return read_token(config.token_variable)
 
 
-def _waits(attempts: int) -> list[float]:
+def _list_waits(attempts: int) -> list[float]:
     """Seconds to wait between the attempts."""
     return [
         min(MAX_WAIT, FIRST_WAIT * 2**past) * random.uniform(0.5, 1) for past in range(attempts - 1)
     ]
 
 
-def _exchange(config: ServedRewardConfig, url: str, body: bytes | None, token: str | None) -> bytes:
+def _exchange_once(
+    config: ServedRewardConfig, url: str, body: bytes | None, token: str | None
+) -> bytes:
     """One request: what came with a status of 200."""
     end = time.monotonic() + config.timeout
     try:
         with (
-            closing(_connect(url, config.timeout)) as connection,
-            _deadline(connection.sock, end - time.monotonic()),
+            closing(_open_connection(url, config.timeout)) as connection,
+            _enforce_deadline(connection.sock, end - time.monotonic()),
         ):
             connection.request(
-                "GET" if body is None else "POST", urlsplit(url).path, body, _headers(token)
+                "GET" if body is None else "POST", urlsplit(url).path, body, _build_headers(token)
             )
             response = connection.getresponse()
-            content = _read(response)
+            content = _read_body(response)
     except TimeoutError:
-        raise _Passing(f"{url} gave no whole answer in timeout = {config.timeout:g} s") from None
+        raise _TransientError(
+            f"{url} gave no whole answer in timeout = {config.timeout:g} s"
+        ) from None
     except (OSError, HTTPException) as error:
-        raise _Passing(f"{url}: {type(error).__name__}: {shown(str(error), config)}") from None
+        raise _TransientError(
+            f"{url}: {type(error).__name__}: {quote_answer(str(error), config)}"
+        ) from None
     if response.status != 200:
-        raise _refused(config, url, response, content)
+        raise _explain_status(config, url, response, content)
     if len(content) > MAX_BYTES:
         raise NoAnswer(f"{url} answered with more than {MAX_BYTES} bytes")
     return content
 
 
-def _connect(url: str, timeout: float) -> HTTPConnection:
+def _open_connection(url: str, timeout: float) -> HTTPConnection:
     parts = urlsplit(url)
     make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=timeout)
@@ -210,14 +216,14 @@ class _Response(HTTPResponse):
         self.fp = _Reader(self.fp.detach())
 
 
-def _headers(token: str | None) -> dict[str, str]:
+def _build_headers(token: str | None) -> dict[str, str]:
     return {"Content-Type": "application/json"} | (
         {"Authorization": f"Bearer {token}"} if token else {}
     )
 
 
 @contextmanager
-def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
+def _enforce_deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
     """Cut the connection when the time is over: the socket's own time-out starts again with every
     byte that trickles in.
 
@@ -226,12 +232,12 @@ def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
     """
     over = threading.Event()
 
-    def cut() -> None:
+    def cut_connection() -> None:
         over.set()
         with suppress(OSError):
             connected.shutdown(socket.SHUT_RDWR)
 
-    alarm = threading.Timer(max(0.0, seconds), cut)
+    alarm = threading.Timer(max(0.0, seconds), cut_connection)
     alarm.daemon = True
     alarm.start()
     try:
@@ -245,7 +251,7 @@ def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
         raise TimeoutError
 
 
-def _read(response: HTTPResponse) -> bytes:
+def _read_body(response: HTTPResponse) -> bytes:
     """The body, and one byte more than is taken where there is more."""
     content = response.read(MAX_BYTES + 1)
     if (
@@ -255,19 +261,19 @@ def _read(response: HTTPResponse) -> bytes:
     return content
 
 
-def _refused(
+def _explain_status(
     config: ServedRewardConfig, url: str, response: HTTPResponse, content: bytes
 ) -> NoAnswer:
     """What a status other than 200 means."""
     answered = f"{url} answered {response.status}"
     if 300 <= response.status < 400:
-        target = shown(response.headers.get("Location", "nowhere"), config)
+        target = quote_answer(response.headers.get("Location", "nowhere"), config)
         return NoAnswer(
             f"{answered} and points to {target}; redirects are not followed, name the final address"
         )
-    answered += f": {shown(content, config)}"
+    answered += f": {quote_answer(content, config)}"
     if response.status == 429 or response.status >= 500:
-        return _Passing(answered)
+        return _TransientError(answered)
     if response.status in (401, 403):
         wanted = (
             f"check the token in {config.token_variable}"
@@ -278,13 +284,16 @@ def _refused(
     return NoAnswer(answered)
 
 
-def _parsed(config: ServedRewardConfig, url: str, form: type[Answer], content: bytes) -> Answer:
+def _parse_answer(
+    config: ServedRewardConfig, url: str, form: type[Answer], content: bytes
+) -> Answer:
     if count_values(content) > MAX_JSON_VALUES:
         raise NoAnswer(f"{url} answered with more than {MAX_JSON_VALUES} commas and brackets")
     try:
         return form.model_validate_json(content)
     except ValidationError as error:
-        reason = shown(first_problem(error), config)
+        reason = quote_answer(describe_first_problem(error), config)
         raise NoAnswer(
-            f'{url} answered "{shown(content, config)}", which is no {form.__name__} ({reason})'
+            f'{url} answered "{quote_answer(content, config)}", which is no {form.__name__}'
+            f" ({reason})"
         ) from None

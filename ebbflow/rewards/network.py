@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import RewardError, RewardResult
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     """
 
 CLIP_FILES = ("config.json", "model*.safetensors", "*processor_config.json", "tokenizer.json")
-"""Of a CLIP in the Hugging Face layout (``ebbflow.rewards.clip``)."""
+"""Of a CLIP in the Hugging Face layout (``ebbflow.rewards.load_clip_model``)."""
 QWEN_FILES = ("config.json", "tokenizer.json")
 """Of a repository of Qwen2-VL, what rewards need whose checkpoint holds its weights
 (``ebbflow.rewards.qwen2_vl``).
@@ -56,36 +56,36 @@ class Files:
     source: PretrainedSourceConfig
     patterns: tuple[str, ...]
 
-    def missing(self) -> str | None:
+    def explain_missing_files(self) -> str | None:
         """What a local folder lacks, or None. A pinned repository is not checked before it is
         fetched.
         """
         path = self.source.path
-        if self.source.on_hub:
+        if self.source.is_on_hub:
             return None
         if path is None or not Path(path).is_dir():
             return (
                 f"path = {path!r} is not a folder here; for a Hugging Face repository give the"
                 " commit as 'revision'"
             )
-        return self._missing_in(Path(path))
+        return self._explain_missing_in(Path(path))
 
-    def folder(self) -> Path:
+    def fetch_folder(self) -> Path:
         """The folder with all of them, fetched if the source is a repository.
 
         Raises:
             HubError: it cannot be fetched.
             RewardError: it lacks a file.
         """
-        from ebbflow.models.hub import pretrained_folder
+        from ebbflow.models.hub import locate_pretrained
 
         # Tokenizers spread over many small JSON and text files.
-        folder = pretrained_folder(self.source, [*self.patterns, "*.json", "*.txt"])
-        if reason := self._missing_in(folder):
+        folder = locate_pretrained(self.source, [*self.patterns, "*.json", "*.txt"])
+        if reason := self._explain_missing_in(folder):
             raise RewardError(reason)
         return folder
 
-    def _missing_in(self, folder: Path) -> str | None:
+    def _explain_missing_in(self, folder: Path) -> str | None:
         absent = [pattern for pattern in self.patterns if not any(folder.glob(pattern))]
         return (
             f"{folder} holds no {' and no '.join(absent)}; copy the published files into it"
@@ -104,18 +104,21 @@ class PretrainedReward(ABC):
         self.name = config.name
 
     @abstractmethod
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         """The files that must exist."""
 
     @abstractmethod
-    def load(self) -> Any:
+    def load_score_function(self) -> Any:
         """Load the network onto this process's device, and give the function that scores with
         it."""
 
     def unavailable(self) -> str | None:
-        return next((reason for files in self.files() if (reason := files.missing())), None)
+        return next(
+            (reason for files in self.list_files() if (reason := files.explain_missing_files())),
+            None,
+        )
 
-    def _scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+    def _score_in_batches(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
         """What the network makes of images or videos and the texts of their prompts, in batches:
         float64 [N, ...].
 
@@ -132,24 +135,26 @@ class PretrainedReward(ABC):
             for start in range(0, len(images), self.config.batch)
         ]
         with torch.no_grad():
-            scores = [self._score(images[part], texts[part]).double().cpu() for part in parts]
+            scores = [
+                self._score_function(images[part], texts[part]).double().cpu() for part in parts
+            ]
         return torch.cat(scores).numpy() if scores else np.empty(0)
 
     @cached_property
-    def _score(self) -> Any:
+    def _score_function(self) -> Any:
         from transformers.utils.logging import disable_progress_bar
 
         from ebbflow.models.hub import HubError
 
         disable_progress_bar()
         try:
-            return self.load()
+            return self.load_score_function()
         except (RewardError, HubError):
             raise
         except (
             Exception
         ) as error:  # transformers, tokenizers and torch share no base class of errors
-            reason = sanitize(f"{type(error).__name__}: {error}")
+            reason = sanitize_text(f"{type(error).__name__}: {error}")
             raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
 
 
@@ -157,7 +162,7 @@ class NetworkReward(PretrainedReward):
     """A network that scores an image and the text of its prompt, with a gradient."""
 
     @abstractmethod
-    def load(self) -> Score: ...
+    def load_score_function(self) -> Score: ...
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         """Score images in batches.
@@ -168,7 +173,7 @@ class NetworkReward(PretrainedReward):
         """
         import numpy as np
 
-        values = self._scores(images, prompts)
+        values = self._score_in_batches(images, prompts)
         failures = {
             int(index): f"the network gave {values[index]}"
             for index in np.flatnonzero(~np.isfinite(values))
@@ -178,7 +183,7 @@ class NetworkReward(PretrainedReward):
 
     def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """As of ``ebbflow.rewards.base.DifferentiableReward``; all images in one forward pass."""
-        scores: Tensor = self._score(images, [prompt.prompt for prompt in prompts])
+        scores: Tensor = self._score_function(images, [prompt.prompt for prompt in prompts])
         return scores
 
 
@@ -187,11 +192,11 @@ class ClipReward(NetworkReward):
     embeddings are features.
     """
 
-    def clip(self) -> Clip:
+    def load_clip_model(self) -> Clip:
         """The CLIP; loaded once, however many rewards read from it."""
         from ebbflow.rewards.clip import load_clip
 
-        return load_clip(self.files()[0].folder())
+        return load_clip(self.list_files()[0].fetch_folder())
 
     def features(self, images: np.ndarray) -> np.ndarray:
         """Unit image embeddings, float32 [N, D], of images, uint8 RGB [N, height, width, 3]."""
@@ -203,5 +208,5 @@ class ClipReward(NetworkReward):
         ]
         with torch.no_grad():
             return torch.cat(
-                [self.clip().embed_images(part).float().cpu() for part in parts]
+                [self.load_clip_model().embed_images(part).float().cpu() for part in parts]
             ).numpy()

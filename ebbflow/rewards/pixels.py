@@ -17,50 +17,52 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's training images (2103.00020), red, green, blue, in [0, 1]."""
 
 
-def resized_bytes(images: np.ndarray, size: int, device: torch.device) -> Tensor:
+def resize_as_bytes(images: np.ndarray, size: int, device: torch.device) -> Tensor:
     """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as bytes, so every pixel is
     rounded and within its range.
     """
-    height, width = _shorter_edge_to(size, *images.shape[1:3])
+    height, width = _size_of_shorter_edge(size, *images.shape[1:3])
     sized = [
         np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
         for image in images
     ]
-    return standardised(_cropped(unit(np.stack(sized), device), size))
+    return standardize_pixels(_crop_center(scale_to_unit_range(np.stack(sized), device), size))
 
 
-def resized_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
+def resize_as_floats(images: np.ndarray, size: int, device: torch.device) -> Tensor:
     """uint8 RGB [N, H, W, 3] -> float32 [N, 3, size, size]: resized as numbers, antialiased,
     neither rounded nor clipped.
     """
-    return resized_units(unit(images, device), size)
+    return resize_with_gradient(scale_to_unit_range(images, device), size)
 
 
-def resized_units(images: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
+def resize_with_gradient(
+    images: Tensor, size: int, margin: Callable[[float], int] = round
+) -> Tensor:
     """RGB in [0, 1], [N, 3, H, W] -> float32 [N, 3, size, size], with gradient: as
-    ``resized_floats``.
+    ``resize_as_floats``.
 
     Args:
         margin: how half of an odd number of pixels is rounded; transformers' processor of CLIP
             takes ``math.floor``.
     """
-    shape = _shorter_edge_to(size, *images.shape[2:])
-    return standardised(
-        _cropped(interpolate(images, shape, mode="bicubic", antialias=True), size, margin)
+    shape = _size_of_shorter_edge(size, *images.shape[2:])
+    return standardize_pixels(
+        _crop_center(interpolate(images, shape, mode="bicubic", antialias=True), size, margin)
     )
 
 
-def unit(images: np.ndarray, device: torch.device) -> Tensor:
+def scale_to_unit_range(images: np.ndarray, device: torch.device) -> Tensor:
     """uint8 RGB [N, H, W, 3] -> float32 [N, 3, H, W] in [0, 1]."""
     return torch.tensor(images, device=device).permute(0, 3, 1, 2).float() / 255
 
 
-def _shorter_edge_to(size: int, height: int, width: int) -> tuple[int, int]:
+def _size_of_shorter_edge(size: int, height: int, width: int) -> tuple[int, int]:
     shorter = min(height, width)
     return int(size * height / shorter), int(size * width / shorter)
 
 
-def _cropped(pixels: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
+def _crop_center(pixels: Tensor, size: int, margin: Callable[[float], int] = round) -> Tensor:
     """The middle; an odd margin is split as torchvision does, by rounding half to even, unless
     ``margin`` rounds otherwise.
     """
@@ -68,7 +70,7 @@ def _cropped(pixels: Tensor, size: int, margin: Callable[[float], int] = round) 
     return pixels[..., top : top + size, left : left + size]
 
 
-def standardised(pixels: Tensor) -> Tensor:
+def standardize_pixels(pixels: Tensor) -> Tensor:
     """RGB in [0, 1], [N, 3, H, W] -> mean 0 and deviation 1 over CLIP's training images."""
     mean, std = (pixels.new_tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     return (pixels - mean) / std

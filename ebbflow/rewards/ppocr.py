@@ -33,20 +33,20 @@ RECOGNISER = "rec"
 """What rapidocr calls its models."""
 
 
-def read(images: np.ndarray) -> list[str]:
+def read_lines_of_text(images: np.ndarray) -> list[str]:
     """The line of text in each image, "" where there is none.
 
     Args:
         images: uint8 RGB [N, height, width, 3], one line each, dark on light, letters about half
             the height or more.
     """
-    session, characters = _recogniser()
+    session, characters = _load_recogniser()
     texts: list[str] = []
     for start in range(0, len(images), BATCH):
         scores = session.run(
-            None, {session.get_inputs()[0].name: prepare(images[start : start + BATCH])}
+            None, {session.get_inputs()[0].name: prepare_line_images(images[start : start + BATCH])}
         )[0]
-        texts += decode(scores.argmax(axis=2), characters)
+        texts += decode_ctc(scores.argmax(axis=2), characters)
     return texts
 
 
@@ -57,7 +57,7 @@ def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
     Args:
         images: uint8 RGB [N, height, width, 3], with text anywhere in them.
     """
-    reader = _page_reader()
+    reader = _load_page_reader()
     texts: list[str | None] = []
     failures: dict[int, str] = {}
     for index, image in enumerate(images):
@@ -73,12 +73,14 @@ def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
             continue
         pieces = () if found.txts is None else found.txts
         texts.append(
-            " ".join(pieces[index] for index in (reading_order(found.boxes) if pieces else ()))
+            " ".join(
+                pieces[index] for index in (sort_into_reading_order(found.boxes) if pieces else ())
+            )
         )
     return texts, failures
 
 
-def reading_order(boxes: np.ndarray) -> list[int]:
+def sort_into_reading_order(boxes: np.ndarray) -> list[int]:
     """Positions of the boxes [N, 4 corners, (x, y)], in lines from top to bottom, each from left to
     right.
 
@@ -100,7 +102,7 @@ def reading_order(boxes: np.ndarray) -> list[int]:
     return [box for line in lines for box in sorted(line, key=lambda box: left[box])]
 
 
-def prepare(images: np.ndarray) -> np.ndarray:
+def prepare_line_images(images: np.ndarray) -> np.ndarray:
     """Images as the recogniser wants them: float32 BGR [N, 3, 48, width'] in [-1, 1], the aspect
     kept, at least square.
     """
@@ -114,21 +116,22 @@ def prepare(images: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(sheet[..., ::-1].transpose(0, 3, 1, 2), np.float32) / 127.5 - 1
 
 
-def decode(classes: np.ndarray, characters: Sequence[str]) -> list[str]:
+def decode_ctc(classes: np.ndarray, characters: Sequence[str]) -> list[str]:
     """Texts of the best CTC path: int [N, columns] -> N texts. Repeats are merged, then blanks
     dropped.
     """
     return [
-        "".join(characters[label] for label in _merged(row) if label != BLANK) for row in classes
+        "".join(characters[label] for label in _merge_repeats(row) if label != BLANK)
+        for row in classes
     ]
 
 
-def _merged(row: np.ndarray) -> Iterator[int]:
+def _merge_repeats(row: np.ndarray) -> Iterator[int]:
     changes = np.flatnonzero(np.diff(row, prepend=-1))
     return iter(row[changes])
 
 
-def model_file(part: str) -> Path:
+def find_model_file(part: str) -> Path:
     """A model among the files that rapidocr's wheel installed; models it downloaded later do not
     count.
 
@@ -157,15 +160,15 @@ def model_file(part: str) -> Path:
 
 
 @cache
-def _recogniser() -> tuple[Any, list[str]]:
+def _load_recogniser() -> tuple[Any, list[str]]:
     """The session and its classes: blank, the characters that the model's metadata lists, space."""
-    session = _session(RECOGNISER)
+    session = _open_session(RECOGNISER)
     characters = session.get_modelmeta().custom_metadata_map["character"].splitlines()
     return session, ["", *characters, " "]
 
 
 @cache
-def _page_reader() -> Any:
+def _load_page_reader() -> Any:
     """rapidocr's pipeline without its classifier of lines that stand on their head."""
     from omegaconf import flag_override
     from rapidocr import RapidOCR
@@ -176,14 +179,14 @@ def _page_reader() -> Any:
     # it is asked to.
     with flag_override(reader.cfg, "allow_objects", True):
         reader.cfg.Det["session"], reader.cfg.Rec["session"] = (
-            _session(DETECTOR),
-            _session(RECOGNISER),
+            _open_session(DETECTOR),
+            _open_session(RECOGNISER),
         )
     return reader
 
 
 @cache
-def _session(part: str) -> Any:
+def _open_session(part: str) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -193,5 +196,5 @@ def _session(part: str) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(
-        str(model_file(part)), options, providers=["CPUExecutionProvider"]
+        str(find_model_file(part)), options, providers=["CPUExecutionProvider"]
     )

@@ -49,7 +49,7 @@ class ScoreRequest(Message):
     prompts: Annotated[list[PromptMessage], FailFast()]
 
     @model_validator(mode="after")
-    def _one_prompt_each(self) -> ScoreRequest:
+    def _check_prompt_count(self) -> ScoreRequest:
         if len(self.images) != len(self.prompts):
             raise ValueError(
                 f"{len(self.images)} images cannot be scored against {len(self.prompts)} prompts"
@@ -67,7 +67,7 @@ class ScoreAnswer(Message):
     """Further columns of N numbers, by name."""
 
     @model_validator(mode="after")
-    def _goes_together(self) -> ScoreAnswer:
+    def _check_column_lengths(self) -> ScoreAnswer:
         count = len(self.scores)
         for column, values in self.metrics.items():
             if len(values) != count:
@@ -97,7 +97,7 @@ def count_values(text: bytes | bytearray) -> int:
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
-def first_problem(error: ValidationError) -> str:
+def describe_first_problem(error: ValidationError) -> str:
     """What is wrong with a message and where, without repeating what it holds."""
     problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
     key = ".".join(str(part) for part in problem["loc"])

@@ -24,8 +24,14 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from ebbflow.recipe.model import Precision
-from ebbflow.rewards.pixels import standardised, unit
-from ebbflow.rewards.weights import build_network, check_vocabulary, pick, renamed, under
+from ebbflow.rewards.pixels import scale_to_unit_range, standardize_pixels
+from ebbflow.rewards.weights import (
+    build_network,
+    check_vocabulary,
+    pick_weights,
+    rename_weights,
+    select_prefix,
+)
 
 EMBEDDINGS = "language_model.embed_tokens.weight"
 NAMES = {
@@ -58,7 +64,7 @@ class JudgingQwen:
     tokenizer: Any
     tokens: tuple[str, ...]
 
-    def outputs(self, frames: Tensor, texts: Sequence[str], vision: str) -> Tensor:
+    def compute_outputs(self, frames: Tensor, texts: Sequence[str], vision: str) -> Tensor:
         """What the head makes of the last occurrence of each reward token, float32 [n, tokens,
         outputs].
 
@@ -68,7 +74,9 @@ class JudgingQwen:
             texts: what follows the picture; each reward token is in each of them.
             vision: ``<|image_pad|>`` or ``<|video_pad|>``.
         """
-        patches, grid = to_patches(frames.to(self.model.dtype), self.model.config.vision_config)
+        patches, grid = split_into_patches(
+            frames.to(self.model.dtype), self.model.config.vision_config
+        )
         merged = int(grid.prod()) // self.model.config.vision_config.spatial_merge_size**2
         turns = [TURN.format(vision=vision * merged, text=text) for text in texts]
         batch = self.tokenizer(turns, padding=True, padding_side="right", return_tensors="pt").to(
@@ -88,13 +96,13 @@ class JudgingQwen:
             use_cache=False,
         ).last_hidden_state
         wanted = [self.tokenizer.convert_tokens_to_ids(token) for token in self.tokens]
-        last = torch.stack([_last(ids == token) for token in wanted], dim=1)
+        last = torch.stack([_find_last_true(ids == token) for token in wanted], dim=1)
         outputs: Tensor = self.head(
             hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[-1])).float()
         )
         return outputs
 
-    def plain(self, text: str) -> str:
+    def remove_special_tokens(self, text: str) -> str:
         """A user's prompt without what the tokenizer would take for special tokens."""
         tokens = re.compile("|".join(map(re.escape, self.tokenizer.get_added_vocab())))
         while tokens.search(text):  # what is left may be one again
@@ -102,7 +110,7 @@ class JudgingQwen:
         return text
 
 
-def _last(found: Tensor) -> Tensor:
+def _find_last_true(found: Tensor) -> Tensor:
     """The index of the last true value of each row, int64 [n]."""
     return found.shape[1] - 1 - found.flip(1).int().argmax(1)
 
@@ -126,10 +134,10 @@ def load_backbone(
     """
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
-    found = renamed(
+    found = rename_weights(
         {name: tensor for name, tensor in weights.items() if not name.startswith(NOT_READ)}, NAMES
     )
-    (embeddings,) = pick(found, (EMBEDDINGS,), source)
+    (embeddings,) = pick_weights(found, (EMBEDDINGS,), source)
     check_vocabulary(tokenizer, len(embeddings), folder)
     config = Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
     config.text_config.vocab_size = len(embeddings)
@@ -140,7 +148,7 @@ def load_backbone(
     return model, tokenizer
 
 
-def linear_head(
+def build_linear_head(
     weights: Mapping[str, Tensor], numbers: Sequence[int], source: Path, device: torch.device
 ) -> nn.Module:
     """The linear layers ``rm_head.NUMBER`` with a ReLU after each but the last, float32, frozen.
@@ -148,17 +156,17 @@ def linear_head(
     Raises:
         RewardError: one of them is missing.
     """
-    head = under(weights, "rm_head.")
+    head = select_prefix(weights, "rm_head.")
     layers: list[nn.Module] = []
     for number in numbers:
-        weight, bias = pick(head, (f"{number}.weight", f"{number}.bias"), source)
+        weight, bias = pick_weights(head, (f"{number}.weight", f"{number}.bias"), source)
         layer = nn.Linear(weight.shape[1], weight.shape[0])
         layer.load_state_dict({"weight": weight, "bias": bias})
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1]).float().requires_grad_(False).to(device)
 
 
-def resized(
+def resize_to_patch_grid(
     images: np.ndarray | Tensor, min_pixels: int, max_pixels: int, factor: int, device: torch.device
 ) -> Tensor:
     """Standardised float32 [N, 3, h, w] of uint8 RGB [N, height, width, 3], or with gradient of [0,
@@ -171,15 +179,17 @@ def resized(
         *shape, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels
     )
     if isinstance(images, Tensor):
-        return standardised(interpolate(images, (height, width), mode="bicubic", antialias=True))
+        return standardize_pixels(
+            interpolate(images, (height, width), mode="bicubic", antialias=True)
+        )
     sized = [
         np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
         for image in images
     ]
-    return standardised(unit(np.stack(sized), device))
+    return standardize_pixels(scale_to_unit_range(np.stack(sized), device))
 
 
-def to_patches(frames: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+def split_into_patches(frames: Tensor, config: Any) -> tuple[Tensor, Tensor]:
     """Patches [N * T/2 * H * W, numbers], four neighbours after each other, and their grid (T/2, H,
     W), int64.
 

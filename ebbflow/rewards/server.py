@@ -23,7 +23,7 @@ from fastapi.concurrency import run_in_threadpool
 from PIL import Image
 from pydantic import ValidationError
 
-from ebbflow.data.images import PNG_SIGNATURE, png_chunks
+from ebbflow.data.images import PNG_SIGNATURE, iterate_png_chunks
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import (
@@ -34,7 +34,7 @@ from ebbflow.rewards.base import (
     RewardResult,
     VideoReward,
 )
-from ebbflow.rewards.combine import checked, load_reward
+from ebbflow.rewards.combine import check_result, load_reward
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import (
     HEALTH,
@@ -43,9 +43,9 @@ from ebbflow.rewards.protocol import (
     PromptMessage,
     ScoreAnswer,
     ScoreRequest,
-    first_problem,
+    describe_first_problem,
 )
-from ebbflow.rewards.server_limits import BodyReader, server_options
+from ebbflow.rewards.server_limits import BodyReader, build_server_options
 
 MAX_IMAGES = 256
 MAX_PIXELS = 64 * 2**20
@@ -58,7 +58,7 @@ PIXEL_CHUNKS = (b"IHDR", b"IDAT", b"IEND")
 logger = logging.getLogger(__name__)
 
 
-def serve(config: RewardConfig, host: str, port: int, token: str | None = None) -> None:
+def run_reward_server(config: RewardConfig, host: str, port: int, token: str | None = None) -> None:
     """Serve a reward until the process is stopped.
 
     Raises:
@@ -78,15 +78,15 @@ def serve(config: RewardConfig, host: str, port: int, token: str | None = None) 
             f"the reward {reward.name!r} {what}, and requests hold single images; name it in the"
             " recipe itself"
         )
-    uvicorn.run(make_app(reward, token), host=host, port=port, **server_options())
+    uvicorn.run(build_app(reward, token), host=host, port=port, **build_server_options())
 
 
-def make_app(reward: Reward, token: str | None) -> FastAPI:
+def build_app(reward: Reward, token: str | None) -> FastAPI:
     """The server as an ASGI application: it asks for the bearer token where there is one, and
     scores one request at a time.
     """
 
-    async def require_token(request: Request) -> None:
+    async def check_token(request: Request) -> None:
         given = request.headers.get("Authorization", "")
         if token is not None and not hmac.compare_digest(
             given.encode(), f"Bearer {token}".encode()
@@ -96,35 +96,35 @@ def make_app(reward: Reward, token: str | None) -> FastAPI:
             )
 
     app = FastAPI(
-        dependencies=[Depends(require_token)], docs_url=None, redoc_url=None, openapi_url=None
+        dependencies=[Depends(check_token)], docs_url=None, redoc_url=None, openapi_url=None
     )
     bodies = BodyReader()
     one_at_a_time = asyncio.Lock()
 
     @app.get(HEALTH)
-    async def health() -> Health:
+    async def report_health() -> Health:
         return Health(reward=reward.name, ready=True)
 
     @app.post(SCORE)
-    async def score(request: Request) -> Response:
-        async with bodies.read(request) as body, one_at_a_time:
-            answer = await run_in_threadpool(_answer, reward, body)
+    async def score_request(request: Request) -> Response:
+        async with bodies.read_body(request) as body, one_at_a_time:
+            answer = await run_in_threadpool(_answer_request, reward, body)
         return Response(answer, media_type="application/json")
 
     return app
 
 
-def _answer(reward: Reward, body: bytearray) -> str:
-    asked = _parsed(body)
+def _answer_request(reward: Reward, body: bytearray) -> str:
+    asked = _parse_request(body)
     body.clear()  # the request holds all of it once more
-    return _score(reward, asked).model_dump_json()
+    return _score_request(reward, asked).model_dump_json()
 
 
-def _parsed(body: bytearray) -> ScoreRequest:
+def _parse_request(body: bytearray) -> ScoreRequest:
     try:
         asked = ScoreRequest.model_validate_json(body)
     except ValidationError as error:
-        raise HTTPException(422, first_problem(error)) from None
+        raise HTTPException(422, describe_first_problem(error)) from None
     if len(asked.images) > MAX_IMAGES:
         raise HTTPException(
             413, f"{len(asked.images)} images are more than {MAX_IMAGES}; send fewer at once"
@@ -132,26 +132,26 @@ def _parsed(body: bytearray) -> ScoreRequest:
     return asked
 
 
-def _score(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
-    images = _decoded(asked.images)
+def _score_request(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
+    images = _decode_images(asked.images)
     try:
-        result = checked(
+        result = check_result(
             reward.name,
-            reward(images, [_prompt(*numbered) for numbered in enumerate(asked.prompts)]),
+            reward(images, [_build_prompt(*numbered) for numbered in enumerate(asked.prompts)]),
             len(images),
         )
     except Exception as error:
         logger.exception("scoring failed")
         raise HTTPException(500, f"{reward.name} failed: {type(error).__name__}: {error}") from None
-    return _as_answer(result)
+    return _build_answer(result)
 
 
-def _decoded(texts: list[str]) -> np.ndarray:
+def _decode_images(texts: list[str]) -> np.ndarray:
     """uint8 RGB [N, height, width, 3] of PNG files in base64."""
     if not texts:
         return np.zeros((0, 1, 1, 3), np.uint8)
     chunks_left = iter(range(MAX_CHUNKS))
-    images = [_opened(index, text, chunks_left) for index, text in enumerate(texts)]
+    images = [_open_image(index, text, chunks_left) for index, text in enumerate(texts)]
     if len(sizes := {image.size for image in images}) > 1:
         raise HTTPException(
             422, f"the images of a request must have one size, got {sorted(sizes)}; send them apart"
@@ -165,14 +165,14 @@ def _decoded(texts: list[str]) -> np.ndarray:
         )
     pixels = np.empty((len(images), height, width, 3), np.uint8)
     for index, image in enumerate(images):
-        pixels[index] = _pixels(index, image)
+        pixels[index] = _decode_pixels(index, image)
     return pixels
 
 
-def _opened(index: int, text: str, chunks_left: Iterator[int]) -> Image.Image:
+def _open_image(index: int, text: str, chunks_left: Iterator[int]) -> Image.Image:
     """The image as its header describes it, before its pixels are unpacked."""
     try:
-        file = _only_pixels(base64.b64decode(text, validate=True), chunks_left)
+        file = _keep_pixel_chunks(base64.b64decode(text, validate=True), chunks_left)
         image = Image.open(io.BytesIO(file), formats=["PNG"])
     except HTTPException:
         raise
@@ -187,10 +187,10 @@ def _opened(index: int, text: str, chunks_left: Iterator[int]) -> Image.Image:
     return image
 
 
-def _only_pixels(picture: bytes, chunks_left: Iterator[int]) -> bytes:
+def _keep_pixel_chunks(picture: bytes, chunks_left: Iterator[int]) -> bytes:
     """The PNG file without text, colour profiles and everything else that no score depends on."""
     kept = [PNG_SIGNATURE]
-    for name, chunk in png_chunks(picture):
+    for name, chunk in iterate_png_chunks(picture):
         if next(chunks_left, None) is None:
             raise HTTPException(
                 413,
@@ -202,7 +202,7 @@ def _only_pixels(picture: bytes, chunks_left: Iterator[int]) -> bytes:
     return b"".join(kept)
 
 
-def _pixels(index: int, image: Image.Image) -> np.ndarray:
+def _decode_pixels(index: int, image: Image.Image) -> np.ndarray:
     try:
         return np.asarray(image)
     except Exception:  # as above
@@ -211,7 +211,7 @@ def _pixels(index: int, image: Image.Image) -> np.ndarray:
         ) from None
 
 
-def _prompt(index: int, message: PromptMessage) -> Prompt:
+def _build_prompt(index: int, message: PromptMessage) -> Prompt:
     metadata = json.dumps(message.metadata, sort_keys=True, ensure_ascii=False)
     return Prompt(
         index,
@@ -224,14 +224,14 @@ def _prompt(index: int, message: PromptMessage) -> Prompt:
     )
 
 
-def _as_answer(result: RewardResult) -> ScoreAnswer:
+def _build_answer(result: RewardResult) -> ScoreAnswer:
     failed = np.flatnonzero(np.isnan(result.values)).tolist()
     return ScoreAnswer(
-        scores=_nullable(result.values),
+        scores=_nan_to_none(result.values),
         failures={index: result.failures[index] for index in failed if index in result.failures},
-        metrics={column: _nullable(values) for column, values in result.metrics.items()},
+        metrics={column: _nan_to_none(values) for column, values in result.metrics.items()},
     )
 
 
-def _nullable(values: np.ndarray) -> list[float | None]:
+def _nan_to_none(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(value) else float(value) for value in values]

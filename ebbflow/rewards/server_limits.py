@@ -37,14 +37,14 @@ MAX_HELD = 4 * MAX_BYTES
 logger = logging.getLogger(__name__)
 
 
-def server_options() -> dict[str, Any]:
+def build_server_options() -> dict[str, Any]:
     """uvicorn's options that limit connections. WebSockets would leave the protocol below, and no
     reward needs them.
     """
-    return {"http": LimitedProtocol, "ws": "none", "backlog": max_connections()}
+    return {"http": LimitedProtocol, "ws": "none", "backlog": compute_max_connections()}
 
 
-def max_connections() -> int:
+def compute_max_connections() -> int:
     """Connections that may be open at once."""
     return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
@@ -59,21 +59,21 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_request()
-        if len(self.connections) > max_connections():
-            self._make_room()
+        self._start_request_alarm()
+        if len(self.connections) > compute_max_connections():
+            self._close_idlest_connection()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_alarm()
+        self._stop_request_alarm()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.has_request:
-            self._stop_alarm()
+            self._stop_request_alarm()
 
     def on_response_complete(self) -> None:
-        self._wait_for_request()
+        self._start_request_alarm()
         super().on_response_complete()
 
     @property
@@ -81,16 +81,16 @@ class LimitedProtocol(H11Protocol):
         """Whether a request with a whole header is waiting for its answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _wait_for_request(self) -> None:
+    def _start_request_alarm(self) -> None:
         self.waiting_since = self.loop.time()
-        self._stop_alarm()
+        self._stop_request_alarm()
         self._alarm = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
-    def _stop_alarm(self) -> None:
+    def _stop_request_alarm(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
 
-    def _make_room(self) -> None:
+    def _close_idlest_connection(self) -> None:
         """Close the connection that has waited longest for a header, else for a body; this one
         where all are being answered.
         """
@@ -125,7 +125,7 @@ class BodyReader:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+    async def read_body(self, request: Request) -> AsyncIterator[bytearray]:
         """The body of a request, which counts as held until the context ends.
 
         Raises:
@@ -133,38 +133,38 @@ class BodyReader:
                 gone.
         """
         if int(request.headers.get("content-length", 0)) > MAX_BYTES:
-            raise _too_large()
+            raise _build_size_error()
         ticket = object()
         body = bytearray()
         size = 0
         values = 0
         self._oldest_first.append(ticket)
         try:
-            async for chunk in _timely_chunks(request):
-                await self._hold(ticket, len(chunk))
+            async for chunk in _iterate_timely_chunks(request):
+                await self._reserve_memory(ticket, len(chunk))
                 size += len(chunk)
                 values += count_values(chunk)
-                _check(size, values)
+                _check_body_size(size, values)
                 body += chunk
             yield body
         finally:
-            await self._release(ticket, size)
+            await self._release_memory(ticket, size)
 
-    async def _hold(self, ticket: object, size: int) -> None:
+    async def _reserve_memory(self, ticket: object, size: int) -> None:
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._held + size <= MAX_HELD or self._oldest_first[0] is ticket
             )
             self._held += size
 
-    async def _release(self, ticket: object, size: int) -> None:
+    async def _release_memory(self, ticket: object, size: int) -> None:
         async with self._changed:
             self._oldest_first.remove(ticket)
             self._held -= size
             self._changed.notify_all()
 
 
-async def _timely_chunks(request: Request) -> AsyncIterator[bytes]:
+async def _iterate_timely_chunks(request: Request) -> AsyncIterator[bytes]:
     """The chunks of a body, until waiting for them took ``BODY_SECONDS``."""
     chunks = aiter(request.stream())
     left = BODY_SECONDS
@@ -187,9 +187,9 @@ async def _timely_chunks(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def _check(size: int, values: int) -> None:
+def _check_body_size(size: int, values: int) -> None:
     if size > MAX_BYTES:
-        raise _too_large()
+        raise _build_size_error()
     if values > MAX_JSON_VALUES:
         raise HTTPException(
             413,
@@ -198,7 +198,7 @@ def _check(size: int, values: int) -> None:
         )
 
 
-def _too_large() -> HTTPException:
+def _build_size_error() -> HTTPException:
     return HTTPException(
         413, f"the request has more than {MAX_BYTES} bytes; send fewer images at once"
     )

@@ -14,7 +14,7 @@ from ebbflow.recipe.rewards import Case, Match
 from ebbflow.rewards.base import NO_TARGET, RewardResult
 
 
-def text_similarity(
+def compute_text_similarity(
     read: str, target: str, match: Match = "exact", case: Case = "ignored"
 ) -> float:
     """1 - min(Levenshtein, len) / len on text without white space, len that of the target: in [0,
@@ -29,8 +29,8 @@ def text_similarity(
     Raises:
         ValueError: the target is blank, so that there is nothing to read.
     """
-    read = _fold(read, case)
-    target = _fold(target, case)
+    read = _fold_text(read, case)
+    target = _fold_text(target, case)
     if not target:
         raise ValueError("the target text is blank; leave it out instead")
     if match == "contained" and target in read:
@@ -38,12 +38,12 @@ def text_similarity(
     return 1 - min(Levenshtein.distance(read, target), len(target)) / len(target)
 
 
-def exact(read: str, target: str, case: Case = "ignored") -> float:
+def is_exact_match(read: str, target: str, case: Case = "ignored") -> float:
     """1.0 where the folded texts are equal, else 0.0."""
-    return float(_fold(read, case) == _fold(target, case))
+    return float(_fold_text(read, case) == _fold_text(target, case))
 
 
-def judge_readings(
+def score_readings(
     readings: Sequence[str | None],
     prompts: Sequence[Prompt],
     exact_name: str,
@@ -64,10 +64,10 @@ def judge_readings(
         if prompt.target is None:
             reasons[index] = NO_TARGET
         elif reading is not None:
-            values[index] = text_similarity(reading, prompt.target, match, case)
-            matches[index] = exact(reading, prompt.target, case)
+            values[index] = compute_text_similarity(reading, prompt.target, match, case)
+            matches[index] = is_exact_match(reading, prompt.target, case)
     return RewardResult(values, {exact_name: matches}, reasons)
 
 
-def _fold(text: str, case: Case) -> str:
+def _fold_text(text: str, case: Case) -> str:
     return "".join((text.lower() if case == "ignored" else text).split())

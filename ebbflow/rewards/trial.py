@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.rewards.base import GroupReward, LatentReward, RewardError, RewardResult, VideoReward
-from ebbflow.rewards.combine import checked, load_reward
-from ebbflow.rewards.groups import give_scores
+from ebbflow.rewards.combine import check_result, load_reward
+from ebbflow.rewards.groups import score_samples
 
 TRIED_FRAMES = 8
 """Of a video that a reward is tried on, at most."""
@@ -42,9 +42,9 @@ def try_reward(
     shape = (len(prompts), *([min(frames, TRIED_FRAMES)] if of_videos else []), height, width, 3)
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     try:
-        results = [give_scores(reward, images.copy(), prompts) for _ in range(2)]
+        results = [score_samples(reward, images.copy(), prompts) for _ in range(2)]
     except Exception as error:  # a user's own code can raise anything
-        reason = sanitize(f"{type(error).__name__}: {error}")
+        reason = sanitize_text(f"{type(error).__name__}: {error}")
         raise RewardError(
             f"{name} fails on {len(images)} images of {height} x {width} pixels: {reason}"
         ) from error
@@ -54,7 +54,7 @@ def try_reward(
                 f"{name} returned a {type(result).__name__}; return an"
                 " ebbflow.rewards.base.RewardResult"
             )
-        checked(reward.name, result, len(images))
+        check_result(reward.name, result, len(images))
     first, second = (np.asarray(result.values, np.float64) for result in results)
     if not np.array_equal(first, second, equal_nan=True):
         raise RewardError(

@@ -48,7 +48,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def rename_weights(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Weights with every pattern of ``names`` replaced in turn."""
     found = {}
     for name, tensor in weights.items():
@@ -58,7 +58,7 @@ def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str
     return found
 
 
-def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def select_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights under a prefix, without it."""
     return {
         name.removeprefix(prefix): tensor
@@ -67,7 +67,7 @@ def under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     }
 
 
-def pick(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> list[Tensor]:
+def pick_weights(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> list[Tensor]:
     """Some of the weights.
 
     Raises:
@@ -78,7 +78,9 @@ def pick(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> l
     return [weights[name] for name in names]
 
 
-def merge_lora(weights: Mapping[str, Tensor], scale: float, source: Path) -> dict[str, Tensor]:
+def merge_lora_weights(
+    weights: Mapping[str, Tensor], scale: float, source: Path
+) -> dict[str, Tensor]:
     """The weights of a network that peft wrapped, under their own names, with its adapter
     ``default`` merged, in float32.
 
@@ -90,12 +92,12 @@ def merge_lora(weights: Mapping[str, Tensor], scale: float, source: Path) -> dic
     """
     own = {
         name.replace(".base_layer.", "."): tensor
-        for name, tensor in under(weights, "base_model.model.").items()
+        for name, tensor in select_prefix(weights, "base_model.model.").items()
     }
     merged = {name: tensor for name, tensor in own.items() if ".lora_" not in name}
     for name in [name for name in own if name.endswith(".lora_A.default.weight")]:
         layer = name.removesuffix(".lora_A.default.weight")
-        weight, first, second = pick(
+        weight, first, second = pick_weights(
             own, (f"{layer}.weight", name, f"{layer}.lora_B.default.weight"), source
         )
         merged[f"{layer}.weight"] = weight.float() + scale * second.float() @ first.float()
@@ -111,7 +113,7 @@ def load_network(kind: Any, folder: Path, unused: str = "$^") -> Any:
     Raises:
         RewardError: weights are missing, left over, or of another shape.
     """
-    return _frozen(
+    return _freeze_network(
         kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **LOADING),
         kind,
         folder,
@@ -130,14 +132,16 @@ def build_network(
     Raises:
         RewardError: weights are missing, left over, or of another shape.
     """
-    return _frozen(
+    return _freeze_network(
         kind.from_pretrained(None, config=config, state_dict=weights, **LOADING | keys),
         kind,
         source,
     )
 
 
-def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path, unused: str = "$^") -> Any:
+def _freeze_network(
+    loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path, unused: str = "$^"
+) -> Any:
     network, report = loaded
     names = sorted(
         str(name)
@@ -153,7 +157,7 @@ def _frozen(loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path, unused:
     return network.requires_grad_(False).eval().to(default_device())
 
 
-def load_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Module:
+def load_linear_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Module:
     """The linear layers, one after the other, that make one number of ``width`` features: [n,
     width] -> [n, 1].
 
@@ -161,7 +165,7 @@ def load_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Mod
         RewardError: the weights are not theirs, or are made for another width.
     """
     pairs = [
-        pick(weights, (f"layers.{number}.weight", f"layers.{number}.bias"), source)
+        pick_weights(weights, (f"layers.{number}.weight", f"layers.{number}.bias"), source)
         for number in HEAD_LAYERS
     ]
     if (takes := pairs[0][0].shape[1]) != width:
@@ -169,18 +173,18 @@ def load_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Mod
             f"the head in {source} takes {takes} features, and its network gives {width}; take the"
             " network it is for"
         )
-    head = nn.Sequential(*(_linear(weight, bias) for weight, bias in pairs))
+    head = nn.Sequential(*(_build_linear_layer(weight, bias) for weight, bias in pairs))
     return head.requires_grad_(False).to(default_device())
 
 
-def plain_head(weight: Tensor, device: torch.device) -> nn.Module:
+def build_plain_head(weight: Tensor, device: torch.device) -> nn.Module:
     """A linear layer without bias, float32, frozen: [n, width] -> [n, outputs]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.load_state_dict({"weight": weight.float()})
     return layer.requires_grad_(False).to(device)
 
 
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+def _build_linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0])
     layer.load_state_dict({"weight": weight, "bias": bias})
     return layer

@@ -14,10 +14,10 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, device_of
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.recipe.plugins import import_path, require_members
-from ebbflow.rollouts.generate import Rollouts, generate
+from ebbflow.recipe.plugins import check_members, import_object
+from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import verify_if_committed
+from ebbflow.storage.artifacts import verify_committed_folder
 from ebbflow.training.policy import Policy
 
 PATHS = {"vllm_omni": "ebbflow.rollouts.vllm_omni:VllmOmni"}
@@ -43,8 +43,8 @@ class Engine(Protocol):
         sampler: SamplerConfig,
         plan: Plan | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
-        """One sample per row, as ``ebbflow.rollouts.generate.generate``: (rollouts, their images or
-        videos).
+        """One sample per row, as ``ebbflow.rollouts.generate.generate_samples``: (rollouts, their
+        images or videos).
         """
 
     def close(self) -> None:
@@ -63,10 +63,10 @@ def open_engine(ctx: StageContext, base: Path) -> Engine:
         RecipeError: a user's path cannot be imported, or what it opens is not an engine.
         EngineError: vLLM-Omni does not start.
     """
-    verify_if_committed(base)  # another engine reads it by itself
+    verify_committed_folder(base)  # another engine reads it by itself
     path = PATHS.get(ctx.config.engine, ctx.config.engine)
-    engine: Engine = import_path(path)(ctx, base)
-    require_members(engine, ("load", "generate", "close"), path, "ebbflow.rollouts.engine.Engine")
+    engine: Engine = import_object(path)(ctx, base)
+    check_members(engine, ("load", "generate", "close"), path, "ebbflow.rollouts.engine.Engine")
     return engine
 
 
@@ -76,7 +76,7 @@ class Diffusers:
     Args:
         policy: the parameters that generate; the policy that trains needs no ``load``.
         generates: which copy of the policy generates.
-        with_graph: as of ``generate``, for samples that are recorded.
+        with_graph: as of ``generate_samples``, for samples that are recorded.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Diffusers:
         self.precision = ctx.config.rollout_precision
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        self.policy.assign(weights)
+        self.policy.assign_parameters(weights)
 
     def generate(
         self,
@@ -106,9 +106,9 @@ class Diffusers:
         conditioning = conditioning.to(device_of(model))
         # A trajectory is compared with the predictions of training: it must come from the same
         # products.
-        merged = nullcontext() if plan else self.policy.merged(self.precision)
-        with self.policy.using(self.generates), merged:
-            rollouts = generate(
+        merged = nullcontext() if plan else self.policy.merge_adapters(self.precision)
+        with self.policy.use_copy(self.generates), merged:
+            rollouts = generate_samples(
                 model,
                 conditioning,
                 keys,
@@ -122,7 +122,7 @@ class Diffusers:
         # size, as on Intel CPUs.
         starts = range(0, len(keys), self.micro_batch)
         return rollouts, np.concatenate(
-            [model.decode(rollouts.latents[i : i + self.micro_batch]) for i in starts]
+            [model.decode_latents(rollouts.latents[i : i + self.micro_batch]) for i in starts]
         )
 
     def close(self) -> None:

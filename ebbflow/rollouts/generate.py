@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ebbflow.flow import transition as flow
-from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
-from ebbflow.flow.noise import SampleKeys, initial_noise, shared_noise
+from ebbflow.flow.dpm_solver import dpm_solver_step, shorten_schedule
+from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_shared_noise
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.flow.unipc import UniPCHistory, unipc_step
-from ebbflow.flow.windows import Plan, samples_per_prediction
+from ebbflow.flow.windows import Plan, count_samples_per_prediction
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
 from ebbflow.recipe.model import Precision
@@ -38,11 +38,11 @@ class Rollouts:
     velocities: RolloutVelocities = ()
 
     @property
-    def finite(self) -> np.ndarray:
+    def finite_samples(self) -> np.ndarray:
         """Whether all of a sample's final latent is a number, bool [N]."""
-        return finite_rows(self.latents)
+        return find_finite_rows(self.latents)
 
-    def to(self, device: torch.device) -> Rollouts:
+    def move_to(self, device: torch.device) -> Rollouts:
         trajectory = self.trajectory
         if trajectory is not None:
             trajectory = Trajectory(
@@ -51,13 +51,13 @@ class Rollouts:
         return Rollouts(self.latents.to(device), trajectory, self.velocities)
 
 
-def finite_rows(latents: Tensor) -> np.ndarray:
+def find_finite_rows(latents: Tensor) -> np.ndarray:
     """Which of [N, ...] have only finite numbers, bool [N]."""
     return latents.isfinite().flatten(1).all(1).cpu().numpy()
 
 
 @torch.no_grad()
-def generate(
+def generate_samples(
     model: Model,
     conditioning: Conditioning,
     keys: SampleKeys,
@@ -74,14 +74,14 @@ def generate(
     Without one, every step but the last follows the sampler (its noise would stay in the image) and
     nothing is recorded. Micro-batches do not change a sample's noise; they can change the last bits
     of the arithmetic. Samples of a micro-batch that are equal before a step are predicted once
-    (``samples_per_prediction``). ``precision`` is that of the network, the model's where it is left
-    out; latents, means and log-probs are fp32 always. ``with_graph`` predicts the trained steps
-    with gradient and keeps their graphs.
+    (``count_samples_per_prediction``). ``precision`` is that of the network, the model's where it
+    is left out; latents, means and log-probs are fp32 always. ``with_graph`` predicts the trained
+    steps with gradient and keeps their graphs.
 
     Raises:
         ValueError: a plan for a deterministic sampler.
     """
-    if plan is not None and not sampler.stochastic:
+    if plan is not None and not sampler.is_stochastic:
         raise ValueError(
             f"a step of the deterministic sampler {sampler.name!r} has no log-probability that a"
             f" plan could record; take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the"
@@ -89,14 +89,21 @@ def generate(
         )
     parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
     precision = precision or model.precision
-    schedule = _schedule(model.sigmas(sampler.steps).to(conditioning.device), sampler, plan)
+    schedule = _choose_solvers(
+        model.compute_sigmas(sampler.steps).to(conditioning.device), sampler, plan
+    )
     rest = (sampler, plan, precision, *schedule, with_graph)
-    return join(
-        [_denoise(model, conditioning.rows(part), keys.rows(part), *rest) for part in parts]
+    return join_rollouts(
+        [
+            _denoise_micro_batch(
+                model, conditioning.select_rows(part), keys.select_slice(part), *rest
+            )
+            for part in parts
+        ]
     )
 
 
-def join(parts: Sequence[Rollouts]) -> Rollouts:
+def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """The rows of all parts, whose trained steps are the same."""
     latents = torch.cat([part.latents for part in parts])
     trajectories = [part.trajectory for part in parts if part.trajectory is not None]
@@ -114,7 +121,7 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     )
 
 
-def _denoise(
+def _denoise_micro_batch(
     model: Model,
     conditioning: Conditioning,
     keys: SampleKeys,
@@ -132,11 +139,13 @@ def _denoise(
     )  # cast once for all steps
     trained = plan.trained if plan else ()
     noisy = {
-        step for step, solver in enumerate(solvers) if sampler.stochastic and solver == sampler.name
+        step
+        for step, solver in enumerate(solvers)
+        if sampler.is_stochastic and solver == sampler.name
     }
-    counts = samples_per_prediction(keys.sharing, len(solvers), noisy, trained)
-    distinct = {count: _distinct(keys, conditioning, count) for count in set(counts)}
-    latents = initial_noise(model.latent_shape, keys).to(device)
+    counts = count_samples_per_prediction(keys.sharing, len(solvers), noisy, trained)
+    distinct = {count: _find_distinct_rows(keys, conditioning, count) for count in set(counts)}
+    latents = generate_initial_noise(model.latent_shape, keys).to(device)
     clean = None
     record = []
     velocities: list[Tensor] = []
@@ -157,13 +166,15 @@ def _denoise(
         clean = (
             latents - sigmas[step] * velocity
         )  # the history that a tail begins with, as in MixGRPO's code
-        move = flow.transition(solver, latents, velocity, sigmas, step, sampler.eta)
+        move = flow.compute_transition(solver, latents, velocity, sigmas, step, sampler.eta)
         before = latents
         latents = move.mean
         if step in noisy:
-            latents = flow.sample(move, shared_noise(model.latent_shape, keys, step + 1).to(device))
+            latents = flow.sample_next_latents(
+                move, generate_shared_noise(model.latent_shape, keys, step + 1).to(device)
+            )
         if step in trained:
-            record.append((before, latents, move.mean, flow.log_prob(move, latents)))
+            record.append((before, latents, move.mean, flow.compute_log_prob(move, latents)))
             velocities += [velocity] * with_graph
     if not trained:
         return Rollouts(latents, None)
@@ -178,7 +189,7 @@ Rows = slice | Tensor
 """Of a batch: all of them, or those at some positions."""
 
 
-def _distinct(
+def _find_distinct_rows(
     keys: SampleKeys, conditioning: Conditioning, count: int
 ) -> tuple[Rows, Rows, Conditioning]:
     """Of each ``count`` successive samples of a prompt one: (its row, its number for every row,
@@ -186,25 +197,29 @@ def _distinct(
     """
     if count == 1:
         return slice(None), slice(None), conditioning
-    nodes = np.stack([keys.prompt_ids, keys.first_of(count)])
+    nodes = np.stack([keys.prompt_ids, keys.find_first_siblings(count)])
     _, first, row = np.unique(nodes, axis=1, return_index=True, return_inverse=True)
     rows = torch.from_numpy(first).to(conditioning.device)
-    return rows, torch.from_numpy(row.reshape(-1)).to(conditioning.device), conditioning.rows(rows)
+    return (
+        rows,
+        torch.from_numpy(row.reshape(-1)).to(conditioning.device),
+        conditioning.select_rows(rows),
+    )
 
 
-def _schedule(
+def _choose_solvers(
     sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None
 ) -> tuple[Tensor, list[str]]:
     """(the sigmas to use, [steps + 1], and what takes each of their steps), from the family's
     sigmas.
     """
-    if not sampler.stochastic:
+    if not sampler.is_stochastic:
         return sigmas, [sampler.name] * sampler.steps
     stochastic = plan.stochastic if plan else range(sampler.steps - 1)
     solvers = [sampler.name if step in stochastic else "ode" for step in range(sampler.steps)]
     if plan is None or plan.tail is None:
         return sigmas, solvers
     end = plan.stochastic[-1] + 1
-    tail = shorter_schedule(sigmas[end:], plan.tail)
+    tail = shorten_schedule(sigmas[end:], plan.tail)
     solvers[end:] = ["dpm_solver"] * (len(tail) - 1)
     return torch.cat([sigmas[:end], tail]), solvers

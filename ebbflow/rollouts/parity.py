@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ebbflow.flow.noise import SampleKeys, initial_noise
+from ebbflow.flow.noise import SampleKeys, generate_initial_noise
 from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import Transition, log_prob, transition
+from ebbflow.flow.transition import Transition, compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.choices import SamplerConfig
@@ -34,18 +34,18 @@ class ParityError(RuntimeError):
     """
 
 
-def parity_bar(stage: StageConfig, dims: int) -> float:
+def compute_parity_bar(stage: StageConfig, dims: int) -> float:
     """The stage's ``parity.bar`` for latents of ``dims`` elements; left out, how far off 1 its
     ratio has a gradient.
     """
-    return stage.parity.bar or stage.hyper.ratio_range(dims) or UNCLIPPED_BAR
+    return stage.parity.bar or stage.hyper_parameters.ratio_range(dims) or UNCLIPPED_BAR
 
 
-def parity_plan(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:
+def plan_parity_samples(sampler: SamplerConfig) -> tuple[SamplerConfig, Plan]:
     """How the gate's samples are generated, for a stage's sampler."""
     every = tuple(range(sampler.steps - 1))
     stochastic = (
-        sampler if sampler.stochastic else SamplerConfig(name="flow_sde", steps=sampler.steps)
+        sampler if sampler.is_stochastic else SamplerConfig(name="flow_sde", steps=sampler.steps)
     )
     return stochastic, Plan(every, every)
 
@@ -60,7 +60,8 @@ def measure_parity(
     bar: float,
     micro_batch: int = 64,
 ) -> dict[str, float]:
-    """How far a trajectory, generated as ``parity_plan`` says, is from the policy as it is now.
+    """How far a trajectory, generated as ``plan_parity_samples`` says, is from the policy as it is
+    now.
 
     ``parity/log_prob_max`` and ``_mean`` of |log-prob of the engine - log-prob of the policy|;
     ``parity/worst_step``, where the largest is; and ``parity/mean_shift``, the largest root mean
@@ -70,14 +71,15 @@ def measure_parity(
     Raises:
         ParityError: the noise, the schedule or the log-probs are others.
     """
-    _require_same_start(policy, trajectory, keys, sampler)
+    _check_same_start(policy, trajectory, keys, sampler)
     steps = trajectory.steps.tolist()
     deltas = []
     shifts = []
     for column, step in enumerate(steps):
-        move = _replay(policy, trajectory, conditioning, column, step, sampler, micro_batch)
+        move = _replay_step(policy, trajectory, conditioning, column, step, sampler, micro_batch)
         deltas.append(
-            log_prob(move, trajectory.next_latents[:, column]) - trajectory.log_probs[:, column]
+            compute_log_prob(move, trajectory.next_latents[:, column])
+            - trajectory.log_probs[:, column]
         )
         shifts.append(
             ((trajectory.means[:, column] - move.mean) / move.std)
@@ -99,11 +101,13 @@ def measure_parity(
             f"denoising step {steps[column]}, prompt {keys.prompt_ids[sample]}, sample"
             f" {keys.samples[sample]}"
         )
-        raise ParityError(_refusal(found, where, f"{len(keys)} samples at {len(steps)} steps", bar))
+        raise ParityError(
+            _describe_mismatch(found, where, f"{len(keys)} samples at {len(steps)} steps", bar)
+        )
     return found
 
 
-def _refusal(found: dict[str, float], where: str, extent: str, bar: float) -> str:
+def _describe_mismatch(found: dict[str, float], where: str, extent: str, bar: float) -> str:
     return (
         "the engine's log-probs are not those of the training policy on the same noise: they"
         f" differ by up to {found['parity/log_prob_max']:.2e} ({where}), by"
@@ -115,18 +119,18 @@ def _refusal(found: dict[str, float], where: str, extent: str, bar: float) -> st
     )
 
 
-def _require_same_start(
+def _check_same_start(
     policy: Policy, trajectory: Trajectory, keys: SampleKeys, sampler: SamplerConfig
 ) -> None:
     """The same bytes of x_T, and the family's schedule."""
-    sigmas = policy.model.sigmas(sampler.steps)
+    sigmas = policy.model.compute_sigmas(sampler.steps)
     found = trajectory.sigmas.cpu()
     if found.shape != sigmas.shape or not torch.allclose(found, sigmas, rtol=0, atol=SIGMAS_APART):
         raise ParityError(
             f"the engine denoises along the sigmas {found.tolist()}, the policy's model along"
             f" {sigmas.tolist()}"
         )
-    start = initial_noise(policy.model.latent_shape, keys)
+    start = generate_initial_noise(policy.model.latent_shape, keys)
     if not torch.equal(trajectory.latents[:, 0].cpu(), start):
         raise ParityError(
             f"the engine starts from other noise than {len(keys)} samples of seed {keys.seed} have:"
@@ -135,7 +139,7 @@ def _require_same_start(
         )
 
 
-def _replay(
+def _replay_step(
     policy: Policy,
     trajectory: Trajectory,
     conditioning: Conditioning,
@@ -152,8 +156,8 @@ def _replay(
         part = slice(start, start + micro_batch)
         rows = latents[part]
         velocity.append(
-            predict(policy.model, rows, sigma.expand(len(rows)), conditioning.rows(part))
+            predict(policy.model, rows, sigma.expand(len(rows)), conditioning.select_rows(part))
         )
-    return transition(
+    return compute_transition(
         sampler.name, latents, torch.cat(velocity), trajectory.sigmas, step, sampler.eta
     )

@@ -27,9 +27,16 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.rollouts.generate import Rollouts, join
-from ebbflow.rollouts.weights import bucketize, checksum
-from ebbflow.rollouts.wire import Header, Task, Tensors, receive, send, unpack_rollouts
+from ebbflow.rollouts.generate import Rollouts, join_rollouts
+from ebbflow.rollouts.weights import compute_checksum, split_into_buckets
+from ebbflow.rollouts.wire import (
+    Header,
+    Task,
+    Tensors,
+    receive_message,
+    send_message,
+    unpack_rollouts,
+)
 from ebbflow.stage import StageContext
 
 logger = logging.getLogger(__name__)
@@ -71,14 +78,14 @@ class VllmOmni:
         self.policy = recipe.policy
         self.micro_batch = ctx.config.micro_batch
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it is written to for as long as the process lives)
-        self._socket, self._process = _start(_interpreter(), self._log)
+        self._socket, self._process = _start_process(_find_interpreter(), self._log)
         self._end = weakref.finalize(
-            self, _end, self._socket, self._process
+            self, _end_process, self._socket, self._process
         )  # runs when this process exits, too
         precision = ctx.config.rollout_precision or recipe.model.precision
         model = recipe.model.model_copy(update={"precision": precision}).model_dump(mode="json")
         process = {"threads": recipe.threads, "deterministic": recipe.deterministic}
-        self._call("open", {"base": str(base.absolute()), "model": model, **process})
+        self._call_engine("open", {"base": str(base.absolute()), "model": model, **process})
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """As ``Engine.load``: LoRA into memory beside the base model, full weights over it.
@@ -88,13 +95,13 @@ class VllmOmni:
         """
         try:
             if self.policy.train == "lora":
-                self._push(
+                self._push_weights(
                     "load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha}
                 )
                 return
-            buckets = list(bucketize(weights))
+            buckets = list(split_into_buckets(weights))
             for number, bucket in enumerate(buckets, 1):
-                self._push("load_weights", bucket, {"last": number == len(buckets)})
+                self._push_weights("load_weights", bucket, {"last": number == len(buckets)})
         except BaseException:  # with half of the weights nothing may be generated
             self.close()
             raise
@@ -114,32 +121,39 @@ class VllmOmni:
         found = []
         for start in range(0, len(keys), self.micro_batch):
             part = slice(start, start + self.micro_batch)
-            _, tensors = self._call(
-                "generate", *Task(conditioning.rows(part), keys.rows(part), sampler, plan).pack()
+            _, tensors = self._call_engine(
+                "generate",
+                *Task(
+                    conditioning.select_rows(part), keys.select_slice(part), sampler, plan
+                ).pack_message(),
             )
             found.append(unpack_rollouts(tensors))
-        rollouts = join([rollouts for rollouts, _ in found])
-        return rollouts.to(conditioning.device), np.concatenate([images for _, images in found])
+        rollouts = join_rollouts([rollouts for rollouts, _ in found])
+        return rollouts.move_to(conditioning.device), np.concatenate(
+            [images for _, images in found]
+        )
 
     def close(self) -> None:
         """End the engine's process; it has ended when this returns."""
         self._end()
 
-    def _push(self, call: str, weights: Mapping[str, Tensor], header: Header) -> None:
+    def _push_weights(self, call: str, weights: Mapping[str, Tensor], header: Header) -> None:
         """Hand weights over in a file, and check what was read."""
-        with tempfile.NamedTemporaryFile(dir=_exchange(weights), suffix=".safetensors") as file:
+        with tempfile.NamedTemporaryFile(
+            dir=_choose_exchange_folder(weights), suffix=".safetensors"
+        ) as file:
             save_file(dict(weights), file.name)
-            answer, _ = self._call(call, header | {"file": file.name})
+            answer, _ = self._call_engine(call, header | {"file": file.name})
         found = answer["sha256"]
-        sent = checksum(weights)
+        sent = compute_checksum(weights)
         if found != sent:
             raise EngineError(
                 f"{call}: the engine has read weights with checksum {found[:12]}, those of the"
                 f" policy have {sent[:12]}; nothing is generated with them. Look at what else"
-                f" writes to {_exchange(weights)}, and at the machine's memory"
+                f" writes to {_choose_exchange_folder(weights)}, and at the machine's memory"
             )
 
-    def _call(
+    def _call_engine(
         self, call: str, header: Header, tensors: Tensors | None = None
     ) -> tuple[Header, dict[str, Tensor]]:
         if not self._end.alive:
@@ -148,8 +162,8 @@ class VllmOmni:
                 " and load its weights"
             )
         try:
-            send(self._socket, header | {"call": call}, tensors)
-            answer, found = receive(self._socket)
+            send_message(self._socket, header | {"call": call}, tensors)
+            answer, found = receive_message(self._socket)
         except (EOFError, OSError):
             self.close()
             answer = {"error": f"its process has ended with exit code {self._process.returncode}"}
@@ -163,11 +177,11 @@ class VllmOmni:
         self.close()
         raise EngineError(
             f"{call}: vLLM-Omni has failed: {answer['error']}\nThe last lines of its"
-            f" log:\n{_tail(self._log)}"
+            f" log:\n{_read_log_tail(self._log)}"
         )
 
 
-def _interpreter() -> str:
+def _find_interpreter() -> str:
     """The Python of the engine's environment.
 
     Raises:
@@ -183,7 +197,7 @@ def _interpreter() -> str:
     return python
 
 
-def _start(python: str, log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _start_process(python: str, log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """The engine's process and the connection to it."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -204,7 +218,7 @@ def _start(python: str, log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen
     return ours, process
 
 
-def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _end_process(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
     connection.close()  # for which it ends by itself, if it can
     try:
         process.wait(SECONDS_TO_END)
@@ -213,14 +227,14 @@ def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _exchange(weights: Mapping[str, Tensor]) -> Path:
+def _choose_exchange_folder(weights: Mapping[str, Tensor]) -> Path:
     """Where to hand weights over: in memory, if there is room."""
     size = sum(values.nbytes for values in weights.values())
     fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
     return MEMORY if fits else Path(tempfile.gettempdir())
 
 
-def _tail(log: IO[bytes]) -> str:
+def _read_log_tail(log: IO[bytes]) -> str:
     """The last lines of a file that another process still writes through the same file position."""
     size = os.fstat(log.fileno()).st_size
     return (

@@ -31,8 +31,8 @@ class WeightsVersion:
 
     Attributes:
         version: training steps of the stage that they have seen.
-        digest: of all of them, by ``checksum``; empty where the rollout worker shares the trainer's
-            and nothing is sent.
+        digest: of all of them, by ``compute_checksum``; empty where the rollout worker shares the
+            trainer's and nothing is sent.
         buckets: where to find them: tensors by name, or what fetches them in another process.
         size: bytes.
     """
@@ -42,7 +42,7 @@ class WeightsVersion:
     buckets: tuple[Any, ...] = ()
     size: int = 0
 
-    def receive(self, fetch: Callable[[Any], Tensors]) -> Tensors:
+    def receive_tensors(self, fetch: Callable[[Any], Tensors]) -> Tensors:
         """All tensors, checked.
 
         Raises:
@@ -51,7 +51,7 @@ class WeightsVersion:
         received: Tensors = {}
         for bucket in self.buckets:
             received |= fetch(bucket)
-        if (found := checksum(received)) != self.digest:
+        if (found := compute_checksum(received)) != self.digest:
             raise TransferError(
                 f"the weights of version {self.version} arrived as {found[:12]} and were sent as"
                 f" {self.digest[:12]} (sha256): nothing is generated with them; look at the memory"
@@ -60,7 +60,7 @@ class WeightsVersion:
         return received
 
 
-def bucketize(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Tensors]:
+def split_into_buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Tensors]:
     """The tensors in their order, in parts of about ``size`` bytes."""
     bucket: Tensors = {}
     filled = 0
@@ -75,18 +75,18 @@ def bucketize(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[Ten
         yield bucket
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
+def compute_checksum(tensors: Mapping[str, Tensor]) -> str:
     """sha256 over the names, shapes, types and bytes of all tensors, whatever their order.
 
     Parts of them are hashed at once: one core hashes about 1 GB/s, and the rollouts of the next
     step wait for it.
     """
-    parts = bucketize(dict(sorted(tensors.items())), HASHED_AT_ONCE)
+    parts = split_into_buckets(dict(sorted(tensors.items())), HASHED_AT_ONCE)
     with ThreadPoolExecutor() as pool:  # hashlib lets the other threads run
-        return hashlib.sha256(b"".join(pool.map(_digest, parts))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(_compute_digest, parts))).hexdigest()
 
 
-def _digest(tensors: Tensors) -> bytes:
+def _compute_digest(tensors: Tensors) -> bytes:
     sha = hashlib.sha256()
     for name, value in tensors.items():
         tensor = value.detach().cpu().contiguous()

@@ -35,7 +35,7 @@ Tensors = Mapping[str, Tensor]
 Answer = Callable[[Header, Tensors], tuple[Header, Tensors]]
 
 
-def send(connection: socket.socket, header: Header, tensors: Tensors | None = None) -> None:
+def send_message(connection: socket.socket, header: Header, tensors: Tensors | None = None) -> None:
     """Send a message; tensors come from any device."""
     head = json.dumps(header).encode()
     body = save(
@@ -45,17 +45,17 @@ def send(connection: socket.socket, header: Header, tensors: Tensors | None = No
     connection.sendall(body)
 
 
-def receive(connection: socket.socket) -> tuple[Header, dict[str, Tensor]]:
+def receive_message(connection: socket.socket) -> tuple[Header, dict[str, Tensor]]:
     """Wait for a message.
 
     Raises:
         EOFError: the other side is gone.
     """
-    head, body = LENGTHS.unpack(_read(connection, LENGTHS.size))
-    return json.loads(_read(connection, head)), load(bytes(_read(connection, body)))
+    head, body = LENGTHS.unpack(_read_bytes(connection, LENGTHS.size))
+    return json.loads(_read_bytes(connection, head)), load(bytes(_read_bytes(connection, body)))
 
 
-def _read(connection: socket.socket, size: int) -> bytearray:
+def _read_bytes(connection: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     rest = memoryview(data)
     while rest:
@@ -65,18 +65,18 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def serve(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
+def serve_calls(connection: socket.socket, calls: Mapping[str, Answer]) -> None:
     """Answer the calls that arrive, by the header's ``call``, until the other side is gone; an
     error is an answer too.
     """
     try:
         while True:
-            send(connection, *_answer(calls, *receive(connection)))
+            send_message(connection, *_answer_call(calls, *receive_message(connection)))
     except (EOFError, ConnectionError):
         return
 
 
-def _answer(
+def _answer_call(
     calls: Mapping[str, Answer], header: Header, tensors: Tensors
 ) -> tuple[Header, Tensors]:
     try:
@@ -95,14 +95,14 @@ class Task:
     sampler: SamplerConfig
     plan: Plan | None
 
-    def pack(self) -> tuple[Header, Tensors]:
+    def pack_message(self) -> tuple[Header, Tensors]:
         header = {
-            "keys": {name: _integers(value) for name, value in vars(self.keys).items()},
+            "keys": {name: _convert_integers(value) for name, value in vars(self.keys).items()},
             "sampler": self.sampler.model_dump(),
             "plan": None if self.plan is None else asdict(self.plan),
-            "guidance": [part.guidance for part in _sides(self.conditioning)],
+            "guidance": [part.guidance for part in _list_guidance_sides(self.conditioning)],
         }
-        sides = enumerate(_sides(self.conditioning))
+        sides = enumerate(_list_guidance_sides(self.conditioning))
         return header, {
             f"{side} {name}": values
             for side, part in sides
@@ -110,7 +110,7 @@ class Task:
         }
 
     @staticmethod
-    def unpack(header: Header, tensors: Tensors) -> Task:
+    def unpack_message(header: Header, tensors: Tensors) -> Task:
         plan = header["plan"]
         if plan is not None:
             plan = Plan(tuple(plan["stochastic"]), tuple(plan["trained"]), plan["tail"])
@@ -128,12 +128,12 @@ class Task:
         )
 
 
-def _integers(value: Any) -> Any:
+def _convert_integers(value: Any) -> Any:
     """Integers of any kind as JSON's."""
     return np.asarray(value).tolist()
 
 
-def _sides(conditioning: Conditioning) -> list[Conditioning]:
+def _list_guidance_sides(conditioning: Conditioning) -> list[Conditioning]:
     """The conditioning and, where it is guided, what guidance steers away from."""
     guided = conditioning.negative is not None and conditioning.guidance != 1
     return [conditioning, *([conditioning.negative] if conditioning.negative and guided else [])]

@@ -17,8 +17,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ebbflow.recipe.base import sanitize
-from ebbflow.storage.disk import atomic_write, private_folder, remove, sha256_of, sync
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.storage.disk import (
+    atomic_write,
+    create_private_folder,
+    remove_path,
+    sha256_of_file,
+    sync_path,
+)
 from ebbflow.storage.locks import try_lock, wait_for_lock
 
 MANIFEST = "manifest.json"
@@ -44,7 +50,7 @@ class ArtifactError(Exception):
 
 
 @contextmanager
-def new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
+def write_new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     """Yield an empty folder to write into; when the block ends it is committed and replaces
     ``folder``.
 
@@ -52,25 +58,25 @@ def new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
     what it names is replaced.
 
     Args:
-        overwrite: see ``require_replaceable``.
+        overwrite: see ``check_replaceable``.
 
     Raises:
         ArtifactError: ``folder`` holds what may not be replaced, now or when the block ends.
         DiskFullError: no space was left.
     """
-    require_replaceable(folder, overwrite)
+    check_replaceable(folder, overwrite)
 
-    def publish(partial: Path, target: Path) -> None:
-        commit(partial)
-        require_replaceable(folder, overwrite)  # again: the block may take hours
-        _put_in_place(partial, target)
+    def publish_folder(partial: Path, target: Path) -> None:
+        commit_folder(partial)
+        check_replaceable(folder, overwrite)  # again: the block may take hours
+        _replace_folder(partial, target)
 
     target = folder.resolve() if folder.is_symlink() else folder
-    with atomic_write(target, create=Path.mkdir, publish=publish) as partial:
+    with atomic_write(target, create=Path.mkdir, publish=publish_folder) as partial:
         yield partial
 
 
-def require_replaceable(folder: Path, overwrite: bool = True) -> None:
+def check_replaceable(folder: Path, overwrite: bool = True) -> None:
     """Check that writing ``folder`` deletes nothing of a user: it is new, empty or, to
     ``overwrite``, exactly what was committed.
 
@@ -83,12 +89,12 @@ def require_replaceable(folder: Path, overwrite: bool = True) -> None:
         also = ", or pass --overwrite to a command that has it" if _is_committed(folder) else ""
         raise ArtifactError(f"{folder} exists and is no empty folder; name a new one{also}")
     try:
-        verify(folder)
+        verify_folder(folder)
     except ArtifactError as error:
         raise ArtifactError(f"{error}. Nothing was deleted; name a new or empty folder") from None
 
 
-def _put_in_place(new: Path, folder: Path) -> None:
+def _replace_folder(new: Path, folder: Path) -> None:
     """A rename cannot replace a folder that is not empty, so the old one steps aside until the new
     one is in place.
     """
@@ -102,28 +108,28 @@ def _put_in_place(new: Path, folder: Path) -> None:
         except OSError:
             old.rename(folder)
             raise
-        remove(old)
-    sync(folder.parent)
+        remove_path(old)
+    sync_path(folder.parent)
 
 
-def commit(folder: Path) -> None:
+def commit_folder(folder: Path) -> None:
     """Write the manifest of everything in ``folder``, then its COMMIT, each after what it describes
     has reached the disk.
     """
-    (folder / MANIFEST).write_text(_manifest(folder))
+    (folder / MANIFEST).write_text(_build_manifest(folder))
     for path in folder.rglob("*"):
         if path.is_file() or path.is_dir():
-            sync(path)
-    (folder / COMMIT).write_text(sha256_of(folder / MANIFEST))
-    sync(folder / COMMIT)
-    sync(folder)
+            sync_path(path)
+    (folder / COMMIT).write_text(sha256_of_file(folder / MANIFEST))
+    sync_path(folder / COMMIT)
+    sync_path(folder)
 
 
-def _manifest(folder: Path) -> str:
-    return json.dumps({"files": _files(folder)}, indent=2, sort_keys=True)
+def _build_manifest(folder: Path) -> str:
+    return json.dumps({"files": _describe_files(folder)}, indent=2, sort_keys=True)
 
 
-def verify(folder: Path) -> str:
+def verify_folder(folder: Path) -> str:
     """Check that ``folder`` is exactly what was committed and return its digest (the content of
     COMMIT).
 
@@ -139,29 +145,29 @@ def verify(folder: Path) -> str:
             f"{folder} has no COMMIT: it was never finished or is no artifact of Ebbflow; make it"
             " again"
         )
-    state = _state(folder)
+    state = _read_file_states(folder)
     young = max(changed for *_, changed in state) >= time.time_ns() - CLOCK_TICK
-    if young and _is_large(state):
+    if young and _is_large_folder(state):
         time.sleep(CLOCK_TICK / 10**9)
-        young = _state(folder) != state
-    return _verified(folder) if young else _verified_once(folder, state)
+        young = _read_file_states(folder) != state
+    return _verify_contents(folder) if young else _verify_state_once(folder, state)
 
 
-def digest_of(folder: Path) -> str:
+def digest_of_folder(folder: Path) -> str:
     """The digest of a committed folder, verified; of any other the one that it would have.
 
     Raises:
         ArtifactError: a committed folder is not what was committed.
     """
     if _is_committed(folder):
-        return verify(folder)
-    return hashlib.sha256(_manifest(folder).encode()).hexdigest()
+        return verify_folder(folder)
+    return hashlib.sha256(_build_manifest(folder).encode()).hexdigest()
 
 
-def verify_if_committed(folder: Path) -> None:
-    """``verify`` a folder that may also be a user's own, which nobody has committed."""
+def verify_committed_folder(folder: Path) -> None:
+    """``verify_folder`` a folder that may also be a user's own, which nobody has committed."""
     if _is_committed(folder):
-        verify(folder)
+        verify_folder(folder)
 
 
 def _is_committed(folder: Path) -> bool:
@@ -174,37 +180,41 @@ can set this time.
 """
 
 
-def _state(folder: Path) -> tuple[FileState, ...]:
+def _read_file_states(folder: Path) -> tuple[FileState, ...]:
     stats = (
         (path.relative_to(folder).as_posix(), path.stat())
-        for path in [*_paths(folder), folder / MANIFEST, folder / COMMIT]
+        for path in [*_list_files(folder), folder / MANIFEST, folder / COMMIT]
     )
     return tuple(
         (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats
     )
 
 
-def _is_large(state: tuple[FileState, ...]) -> bool:
+def _is_large_folder(state: tuple[FileState, ...]) -> bool:
     return sum(size for _, _, _, size, _ in state) >= LARGE
 
 
 @lru_cache(maxsize=256)
-def _verified_once(folder: Path, state: tuple[FileState, ...]) -> str:
-    """``_verified`` of a folder in this state; an error is not cached."""
-    return _verified_on_this_machine(folder, state) if _is_large(state) else _verified(folder)
+def _verify_state_once(folder: Path, state: tuple[FileState, ...]) -> str:
+    """``_verify_contents`` of a folder in this state; an error is not cached."""
+    return (
+        _verify_once_per_machine(folder, state)
+        if _is_large_folder(state)
+        else _verify_contents(folder)
+    )
 
 
-def _verified_on_this_machine(folder: Path, state: tuple[FileState, ...]) -> str:
-    """``_verified`` by the first process that asks; the others wait for its record, which only this
-    user can write.
+def _verify_once_per_machine(folder: Path, state: tuple[FileState, ...]) -> str:
+    """``_verify_contents`` by the first process that asks; the others wait for its record, which
+    only this user can write.
     """
     name = hashlib.sha256(repr((folder.absolute(), state)).encode()).hexdigest()
-    record = private_folder() / f"verified-{name}"
+    record = create_private_folder() / f"verified-{name}"
     with wait_for_lock(record.with_suffix(".lock")):
         if not record.exists() or record.read_text() != (folder / COMMIT).read_text(
             errors="replace"
         ):
-            record.write_text(_verified(folder))
+            record.write_text(_verify_contents(folder))
             _remove_old_records(record.parent)
         return record.read_text()
 
@@ -224,26 +234,26 @@ def _remove_old_records(folder: Path) -> None:
                         lock.unlink()
 
 
-def _verified(folder: Path) -> str:
+def _verify_contents(folder: Path) -> str:
     digest = (folder / COMMIT).read_text(errors="replace")
-    if digest != sha256_of(folder / MANIFEST):
+    if digest != sha256_of_file(folder / MANIFEST):
         raise ArtifactError(
             f"{folder / MANIFEST} does not match its COMMIT: the folder is damaged; make it again"
         )
-    expected = _expected(folder / MANIFEST)
-    found = _files(folder)
+    expected = _read_manifest(folder / MANIFEST)
+    found = _describe_files(folder)
     if expected != found:
         wrong = sorted(
             name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
         )
         raise ArtifactError(
-            f"{folder} does not match its manifest ({_listed(wrong)}); copy it again or make it"
-            " again"
+            f"{folder} does not match its manifest ({_format_names(wrong)}); copy it again or make"
+            " it again"
         )
     return digest
 
 
-def _expected(manifest: Path) -> dict[str, Any]:
+def _read_manifest(manifest: Path) -> dict[str, Any]:
     try:
         files = json.loads(manifest.read_bytes())["files"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -256,22 +266,22 @@ def _expected(manifest: Path) -> dict[str, Any]:
     return files
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(sanitize(name, 100) for name in names[:MAX_LISTED]) + more
+    return ", ".join(sanitize_text(name, 100) for name in names[:MAX_LISTED]) + more
 
 
-def _files(folder: Path) -> dict[str, dict[str, str | int]]:
+def _describe_files(folder: Path) -> dict[str, dict[str, str | int]]:
     return {
         path.relative_to(folder).as_posix(): {
             "bytes": path.stat().st_size,
-            "sha256": sha256_of(path),
+            "sha256": sha256_of_file(path),
         }
-        for path in _paths(folder)
+        for path in _list_files(folder)
     }
 
 
-def _paths(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """Every file but the manifest and COMMIT, by name.
 
     Raises:
@@ -280,7 +290,7 @@ def _paths(folder: Path) -> list[Path]:
     """
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     if strange := [path for path in paths if not path.is_file()]:
-        name = sanitize(strange[0].relative_to(folder).as_posix(), 100)
+        name = sanitize_text(strange[0].relative_to(folder).as_posix(), 100)
         raise ArtifactError(
             f"{folder} holds {name!r}, which is neither a file nor a folder; put the content itself"
             " there"

@@ -55,8 +55,8 @@ def atomic_write(
         DiskFullError: no space was left.
     """
     remove_stale_partials(path)
-    partial = _partial(path, os.getpid())
-    remove(partial)
+    partial = _path_of_partial(path, os.getpid())
+    remove_path(partial)
     try:
         with raise_if_disk_full(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,10 +65,10 @@ def atomic_write(
                 yield partial
                 publish(partial, path)
     finally:
-        remove(partial)
+        remove_path(partial)
 
 
-def _partial(path: Path, process: int) -> Path:
+def _path_of_partial(path: Path, process: int) -> Path:
     return path.with_name(f".{path.name}.partial-{process}")
 
 
@@ -92,11 +92,11 @@ def remove_stale_partials(path: Path) -> None:
             try_lock(partial) as abandoned,
         ):  # OSError: another process removed it first
             if abandoned:
-                remove(partial)
+                remove_path(partial)
                 logger.info("removed %s, which a killed process left behind", partial)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -104,7 +104,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Wait until a file or a folder would survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -127,7 +127,8 @@ def raise_if_disk_full(path: Path) -> Iterator[None]:
             raise
         raise DiskFullError(
             f"{path} could not be written: the disk is full, or a quota or file size limit is"
-            f" reached ({_free(path)} free); free space and start again. Nothing partial was left"
+            f" reached ({_format_free_space(path)} free); free space and start again. Nothing"
+            " partial was left"
         ) from error
 
 
@@ -137,12 +138,12 @@ def _is_about_space(error: BaseException) -> bool:
     return getattr(error, "errno", None) in NO_SPACE or bool(NO_SPACE_TEXT.search(str(error)))
 
 
-def _free(path: Path) -> str:
+def _format_free_space(path: Path) -> str:
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
 
 
-def private_folder(parent: Path | None = None) -> Path:
+def create_private_folder(parent: Path | None = None) -> Path:
     """``ebbflow-USERID`` in a folder that all users may write to; default: the temporary folder.
 
     Only this user can open it, so nobody else can put anything, or a link, at a name in it that can
@@ -165,7 +166,7 @@ def private_folder(parent: Path | None = None) -> Path:
 
 
 @contextmanager
-def scratch_folder(name: str) -> Iterator[Path]:
+def open_scratch_folder(name: str) -> Iterator[Path]:
     """An empty folder on this machine, which is removed with its files when the block ends; at most
     one of a name in a process.
 
@@ -175,14 +176,14 @@ def scratch_folder(name: str) -> Iterator[Path]:
         DiskFullError: no space was left.
     """
     with atomic_write(
-        private_folder() / name, Path.mkdir, publish=lambda partial, path: None
+        create_private_folder() / name, Path.mkdir, publish=lambda partial, path: None
     ) as folder:
         yield folder
 
 
-def scratch_path(name: str, process: int) -> Path:
-    """Where ``scratch_folder`` puts the folder of the process with this number."""
-    return _partial(private_folder() / name, process)
+def path_of_scratch_folder(name: str, process: int) -> Path:
+    """Where ``open_scratch_folder`` puts the folder of the process with this number."""
+    return _path_of_partial(create_private_folder() / name, process)
 
 
 def safe_join(folder: Path, name: str) -> Path:
@@ -216,7 +217,7 @@ def resolve_inside(folder: Path, path: str) -> Path:
     return resolved
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of_file(path: Path) -> str:
     """The sha256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

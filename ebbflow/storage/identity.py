@@ -15,56 +15,60 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.paths import PATH_KEYS, PATH_MAPPINGS, local_path
+from ebbflow.recipe.paths import PATH_KEYS, PATH_MAPPINGS, resolve_local_path
 from ebbflow.storage.artifacts import COMMIT
-from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.disk import sha256_of_file
 
 SOURCE_SUFFIXES = {".py", ".html"}
 IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 """``package.module:name``."""
 
 
-def code_digest(*roots: Path) -> str:
+def compute_code_digest(*roots: Path) -> str:
     """sha256 of the sources at ``roots`` (folders or files) and of the versions of what Ebbflow
     requires.
 
     It is the same wherever the same code is installed, and takes milliseconds.
     """
-    return hashlib.sha256(code_listing(*roots).encode()).hexdigest()
+    return hashlib.sha256(list_code(*roots).encode()).hexdigest()
 
 
-def code_listing(*roots: Path) -> str:
-    """What ``code_digest`` is the sha256 of, as JSON: ``sources``, a list of [path, sha256] for
-    each root, and ``versions``.
+def list_code(*roots: Path) -> str:
+    """What ``compute_code_digest`` is the sha256 of, as JSON: ``sources``, a list of [path, sha256]
+    for each root, and ``versions``.
     """
     return json.dumps(
-        {"sources": [_sources(root) for root in roots], "versions": _versions()}, sort_keys=True
+        {"sources": [_list_sources(root) for root in roots], "versions": _list_versions()},
+        sort_keys=True,
     )
 
 
-def inputs_digest(recipe: Recipe) -> str:
+def compute_inputs_digest(recipe: Recipe) -> str:
     """sha256 of what the recipe names on this machine.
 
     Of a file its content counts; of a folder its COMMIT, or else names, sizes and modification
     times, as a base model has tens of GB; of ``package.module:name`` the sources of the whole
     package. What a URI or a hub holds is taken as unchanged.
     """
-    return _digest(
-        {key: state_of(value) for key, value in _local_names(recipe.model_dump(mode="json"))}
+    return _digest_of_json(
+        {
+            key: describe_state(value)
+            for key, value in _iterate_local_names(recipe.model_dump(mode="json"))
+        }
     )
 
 
-def _sources(root: Path) -> list[list[str]]:
+def _list_sources(root: Path) -> list[list[str]]:
     """[path below the root, sha256] of every source."""
     if root.is_file():
-        return [[root.name, sha256_of(root)]]
+        return [[root.name, sha256_of_file(root)]]
     found = sorted(
         (path.relative_to(root), path) for path in root.rglob("*") if path.suffix in SOURCE_SUFFIXES
     )
-    return [[str(name), sha256_of(path)] for name, path in found]
+    return [[str(name), sha256_of_file(path)] for name, path in found]
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     versions = {}
     for requirement in requires("ebbflow") or ():
         name = re.split(r"[^\w.-]", requirement)[0]
@@ -75,7 +79,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _local_names(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
+def _iterate_local_names(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, text) of everything in a resolved recipe that may name something on this
     machine.
     """
@@ -96,22 +100,22 @@ def _local_names(value: Any, parent: str = "") -> Iterator[tuple[str, str]]:
         ):
             yield key, item
         else:
-            yield from _local_names(item, key)
+            yield from _iterate_local_names(item, key)
 
 
-def state_of(name: str) -> Any:
-    """What ``inputs_digest`` compares of a file, a folder or ``package.module:name``; None where
-    there is none of this name.
+def describe_state(name: str) -> Any:
+    """What ``compute_inputs_digest`` compares of a file, a folder or ``package.module:name``; None
+    where there is none of this name.
     """
-    path = local_path(name)
+    path = resolve_local_path(name)
     if os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
-        return sha256_of(path)
+        return sha256_of_file(path)
     if os.path.isdir(path):
-        return _folder_state(path)
-    return _package_state(name.partition(":")[0]) if IMPORT_PATH.fullmatch(name) else None
+        return _describe_folder(path)
+    return _describe_package(name.partition(":")[0]) if IMPORT_PATH.fullmatch(name) else None
 
 
-def _folder_state(folder: Path) -> Any:
+def _describe_folder(folder: Path) -> Any:
     if (folder / COMMIT).is_file():
         return (folder / COMMIT).read_text(errors="replace")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -121,7 +125,7 @@ def _folder_state(folder: Path) -> Any:
     ]
 
 
-def package_roots(module: str) -> list[Path]:
+def find_package_roots(module: str) -> list[Path]:
     """The folders of the package, or the one file, that a module belongs to; none if it is not
     installed here.
     """
@@ -136,11 +140,11 @@ def package_roots(module: str) -> list[Path]:
     )
 
 
-def _package_state(module: str) -> Any:
+def _describe_package(module: str) -> Any:
     """The sources of the package, or of the one file, that a module belongs to."""
-    roots = package_roots(module)
-    return [source for root in roots for source in _sources(root)] if roots else None
+    roots = find_package_roots(module)
+    return [source for root in roots for source in _list_sources(root)] if roots else None
 
 
-def _digest(value: Any) -> str:
+def _digest_of_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,7 @@ class FolderInUseError(RuntimeError):
 
 
 @contextmanager
-def exclusive_lock(folder: Path, fix: str = "wait until it ends, or stop it") -> Iterator[None]:
+def lock_folder(folder: Path, fix: str = "wait until it ends, or stop it") -> Iterator[None]:
     """Lock ``folder``, which is made if need be, until the block ends.
 
     Over NFS the lock also holds between machines. A file system without locks causes a warning.
@@ -57,7 +57,7 @@ def wait_for_lock(file: Path) -> Iterator[None]:
     while True:
         with file.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if _is_at(file, lock.fileno()):
+            if _is_file_at_path(file, lock.fileno()):
                 yield
                 return
 
@@ -67,12 +67,12 @@ def try_lock(path: Path) -> Iterator[bool]:
     """Lock an existing file or folder until the block ends; yields whether that succeeded."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield _locked(descriptor) and _is_at(path, descriptor)
+        yield _lock_descriptor(descriptor) and _is_file_at_path(path, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _lock_descriptor(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -80,7 +80,7 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def _is_file_at_path(path: Path, descriptor: int) -> bool:
     """Whether an open file is still the one at its path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.base import sanitize_text
 from ebbflow.storage.disk import atomic_write
 
 _METADATA = "ebbflow"
@@ -76,7 +76,9 @@ def open_table_writer(
             batch, max(1, len(batch) * ROW_GROUP_BYTES // max(1, batch.nbytes))
         )
         text = json.dumps(metadata, sort_keys=True)
-        writer.add_key_value_metadata({_METADATA: text, _METADATA_SHA256: _sha256(text.encode())})
+        writer.add_key_value_metadata(
+            {_METADATA: text, _METADATA_SHA256: _sha256_of_text(text.encode())}
+        )
 
 
 def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
@@ -85,7 +87,7 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
     Raises:
         TableError: it is not a whole Parquet file, or has other columns than ``schema``.
     """
-    with _open(path) as file:
+    with _open_parquet_file(path) as file:
         _check_columns(path, file.schema_arrow, schema)
         return file.read()
 
@@ -94,7 +96,7 @@ def read_batches(
     path: Path, rows: int = 1024, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
     """Read a table in batches of at most ``rows`` rows; only ``columns``, if they are named."""
-    with _open(path) as file:
+    with _open_parquet_file(path) as file:
         yield from file.iter_batches(batch_size=rows, columns=columns)
 
 
@@ -107,7 +109,7 @@ def read_row_groups(
         wanted: whether to read the row group with rows ``start`` to ``end - 1``; the others are
             skipped.
     """
-    with _open(path) as file:
+    with _open_parquet_file(path) as file:
         start = 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
@@ -123,7 +125,7 @@ def read_row_groups(
 
 def read_schema(path: Path) -> pa.Schema:
     """The columns of a table."""
-    with _open(path) as file:
+    with _open_parquet_file(path) as file:
         return file.schema_arrow
 
 
@@ -147,11 +149,11 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
     Raises:
         TableError: it has no such column, or is not a whole Parquet file.
     """
-    with _open(path) as file:
+    with _open_parquet_file(path) as file:
         if missing := [name for name in names if name not in file.schema_arrow.names]:
             raise TableError(
                 f"{path} has no column {missing[0]!r}, only"
-                f" {sanitize(', '.join(file.schema_arrow.names))}"
+                f" {sanitize_text(', '.join(file.schema_arrow.names))}"
             )
         return file.read(columns=list(names))
 
@@ -162,12 +164,12 @@ def read_table_metadata(path: Path) -> dict[str, Any]:
     Raises:
         TableError: it is not a whole Parquet file, or not one that ``write_table`` wrote.
     """
-    with _open(path) as file:
+    with _open_parquet_file(path) as file:
         footer = file.metadata.metadata or {}
     text = footer.get(_METADATA.encode())
     if text is None:
         raise TableError(f"{path} was not written by Ebbflow: it has no metadata; make it again")
-    if footer.get(_METADATA_SHA256.encode()) != _sha256(text).encode():
+    if footer.get(_METADATA_SHA256.encode()) != _sha256_of_text(text).encode():
         raise TableError(
             f"{path} is damaged: its metadata does not match its sha256; make it again"
         )
@@ -180,15 +182,15 @@ def nan_to_null(values: np.ndarray) -> pa.Array:
     return pa.array(values, pa.float64(), from_pandas=True)
 
 
-def row_count(path: Path) -> int:
+def count_rows(path: Path) -> int:
     """Number of rows, from the footer."""
-    with _open(path) as file:
+    with _open_parquet_file(path) as file:
         rows: int = file.metadata.num_rows
         return rows
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[pq.ParquetFile]:
+def _open_parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
     """The file while the block reads it; whatever is wrong with it becomes a ``TableError``."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -199,19 +201,20 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
         raise TableError(f"no table at {path}") from None
     except Exception as error:
         # Arrow, memory and text each raise errors of their own at a damaged file: no common base.
-        reason = sanitize(f"{type(error).__name__}: {error}".partition("\n")[0], 300)
+        reason = sanitize_text(f"{type(error).__name__}: {error}".partition("\n")[0], 300)
         raise TableError(f"{path} is no whole Parquet file ({reason}); make it again") from None
 
 
 def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema | None) -> None:
     if expected is not None and not found.remove_metadata().equals(expected.remove_metadata()):
         raise TableError(
-            f"{path} has the columns\n{_listed(found)}\nbut should have\n{_listed(expected)}"
+            f"{path} has the columns\n{_format_schema(found)}\nbut should"
+            f" have\n{_format_schema(expected)}"
         )
 
 
-def _listed(schema: pa.Schema) -> str:
-    return sanitize(
+def _format_schema(schema: pa.Schema) -> str:
+    return sanitize_text(
         "; ".join(
             f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema
         ),
@@ -219,5 +222,5 @@ def _listed(schema: pa.Schema) -> str:
     )
 
 
-def _sha256(text: bytes) -> str:
+def _sha256_of_text(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()

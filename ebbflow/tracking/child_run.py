@@ -23,15 +23,15 @@ from mlflow.entities import Metric
 from PIL import Image
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.storage.disk import safe_join
 from ebbflow.tracking import pending as files
-from ebbflow.tracking.curves import stage_curves
-from ebbflow.tracking.delivery import flatten
+from ebbflow.tracking.curves import build_stage_curves
+from ebbflow.tracking.delivery import flatten_settings
 from ebbflow.tracking.pending import PendingRecords, Record, Status
 from ebbflow.tracking.sender import RunSender
 from ebbflow.tracking.sinks import NodeSinks
-from ebbflow.tracking.system_metrics import system_metrics
+from ebbflow.tracking.system_metrics import log_system_metrics
 
 FLUSH_AT = 256
 """Metrics that are collected before they are sent."""
@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def node_run(tracked: TrackedRun, node: str, first_step: int | None = None) -> Iterator[RunLogger]:
+def open_node_run(
+    tracked: TrackedRun, node: str, first_step: int | None = None
+) -> Iterator[RunLogger]:
     """The child run of a node, with what an earlier attempt could not deliver.
 
     It ends FINISHED when the body ends and FAILED when the body raises. A killed process leaves it
@@ -57,7 +59,7 @@ def node_run(tracked: TrackedRun, node: str, first_step: int | None = None) -> I
     logger.info("%s started", node)
     run_logger.flush()  # shows the node in the UI from its first second
     try:
-        with system_metrics(tracked, run_logger.run_id):
+        with log_system_metrics(tracked, run_logger.run_id):
             yield run_logger
     except BaseException:
         run_logger.close("FAILED")
@@ -74,7 +76,7 @@ class RunLogger:
     them again.
 
     Args:
-        tracked, node, first_step: as for ``node_run``.
+        tracked, node, first_step: as for ``open_node_run``.
 
     Attributes:
         pending: what MLflow does not hold yet.
@@ -84,7 +86,7 @@ class RunLogger:
     """
 
     def __init__(self, tracked: TrackedRun, node: str, first_step: int | None = None) -> None:
-        saved = _load(tracked, node)
+        saved = _load_saved(tracked, node)
         self.pending = saved or PendingRecords(node)
         self.sender = RunSender(tracked, node)
         self.sinks = NodeSinks(tracked, node)
@@ -113,7 +115,7 @@ class RunLogger:
             else:
                 self._count_non_finite(key, value, step)
         if self._first_step is not None:
-            self.log_curves(stage_curves(self.pending.node, values), self._first_step + step)
+            self.log_curves(build_stage_curves(self.pending.node, values), self._first_step + step)
         self._flush_if_due()
 
     def log_curves(self, values: Mapping[str, float], step: int) -> None:
@@ -133,16 +135,16 @@ class RunLogger:
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Log parameters of this node, flattened."""
-        self._add("params", params=flatten(params))
+        self._add_record("params", params=flatten_settings(params))
 
     def log_image(self, key: str, image: Image.Image | bytes, step: int) -> None:
         """Log an image (PIL, or encoded) by key and step; one that a resumed run already holds is
         skipped.
         """
-        self._add(
+        self._add_record(
             "image",
             key=key,
-            content=image if isinstance(image, bytes) else _as_png(image),
+            content=image if isinstance(image, bytes) else _encode_png(image),
             step=step,
         )
 
@@ -150,8 +152,10 @@ class RunLogger:
         """Log a table without its binary columns as ``<name>.json``, for the UI's table view; a
         retry replaces it.
         """
-        frame = _without_binary(table).to_pandas()
-        self._add("table", file=f"{name}.json", text=frame.to_json(orient="split", index=False))
+        frame = _drop_binary_columns(table).to_pandas()
+        self._add_record(
+            "table", file=f"{name}.json", text=frame.to_json(orient="split", index=False)
+        )
 
     def log_dataset(self, name: str, table: pa.Table, context: str, source: str) -> None:
         """Log name, digest and schema of a table that this node reads, without its binary columns;
@@ -173,10 +177,10 @@ class RunLogger:
                 "ebbflow:"
             )  # which MLflow would take for the scheme of a URI, and refuse
             dataset = from_pandas(
-                _without_binary(table).to_pandas(), source=named, name=name
+                _drop_binary_columns(table).to_pandas(), source=named, name=name
             ).to_dict()
-        self._add("dataset", dataset=dataset, context=context)
-        self._add("dataset", on_parent=True, dataset=dataset, context=context)
+        self._add_record("dataset", dataset=dataset, context=context)
+        self._add_record("dataset", on_parent=True, dataset=dataset, context=context)
 
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
         """Log a file under ``folder`` of the run's artifacts.
@@ -187,7 +191,7 @@ class RunLogger:
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"no file at {path} to log as an artifact")
-        self._add(
+        self._add_record(
             "file", path=f"{folder}/{file.name}" if folder else file.name, content=file.read_bytes()
         )
 
@@ -198,11 +202,11 @@ class RunLogger:
             PathError: the path leads out of them.
         """
         safe_join(Path("artifacts"), path)
-        self._add("file", path=path, content=content)
+        self._add_record("file", path=path, content=content)
 
     def flush(self) -> bool:
         """Deliver what is pending; call it at checkpoints. Returns whether all of it arrived."""
-        return self._deliver()
+        return self._deliver_pending()
 
     def close(self, status: Status) -> None:
         """Deliver the rest and end the run. What cannot be delivered is saved in the run's folder
@@ -211,8 +215,8 @@ class RunLogger:
         if self.non_finite:
             tag = {"key": "ebbflow.non_finite_metrics", "value": json.dumps(dict(self.non_finite))}
             self.pending.records.append(Record("tag", tag))
-        if not self._deliver(status):
-            self._save(status)
+        if not self._deliver_pending(status):
+            self._save_pending(status)
         self.sinks.close()
 
     def _flush_if_due(self) -> None:
@@ -220,36 +224,36 @@ class RunLogger:
         if self.pending.num_metrics >= self._flush_at:
             self.flush()
 
-    def _add(self, kind: str, on_parent: bool = False, **arguments: Any) -> None:
+    def _add_record(self, kind: str, on_parent: bool = False, **arguments: Any) -> None:
         self.pending.records.append(Record(kind, arguments, on_parent))
         if (
             self.pending.since is None
         ):  # else it waits for the next flush: every failing call costs seconds of training
             self.flush()
 
-    def _deliver(self, status: Status | None = None) -> bool:
+    def _deliver_pending(self, status: Status | None = None) -> bool:
         """Deliver what is pending, and end the run if ``status`` says how. Returns whether all of
         it arrived.
         """
         try:
-            self.sender.send(self.pending)
+            self.sender.send_pending(self.pending)
             if status:
-                self.sender.end(status)
+                self.sender.end_run(status)
             if self._has_file:
-                files.delete(self.sender.tracked.folder, self.pending.node)
+                files.delete_pending(self.sender.tracked.folder, self.pending.node)
                 self._has_file = False
         except (
             Exception
         ) as error:  # a transport raises anything, and none of it may stop the training
-            self._postpone(error)
+            self._postpone_delivery(error)
             return False
         self._flush_at = FLUSH_AT
         return True
 
-    def _postpone(self, error: Exception) -> None:
+    def _postpone_delivery(self, error: Exception) -> None:
         if self.pending.since is None:
-            store = redact(self.sender.tracked.tracking_uri)
-            reason = redact(str(error))
+            store = redact_secrets(self.sender.tracked.tracking_uri)
+            reason = redact_secrets(str(error))
             logger.warning(
                 "node %s: the MLflow store %s is away; records wait in memory: %s",
                 self.pending.node,
@@ -261,7 +265,7 @@ class RunLogger:
         # thousands.
         self._flush_at = max(2 * self.pending.num_metrics, FLUSH_AT)
 
-    def _save(self, status: Status) -> None:
+    def _save_pending(self, status: Status) -> None:
         pending = self.pending
         folder = self.sender.tracked.folder
         pending.status = status
@@ -269,7 +273,7 @@ class RunLogger:
         records = len(pending.records)
         ended = f"node {pending.node} ended while the MLflow store was away"
         try:
-            uri = files.save(folder, pending)
+            uri = files.save_pending(folder, pending)
         except Exception as error:  # as in _deliver
             metrics += pending.lost
             logger.warning(
@@ -302,12 +306,12 @@ class RunLogger:
         self.non_finite[key] += 1
 
 
-def _load(tracked: TrackedRun, node: str) -> PendingRecords | None:
+def _load_saved(tracked: TrackedRun, node: str) -> PendingRecords | None:
     """What an earlier attempt saved. Any file system may be behind the URI, and its errors must not
     stop the work.
     """
     try:
-        return files.load(tracked.folder, node)
+        return files.load_pending(tracked.folder, node)
     except Exception as error:
         logger.warning(
             "node %s: cannot read the records saved in %s: %s", node, tracked.folder, error
@@ -315,17 +319,17 @@ def _load(tracked: TrackedRun, node: str) -> PendingRecords | None:
         return None
 
 
-def _as_png(image: Image.Image) -> bytes:
+def _encode_png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def _without_binary(table: pa.Table) -> pa.Table:
+def _drop_binary_columns(table: pa.Table) -> pa.Table:
     """Images and latents do not belong in tables that a browser loads."""
-    return table.select([field.name for field in table.schema if not _is_binary(field.type)])
+    return table.select([field.name for field in table.schema if not _is_binary_type(field.type)])
 
 
-def _is_binary(kind: pa.DataType) -> bool:
+def _is_binary_type(kind: pa.DataType) -> bool:
     binary = pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_fixed_size_binary(kind)
     return binary or isinstance(kind, pa.BaseExtensionType)

@@ -20,28 +20,28 @@ SPEEDS = ("seconds/", "ms_per_image/", "images_per_second", "utilisation/", "pus
 """How the names of metrics begin that say nothing about the policy."""
 
 
-def stage_curves(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
+def build_stage_curves(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Of a training step: each metric as a series of the stage, and the training reward as a series
     of the run.
     """
     series = {
         f"{stage}/{name}": value for name, value in metrics.items() if not name.startswith(SPEEDS)
     }
-    return series | _training_reward(metrics)
+    return series | _select_training_reward(metrics)
 
 
-def rollout_curves(advantages: Path) -> dict[str, float]:
+def read_rollout_curves(advantages: Path) -> dict[str, float]:
     """Of an offline stage: the mean reward of the rollouts that it trains on; empty for pairs,
     which have none.
     """
-    return _training_reward(read_table_metadata(advantages).get("metrics", {}))
+    return _select_training_reward(read_table_metadata(advantages).get("metrics", {}))
 
 
-def evaluation_curves(evaluation: Evaluation) -> dict[str, float]:
+def build_evaluation_curves(evaluation: Evaluation) -> dict[str, float]:
     """The means over the held-out and the validation prompts."""
     held_out = {f"held_out/{name}": value for name, value in evaluation.held_out.items()}
     return held_out | {f"validation/{name}": value for name, value in evaluation.validation.items()}
 
 
-def _training_reward(metrics: Mapping[str, float]) -> dict[str, float]:
+def _select_training_reward(metrics: Mapping[str, float]) -> dict[str, float]:
     return {TRAINING_REWARD: metrics[STAGE_REWARD]} if STAGE_REWARD in metrics else {}

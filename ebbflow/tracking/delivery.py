@@ -19,7 +19,7 @@ PARAMS_PER_BATCH = 100
 MAX_PARAM_LENGTH = 6000
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, str]:
+def flatten_settings(value: Any, prefix: str = "") -> dict[str, str]:
     """Nested settings as ``{"stages.0.optimizer.lr": "0.0003"}``."""
     if isinstance(value, Mapping):
         items: list[tuple[Any, Any]] = list(value.items())
@@ -32,7 +32,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     return {
         key: text
         for name, item in items
-        for key, text in flatten(item, f"{prefix}.{name}" if prefix else str(name)).items()
+        for key, text in flatten_settings(item, f"{prefix}.{name}" if prefix else str(name)).items()
     }
 
 
@@ -40,12 +40,12 @@ def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> 
     """MLflow's parameters are immutable: writing the same ones again on a retry is a no-op, others
     are refused.
     """
-    entities = [Param(key, _shorten(value)) for key, value in params.items()]
+    entities = [Param(key, _shorten_param(value)) for key, value in params.items()]
     for start in range(0, len(entities), PARAMS_PER_BATCH):
         client.log_batch(run_id, params=entities[start : start + PARAMS_PER_BATCH])
 
 
-def _shorten(value: str) -> str:
+def _shorten_param(value: str) -> str:
     if len(value) <= MAX_PARAM_LENGTH:
         return value
     note = f" … ({len(value)} characters)"

@@ -13,21 +13,21 @@ from typing import NamedTuple
 
 from mlflow.entities.model_registry import ModelVersion
 
-from ebbflow.data.images import ImageError, condition_image
+from ebbflow.data.images import ImageError, load_condition_image
 from ebbflow.data.prompts import Prompt
-from ebbflow.evaluation.serve import iter_images
+from ebbflow.evaluation.serve import iterate_images
 from ebbflow.models import ModelError
 from ebbflow.models.hub import HubError
-from ebbflow.models.prepare import cached_base
+from ebbflow.models.prepare import cache_base_folder
 from ebbflow.storage.artifacts import COMMIT, ArtifactError
 from ebbflow.storage.disk import DiskFullError, atomic_write
 from ebbflow.tracking.registry import (
-    data_folder,
     download_version,
-    named_version,
-    version_with_base,
+    find_data_folder,
+    find_named_version,
+    find_version_with_base,
 )
-from ebbflow.tracking.serving import base_folder
+from ebbflow.tracking.serving import find_base_folder
 from ebbflow.tracking.store import TrackingError
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
@@ -46,7 +46,7 @@ ERRORS = (
     DiskFullError,
     OSError,
 )
-"""What ``draw`` raises, for a person to read."""
+"""What ``generate_pictures`` raises, for a person to read."""
 
 
 class Picture(NamedTuple):
@@ -62,7 +62,7 @@ class Picture(NamedTuple):
     problem: str | None
 
 
-def draw(
+def generate_pictures(
     tracking_uri: str,
     model: str,
     prompts: Sequence[str],
@@ -86,17 +86,17 @@ def draw(
     Raises:
         RegistryError, TrackingError: there is no such version, or its base model is missing.
         ImageError: ``image`` cannot be read.
-        ArtifactError, PolicyError, ModelError: as ``serve.iter_images``.
+        ArtifactError, PolicyError, ModelError: as ``serve.iterate_images``.
         DiskFullError: no space was left.
     """
-    edited = condition_image(image.read_bytes(), Path()) if image else None
+    edited = load_condition_image(image.read_bytes(), Path()) if image else None
     rows = [
         (Prompt(0, prompt, "", None, "", "", "{}", edited), seed)
         for prompt in prompts
         for seed in seeds
     ]
-    with _folders(tracking_uri, model, base) as (base_model, policy):
-        drawn = iter_images(
+    with _open_model_folders(tracking_uri, model, base) as (base_model, policy):
+        drawn = iterate_images(
             base_model,
             policy,
             [prompt for prompt, _ in rows],
@@ -105,22 +105,30 @@ def draw(
         )
         for index, (picture, error, warning) in drawn:
             prompt, seed = rows[index]
-            path = _write(folder, f"{_name(prompt.prompt)}-{seed}", picture) if picture else None
+            path = (
+                _write_picture(folder, f"{_name_file(prompt.prompt)}-{seed}", picture)
+                if picture
+                else None
+            )
             yield Picture(prompt.prompt, path, error or warning)
 
 
 @contextmanager
-def _folders(tracking_uri: str, model: str, base: Path | None) -> Iterator[tuple[Path, Path]]:
+def _open_model_folders(
+    tracking_uri: str, model: str, base: Path | None
+) -> Iterator[tuple[Path, Path]]:
     """(base-model folder, policy folder) of what ``model`` names."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-draw-") as scratch:
         if (Path(model) / METADATA).is_file():
-            yield base or _base_of(Path(model), tracking_uri, Path(scratch)), Path(model)
+            yield base or _find_base(Path(model), tracking_uri, Path(scratch)), Path(model)
         else:
-            data = _download(tracking_uri, named_version(tracking_uri, model), Path(scratch))
-            yield base or base_folder(data), data / "policy"
+            data = _download_data(
+                tracking_uri, find_named_version(tracking_uri, model), Path(scratch)
+            )
+            yield base or find_base_folder(data), data / "policy"
 
 
-def _base_of(policy: Path, tracking_uri: str, scratch: Path) -> Path:
+def _find_base(policy: Path, tracking_uri: str, scratch: Path) -> Path:
     """The base model of a policy folder: in its run, in a registered version, or on the hub.
 
     Raises:
@@ -130,34 +138,36 @@ def _base_of(policy: Path, tracking_uri: str, scratch: Path) -> Path:
     for commit in sorted(policy.resolve().parents[1].glob(f"*/base/{COMMIT}")):
         if commit.read_text(errors="replace") == metadata.base_digest:
             return commit.parent
-    if version := version_with_base(tracking_uri, metadata.base_digest):
-        return _download(tracking_uri, version, scratch) / "base"
-    if metadata.model.on_hub:
-        return cached_base(metadata.model)
+    if version := find_version_with_base(tracking_uri, metadata.base_digest):
+        return _download_data(tracking_uri, version, scratch) / "base"
+    if metadata.model.is_on_hub:
+        return cache_base_folder(metadata.model)
     raise PolicyError(
         f"{policy} was trained from base model {metadata.base_digest[:12]}, which is neither in its"
         " run nor in a registered version; give its folder with --base"
     )
 
 
-def _download(tracking_uri: str, version: ModelVersion, scratch: Path) -> Path:
+def _download_data(tracking_uri: str, version: ModelVersion, scratch: Path) -> Path:
     """The folder of a version that has ``policy/`` and, where it was stored, ``base/``."""
-    return data_folder(download_version(tracking_uri, version.name, str(version.version), scratch))
+    return find_data_folder(
+        download_version(tracking_uri, version.name, str(version.version), scratch)
+    )
 
 
-def _name(prompt: str) -> str:
+def _name_file(prompt: str) -> str:
     """A prompt as part of a file name: letters, digits and dashes."""
     words = re.sub(r"[\W_]+", "-", prompt).strip("-")
     return words[:MAX_NAME].rstrip("-") or "prompt"
 
 
-def _write(folder: Path, name: str, content: bytes) -> Path:
+def _write_picture(folder: Path, name: str, content: bytes) -> Path:
     """Write ``name.png``, or, where another file has that name, ``name-2.png`` and so on, unless
     the picture is there already.
     """
     names = chain([f"{name}.png"], (f"{name}-{number}.png" for number in count(2)))
     paths = (folder / name for name in names)
-    path = next(path for path in paths if not os.path.lexists(path) or _holds(path, content))
+    path = next(path for path in paths if not os.path.lexists(path) or _file_holds(path, content))
     if not os.path.lexists(path):
         with atomic_write(
             path, publish=os.link
@@ -166,5 +176,5 @@ def _write(folder: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def _holds(path: Path, content: bytes) -> bool:
+def _file_holds(path: Path, content: bytes) -> bool:
     return path.is_file() and path.read_bytes() == content

@@ -21,7 +21,7 @@ from ebbflow.data.prompts import write_prompts
 from ebbflow.data.records import Evaluation, GateDecision
 from ebbflow.data.schema import KEY, PROMPTS, SAMPLE_KEY
 from ebbflow.recipe import Recipe
-from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import read_table, write_table
 from ebbflow.tracking.store import DIGEST
 
@@ -60,7 +60,7 @@ class GateInputs:
         evaluations, samples: of the candidate and of the champion that it was compared with, by
             ``SIDES``.
         prompts: the prompt table of the run.
-        code: the code that decided (``ebbflow.storage.identity.code_listing``).
+        code: the code that decided (``ebbflow.storage.identity.list_code``).
     """
 
     recipe: Recipe
@@ -76,7 +76,7 @@ def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
     belong to them.
     """
     folder.mkdir(parents=True)
-    (folder / RECIPE).write_text(inputs.recipe.canonical)
+    (folder / RECIPE).write_text(inputs.recipe.canonical_json)
     (folder / CODE).write_text(inputs.code)
     prompts = read_table(inputs.prompts, PROMPTS)
     write_prompts(prompts.filter(pc.not_equal(prompts["split"], "train")), folder / PROMPT_TABLE)
@@ -86,11 +86,13 @@ def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
     records = {side: evaluation.model_dump() for side, evaluation in inputs.evaluations.items()}
     gate = records | {"decision": inputs.decision.model_dump()}
     (folder / GATE).write_text(json.dumps(gate, sort_keys=True))
-    tags = {tag: sha256_of(folder / file) for file, tag in TAGS.items() if (folder / file).exists()}
-    return tags | {REWARDS_DIGEST: rewards_digest(json.loads(inputs.recipe.canonical))}
+    tags = {
+        tag: sha256_of_file(folder / file) for file, tag in TAGS.items() if (folder / file).exists()
+    }
+    return tags | {REWARDS_DIGEST: compute_rewards_digest(json.loads(inputs.recipe.canonical_json))}
 
 
-def rewards_digest(recipe: Mapping[str, Any]) -> str:
+def compute_rewards_digest(recipe: Mapping[str, Any]) -> str:
     """sha256 of how a resolved recipe scores samples."""
     config = {key: recipe[key] for key in REWARD_KEYS}
     return hashlib.sha256(
@@ -98,32 +100,32 @@ def rewards_digest(recipe: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
-def picture_digests(samples: pa.Table) -> list[str]:
+def compute_picture_digests(samples: pa.Table) -> list[str]:
     """sha256 of every picture of an evaluation."""
     return [hashlib.sha256(picture).hexdigest() for picture in samples["image"].to_pylist()]
 
 
-def held_out(samples: pa.Table) -> pa.Table:
+def select_held_out(samples: pa.Table) -> pa.Table:
     """The rows of an evaluation that the gate decides from."""
     return samples.filter(pc.equal(samples["split"], "held_out"))
 
 
-def by_key(samples: pa.Table, column: str) -> dict[tuple[int, int], Any]:
+def index_by_key(samples: pa.Table, column: str) -> dict[tuple[int, int], Any]:
     """The values of a column by (prompt id, sample)."""
     keys = zip(*(samples[name].to_pylist() for name in KEY), strict=True)
     return dict(zip(keys, samples[column].to_pylist(), strict=True))
 
 
 def _write_scores(path: Path, samples: pa.Table) -> None:
-    rows = held_out(samples)
+    rows = select_held_out(samples)
     scores = rows.drop_columns(["image"]).append_column(
-        PICTURE_DIGEST, pa.array(picture_digests(rows), pa.string())
+        PICTURE_DIGEST, pa.array(compute_picture_digests(rows), pa.string())
     )
     scores = scores.replace_schema_metadata(None)  # of the file that the rows come from
     write_table(path, scores.schema, scores.to_batches(), {})
 
 
 def _write_pictures(path: Path, samples: pa.Table) -> None:
-    pictures = held_out(samples).select(PICTURE_TABLE.names).cast(PICTURE_TABLE)
+    pictures = select_held_out(samples).select(PICTURE_TABLE.names).cast(PICTURE_TABLE)
     if pc.sum(pc.binary_length(pictures["image"])).as_py() <= MAX_STORED_PICTURES:
         write_table(path, PICTURE_TABLE, pictures.to_batches(), {})

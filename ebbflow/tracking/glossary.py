@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ebbflow.formatting import first_doc_paragraph
 from ebbflow.plots import charts
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.base import field_docs
+from ebbflow.recipe.base import read_field_docs
 from ebbflow.recipe.promotion import MarginsConfig
 
 MEANINGS = {
@@ -45,25 +46,27 @@ MEANINGS = {
 OWN = "A score of your own code, or one that a server of rewards reports; higher counts as better."
 
 
-def glossary(recipe: Recipe, metrics: Sequence[str], statistics: Sequence[str]) -> dict[str, str]:
+def build_glossary(
+    recipe: Recipe, metrics: Sequence[str], statistics: Sequence[str]
+) -> dict[str, str]:
     """The meaning of everything that the report names, by the name that the page shows."""
-    found = {charts.label(metric): meaning(recipe, metric) for metric in metrics}
-    found |= {charts.label(name): statistic_meaning(name) for name in statistics}
+    found = {
+        charts.format_metric_name(metric): explain_metric(recipe, metric) for metric in metrics
+    }
+    found |= {charts.format_metric_name(name): explain_statistic(name) for name in statistics}
     found |= {name: text for name, text in MEANINGS.items() if name[0].isupper()}
     return {panel.title: panel.meaning for panel in charts.PANELS} | found
 
 
-def meaning(recipe: Recipe, metric: str) -> str:
+def explain_metric(recipe: Recipe, metric: str) -> str:
     """What a metric of the held-out prompts measures."""
     if metric in MEANINGS:
         return MEANINGS[metric]
     for config in (*recipe.rewards, *recipe.guardrails):
         if config.column == metric:
-            text = (
-                OWN
-                if config.name == "custom"
-                else " ".join((type(config).__doc__ or OWN).split("\n\n")[0].split())
-            )
+            text = first_doc_paragraph(type(config).__doc__)
+            if config.name == "custom" or not text:
+                text = OWN
             return (
                 f"{text} Only of prompts of {', '.join(config.prompts)}."
                 if config.prompts
@@ -72,7 +75,7 @@ def meaning(recipe: Recipe, metric: str) -> str:
     return OWN
 
 
-def statistic_meaning(name: str) -> str:
+def explain_statistic(name: str) -> str:
     """What a statistic of the images measures."""
-    docs = field_docs(MarginsConfig)
+    docs = read_field_docs(MarginsConfig)
     return docs.get(name, "A statistic of the images.")

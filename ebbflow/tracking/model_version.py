@@ -24,10 +24,10 @@ from mlflow.types import ColSpec, Schema
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, new_folder
-from ebbflow.storage.disk import sha256_of
-from ebbflow.storage.identity import SOURCE_SUFFIXES, package_roots
-from ebbflow.tracking.store import RUN, TrackingError, uploading
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, write_new_folder
+from ebbflow.storage.disk import sha256_of_file
+from ebbflow.storage.identity import SOURCE_SUFFIXES, find_package_roots
+from ebbflow.tracking.store import RUN, TrackingError, allow_long_uploads
 from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_metadata
 
 EVIDENCE = "evidence"
@@ -114,7 +114,7 @@ def create_version(
             " committed"
         )
     model = find_logged_model(client, tracked) or _create_logged_model(client, tracked, name, tags)
-    tags = tags | _upload(client, tracked, model, policy, base, evidence)
+    tags = tags | _upload_version(client, tracked, model, policy, base, evidence)
     client.finalize_logged_model(model.model_id, "READY")
     outputs = client.get_run(tracked.run_id).outputs
     if outputs is None or model.model_id not in [
@@ -142,14 +142,14 @@ def find_logged_model(client: MlflowClient, tracked: TrackedRun) -> LoggedModel 
     return min(found, key=lambda model: model.creation_timestamp, default=None)
 
 
-def link_to_run(client: MlflowClient, tracked: TrackedRun, version: ModelVersion) -> None:
+def link_version_to_run(client: MlflowClient, tracked: TrackedRun, version: ModelVersion) -> None:
     """Tag the logged model, so that MLflow's UI finds the version from the run."""
     link = json.dumps([{"name": version.name, "version": version.version}])
     if model := find_logged_model(client, tracked):
         client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})
 
 
-def served_folder(policy: Path, target: Path) -> None:
+def link_served_folder(policy: Path, target: Path) -> None:
     """The part of a policy folder that serving reads, as a committed policy folder made of links.
 
     Copies, which can be twice the weights, and statistics are left out, as only training needs
@@ -163,7 +163,7 @@ def served_folder(policy: Path, target: Path) -> None:
         target.symlink_to(policy.resolve(), target_is_directory=True)
         return
     left_out = shutil.ignore_patterns(*metadata.copies, STATISTICS, METADATA, MANIFEST, COMMIT)
-    with new_folder(target) as partial:
+    with write_new_folder(target) as partial:
         shutil.copytree(
             policy.resolve(), partial, ignore=left_out, copy_function=os.symlink, dirs_exist_ok=True
         )
@@ -172,12 +172,12 @@ def served_folder(policy: Path, target: Path) -> None:
         )
 
 
-def folder_bytes(folder: Path) -> int:
+def count_folder_bytes(folder: Path) -> int:
     """Total size of the files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def model_files_digest(model: Path) -> str:
+def compute_model_files_digest(model: Path) -> str:
     """sha256 over MLflow's own files of a model, which name the module that loads it and the
     packages to install, and its code.
 
@@ -192,11 +192,11 @@ def model_files_digest(model: Path) -> str:
         for path in (model / CODE).rglob("*")
         if path.is_file() and path.parent.name != BYTECODE
     ]
-    files = {path.relative_to(model).as_posix(): sha256_of(path) for path in [*own, *code]}
+    files = {path.relative_to(model).as_posix(): sha256_of_file(path) for path in [*own, *code]}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def requirements() -> list[str]:
+def list_requirements() -> list[str]:
     """The installed versions of what serving imports, without a local part: ``2.13.0+cpu`` is on no
     package index but torch's.
     """
@@ -219,7 +219,7 @@ def _create_logged_model(
     return oldest
 
 
-def _upload(
+def _upload_version(
     client: MlflowClient,
     tracked: TrackedRun,
     model: LoggedModel,
@@ -246,18 +246,18 @@ def _upload(
             ),
             signature=SIGNATURE,
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
-            pip_requirements=requirements(),
+            pip_requirements=list_requirements(),
         )
         if evidence:
             shutil.copytree(evidence, saved / EVIDENCE)
-        with uploading():
+        with allow_long_uploads():
             client.log_model_artifacts(model_id, str(saved))
         base_stored = str((data / "base").is_dir()).lower()
         return {
             POLICY_DIGEST: (
                 (data / "policy" / COMMIT).read_text().strip()
             ),  # of links to files that were verified
-            MODEL_FILES_DIGEST: model_files_digest(saved),
+            MODEL_FILES_DIGEST: compute_model_files_digest(saved),
             BASE_STORED: base_stored,
         }
 
@@ -267,8 +267,8 @@ def _collect_data(data: Path, policy: Path, base: Path | None) -> Path:
     when it copies.
     """
     data.mkdir()
-    served_folder(policy, data / "policy")
-    if base is not None and folder_bytes(base) <= MAX_STORED_BASE:
+    link_served_folder(policy, data / "policy")
+    if base is not None and count_folder_bytes(base) <= MAX_STORED_BASE:
         (data / "base").symlink_to(base.resolve(strict=True), target_is_directory=True)
     return data
 
@@ -280,7 +280,7 @@ def _collect_code(folder: Path, model: ModelConfig) -> list[str]:
     roots = [LIBRARY]
     if model.family not in FAMILIES:
         module = model.family.partition(":")[0]
-        roots += (found := package_roots(module))
+        roots += (found := find_package_roots(module))
         if not found:
             logger.warning(
                 "the version lacks %s, which is not installed here: whatever serves it must"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbflow.data.records import Evaluation, GateDecision, StageRecord
-from ebbflow.data.schema import statistic_column
-from ebbflow.plots.images import PICTURED, caption, image_grid
-from ebbflow.storage.tables import read_table, read_table_metadata, row_count
+from ebbflow.data.schema import name_statistic_column
+from ebbflow.plots.images import PICTURED, build_image_grid, format_caption
+from ebbflow.storage.tables import count_rows, read_table, read_table_metadata
 from ebbflow.tracking.child_run import RunLogger
-from ebbflow.tracking.curves import evaluation_curves
-from ebbflow.tracking.delivery import flatten
+from ebbflow.tracking.curves import build_evaluation_curves
+from ebbflow.tracking.delivery import flatten_settings
 
 
 def log_evaluation(
@@ -23,13 +23,13 @@ def log_evaluation(
         global_step: training steps of the run so far, at which the parent run gets the means; None
             for another run's policy.
     """
-    means = evaluation_curves(evaluation)
+    means = build_evaluation_curves(evaluation)
     if global_step is not None:
         run_logger.log_curves(means, global_step)
     metrics = means | {
-        statistic_column(name): value for name, value in evaluation.statistics.items()
+        name_statistic_column(name): value for name, value in evaluation.statistics.items()
     }
-    metrics |= _distribution_metrics(evaluation)
+    metrics |= _flatten_distributions(evaluation)
     metrics |= {f"seconds/{phase}": value for phase, value in evaluation.seconds.items()}
     metrics |= {"velocity_drift": evaluation.velocity_drift, "coverage": evaluation.coverage}
     run_logger.log_metrics(metrics, evaluation.policy_version)
@@ -40,11 +40,13 @@ def log_evaluation(
     )
     run_logger.log_table("samples", table)
     shown = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURED]
-    grid = image_grid([row["image"] for row in shown], [caption(row) for row in shown], columns=4)
+    grid = build_image_grid(
+        [row["image"] for row in shown], [format_caption(row) for row in shown], columns=4
+    )
     run_logger.log_image("held_out", grid, evaluation.policy_version)
 
 
-def _distribution_metrics(evaluation: Evaluation) -> dict[str, float]:
+def _flatten_distributions(evaluation: Evaluation) -> dict[str, float]:
     found = {
         name: one.model_dump(exclude_none=True) for name, one in evaluation.distributions.items()
     }
@@ -58,7 +60,7 @@ def _distribution_metrics(evaluation: Evaluation) -> dict[str, float]:
 def log_decision(run_logger: RunLogger, decision: GateDecision) -> None:
     """Log what the gate compared and decided."""
     compared = {one.metric: one for one in (decision.target, *decision.guardrails)}
-    compared |= {statistic_column(one.metric): one for one in decision.statistics}
+    compared |= {name_statistic_column(one.metric): one for one in decision.statistics}
     for metric, comparison in compared.items():
         values = comparison.model_dump(
             include={"champion", "candidate", "difference", "low", "high"}
@@ -74,15 +76,15 @@ def log_decision(run_logger: RunLogger, decision: GateDecision) -> None:
 
 def log_stage(run_logger: RunLogger, record: StageRecord) -> None:
     """Log what a training stage did, as parameters."""
-    run_logger.log_params(flatten(record.model_dump()))
+    run_logger.log_params(flatten_settings(record.model_dump()))
 
 
 def log_shard(run_logger: RunLogger, path: Path) -> None:
     """Log a shard's own metadata, and its cost per image."""
     metadata = read_table_metadata(path)
-    images = row_count(path)
+    images = count_rows(path)
     seconds = metadata.pop("seconds")
-    run_logger.log_params(flatten(metadata))
+    run_logger.log_params(flatten_settings(metadata))
     metrics = {f"seconds/{phase}": value for phase, value in seconds.items()}
     metrics |= {f"ms_per_image/{phase}": 1000 * value / images for phase, value in seconds.items()}
     run_logger.log_metrics(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
 from ebbflow.evaluation.gate import REFUSED
-from ebbflow.formatting import signed, significant
+from ebbflow.formatting import format_difference, format_number
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.serving import how_to_load
 from ebbflow.tracking.store import resolve_tracking_uri
 from ebbflow.tracking.ui import MODE
@@ -39,20 +39,22 @@ def describe_outcome(
         "report": f"{run.folder}/report.html",
         "policy": policy,
         "base": base,
-        "MLflow": _ui(run),
+        "MLflow": _describe_ui(run),
         "load": how_to_load(run.tracking_uri, registration.model_name, registration.version),
-        "draw": _draw(run, registration, example),
+        "draw": _describe_draw_command(run, registration, example),
     }
     return "\n".join(
         [
-            *_verdict(recipe, decision, registration),
+            *_describe_verdict(recipe, decision, registration),
             "",
             *(f"{name:8}{place}" for name, place in places.items()),
         ]
     )
 
 
-def _verdict(recipe: Recipe, decision: GateDecision, registration: Registration) -> list[str]:
+def _describe_verdict(
+    recipe: Recipe, decision: GateDecision, registration: Registration
+) -> list[str]:
     """What became of the candidate; how its reward compares with the champion's; why it was
     refused, if it was.
     """
@@ -66,10 +68,10 @@ def _verdict(recipe: Recipe, decision: GateDecision, registration: Registration)
     else:
         became = f"NOT PROMOTED: {model} is challenger"
     compared = (
-        f"reward {significant(target.champion)} -> {significant(target.candidate)},"
-        f" {signed(target.difference)} with {recipe.evaluation.confidence:.0%} interval"
-        f" [{signed(target.low)}, {signed(target.high)}] over {target.prompts} prompts, against"
-        f" {decision.champion}"
+        f"reward {format_number(target.champion)} -> {format_number(target.candidate)},"
+        f" {format_difference(target.difference)} with {recipe.evaluation.confidence:.0%} interval"
+        f" [{format_difference(target.low)}, {format_difference(target.high)}] over"
+        f" {target.prompts} prompts, against {decision.champion}"
     )
     return [
         became,
@@ -78,28 +80,30 @@ def _verdict(recipe: Recipe, decision: GateDecision, registration: Registration)
     ]
 
 
-def _ui(run: TrackedRun) -> str:
+def _describe_ui(run: TrackedRun) -> str:
     """The address of the run; of a store without a server also the command that serves it."""
     page = f"#/experiments/{run.experiment_id}/runs/{run.run_id}?{MODE}"
     if run.tracking_uri.startswith(("http://", "https://")):
-        return redact(f"{run.tracking_uri.rstrip('/')}/{page}")
-    return f"{_with_store(run)}ebbflow ui, then {UI}/{page}"
+        return redact_secrets(f"{run.tracking_uri.rstrip('/')}/{page}")
+    return f"{_prefix_store_variable(run)}ebbflow ui, then {UI}/{page}"
 
 
-def _draw(run: TrackedRun, registration: Registration, example: str) -> str:
+def _describe_draw_command(run: TrackedRun, registration: Registration, example: str) -> str:
     alias = "champion" if registration.champion else "challenger"
-    return _with_store(run) + shlex.join(
+    return _prefix_store_variable(run) + shlex.join(
         ["ebbflow", "draw", f"{registration.model_name}@{alias}", example, "--out", "pictures"]
     )
 
 
-def _with_store(run: TrackedRun) -> str:
+def _prefix_store_variable(run: TrackedRun) -> str:
     """Before a command: where the store is, unless the command finds it."""
     default = run.tracking_uri == resolve_tracking_uri(Recipe())
-    return "" if default else f"MLFLOW_TRACKING_URI={shlex.quote(redact(run.tracking_uri))} "
+    return (
+        "" if default else f"MLFLOW_TRACKING_URI={shlex.quote(redact_secrets(run.tracking_uri))} "
+    )
 
 
-def example_prompt(samples: Path) -> str:
+def read_example_prompt(samples: Path) -> str:
     """What to draw: the text that the first held-out prompt names, or else the prompt."""
     import pyarrow.parquet as pq
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 
 
-def page_environment(folder: Path) -> jinja2.Environment:
+def create_page_environment(folder: Path) -> jinja2.Environment:
     """The environment of the templates in a folder: what comes from users is escaped, and an
     unknown name is an error.
     """

@@ -22,10 +22,10 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFL
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.recipe.stages import StageConfig
-from ebbflow.tracking.delivery import flatten, log_params
-from ebbflow.tracking.outage import deliver_saved
+from ebbflow.tracking.delivery import flatten_settings, log_params
+from ebbflow.tracking.outage import deliver_saved_records
 from ebbflow.tracking.store import (
     ARTIFACTS,
     DIGEST,
@@ -35,11 +35,11 @@ from ebbflow.tracking.store import (
     ROLE,
     TrackingError,
     check_store,
-    connect,
+    connect_to_store,
     create_run,
-    find,
+    find_run,
+    find_sqlite_file,
     resolve_tracking_uri,
-    sqlite_file,
 )
 
 KIND = "mlflow.experimentKind"
@@ -65,19 +65,19 @@ def start_run(
         recipe: logged as parameters and as recipe.yaml.
         execution_id: identifies the execution across retries; None (no orchestrator) always opens a
             new run.
-        tags: what ``stopped_run`` finds it by.
+        tags: what ``find_stopped_run`` finds it by.
         source: the entry point, which MLflow shows as the run's source.
 
     Raises:
         TrackingError: the store cannot be used, or the execution has a run of another recipe.
     """
-    client, experiment_id = _store(recipe)
+    client, experiment_id = _open_store(recipe)
     identity = {ROLE: "execution", EXECUTION: execution_id} if execution_id else {}
-    run = find(client, experiment_id, identity) if identity else None
+    run = find_run(client, experiment_id, identity) if identity else None
     if run is None:
         all_tags = (
-            _source_tags(source, execution_id)
-            | _parent_tags(recipe, execution_id)
+            _build_source_tags(source, execution_id)
+            | _build_parent_tags(recipe, execution_id)
             | dict(tags or {})
         )
         run = create_run(client, experiment_id, identity, all_tags, recipe.name)
@@ -87,33 +87,33 @@ def start_run(
             f" {run.data.tags.get(DIGEST, 'unknown')[:12]}, not of {recipe.digest[:12]}; a changed"
             " recipe needs a new execution"
         )
-    tracked = _tracked(recipe, run)
+    tracked = _build_tracked_run(recipe, run)
     open_run(recipe, tracked)
     logger.info(
         "MLflow run %s of recipe %s in %s",
         tracked.run_id,
         recipe.name,
-        redact(tracked.tracking_uri),
+        redact_secrets(tracked.tracking_uri),
     )
     return tracked
 
 
-def stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
+def find_stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
     """The newest run of the recipe with these tags, to be resumed with ``open_run``.
 
     None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user
     starts over. A run that this machine was stopped in before it made the folder has no node yet.
     """
-    client, experiment_id = _store(recipe)
-    run = find(
+    client, experiment_id = _open_store(recipe)
+    run = find_run(
         client, experiment_id, {ROLE: "execution", DIGEST: recipe.digest, **tags}, order="DESC"
     )
     if run is None or run.info.status == "FINISHED":
         return None
-    tracked = _tracked(recipe, run)
+    tracked = _build_tracked_run(recipe, run)
     made_here = run.data.tags.get(MACHINE) == platform.node()
     resumed = Path(tracked.folder).is_dir() or (
-        made_here and find(client, experiment_id, {PARENT: tracked.run_id}) is None
+        made_here and find_run(client, experiment_id, {PARENT: tracked.run_id}) is None
     )
     return tracked if resumed else None
 
@@ -122,25 +122,25 @@ def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
     """Set the run RUNNING, name it, and log its recipe as parameters and as recipe.yaml.
     Idempotent.
     """
-    deliver_saved(tracked)
-    client = connect(tracked.tracking_uri)
+    deliver_saved_records(tracked)
+    client = connect_to_store(tracked.tracking_uri)
     settings = recipe.model_dump(mode="json")
     unnamed = (
         client.get_run(tracked.run_id).info.run_name == recipe.name
     )  # a name that the user gave it stays
     client.update_run(tracked.run_id, status="RUNNING", name=tracked.name if unnamed else None)
-    log_params(client, tracked.run_id, flatten(settings))
+    log_params(client, tracked.run_id, flatten_settings(settings))
     client.log_text(tracked.run_id, yaml.safe_dump(settings, sort_keys=False), "recipe.yaml")
 
 
-def run_name(recipe: Recipe, run_id: str) -> str:
+def format_run_name(recipe: Recipe, run_id: str) -> str:
     """The run's name in the UI: recipe, seed, and the short id that ends the name of its folder."""
     return f"{recipe.name}-seed{recipe.seed}-{run_id[:8]}"
 
 
 def finish_run(tracked: TrackedRun, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
     """Set the status of the parent run."""
-    connect(tracked.tracking_uri).set_terminated(tracked.run_id, status)
+    connect_to_store(tracked.tracking_uri).set_terminated(tracked.run_id, status)
 
 
 def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True) -> None:
@@ -148,7 +148,7 @@ def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True)
 
     Best effort: a run must not fail because the store went away at its very end.
     """
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     run_id = tracked.run_id
     try:
         for file in files:
@@ -156,22 +156,24 @@ def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True)
         if finish:
             finish_run(tracked, "FINISHED")
     except Exception as error:
-        logger.warning("cannot log the results of run %s to MLflow: %s", run_id, redact(str(error)))
+        logger.warning(
+            "cannot log the results of run %s to MLflow: %s", run_id, redact_secrets(str(error))
+        )
 
 
-def _store(recipe: Recipe) -> tuple[MlflowClient, str]:
+def _open_store(recipe: Recipe) -> tuple[MlflowClient, str]:
     """A client of the recipe's store, and the id of the recipe's experiment in it."""
     uri = resolve_tracking_uri(recipe)
     check_store(uri)
-    client = connect(uri)
-    return client, _experiment(client, recipe, uri)
+    client = connect_to_store(uri)
+    return client, _ensure_experiment(client, recipe, uri)
 
 
-def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
+def _ensure_experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
     name = recipe.tracking.experiment
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        database = sqlite_file(uri)
+        database = find_sqlite_file(uri)
         # without a location MLflow would use ./mlruns of the task's working directory
         location = (database.absolute().parent / ARTIFACTS).as_uri() if database else None
         try:
@@ -182,21 +184,21 @@ def _experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
             experiment = client.get_experiment_by_name(name)  # another execution made it
     if experiment is None or experiment.lifecycle_stage != "active":
         raise TrackingError(
-            f"experiment {name!r} was deleted in {redact(uri)}; run `mlflow experiments restore`,"
-            " or rename tracking.experiment"
+            f"experiment {name!r} was deleted in {redact_secrets(uri)}; run `mlflow experiments"
+            " restore`, or rename tracking.experiment"
         )
     if KIND not in experiment.tags:
         client.set_experiment_tag(experiment.experiment_id, KIND, TRAINING)
     return experiment.experiment_id
 
 
-def _of_branch(stage: StageConfig) -> str:
+def _format_branch(stage: StageConfig) -> str:
     return f" ({stage.branch})" if stage.branch else ""
 
 
-def _parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
+def _build_parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
     stages = " → ".join(
-        f"{stage.kind} {stage.algorithm.name}{_of_branch(stage)}" for stage in recipe.stages
+        f"{stage.kind} {stage.algorithm.name}{_format_branch(stage)}" for stage in recipe.stages
     )
     note = (
         f"Recipe **{recipe.name}**, seed {recipe.seed}: {recipe.rounds} × ({stages}),"
@@ -212,7 +214,7 @@ def _parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
     }
 
 
-def _source_tags(source: str, execution_id: str | None) -> dict[str, str]:
+def _build_source_tags(source: str, execution_id: str | None) -> dict[str, str]:
     """MLflow's own tags: user, source, and the git commit of the code where it is in a
     repository."""
     kind = SourceType.JOB if execution_id else SourceType.LOCAL
@@ -228,21 +230,21 @@ def _source_tags(source: str, execution_id: str | None) -> dict[str, str]:
     return user | tags
 
 
-def _tracked(recipe: Recipe, run: Run) -> TrackedRun:
+def _build_tracked_run(recipe: Recipe, run: Run) -> TrackedRun:
     return TrackedRun(
         run_id=run.info.run_id,
         experiment_id=run.info.experiment_id,
         tracking_uri=resolve_tracking_uri(recipe),
-        folder=_folder(recipe.output, f"{recipe.name}-{run.info.run_id[:8]}"),
+        folder=_join_folder(recipe.output, f"{recipe.name}-{run.info.run_id[:8]}"),
         recipe_digest=recipe.digest,
         started_at=run.info.start_time / 1000,
-        name=run_name(recipe, run.info.run_id),
+        name=format_run_name(recipe, run.info.run_id),
         experiment=recipe.tracking.experiment,
         sinks=list(recipe.tracking.sinks),
     )
 
 
-def _folder(output: str, name: str) -> str:
+def _join_folder(output: str, name: str) -> str:
     return (
         f"{output.rstrip('/')}/{name}" if "://" in output else str(Path(output).absolute() / name)
     )

@@ -91,9 +91,9 @@ class PendingRecords:
             self.late += count
 
 
-def save(folder: str, pending: PendingRecords) -> str:
+def save_pending(folder: str, pending: PendingRecords) -> str:
     """Write the records into the run's folder, a path or a URI. Returns the file's path or URI."""
-    uri = _uri(folder, pending.node)
+    uri = _build_uri(folder, pending.node)
     header = {
         "node": pending.node,
         "status": pending.status,
@@ -110,48 +110,48 @@ def save(folder: str, pending: PendingRecords) -> str:
         json.dumps(line, default=_encode_bytes) + "\n"
         for line in (header, *metrics, *pending.records)
     ]
-    store, path = _open_store(uri)
+    store, path = _open_file_system(uri)
     store.makedirs(path.rpartition("/")[0], exist_ok=True)
     store.pipe_file(path + UNFINISHED, "".join(lines).encode())
     store.mv(path + UNFINISHED, path)
     return uri
 
 
-def load(folder: str, node: str) -> PendingRecords | None:
+def load_pending(folder: str, node: str) -> PendingRecords | None:
     """What an earlier attempt at the node saved, if anything. The file of one that was killed while
     it saved is removed.
     """
-    store, path = _open_store(_uri(folder, node))
+    store, path = _open_file_system(_build_uri(folder, node))
     if store.exists(path + UNFINISHED):
         store.rm_file(path + UNFINISHED)
-    return _parse(store.cat_file(path)) if store.exists(path) else None
+    return _parse_pending(store.cat_file(path)) if store.exists(path) else None
 
 
-def load_all(folder: str) -> list[PendingRecords]:
+def load_all_pending(folder: str) -> list[PendingRecords]:
     """What all nodes of the run have saved, by file name."""
-    store, path = _open_store(f"{folder}/{FOLDER}")
+    store, path = _open_file_system(f"{folder}/{FOLDER}")
     files = sorted(store.ls(path, detail=False)) if store.exists(path) else []
-    return [_parse(store.cat_file(file)) for file in files if file.endswith(".jsonl")]
+    return [_parse_pending(store.cat_file(file)) for file in files if file.endswith(".jsonl")]
 
 
-def delete(folder: str, node: str) -> None:
+def delete_pending(folder: str, node: str) -> None:
     """Remove the file of a node whose records have been delivered."""
-    store, path = _open_store(_uri(folder, node))
+    store, path = _open_file_system(_build_uri(folder, node))
     store.rm_file(path)
 
 
-def _open_store(uri: str) -> tuple[Any, str]:
+def _open_file_system(uri: str) -> tuple[Any, str]:
     """The file system of a path or a URI, without its listing cache, and the path in it."""
     store, path = fsspec.core.url_to_fs(uri)
     store.invalidate_cache()
     return store, path
 
 
-def _uri(folder: str, node: str) -> str:
+def _build_uri(folder: str, node: str) -> str:
     return f"{folder}/{FOLDER}/{re.sub(r'[^A-Za-z0-9.]+', '-', node)}.jsonl"
 
 
-def _parse(content: bytes) -> PendingRecords:
+def _parse_pending(content: bytes) -> PendingRecords:
     header, *lines = (json.loads(line, object_hook=_decode_bytes) for line in content.splitlines())
     metrics, parent_metrics = (
         [Metric(*rest) for kind, *rest in lines if kind == wanted]

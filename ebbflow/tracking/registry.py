@@ -23,18 +23,25 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
 from ebbflow.data.records import Champion, GateDecision, Registration, TrackedRun
-from ebbflow.recipe.secrets import redact
-from ebbflow.storage.artifacts import verify
+from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import safe_join
 from ebbflow.tracking.model_version import (
     BASE_STORED,
     RegistryError,
     create_version,
     find_version,
-    link_to_run,
+    link_version_to_run,
 )
-from ebbflow.tracking.registry_lock import CHAMPION, registry_lock, version_by_alias
-from ebbflow.tracking.store import DIGEST, EXECUTION, RUN, TrackingError, connect, sqlite_file
+from ebbflow.tracking.registry_lock import CHAMPION, find_version_by_alias, hold_registry_lock
+from ebbflow.tracking.store import (
+    DIGEST,
+    EXECUTION,
+    RUN,
+    TrackingError,
+    connect_to_store,
+    find_sqlite_file,
+)
 from ebbflow.training.policy_metadata import METADATA
 
 BASE_DIGEST = "ebbflow.base_digest"
@@ -50,7 +57,7 @@ MAX_TAG_LENGTH = 5000
 logger = logging.getLogger(__name__)
 
 
-def register(
+def register_version(
     tracked: TrackedRun,
     policy: Path,
     base: Path | None,
@@ -77,22 +84,22 @@ def register(
     Raises:
         RegistryError: a write failed.
     """
-    client = connect(tracked.tracking_uri)
-    with _registry_errors(
+    client = connect_to_store(tracked.tracking_uri)
+    with _raise_registry_errors(
         f"register the policy of run {tracked.run_id} as {model_name!r}", tracked.tracking_uri
     ):
-        _ensure_model(client, model_name)
+        _ensure_registered_model(client, model_name)
         version = find_version(client, model_name, tracked.run_id)
         if version is None:
-            tags = _tags(client, tracked, decision, lineage, expected_champion)
+            tags = _build_version_tags(client, tracked, decision, lineage, expected_champion)
             version = create_version(client, tracked, policy, base, model_name, tags, evidence)
             logger.info("registered %r version %s", model_name, version.version)
-        link_to_run(client, tracked, version)
-        _make_challenger(client, model_name, version)
-        return _registration(client, model_name, str(version.version))
+        link_version_to_run(client, tracked, version)
+        _set_challenger(client, model_name, version)
+        return _read_registration(client, model_name, str(version.version))
 
 
-def promote(
+def promote_version(
     tracked: TrackedRun,
     registration: Registration,
     tags: dict[str, str],
@@ -112,16 +119,16 @@ def promote(
             unless the answer to the very last write was lost.
         RegistryLockError: another promotion of the model did not end.
     """
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     name = registration.model_name
     version = registration.version
     with (
-        _registry_errors(f"make {name!r} version {version} champion", tracked.tracking_uri),
-        registry_lock(client, name, version, expected_champion) as check_held,
+        _raise_registry_errors(f"make {name!r} version {version} champion", tracked.tracking_uri),
+        hold_registry_lock(client, name, version, expected_champion) as check_held,
     ):
-        champion = _champion_version(client, name)
+        champion = _find_champion_version(client, name)
         if champion == version:
-            return _registration(client, name, version)
+            return _read_registration(client, name, version)
         if champion != expected_champion:
             raise RegistryError(
                 f"{name!r} version {version} was compared with champion"
@@ -135,12 +142,12 @@ def promote(
                 f" does not undo; to promote it, run `ebbflow rollback RECIPE --to {version}`"
             )
         check_held()
-        for key, value in _with_prefix(tags).items():
+        for key, value in _prefix_tags(tags).items():
             client.set_model_version_tag(name, version, key, value)
         return _move_champion(client, name, champion, version, check_held)
 
 
-def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Registration:
+def roll_back_champion(tracking_uri: str, model_name: str, to: str | None = None) -> Registration:
     """Make the previous champion, or version ``to``, champion again; the current champion becomes
     ``previous``.
 
@@ -149,12 +156,12 @@ def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Regis
             already, the champion moved in the meantime, or a write failed.
         RegistryLockError: a promotion of the model did not end.
     """
-    require_store(tracking_uri)
-    client = connect(tracking_uri)
-    with _registry_errors(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
-        champion, version = _rollback_versions(client, model_name, to)
-        with registry_lock(client, model_name, version, champion) as check_held:
-            if (current := _champion_version(client, model_name)) != champion:
+    check_store_exists(tracking_uri)
+    client = connect_to_store(tracking_uri)
+    with _raise_registry_errors(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
+        champion, version = _find_rollback_versions(client, model_name, to)
+        with hold_registry_lock(client, model_name, version, champion) as check_held:
+            if (current := _find_champion_version(client, model_name)) != champion:
                 raise RegistryError(
                     f"the champion of {model_name!r} was {champion} and is now"
                     f" {current or '(none)'}; nothing was rolled back. Run the command again to"
@@ -168,8 +175,8 @@ def rollback(tracking_uri: str, model_name: str, to: str | None = None) -> Regis
 
 def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
     """The champion of a registered model; None if the model does not exist yet or has none."""
-    with _registry_errors(f"look up the champion of {model_name!r}", tracking_uri):
-        version = version_by_alias(connect(tracking_uri), model_name, CHAMPION)
+    with _raise_registry_errors(f"look up the champion of {model_name!r}", tracking_uri):
+        version = find_version_by_alias(connect_to_store(tracking_uri), model_name, CHAMPION)
     if version is None:
         return None
     return Champion(
@@ -182,24 +189,24 @@ def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
     )
 
 
-def named_version(tracking_uri: str, named: str) -> ModelVersion:
+def find_named_version(tracking_uri: str, named: str) -> ModelVersion:
     """The version that ``MODEL``, ``MODEL@alias`` or ``MODEL/version`` names; a model alone means
     its champion.
 
     Raises:
         RegistryError: there is no such version, or no such store.
     """
-    require_store(tracking_uri)
-    client = connect(tracking_uri)
+    check_store_exists(tracking_uri)
+    client = connect_to_store(tracking_uri)
     name, _, number = named.partition("/")
     name, _, alias = name.partition("@")
-    with _registry_errors(f"look up {named!r}", tracking_uri, "Run the command again"):
+    with _raise_registry_errors(f"look up {named!r}", tracking_uri, "Run the command again"):
         if number and alias:
             raise RegistryError(
                 f"{named!r} names a version in two ways; give MODEL@alias or MODEL/version"
             )
         if not number:
-            version = version_by_alias(client, name, alias or CHAMPION)
+            version = find_version_by_alias(client, name, alias or CHAMPION)
             if version is None:
                 wanted = alias or CHAMPION
                 raise RegistryError(
@@ -217,25 +224,27 @@ def named_version(tracking_uri: str, named: str) -> ModelVersion:
             ) from error
 
 
-def version_with_base(tracking_uri: str, base_digest: str) -> ModelVersion | None:
+def find_version_with_base(tracking_uri: str, base_digest: str) -> ModelVersion | None:
     """A version of any model that was registered with this base model; None if there is none, or no
     such store.
     """
     try:
-        require_store(tracking_uri)
+        check_store_exists(tracking_uri)
     except RegistryError:
         return None
-    with _registry_errors(
+    with _raise_registry_errors(
         f"look up base model {base_digest[:12]}", tracking_uri, "Run the command again"
     ):
         wanted = f"tags.`{BASE_DIGEST}` = '{base_digest}' and tags.`{BASE_STORED}` = 'true'"
-        return next(iter(connect(tracking_uri).search_model_versions(wanted, max_results=1)), None)
+        return next(
+            iter(connect_to_store(tracking_uri).search_model_versions(wanted, max_results=1)), None
+        )
 
 
 def download_version(tracking_uri: str, name: str, version: str, into: Path) -> Path:
     """Download a version as MLflow stored it. Returns the folder that has the file ``MLmodel``."""
-    client = connect(tracking_uri)
-    with _registry_errors(f"download {name!r} version {version}", tracking_uri):
+    client = connect_to_store(tracking_uri)
+    with _raise_registry_errors(f"download {name!r} version {version}", tracking_uri):
         # not "models:/<name>/<version>", which MLflow resolves in the process-wide registry
         uri = client.get_model_version_download_uri(name, version)
         return Path(
@@ -243,7 +252,7 @@ def download_version(tracking_uri: str, name: str, version: str, into: Path) -> 
         )
 
 
-def data_folder(model: Path) -> Path:
+def find_data_folder(model: Path) -> Path:
     """The folder of a downloaded version that has ``policy/`` and, where it was stored,
     ``base/``."""
     flavor = Model.load(str(model)).flavors.get(mlflow.pyfunc.FLAVOR_NAME, {})
@@ -254,7 +263,7 @@ def download_champion(champion: Champion, into: Path) -> Path:
     """Download this very version, even if another has become champion since. Returns the folder
     that has ``policy/``.
     """
-    data = data_folder(
+    data = find_data_folder(
         download_version(champion.tracking_uri, champion.model_name, champion.version, into)
     )
     if not (data / "policy" / METADATA).is_file():
@@ -266,7 +275,7 @@ def download_champion(champion: Champion, into: Path) -> Path:
     return data
 
 
-def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, Path]:
+def download_champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, Path]:
     """(base-model folder, policy folder) of a champion: its own base if it was stored with the
     version, else ``base``.
 
@@ -276,7 +285,7 @@ def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, 
     data = download_champion(champion, into)
     if (data / "base").is_dir():
         return data / "base", data / "policy"
-    if champion.base_digest != (digest := verify(base)):
+    if champion.base_digest != (digest := verify_folder(base)):
         raise RegistryError(
             f"{champion.model_name!r} version {champion.version} was trained from base model"
             f" {champion.base_digest[:12] or '(unknown)'}, this run from {digest[:12]}; set another"
@@ -285,13 +294,13 @@ def champion_folders(champion: Champion, into: Path, base: Path) -> tuple[Path, 
     return base, data / "policy"
 
 
-def require_store(tracking_uri: str) -> None:
+def check_store_exists(tracking_uri: str) -> None:
     """Check that a SQLite store exists: a client would make an empty one.
 
     Raises:
         RegistryError: it does not.
     """
-    if (database := sqlite_file(tracking_uri)) and not database.is_file():
+    if (database := find_sqlite_file(tracking_uri)) and not database.is_file():
         raise RegistryError(
             f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set"
             " tracking.uri"
@@ -299,7 +308,7 @@ def require_store(tracking_uri: str) -> None:
 
 
 @contextmanager
-def _registry_errors(
+def _raise_registry_errors(
     what: str, uri: str, fix: str = "Run the task again: it resumes"
 ) -> Iterator[None]:
     """Turn whatever the store raises into one error that says what was being done."""
@@ -309,11 +318,11 @@ def _registry_errors(
         raise
     except Exception as error:
         raise RegistryError(
-            f"could not {what} in {redact(uri)}: {redact(str(error))}. {fix}"
+            f"could not {what} in {redact_secrets(uri)}: {redact_secrets(str(error))}. {fix}"
         ) from error
 
 
-def _ensure_model(client: MlflowClient, name: str) -> None:
+def _ensure_registered_model(client: MlflowClient, name: str) -> None:
     try:
         client.create_registered_model(
             name, description="Policies post-trained by Ebbflow; the gate moves the alias champion."
@@ -323,7 +332,7 @@ def _ensure_model(client: MlflowClient, name: str) -> None:
             raise
 
 
-def _tags(
+def _build_version_tags(
     client: MlflowClient,
     tracked: TrackedRun,
     decision: GateDecision,
@@ -332,9 +341,12 @@ def _tags(
 ) -> dict[str, str]:
     run_tags = client.get_run(tracked.run_id).data.tags
     execution = {EXECUTION: run_tags[EXECUTION]} if EXECUTION in run_tags else {}
-    gate = {COMPARED_WITH: expected_champion or NO_CHAMPION, DECISION: decision_tag(decision)}
+    gate = {
+        COMPARED_WITH: expected_champion or NO_CHAMPION,
+        DECISION: format_decision_tag(decision),
+    }
     return {
-        **_with_prefix(lineage),
+        **_prefix_tags(lineage),
         **execution,
         **gate,
         RUN: tracked.run_id,
@@ -342,11 +354,11 @@ def _tags(
     }
 
 
-def _with_prefix(tags: dict[str, str]) -> dict[str, str]:
+def _prefix_tags(tags: dict[str, str]) -> dict[str, str]:
     return {key if "." in key else f"ebbflow.{key}": value for key, value in tags.items()}
 
 
-def decision_tag(decision: GateDecision) -> str:
+def format_decision_tag(decision: GateDecision) -> str:
     """The decision as the value of a tag, which is cut off where it is too long for one."""
     text = decision.model_dump_json()
     # reasons repeat the numbers, so they are dropped first if there are too many guardrails for a
@@ -358,22 +370,22 @@ def decision_tag(decision: GateDecision) -> str:
     )
 
 
-def _make_challenger(client: MlflowClient, name: str, version: ModelVersion) -> None:
+def _set_challenger(client: MlflowClient, name: str, version: ModelVersion) -> None:
     """Unless a newer version is challenger: a late retry must not take the alias from it."""
-    challenger = version_by_alias(client, name, CHALLENGER)
+    challenger = find_version_by_alias(client, name, CHALLENGER)
     if challenger is None or int(challenger.version) < int(version.version):
         client.set_registered_model_alias(name, CHALLENGER, version.version)
 
 
-def _rollback_versions(client: MlflowClient, name: str, to: str | None) -> tuple[str, str]:
+def _find_rollback_versions(client: MlflowClient, name: str, to: str | None) -> tuple[str, str]:
     """(the champion, the version that replaces it)."""
-    champion = version_by_alias(client, name, CHAMPION)
+    champion = find_version_by_alias(client, name, CHAMPION)
     if champion is None:
         raise RegistryError(
             f"{name!r} has no champion to roll back; check promotion.model_name and the MLflow"
             " store"
         )
-    version = to or _previous_champion(client, name, champion)
+    version = to or _find_previous_champion(client, name, champion)
     if version is None:
         raise RegistryError(
             f"{name!r} version {champion.version} is champion and replaced none; give a version"
@@ -398,11 +410,11 @@ def _rollback_versions(client: MlflowClient, name: str, to: str | None) -> tuple
     return str(champion.version), version
 
 
-def _previous_champion(client: MlflowClient, name: str, champion: ModelVersion) -> str | None:
+def _find_previous_champion(client: MlflowClient, name: str, champion: ModelVersion) -> str | None:
     """The previous champion; the champion's tag knows it if an interrupted promotion has already
     moved ``previous``.
     """
-    previous = version_by_alias(client, name, PREVIOUS)
+    previous = find_version_by_alias(client, name, PREVIOUS)
     if previous is not None and previous.version != champion.version:
         return str(previous.version)
     return champion.tags.get(REPLACES) or None
@@ -425,8 +437,8 @@ def _move_champion(
     return Registration(model_name=name, version=version, champion=True, previous=champion)
 
 
-def _registration(client: MlflowClient, name: str, version: str) -> Registration:
-    champion = version_by_alias(client, name, CHAMPION)
+def _read_registration(client: MlflowClient, name: str, version: str) -> Registration:
+    champion = find_version_by_alias(client, name, CHAMPION)
     if champion is None or str(champion.version) != version:
         return Registration(model_name=name, version=version, champion=False, previous=None)
     return Registration(
@@ -437,6 +449,6 @@ def _registration(client: MlflowClient, name: str, version: str) -> Registration
     )
 
 
-def _champion_version(client: MlflowClient, name: str) -> str | None:
-    champion = version_by_alias(client, name, CHAMPION)
+def _find_champion_version(client: MlflowClient, name: str) -> str | None:
+    champion = find_version_by_alias(client, name, CHAMPION)
     return str(champion.version) if champion else None

@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.store import TrackingError
 
 CHAMPION = "champion"
@@ -37,7 +37,7 @@ class RegistryLockError(TrackingError):
     """Another promotion of the model is in progress, or took this one over."""
 
 
-def version_by_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+def find_version_by_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
     """The version with an alias; None if no version has it or there is no such model."""
     try:
         return client.get_model_version_by_alias(name, alias)
@@ -49,7 +49,7 @@ def version_by_alias(client: MlflowClient, name: str, alias: str) -> ModelVersio
 
 
 @contextmanager
-def registry_lock(
+def hold_registry_lock(
     client: MlflowClient, name: str, version: str, replaced: str | None
 ) -> Iterator[Callable[[], None]]:
     """While the body runs, no other version of the model is promoted.
@@ -66,26 +66,28 @@ def registry_lock(
     """
     token = f"against {replaced or 'no champion'}, {uuid.uuid4().hex}"
     try:
-        _acquire(client, name, version, token)
-        yield lambda: _check_held(client, name, version, token)
+        _acquire_lock(client, name, version, token)
+        yield lambda: _check_lock_held(client, name, version, token)
     finally:
-        _release(client, name, version, token)
+        _release_lock(client, name, version, token)
 
 
-def _acquire(client: MlflowClient, name: str, version: str, token: str) -> None:
+def _acquire_lock(client: MlflowClient, name: str, version: str, token: str) -> None:
     deadline = time.monotonic() + TIMEOUT
     client.set_model_version_tag(name, version, LOCK, token)
-    while any(other < int(version) for other in _other_holders(client, name, version)):
+    while any(other < int(version) for other in _find_other_holders(client, name, version)):
         client.delete_model_version_tag(name, version, LOCK)
-        _wait(client, name, version, lambda other: other < int(version), deadline)
+        _wait_for_others(client, name, version, lambda other: other < int(version), deadline)
         client.set_model_version_tag(name, version, LOCK, token)
-    _wait(client, name, version, lambda other: other > int(version), deadline)
+    _wait_for_others(client, name, version, lambda other: other > int(version), deadline)
 
 
-def _wait(
+def _wait_for_others(
     client: MlflowClient, name: str, version: str, blocks: Callable[[int], bool], deadline: float
 ) -> None:
-    while blocking := [other for other in _other_holders(client, name, version) if blocks(other)]:
+    while blocking := [
+        other for other in _find_other_holders(client, name, version) if blocks(other)
+    ]:
         if time.monotonic() > deadline:
             raise RegistryLockError(
                 f"{name!r} version {version} waited {TIMEOUT:.0f} s for version {blocking[0]},"
@@ -96,7 +98,7 @@ def _wait(
         time.sleep(POLL)
 
 
-def _other_holders(client: MlflowClient, name: str, version: str) -> set[int]:
+def _find_other_holders(client: MlflowClient, name: str, version: str) -> set[int]:
     """Other versions with a lock. A promotion ends with its version as champion, so the champion's
     own lock is a leftover.
     """
@@ -104,7 +106,7 @@ def _other_holders(client: MlflowClient, name: str, version: str) -> set[int]:
     others = {int(other.version) for other in found} - {int(version)}
     if (
         others
-        and (champion := version_by_alias(client, name, CHAMPION))
+        and (champion := find_version_by_alias(client, name, CHAMPION))
         and int(champion.version) in others
     ):
         client.delete_model_version_tag(name, str(champion.version), LOCK)
@@ -112,7 +114,7 @@ def _other_holders(client: MlflowClient, name: str, version: str) -> set[int]:
     return others
 
 
-def _check_held(client: MlflowClient, name: str, version: str, token: str) -> None:
+def _check_lock_held(client: MlflowClient, name: str, version: str, token: str) -> None:
     if client.get_model_version(name, version).tags.get(LOCK) != token:
         raise RegistryLockError(
             f"another attempt took over the promotion of {name!r} version {version}, or its tag"
@@ -121,7 +123,7 @@ def _check_held(client: MlflowClient, name: str, version: str, token: str) -> No
         )
 
 
-def _release(client: MlflowClient, name: str, version: str, token: str) -> None:
+def _release_lock(client: MlflowClient, name: str, version: str, token: str) -> None:
     """Never raises: once the champion has moved, the promotion has succeeded; before that, the
     first error says more.
     """
@@ -132,5 +134,5 @@ def _release(client: MlflowClient, name: str, version: str, token: str) -> None:
         logger.warning(
             "cannot delete the tag %s of %r version %s; the next promotion, or a retry of this one,"
             " will: %s",
-            *(LOCK, name, version, redact(str(error))),
+            *(LOCK, name, version, redact_secrets(str(error))),
         )

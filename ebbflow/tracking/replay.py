@@ -29,20 +29,28 @@ from mlflow.exceptions import MlflowException
 from ebbflow.data.schema import SAMPLE_KEY
 from ebbflow.models import ModelError
 from ebbflow.models.hub import HubError
-from ebbflow.models.prepare import cached_base
+from ebbflow.models.prepare import cache_base_folder
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.online.replay import replay_online_step
-from ebbflow.plots.images import open_rgb
+from ebbflow.plots.images import open_rgb_image
 from ebbflow.recipe import Recipe
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import COMMIT, ArtifactError, require_replaceable, verify
+from ebbflow.storage.artifacts import COMMIT, ArtifactError, check_replaceable, verify_folder
 from ebbflow.storage.disk import write_text
 from ebbflow.storage.tables import write_table
 from ebbflow.tracking.model_version import find_version
-from ebbflow.tracking.pages import page_environment
-from ebbflow.tracking.registry import data_folder, download_version, require_store
-from ebbflow.tracking.report_pictures import MAX_SHARP_WIDTH, data_uri
-from ebbflow.tracking.store import DIGEST, NODE, PARENT, ROLE, connect, find, resolve_tracking_uri
+from ebbflow.tracking.pages import create_page_environment
+from ebbflow.tracking.registry import check_store_exists, download_version, find_data_folder
+from ebbflow.tracking.report_pictures import MAX_SHARP_WIDTH, encode_data_uri
+from ebbflow.tracking.store import (
+    DIGEST,
+    NODE,
+    PARENT,
+    ROLE,
+    connect_to_store,
+    find_run,
+    resolve_tracking_uri,
+)
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata
 from ebbflow.training.replay import ReplayedStep, ReplayError
@@ -115,7 +123,7 @@ class Replay:
         return [one.name for one in both if one.replayed != one.logged]
 
 
-def replay(
+def replay_step(
     named: str,
     stage: str,
     step: int,
@@ -140,29 +148,31 @@ def replay(
         ArtifactError: the target is in use.
         TrackingError: the store cannot be used.
     """
-    require_replaceable(target, overwrite=False)
+    check_replaceable(target, overwrite=False)
     run = _open_run(named, recipe)
-    ctx = _stage(run.recipe, stage)
+    ctx = _find_stage(run.recipe, stage)
     with tempfile.TemporaryDirectory(prefix="ebbflow-replay-") as scratch:
-        folder, metadata = _policy_before(run, ctx)
-        base = _base(run, metadata, base, Path(scratch))
-        prompts = _prompts(run, ctx)
-        logger.info("replaying step %d of %s of run %s", step, ctx.label, run.run.info.run_id)
+        folder, metadata = _find_policy_before(run, ctx)
+        base = _find_base(run, metadata, base, Path(scratch))
+        prompts = _find_prompts(run, ctx)
+        logger.info("replaying step %d of %s of run %s", step, ctx.stage_label, run.run.info.run_id)
         if ctx.config.kind == "online":
-            own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.label.replace(" ", "-"))
-            checkpoints = own.copied(Path(scratch) / "checkpoints", step)
+            own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.stage_label.replace(" ", "-"))
+            checkpoints = own.copy_checkpoints(Path(scratch) / "checkpoints", step)
             samples = replay_online_step(
-                ctx, base, folder, prompts, step, _teachers(ctx), checkpoints
+                ctx, base, folder, prompts, step, _find_teachers(ctx), checkpoints
             )
         else:
             samples = replay_offline_step(
                 ctx, base, folder, prompts, step, processes, Path(scratch)
             )
-    done = Replay(run.run.info.run_id, ctx.label, step, samples, _logged(run, ctx, step))
-    require_replaceable(target, overwrite=False)
+    done = Replay(
+        run.run.info.run_id, ctx.stage_label, step, samples, _read_logged_metrics(run, ctx, step)
+    )
+    check_replaceable(target, overwrite=False)
     target.mkdir(parents=True, exist_ok=True)
     _write_table(target / TABLE, run, done)
-    write_text(target / PAGE, _page(run, done))
+    write_text(target / PAGE, _render_page(run, done))
     return done
 
 
@@ -174,10 +184,10 @@ def _open_run(named: str, recipe: Recipe | None) -> TrackedFolder:
         uri = f"sqlite:///{path.absolute().parent / 'mlflow.db'}"
     else:
         uri = resolve_tracking_uri(recipe or Recipe())
-    require_store(uri)
-    client = connect(uri)
-    run = _run_of_folder(client, path.absolute()) if local else _run_by_id(client, named)
-    its = _recipe_of(run, uri)
+    check_store_exists(uri)
+    client = connect_to_store(uri)
+    run = _find_run_of_folder(client, path.absolute()) if local else _find_run_by_id(client, named)
+    its = _download_recipe(run, uri)
     folder = (
         path.absolute()
         if local
@@ -191,7 +201,7 @@ def _open_run(named: str, recipe: Recipe | None) -> TrackedFolder:
     return TrackedFolder(run, client, uri, its, folder)
 
 
-def _run_by_id(client: MlflowClient, run_id: str) -> Run:
+def _find_run_by_id(client: MlflowClient, run_id: str) -> Run:
     try:
         run = client.get_run(run_id)
     except MlflowException as error:
@@ -205,7 +215,7 @@ def _run_by_id(client: MlflowClient, run_id: str) -> Run:
     return run
 
 
-def _run_of_folder(client: MlflowClient, folder: Path) -> Run:
+def _find_run_of_folder(client: MlflowClient, folder: Path) -> Run:
     """The run whose id begins as the folder's name ends."""
     start = folder.name.rpartition("-")[2]
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
@@ -223,7 +233,7 @@ def _run_of_folder(client: MlflowClient, folder: Path) -> Run:
             )
 
 
-def _recipe_of(run: Run, uri: str) -> Recipe:
+def _download_recipe(run: Run, uri: str) -> Recipe:
     """The resolved recipe that the run logged.
 
     Raises:
@@ -241,40 +251,40 @@ def _recipe_of(run: Run, uri: str) -> Recipe:
     return recipe
 
 
-def _stage(recipe: Recipe, named: str) -> StageContext:
+def _find_stage(recipe: Recipe, named: str) -> StageContext:
     contexts = [
         StageContext(recipe, index, stage)
         for index in range(recipe.rounds)
         for stage in range(len(recipe.stages))
     ]
-    found = [ctx for ctx in contexts if named in (ctx.label, ctx.label.split()[0])]
+    found = [ctx for ctx in contexts if named in (ctx.stage_label, ctx.stage_label.split()[0])]
     if not found:
         raise ReplayError(
-            f"the run has no stage {named!r}, only {', '.join(ctx.label for ctx in contexts)}"
+            f"the run has no stage {named!r}, only {', '.join(ctx.stage_label for ctx in contexts)}"
         )
     if found[0].config.kind == "custom":
         raise ReplayError(
-            f"{found[0].label} is a stage kind of your own, and what its samples are is known only"
-            " to its code"
+            f"{found[0].stage_label} is a stage kind of your own, and what its samples are is known"
+            " only to its code"
         )
     return found[0]
 
 
-def _policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, PolicyMetadata]:
+def _find_policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, PolicyMetadata]:
     """The policy folder that the stage started from."""
-    labels = tuple(_labels_before(ctx))
-    for folder in _made(run, f"policy/{COMMIT}"):
-        with _damaged_is_passed_over(folder.parent):
+    labels = tuple(_iterate_labels_before(ctx))
+    for folder in _list_node_outputs(run, f"policy/{COMMIT}"):
+        with _skip_damaged_folder(folder.parent):
             metadata = read_policy_metadata(folder.parent)
             if (metadata.stages, metadata.recipe_digest) == (labels, run.recipe.digest):
                 return folder.parent, metadata
     raise ReplayError(
         f"{run.folder} has no policy folder after {', '.join(labels) or 'no stage'}, which"
-        f" {ctx.label} began with"
+        f" {ctx.stage_label} began with"
     )
 
 
-def _labels_before(ctx: StageContext) -> Iterator[str]:
+def _iterate_labels_before(ctx: StageContext) -> Iterator[str]:
     """Labels of the stages behind the policy that a stage started from: those in no branch, and the
     earlier ones of its own.
     """
@@ -286,13 +296,15 @@ def _labels_before(ctx: StageContext) -> Iterator[str]:
                 yield ctx.recipe.stage_label(index, stage)
 
 
-def _base(run: TrackedFolder, policy: PolicyMetadata, given: Path | None, scratch: Path) -> Path:
+def _find_base(
+    run: TrackedFolder, policy: PolicyMetadata, given: Path | None, scratch: Path
+) -> Path:
     """The base model of a policy: given, in the run's folder, in the version that the run
     registered, or on the hub.
     """
-    for folder in [given] if given else _bases(run, policy, scratch):
-        with _damaged_is_passed_over(folder):
-            if (digest := verify(folder)) == policy.base_digest:
+    for folder in [given] if given else _iterate_base_candidates(run, policy, scratch):
+        with _skip_damaged_folder(folder):
+            if (digest := verify_folder(folder)) == policy.base_digest:
                 return folder
             logger.warning("passed over %s: it is base model %s", folder, digest[:12])
     raise ReplayError(
@@ -301,24 +313,26 @@ def _base(run: TrackedFolder, policy: PolicyMetadata, given: Path | None, scratc
     )
 
 
-def _bases(run: TrackedFolder, policy: PolicyMetadata, scratch: Path) -> Iterator[Path]:
+def _iterate_base_candidates(
+    run: TrackedFolder, policy: PolicyMetadata, scratch: Path
+) -> Iterator[Path]:
     """Where the base model of a run may be, what is near first."""
-    yield from (path.parent for path in _made(run, f"base/{COMMIT}"))
+    yield from (path.parent for path in _list_node_outputs(run, f"base/{COMMIT}"))
     if version := find_version(run.client, run.recipe.promotion.model_name, run.run.info.run_id):
-        data = data_folder(
+        data = find_data_folder(
             download_version(
                 run.tracking_uri, version.name, str(version.version), scratch / "version"
             )
         )
         yield from (path.parent for path in data.glob(f"base/{COMMIT}"))
-    if policy.model.on_hub:
+    if policy.model.is_on_hub:
         try:
-            yield cached_base(policy.model)
+            yield cache_base_folder(policy.model)
         except (HubError, ModelError, ArtifactError) as error:
             logger.warning("passed over %s: %s", policy.model.path, error)
 
 
-def _prompts(run: TrackedFolder, ctx: StageContext) -> Path:
+def _find_prompts(run: TrackedFolder, ctx: StageContext) -> Path:
     branch = ctx.config.branch
     own = run.recipe.branch_label(ctx.round, branch).replace(" ", "-") if branch else "*"
     if found := sorted(
@@ -330,37 +344,41 @@ def _prompts(run: TrackedFolder, ctx: StageContext) -> Path:
     )
 
 
-def _teachers(ctx: StageContext) -> dict[str, Path]:
-    if elsewhere := [folder for folder in ctx.teachers.values() if not Path(folder).is_dir()]:
+def _find_teachers(ctx: StageContext) -> dict[str, Path]:
+    if elsewhere := [
+        folder for folder in ctx.teacher_folders.values() if not Path(folder).is_dir()
+    ]:
         raise ReplayError(
             f"the teacher {elsewhere[0]} is no folder of this machine, and the steps before need it"
         )
-    return {copy: Path(folder) for copy, folder in ctx.teachers.items()}
+    return {copy: Path(folder) for copy, folder in ctx.teacher_folders.items()}
 
 
-def _made(run: TrackedFolder, name: str) -> list[Path]:
+def _list_node_outputs(run: TrackedFolder, name: str) -> list[Path]:
     """What nodes of the run made under this name."""
     return sorted(run.folder.glob(f"nodes/*/{name}"))
 
 
 @contextmanager
-def _damaged_is_passed_over(folder: Path) -> Iterator[None]:
+def _skip_damaged_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     except (ArtifactError, PolicyError) as error:
         logger.warning("passed over %s: %s", folder, error)
 
 
-def _logged(run: TrackedFolder, ctx: StageContext, step: int) -> dict[str, float]:
+def _read_logged_metrics(run: TrackedFolder, ctx: StageContext, step: int) -> dict[str, float]:
     """The metrics that the stage logged with the step; of an offline stage also those of all its
     samples.
     """
-    values = _logged_by(run, ctx.label, step)
-    return values | _logged_by(run, f"{ctx.label} advantages", 0) if values else {}
+    values = _read_node_metrics(run, ctx.stage_label, step)
+    return values | _read_node_metrics(run, f"{ctx.stage_label} advantages", 0) if values else {}
 
 
-def _logged_by(run: TrackedFolder, name: str, step: int) -> dict[str, float]:
-    node = find(run.client, run.run.info.experiment_id, {PARENT: run.run.info.run_id, NODE: name})
+def _read_node_metrics(run: TrackedFolder, name: str, step: int) -> dict[str, float]:
+    node = find_run(
+        run.client, run.run.info.experiment_id, {PARENT: run.run.info.run_id, NODE: name}
+    )
     histories = (
         [run.client.get_metric_history(node.info.run_id, key) for key in node.data.metrics]
         if node
@@ -411,49 +429,55 @@ def _write_table(path: Path, run: TrackedFolder, done: Replay) -> None:
     )
 
 
-def _page(run: TrackedFolder, done: Replay) -> str:
+def _render_page(run: TrackedFolder, done: Replay) -> str:
     """One HTML page without references to other files or the network."""
-    environment = page_environment(Path(__file__).parent)
-    environment.filters["number"] = _number
+    environment = create_page_environment(Path(__file__).parent)
+    environment.filters["number"] = _format_number
     names = list(dict.fromkeys(name for row in done.samples.rows for name in row["scores"]))
     return environment.get_template("replay.html").render(
-        recipe=run.recipe, replay=done, groups=_groups(done), scores=names
+        recipe=run.recipe, replay=done, groups=_group_by_prompt(done), scores=names
     )
 
 
-def _groups(done: Replay) -> list[Group]:
+def _group_by_prompt(done: Replay) -> list[Group]:
     """The samples by prompt: the best prompt first, and its best sample first. What was not scored
     is last. Large pictures are small here; the table has them as they are.
     """
     pairs = [
-        (row, data_uri(image, image.width <= MAX_SHARP_WIDTH))
-        for row, image in zip(done.samples.rows, map(open_rgb, done.samples.pngs), strict=True)
+        (row, encode_data_uri(image, image.width <= MAX_SHARP_WIDTH))
+        for row, image in zip(
+            done.samples.rows, map(open_rgb_image, done.samples.pngs), strict=True
+        )
     ]
     pairs.sort(
-        key=lambda pair: (pair[0]["prompt_id"], -_or_least(pair[0]["reward"]), pair[0]["sample"])
+        key=lambda pair: (
+            pair[0]["prompt_id"],
+            -_or_minus_infinity(pair[0]["reward"]),
+            pair[0]["sample"],
+        )
     )
     groups = [
         Group(
             samples[0][0]["prompt"],
             samples[0][0]["target"],
-            _mean([row["reward"] for row, _ in samples]),
+            _compute_mean([row["reward"] for row, _ in samples]),
             samples,
         )
         for samples in (
             list(group) for _, group in groupby(pairs, key=lambda pair: pair[0]["prompt_id"])
         )
     ]
-    return sorted(groups, key=lambda group: -_or_least(group.mean))
+    return sorted(groups, key=lambda group: -_or_minus_infinity(group.mean))
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _compute_mean(values: list[float | None]) -> float | None:
     scored = [value for value in values if value is not None]
     return fmean(scored) if scored else None
 
 
-def _or_least(value: float | None) -> float:
+def _or_minus_infinity(value: float | None) -> float:
     return -math.inf if value is None else value
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"

@@ -25,17 +25,22 @@ from ebbflow.data.records import (
     TrackedRun,
 )
 from ebbflow.data.schema import KEY
-from ebbflow.evaluation.categories import mean_over_categories
-from ebbflow.evaluation.distribution import best_of
+from ebbflow.evaluation.categories import average_over_categories
+from ebbflow.evaluation.distribution import estimate_best_of
 from ebbflow.evaluation.gate import REFUSED
-from ebbflow.evaluation.statistics import prompt_means
-from ebbflow.formatting import duration, signed, significant
+from ebbflow.evaluation.statistics import average_over_prompts
+from ebbflow.formatting import format_difference, format_duration, format_number
 from ebbflow.plots import charts
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import write_text
-from ebbflow.tracking.glossary import glossary
-from ebbflow.tracking.pages import page_environment
-from ebbflow.tracking.report_pictures import HELD_OUT, MAX_PREVIEW_WIDTH, changed_rows, first_rows
+from ebbflow.tracking.glossary import build_glossary
+from ebbflow.tracking.pages import create_page_environment
+from ebbflow.tracking.report_pictures import (
+    HELD_OUT,
+    MAX_PREVIEW_WIDTH,
+    build_changed_rows,
+    build_first_rows,
+)
 from ebbflow.tracking.run_facts import RunFacts
 from ebbflow.tracking.serving import how_to_load
 
@@ -65,7 +70,9 @@ class ReportInputs:
     base_seconds: float
     """Seconds spent on the base model; 0 if it was cached."""
     outages: Sequence[str] = ()
-    """A sentence per outage or refusal of MLflow (``ebbflow.tracking.outage.deliver_saved``)."""
+    """A sentence per outage or refusal of MLflow
+    (``ebbflow.tracking.outage.deliver_saved_records``).
+    """
     facts: RunFacts | None = None
     """Wall times, machine, versions and commit (``ebbflow.tracking.run_facts``)."""
     policy: str | None = None
@@ -132,19 +139,19 @@ class Times(NamedTuple):
         return sum(self.phases.values()) if self.wall is None else self.wall
 
 
-def summary(inputs: ReportInputs) -> dict[str, Any]:
+def summarise_run(inputs: ReportInputs) -> dict[str, Any]:
     """The run in numbers, for programs. ``seconds`` are on the clock; ``total`` is that of the
     parts, ``run`` of everything.
     """
-    seconds = {name: round(times.seconds, 3) for name, times in _times(inputs).items()}
+    seconds = {name: round(times.seconds, 3) for name, times in _measure_times(inputs).items()}
     whole = (
         {"run": round(inputs.facts.written_at - inputs.tracked.started_at, 3)}
         if inputs.facts
         else {}
     )
     return {
-        "before": _finite(inputs.before.held_out),
-        "after": _finite(inputs.after.held_out),
+        "before": _keep_finite(inputs.before.held_out),
+        "after": _keep_finite(inputs.after.held_out),
         "seconds": seconds | {"total": round(sum(seconds.values()), 3)} | whole,
         "candidate": inputs.decision.candidate,
         "champion": inputs.decision.champion,
@@ -154,30 +161,32 @@ def summary(inputs: ReportInputs) -> dict[str, Any]:
         "policy": inputs.policy,
         "base": inputs.base,
         "load": _how_to_load(inputs),
-        **({"categories": found} if (found := _category_summary(inputs)) else {}),
+        **({"categories": found} if (found := _summarise_categories(inputs)) else {}),
     }
 
 
-def _category_summary(inputs: ReportInputs) -> dict[str, Any]:
+def _summarise_categories(inputs: ReportInputs) -> dict[str, Any]:
     """By column of the prompt file and policy, the means of each category and, as ``overall``, the
     mean over the categories.
     """
     return {
         column: {
             when: {
-                "overall": mean_over_categories(categories),
+                "overall": average_over_categories(categories),
                 "values": {
-                    category.value: {"prompts": category.prompts, **_finite(category.means)}
+                    category.value: {"prompts": category.prompts, **_keep_finite(category.means)}
                     for category in categories
                 },
             }
             for when, categories in sides.items()
         }
-        for column, sides in _categories(inputs.before, inputs.after).items()
+        for column, sides in _group_categories(inputs.before, inputs.after).items()
     }
 
 
-def _categories(before: Evaluation, after: Evaluation) -> dict[str, dict[str, list[CategoryMeans]]]:
+def _group_categories(
+    before: Evaluation, after: Evaluation
+) -> dict[str, dict[str, list[CategoryMeans]]]:
     """The categories of each column, before and after."""
     columns = dict.fromkeys(category.column for category in after.categories)
     sides = {"before": before, "after": after}
@@ -199,10 +208,12 @@ class CategoryRow(NamedTuple):
     now: dict[str, float]
 
 
-def _category_tables(inputs: ReportInputs) -> dict[str, list[CategoryRow]]:
+def _build_category_tables(inputs: ReportInputs) -> dict[str, list[CategoryRow]]:
     """By column, its categories and their mean, of what the gate compared."""
     tables = {}
-    for column, sides in _categories(_sides(inputs)[0][0], inputs.after).items():
+    for column, sides in _group_categories(
+        _find_compared_sides(inputs)[0][0], inputs.after
+    ).items():
         before = {category.value: category for category in sides["before"]}
         rows = [
             CategoryRow(
@@ -213,23 +224,23 @@ def _category_tables(inputs: ReportInputs) -> dict[str, list[CategoryRow]]:
             )
             for one in sides["after"]
         ]
-        overall = [mean_over_categories(sides[when]) for when in ("before", "after")]
+        overall = [average_over_categories(sides[when]) for when in ("before", "after")]
         tables[column] = [*rows, CategoryRow("mean of these", None, *overall)]
     return tables
 
 
 def write_summary(path: Path, inputs: ReportInputs) -> None:
-    """Write ``summary`` as JSON."""
-    write_text(path, json.dumps(summary(inputs), indent=2, allow_nan=False) + "\n")
+    """Write ``summarise_run`` as JSON."""
+    write_text(path, json.dumps(summarise_run(inputs), indent=2, allow_nan=False) + "\n")
 
 
-def summary_table(inputs: ReportInputs) -> str:
+def format_summary_table(inputs: ReportInputs) -> str:
     """Evaluations by metrics, for the terminal; a star marks the candidate."""
-    metrics = _metrics(inputs)
-    table = [["", *(charts.label(metric) for metric in metrics), "drift"]]
+    metrics = _list_metrics(inputs)
+    table = [["", *(charts.format_metric_name(metric) for metric in metrics), "drift"]]
     for evaluation, _ in inputs.evaluations:
         mark = "*" if evaluation is inputs.after else ""
-        values = [significant(evaluation.held_out.get(metric)) for metric in metrics]
+        values = [format_number(evaluation.held_out.get(metric)) for metric in metrics]
         table.append([evaluation.label + mark, *values, f"{evaluation.velocity_drift:.2g}"])
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = [
@@ -246,21 +257,21 @@ def summary_table(inputs: ReportInputs) -> str:
 
 def write_report(path: Path, inputs: ReportInputs) -> None:
     """Write one HTML file without references to other files or the network."""
-    environment = page_environment(Path(__file__).parent)
+    environment = create_page_environment(Path(__file__).parent)
     environment.globals["refused"] = REFUSED
     environment.filters |= {
-        "number": significant,
-        "signed": signed,
-        "label": charts.label,
-        "duration": duration,
-        "day": _day,
+        "number": format_number,
+        "signed": format_difference,
+        "label": charts.format_metric_name,
+        "duration": format_duration,
+        "day": _format_day,
     }
-    write_text(path, environment.get_template("report.html").render(_page(inputs)))
+    write_text(path, environment.get_template("report.html").render(_build_page(inputs)))
 
 
-def _page(inputs: ReportInputs) -> dict[str, Any]:
-    metrics = _metrics(inputs)
-    shown = _shown(inputs)
+def _build_page(inputs: ReportInputs) -> dict[str, Any]:
+    metrics = _list_metrics(inputs)
+    shown = _select_evaluations(inputs)
     own_evaluations = [
         evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion
     ]
@@ -272,35 +283,39 @@ def _page(inputs: ReportInputs) -> dict[str, Any]:
     return {
         "inputs": inputs,
         "metrics": metrics,
-        "guardrails": _guardrails(inputs.recipe),
-        "meanings": glossary(inputs.recipe, [*metrics, inputs.decision.target.metric], statistics),
-        "trained": _trained(inputs.recipe),
+        "guardrails": _list_guardrails(inputs.recipe),
+        "meanings": build_glossary(
+            inputs.recipe, [*metrics, inputs.decision.target.metric], statistics
+        ),
+        "trained": _name_trained_reward(inputs.recipe),
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
         "shown": [evaluation for evaluation, _ in shown],
-        "distributed": _distributed(inputs, metrics),
-        "categories": _category_tables(inputs),
+        "distributed": _list_distributions(inputs, metrics),
+        "categories": _build_category_tables(inputs),
         "statistics": statistics,
-        "progress": charts.progress(own_evaluations, metrics, inputs.after.label, inputs.champion),
-        "differences": charts.differences(inputs.decision),
+        "progress": charts.plot_progress(
+            own_evaluations, metrics, inputs.after.label, inputs.champion
+        ),
+        "differences": charts.plot_differences(inputs.decision),
         "curves": [
-            (record, charts.training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]
+            (record, charts.plot_training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]
         ],
-        "times": _times(inputs),
+        "times": _measure_times(inputs),
         "recipe_yaml": yaml.safe_dump(inputs.recipe.model_dump(mode="json"), sort_keys=False),
-        "problems": _problems(inputs),
+        "problems": _list_problems(inputs),
         "how_to_load": _how_to_load(inputs),
-        **_pictures(inputs, shown, metrics),
-        **_by_prompt(inputs),
+        **_build_pictures(inputs, shown, metrics),
+        **_compare_by_prompt(inputs),
     }
 
 
-def _pictures(
+def _build_pictures(
     inputs: ReportInputs, shown: Sequence[tuple[Evaluation, Path]], metrics: Sequence[str]
 ) -> dict[str, Any]:
-    against, after = _sides(inputs)
+    against, after = _find_compared_sides(inputs)
     compared = against[0].label, after[0].label
-    fell, rose = changed_rows(against[1], after[1], compared, metrics)
-    rows = first_rows(shown, metrics, compared)
+    fell, rose = build_changed_rows(against[1], after[1], compared, metrics)
+    rows = build_first_rows(shown, metrics, compared)
     width = max(
         (cell.width for row in rows for cell in row.cells if cell), default=MAX_PREVIEW_WIDTH
     )
@@ -313,25 +328,25 @@ def _pictures(
     }
 
 
-def _by_prompt(inputs: ReportInputs) -> dict[str, Any]:
+def _compare_by_prompt(inputs: ReportInputs) -> dict[str, Any]:
     """The scatter of every prompt's reward, and the best of k samples."""
-    against, after = _sides(inputs)
+    against, after = _find_compared_sides(inputs)
     columns = [*KEY, "split", "reward"]
     tables = [
         pq.read_table(path, columns=columns, filters=[HELD_OUT]) for _, path in (after, against)
     ]
-    means = prompt_means("reward", *tables)
+    means = average_over_prompts("reward", *tables)
     moved = means["candidate"] - means["champion"]
     counts = sorted(
         {k for k in (1, 2, 4, 8, 16, 32, 64) if k < inputs.recipe.evaluation.samples}
         | {inputs.recipe.evaluation.samples}
     )
     best = [
-        (evaluation.label, [best_of(*_rewards(table), k, counts[-1]) for k in counts])
+        (evaluation.label, [estimate_best_of(*_read_rewards(table), k, counts[-1]) for k in counts])
         for (evaluation, _), table in zip((against, after), reversed(tables), strict=True)
     ]
     return {
-        "scatter": charts.scatter(
+        "scatter": charts.plot_scatter(
             means["champion"].tolist(), means["candidate"].tolist(), "reward"
         ),
         "moved": [int(found.sum()) for found in (moved > 0, moved < 0, moved == 0)],
@@ -341,14 +356,16 @@ def _by_prompt(inputs: ReportInputs) -> dict[str, Any]:
     }
 
 
-def _rewards(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+def _read_rewards(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """Prompts and rewards of the samples, NaN where there is none."""
     return table["prompt_id"].to_numpy(), table["reward"].to_pandas().to_numpy(
         np.float64, na_value=np.nan
     )
 
 
-def _sides(inputs: ReportInputs) -> tuple[tuple[Evaluation, Path], tuple[Evaluation, Path]]:
+def _find_compared_sides(
+    inputs: ReportInputs,
+) -> tuple[tuple[Evaluation, Path], tuple[Evaluation, Path]]:
     """What the gate compared: the champion, or the run's start, and the candidate."""
     pairs = {
         evaluation.label: (evaluation, path) for evaluation, path in reversed(inputs.evaluations)
@@ -356,7 +373,7 @@ def _sides(inputs: ReportInputs) -> tuple[tuple[Evaluation, Path], tuple[Evaluat
     return pairs[(inputs.champion or inputs.before).label], pairs[inputs.after.label]
 
 
-def _problems(inputs: ReportInputs) -> list[str]:
+def _list_problems(inputs: ReportInputs) -> list[str]:
     """What a person should know before anything else."""
     alarms = [f"{record.label}: {alarm}" for record, _ in inputs.stages for alarm in record.alarms]
     return [*alarms, *inputs.outages]
@@ -371,34 +388,34 @@ def _how_to_load(inputs: ReportInputs) -> str | None:
     )
 
 
-def _trained(recipe: Recipe) -> str:
+def _name_trained_reward(recipe: Recipe) -> str:
     """What the number under a picture is: the only reward, or the weighted sum."""
     only = recipe.rewards[0] if len(recipe.rewards) == 1 and recipe.rewards[0].weight == 1 else None
-    return charts.label(only.column) if only else "Reward"
+    return charts.format_metric_name(only.column) if only else "Reward"
 
 
-def _guardrails(recipe: Recipe) -> list[str]:
+def _list_guardrails(recipe: Recipe) -> list[str]:
     return [guardrail.column for guardrail in recipe.guardrails]
 
 
-def _metrics(inputs: ReportInputs) -> list[str]:
+def _list_metrics(inputs: ReportInputs) -> list[str]:
     """Metrics to show, in order: the total reward unless it equals the only one, trained rewards,
     exact match, guardrails.
     """
     trained = [reward.column for reward in inputs.recipe.rewards]
     combined = [] if len(trained) == 1 and trained[0] in inputs.before.held_out else ["reward"]
-    wanted = [*combined, *trained, "exact_match", *_guardrails(inputs.recipe)]
+    wanted = [*combined, *trained, "exact_match", *_list_guardrails(inputs.recipe)]
     return [
         metric
         for metric in wanted
         if any(
-            _finite(evaluation.held_out).get(metric) is not None
+            _keep_finite(evaluation.held_out).get(metric) is not None
             for evaluation, _ in inputs.evaluations
         )
     ]
 
 
-def _distributed(
+def _list_distributions(
     inputs: ReportInputs, metrics: Sequence[str]
 ) -> list[tuple[Evaluation, str, Distribution]]:
     """The distribution of every metric, before and after, and of the champion where it is another
@@ -413,7 +430,7 @@ def _distributed(
     ]
 
 
-def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
+def _select_evaluations(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
     evaluations = list(inputs.evaluations)
     if len(evaluations) <= MAX_COLUMNS:
         return evaluations
@@ -426,7 +443,7 @@ def _shown(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
     return [evaluations[index] for index in sorted(kept)]
 
 
-def _times(inputs: ReportInputs) -> dict[str, Times]:
+def _measure_times(inputs: ReportInputs) -> dict[str, Times]:
     """Of the base model, of every stage, and of all evaluations together."""
     evaluating: dict[str, float] = {}
     for evaluation, _ in inputs.evaluations:
@@ -434,22 +451,24 @@ def _times(inputs: ReportInputs) -> dict[str, Times]:
             evaluating[phase] = evaluating.get(phase, 0.0) + seconds
     stages = {record.label: dict(record.seconds) for record, _ in inputs.stages}
     parts = {"base model": {"base model": inputs.base_seconds}, **stages, "evaluations": evaluating}
-    return {name: Times(_wall(inputs, name), phases) for name, phases in parts.items()}
+    return {
+        name: Times(_measure_wall_seconds(inputs, name), phases) for name, phases in parts.items()
+    }
 
 
-def _wall(inputs: ReportInputs, part: str) -> float | None:
+def _measure_wall_seconds(inputs: ReportInputs, part: str) -> float | None:
     """Seconds on the clock of the nodes of a part of the run; None where none of them is known."""
     nodes = inputs.facts.nodes if inputs.facts else {}
     evaluating = {name for name in nodes if name.endswith(" evaluation")}
     own = {name for name in nodes if name == part or name.startswith(f"{part} ")} - evaluating
     names = evaluating if part == "evaluations" else own
-    return inputs.facts.wall_seconds(names) if inputs.facts and names else None
+    return inputs.facts.measure_wall_seconds(names) if inputs.facts and names else None
 
 
-def _finite(values: dict[str, float]) -> dict[str, float]:
+def _keep_finite(values: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
 
-def _day(seconds: float) -> str:
+def _format_day(seconds: float) -> str:
     """Seconds since 1970 as a date and a time, UTC."""
     return f"{datetime.fromtimestamp(seconds, UTC):%d %B %Y, %H:%M} UTC".lstrip("0")

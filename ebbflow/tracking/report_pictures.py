@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from ebbflow.data.records import Evaluation
-from ebbflow.formatting import signed, significant
+from ebbflow.formatting import format_difference, format_number
 from ebbflow.plots import charts
-from ebbflow.plots.images import fit, open_rgb
+from ebbflow.plots.images import fit_width, open_rgb_image
 
 MAX_PROMPTS = 16
 MAX_CHANGES = 6
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 Shown = Sequence[tuple[Evaluation, Path]]
 
 
-def first_rows(shown: Shown, metrics: Sequence[str], at_size: Collection[str]) -> list[Row]:
+def build_first_rows(shown: Shown, metrics: Sequence[str], at_size: Collection[str]) -> list[Row]:
     """The first held-out prompts, not the best ones, with every policy's picture from the same
     noise.
 
@@ -75,13 +75,15 @@ def first_rows(shown: Shown, metrics: Sequence[str], at_size: Collection[str]) -
         at_size: labels of the evaluations whose pictures are embedded at their size; the page must
             stay small enough to open.
     """
-    sides = [_first_samples(path) for _, path in shown]
+    sides = [_read_first_samples(path) for _, path in shown]
     labels = [evaluation.label for evaluation, _ in shown]
     ids = sorted({prompt for side in sides for prompt in side})[:MAX_PROMPTS]
-    return [_row([side.get(prompt) for side in sides], labels, metrics, at_size) for prompt in ids]
+    return [
+        _build_row([side.get(prompt) for side in sides], labels, metrics, at_size) for prompt in ids
+    ]
 
 
-def changed_rows(
+def build_changed_rows(
     before: Path, after: Path, labels: tuple[str, str], metrics: Sequence[str]
 ) -> tuple[list[Row], list[Row]]:
     """The held-out prompts whose reward fell most and rose most, each with its pictures before and
@@ -89,22 +91,22 @@ def changed_rows(
 
     By the first sample of each prompt, which is the one in the pictures.
     """
-    was = _first_rewards(before)
-    now = _first_rewards(after)
+    was = _read_first_rewards(before)
+    now = _read_first_rewards(after)
     moved = {prompt: now[prompt] - was[prompt] for prompt in was if prompt in now}
     ranked = sorted(moved, key=lambda prompt: (moved[prompt], prompt))
     fell = [prompt for prompt in ranked[:MAX_CHANGES] if moved[prompt] < 0]
     rose = [prompt for prompt in ranked[: -MAX_CHANGES - 1 : -1] if moved[prompt] > 0]
-    sides = [_first_samples(path, {*fell, *rose}) for path in (before, after)]
+    sides = [_read_first_samples(path, {*fell, *rose}) for path in (before, after)]
 
-    def row(prompt: int) -> Row:
-        plain = _row([side.get(prompt) for side in sides], labels, metrics, labels)
-        return plain._replace(change=signed(moved[prompt]))
+    def build_row(prompt: int) -> Row:
+        plain = _build_row([side.get(prompt) for side in sides], labels, metrics, labels)
+        return plain._replace(change=format_difference(moved[prompt]))
 
-    return [row(prompt) for prompt in fell], [row(prompt) for prompt in rose]
+    return [build_row(prompt) for prompt in fell], [build_row(prompt) for prompt in rose]
 
 
-def data_uri(
+def encode_data_uri(
     image: Image.Image, sharp: bool, max_width: int = 2 * MAX_SHARP_WIDTH, quality: int = 80
 ) -> str:
     """A picture inside a page: pixel by pixel, or as a JPEG that is at most so wide."""
@@ -112,12 +114,12 @@ def data_uri(
     if sharp:
         image.save(buffer, "PNG", optimize=True)
     else:
-        fit(image, 1, max_width).save(buffer, "JPEG", quality=quality)
+        fit_width(image, 1, max_width).save(buffer, "JPEG", quality=quality)
     kind = "png" if sharp else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _first_numbers(path: Path) -> dict[int, int]:
+def _read_first_numbers(path: Path) -> dict[int, int]:
     """The number of the first held-out sample of each prompt."""
     keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[HELD_OUT]).group_by(
         "prompt_id"
@@ -126,11 +128,13 @@ def _first_numbers(path: Path) -> dict[int, int]:
     return dict(zip(table["prompt_id"].to_pylist(), table["sample_min"].to_pylist(), strict=True))
 
 
-def _first_samples(path: Path, prompts: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
+def _read_first_samples(
+    path: Path, prompts: Collection[int] | None = None
+) -> dict[int, dict[str, Any]]:
     """The first held-out sample of these or of the first prompts. Reads no others: their pictures
     can be gigabytes.
     """
-    first = _first_numbers(path)
+    first = _read_first_numbers(path)
     ids = sorted(first)[:MAX_PROMPTS] if prompts is None else sorted(first.keys() & prompts)
     rows = (
         pq.read_table(path, filters=[HELD_OUT, ("prompt_id", "in", ids)]).to_pylist() if ids else []
@@ -138,9 +142,9 @@ def _first_samples(path: Path, prompts: Collection[int] | None = None) -> dict[i
     return {row["prompt_id"]: row for row in rows if row["sample"] == first[row["prompt_id"]]}
 
 
-def _first_rewards(path: Path) -> dict[int, float]:
+def _read_first_rewards(path: Path) -> dict[int, float]:
     """The reward of the first held-out sample of each prompt that has one."""
-    first = _first_numbers(path)
+    first = _read_first_numbers(path)
     rows = pq.read_table(
         path, columns=["prompt_id", "sample", "reward"], filters=[HELD_OUT]
     ).to_pylist()
@@ -152,7 +156,7 @@ def _first_rewards(path: Path) -> dict[int, float]:
     }
 
 
-def _row(
+def _build_row(
     samples: Sequence[dict[str, Any] | None],
     labels: Sequence[str],
     metrics: Sequence[str],
@@ -160,21 +164,21 @@ def _row(
 ) -> Row:
     first = next(sample for sample in samples if sample is not None)
     cells = [
-        _cell(sample, label, metrics, label in at_size) if sample else None
+        _build_cell(sample, label, metrics, label in at_size) if sample else None
         for sample, label in zip(samples, labels, strict=True)
     ]
     return Row(first["prompt"], first["target"], cells)
 
 
-def _cell(sample: dict[str, Any], label: str, metrics: Sequence[str], at_size: bool) -> Cell:
-    image = open_rgb(sample["image"])
+def _build_cell(sample: dict[str, Any], label: str, metrics: Sequence[str], at_size: bool) -> Cell:
+    image = open_rgb_image(sample["image"])
     sharp = image.width <= MAX_SHARP_WIDTH
     exact = sample.get("exact_match")
-    preview = data_uri(image, sharp, MAX_PREVIEW_WIDTH)
+    preview = encode_data_uri(image, sharp, MAX_PREVIEW_WIDTH)
     whole = (
         preview
         if image.width <= MAX_PREVIEW_WIDTH
-        else data_uri(image, False, image.width, 90)
+        else encode_data_uri(image, False, image.width, 90)
         if at_size
         else None
     )
@@ -185,6 +189,9 @@ def _cell(sample: dict[str, Any], label: str, metrics: Sequence[str], at_size: b
         width=image.width,
         height=image.height,
         exact=None if exact is None else exact >= 1,
-        reward="not scored" if sample["reward"] is None else significant(sample["reward"]),
-        scores=[(charts.label(metric), significant(sample.get(metric))) for metric in metrics],
+        reward="not scored" if sample["reward"] is None else format_number(sample["reward"]),
+        scores=[
+            (charts.format_metric_name(metric), format_number(sample.get(metric)))
+            for metric in metrics
+        ],
     )

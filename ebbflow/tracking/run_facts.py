@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 
 VERSIONS = ("ebbflow", "torch", "diffusers", "transformers", "peft", "mlflow", "flytekit")
 COMMIT = "mlflow.source.git.commit"
@@ -39,7 +39,7 @@ class RunFacts:
     user: str | None = None
     nodes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
-    def wall_seconds(self, names: Iterable[str]) -> float:
+    def measure_wall_seconds(self, names: Iterable[str]) -> float:
         """How long at least one of these nodes ran: nodes that ran side by side count once."""
         total = end = 0.0
         for start, stop in sorted(self.nodes[name] for name in names if name in self.nodes):
@@ -48,33 +48,35 @@ class RunFacts:
         return total
 
 
-def run_facts(tracked: TrackedRun) -> RunFacts:
+def collect_run_facts(tracked: TrackedRun) -> RunFacts:
     """The facts of a run. What MLflow knows is left out while it is away: a report must not fail
     for it.
     """
     tags: Mapping[str, str] = {}
     nodes: dict[str, tuple[float, float]] = {}
     try:
-        tags, nodes = _tags_and_nodes(tracked)
+        tags, nodes = _read_tags_and_nodes(tracked)
     except Exception as error:  # of any store or transport
         logger.warning(
             "the report has no wall times and no commit: MLflow did not answer: %s",
-            redact(str(error)),
+            redact_secrets(str(error)),
         )
-    return RunFacts(time.time(), _machine(), _versions(), tags.get(COMMIT), tags.get(USER), nodes)
+    return RunFacts(
+        time.time(), _describe_machine(), _read_versions(), tags.get(COMMIT), tags.get(USER), nodes
+    )
 
 
-def _tags_and_nodes(
+def _read_tags_and_nodes(
     tracked: TrackedRun,
 ) -> tuple[Mapping[str, str], dict[str, tuple[float, float]]]:
     """The tags of the run, and start and end of its nodes."""
     from ebbflow.tracking.store import (
         NODE,
         PARENT,
-        connect,
+        connect_to_store,
     )  # MLflow takes seconds, and a page needs none of it
 
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     tags: Mapping[str, str] = client.get_run(tracked.run_id).data.tags
     condition = f"tags.`{PARENT}` = '{tracked.run_id}'"
     token = None
@@ -90,7 +92,7 @@ def _tags_and_nodes(
             return tags, nodes
 
 
-def _machine() -> str:
+def _describe_machine() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     processor = next(
@@ -100,7 +102,7 @@ def _machine() -> str:
     return f"{processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
 
 
-def _versions() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     versions = {"Python": platform.python_version()}
     for name in VERSIONS:
         try:

@@ -16,8 +16,8 @@ from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.base import sanitize
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.delivery import WRITERS
 from ebbflow.tracking.pending import PendingRecords, Record, Status
 from ebbflow.tracking.store import (
@@ -27,9 +27,9 @@ from ebbflow.tracking.store import (
     PARENT,
     REFUSED,
     ROLE,
-    connect,
+    connect_to_store,
     create_run,
-    find,
+    find_run,
 )
 
 METRICS_PER_BATCH = 1000
@@ -54,7 +54,7 @@ class OpenRun:
             run.data.metrics
         )  # None: not asked for yet
 
-    def holds(self, metric: Metric) -> bool:
+    def holds_metric(self, metric: Metric) -> bool:
         """Whether the run held a value of this metric at its step. Stages that were late may fill
         steps in between.
         """
@@ -69,15 +69,15 @@ class OpenRun:
 
 def open_parent_run(tracked: TrackedRun) -> OpenRun:
     """The run of the execution."""
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     return OpenRun(client, client.get_run(tracked.run_id))
 
 
 def open_child_run(tracked: TrackedRun, node: str) -> OpenRun:
     """Find the node's run and set it RUNNING with its parent, or create it."""
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     identity = {PARENT: tracked.run_id, NODE: node}
-    run = find(client, tracked.experiment_id, identity)
+    run = find_run(client, tracked.experiment_id, identity)
     if run is None:
         run = create_run(
             client,
@@ -111,7 +111,7 @@ class RunSender:
         self.refused: Counter[str] = Counter()
         self._refused_metrics: set[str] = set()
 
-    def send(self, pending: PendingRecords) -> None:
+    def send_pending(self, pending: PendingRecords) -> None:
         """Deliver everything. What arrived or was refused leaves ``pending``, also when a later
         record raises.
         """
@@ -125,11 +125,11 @@ class RunSender:
             )
             pending.remove_first_record()
         if pending.since is not None:
-            self._log_outage(run, pending, pending.since)
+            self._tag_outage(run, pending, pending.since)
         if self.refused:
-            run.client.set_tag(run.run_id, REFUSED, _as_tag(run.refused + self.refused))
+            run.client.set_tag(run.run_id, REFUSED, _format_counts_tag(run.refused + self.refused))
 
-    def end(self, status: Status) -> None:
+    def end_run(self, status: Status) -> None:
         """End the child run; a failed node fails the parent too, until its retry opens both
         again."""
         assert self.run, "send() opens the run"
@@ -142,7 +142,7 @@ class RunSender:
         return self.parent
 
     def _send_record(self, run: OpenRun, record: Record) -> None:
-        if error := self._rejection(
+        if error := self._try_write(
             run, partial(WRITERS[record.kind], run.client, **record.arguments)
         ):
             self._count_refused(record.kind, 1, error)
@@ -154,7 +154,7 @@ class RunSender:
         """
         metrics[:] = [metric for metric in metrics if self._is_wanted(run, metric)]
         while batch := metrics[:METRICS_PER_BATCH]:
-            if self._rejection(run, partial(run.client.log_batch, metrics=batch)):
+            if self._try_write(run, partial(run.client.log_batch, metrics=batch)):
                 self._send_each_metric(run, pending, batch)
             else:
                 pending.remove_metrics(batch)
@@ -164,21 +164,21 @@ class RunSender:
         refuses the metric.
         """
         if metric.key in self._refused_metrics:
-            self.refused[_metric_label(metric.key)] += 1
+            self.refused[_format_metric_label(metric.key)] += 1
             return False
-        return not run.holds(metric)
+        return not run.holds_metric(metric)
 
     def _send_each_metric(
         self, run: OpenRun, pending: PendingRecords, batch: Sequence[Metric]
     ) -> None:
         for key in dict.fromkeys(metric.key for metric in batch):
             values = [metric for metric in batch if metric.key == key]
-            if error := self._rejection(run, partial(run.client.log_batch, metrics=values)):
+            if error := self._try_write(run, partial(run.client.log_batch, metrics=values)):
                 self._refused_metrics.add(key)
-                self._count_refused(_metric_label(key), len(values), error)
+                self._count_refused(_format_metric_label(key), len(values), error)
             pending.remove_metrics(values)
 
-    def _rejection(self, run: OpenRun, call: Callable[..., object]) -> Exception | None:
+    def _try_write(self, run: OpenRun, call: Callable[..., object]) -> Exception | None:
         """Make the call. Returns the error if MLflow will never accept it: then it must not block
         what is behind it.
         """
@@ -196,7 +196,7 @@ class RunSender:
 
     def _count_refused(self, what: str, count: int, error: Exception) -> None:
         if not self.refused[what]:
-            reason = sanitize(redact(str(error)))
+            reason = sanitize_text(redact_secrets(str(error)))
             logger.warning(
                 "node %s: MLflow refuses %s; they are dropped and counted: %s",
                 self.node,
@@ -205,7 +205,7 @@ class RunSender:
             )
         self.refused[what] += count
 
-    def _log_outage(self, run: OpenRun, pending: PendingRecords, since: float) -> None:
+    def _tag_outage(self, run: OpenRun, pending: PendingRecords, since: float) -> None:
         """After an outage, tag the run with its length and its effect, for the report."""
         earlier = json.loads(run.client.get_run(run.run_id).data.tags.get(AWAY, "{}"))
         seconds = round(time.time() - since + earlier.get("seconds", 0), 1)
@@ -222,11 +222,11 @@ class RunSender:
         pending.late = 0
 
 
-def _metric_label(key: str) -> str:
-    return f"metric {sanitize(key, 80)}"
+def _format_metric_label(key: str) -> str:
+    return f"metric {sanitize_text(key, 80)}"
 
 
-def _as_tag(counts: Counter[str]) -> str:
+def _format_counts_tag(counts: Counter[str]) -> str:
     """JSON short enough for a tag: the most frequent, and how many others."""
     listed = dict(
         Counter({what: count for what, count in counts.items() if what != OTHERS}).most_common(

@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from ebbflow.data.images import ImageError, condition_image
+from ebbflow.data.images import ImageError, load_condition_image
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.store import TrackingError
 
 
@@ -42,16 +42,16 @@ class ServedPolicy:
                 ``image`` to edit. A row that cannot be drawn gets an error, and the others their
                 images.
         """
-        from ebbflow.evaluation.serve import Drawn, generate_images
+        from ebbflow.evaluation.serve import GeneratedImage, generate_images
 
         rows = model_input.astype(object).where(model_input.notna(), None).to_dict("records")
         requests: dict[int, tuple[Prompt, int]] = {}
         drawn = {}
         for index, row in enumerate(rows):
             try:
-                requests[index] = _request(row)
+                requests[index] = _parse_request(row)
             except ValueError as error:
-                drawn[index] = Drawn(error=str(error))
+                drawn[index] = GeneratedImage(error=str(error))
         prompts = [prompt for prompt, _ in requests.values()]
         seeds = [seed for _, seed in requests.values()]
         with self._one_at_a_time:
@@ -59,11 +59,13 @@ class ServedPolicy:
                 zip(requests, generate_images(self.base, self.policy, prompts, seeds), strict=True)
             )
         return pd.DataFrame(
-            [drawn[index] for index in range(len(rows))], columns=list(Drawn._fields), dtype=object
+            [drawn[index] for index in range(len(rows))],
+            columns=list(GeneratedImage._fields),
+            dtype=object,
         )
 
 
-def _request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
+def _parse_request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
     """A row as an entry of a prompt table, and its seed.
 
     Raises:
@@ -79,7 +81,7 @@ def _request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
     if not isinstance(image, bytes | None):
         raise ValueError("image is no bytes; give the content of an image file")
     try:
-        edited = None if image is None else condition_image(image, Path())
+        edited = None if image is None else load_condition_image(image, Path())
     except ImageError as error:
         raise ValueError(f"image {error}") from None
     return (
@@ -101,15 +103,15 @@ def _load_pyfunc(data_path: str) -> ServedPolicy:
     """MLflow's entry point. The model is loaded now: a server's first request would run into its
     time limit.
     """
-    from ebbflow.evaluation.serve import load_served
+    from ebbflow.evaluation.serve import load_served_model
 
-    base = base_folder(Path(data_path))
+    base = find_base_folder(Path(data_path))
     policy = Path(data_path) / "policy"
-    load_served(base, policy)
+    load_served_model(base, policy)
     return ServedPolicy(base, policy)
 
 
-def base_folder(data: Path) -> Path:
+def find_base_folder(data: Path) -> Path:
     """The base model of a version: stored in its data folder, or only referenced, then from the hub
     or its cache.
 
@@ -120,23 +122,23 @@ def base_folder(data: Path) -> Path:
     policy = data / "policy"
     if base.is_dir():
         return base
-    from ebbflow.models.prepare import cached_base
+    from ebbflow.models.prepare import cache_base_folder
     from ebbflow.training.policy_metadata import read_policy_metadata
 
     model = read_policy_metadata(policy).model
-    if not model.on_hub:
+    if not model.is_on_hub:
         raise TrackingError(
             f"{data} was registered without its base model; put the one that"
             f" {policy / 'policy.json'} names into {base}"
         )
-    return cached_base(model)
+    return cache_base_folder(model)
 
 
 def how_to_load(tracking_uri: str, model_name: str, version: str) -> str:
     """A line of Python that loads a registered version. It names the store, as MLflow's default is
     another than a run's.
     """
-    store = f"mlflow.set_tracking_uri({redact(tracking_uri)!r})"
+    store = f"mlflow.set_tracking_uri({redact_secrets(tracking_uri)!r})"
     return (
         f"import mlflow; {store}; model ="
         f" mlflow.pyfunc.load_model('models:/{model_name}/{version}')"
@@ -145,5 +147,5 @@ def how_to_load(tracking_uri: str, model_name: str, version: str) -> str:
 
 def how_to_draw(tracking_uri: str, model_name: str, version: str, prompt: str) -> str:
     """A line of shell that draws a prompt with a registered version."""
-    store = f"MLFLOW_TRACKING_URI={shlex.quote(redact(tracking_uri))}"
+    store = f"MLFLOW_TRACKING_URI={shlex.quote(redact_secrets(tracking_uri))}"
     return f"{store} ebbflow draw {shlex.quote(f'{model_name}/{version}')} {shlex.quote(prompt)}"

@@ -16,7 +16,7 @@ import fsspec
 
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 
 GLOBAL_STEP = "global_step"
 NODE_STEP = "step"
@@ -106,7 +106,7 @@ SINKS: dict[str, tuple[Callable[[TrackedRun, str], Sink], str]] = {
 """Of each name in ``tracking.sinks``, the class and the package that it needs."""
 
 
-def require_sinks(recipe: Recipe) -> None:
+def check_sinks_installed(recipe: Recipe) -> None:
     """Check that what the sinks of a recipe need is installed.
 
     Raises:
@@ -139,26 +139,26 @@ class NodeSinks:
             try:
                 self._open[name] = SINKS[name][0](self.tracked, self.node)
             except Exception as error:  # as in _each
-                self._warn(name, error)
-        self._each(lambda sink: sink.log(values, step))
+                self._warn_of_failure(name, error)
+        self._call_each(lambda sink: sink.log(values, step))
 
     def close(self) -> None:
         """Close all that were opened."""
-        self._each(lambda sink: sink.close())
+        self._call_each(lambda sink: sink.close())
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
+    def _call_each(self, call: Callable[[Sink], None]) -> None:
         for name, sink in list(self._open.items()):
             try:
                 call(sink)
             except Exception as error:
                 # The library behind a sink may raise anything; none of it may stop the training.
-                self._warn(name, error)
+                self._warn_of_failure(name, error)
                 del self._open[name]
                 with suppress(Exception):
                     sink.close()
 
-    def _warn(self, name: str, error: Exception) -> None:
-        reason = redact(str(error)) or type(error).__name__
+    def _warn_of_failure(self, name: str, error: Exception) -> None:
+        reason = redact_secrets(str(error)) or type(error).__name__
         logger.warning(
             "node %s: %s of tracking.sinks fails and gets no more of this node: %s",
             self.node,

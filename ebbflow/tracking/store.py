@@ -19,10 +19,10 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.base import sanitize
-from ebbflow.recipe.paths import require_store_uri
-from ebbflow.recipe.secrets import redact
-from ebbflow.storage.disk import DiskFullError, atomic_write, sync
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.recipe.paths import check_store_uri
+from ebbflow.recipe.secrets import redact_secrets
+from ebbflow.storage.disk import DiskFullError, atomic_write, sync_path
 from ebbflow.storage.locks import wait_for_lock
 
 EXECUTION = "flyte.execution_id"
@@ -53,34 +53,35 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
             file; or there is none and ``output`` is not local.
     """
     if uri := recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
-        if redact(uri) != uri:
+        if redact_secrets(uri) != uri:
             raise TrackingError(
-                f"tracking URI {redact(uri)} contains a password or a token, which would leak into"
-                " logs and reports; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD,"
-                " MLFLOW_TRACKING_TOKEN, or what the database's driver reads, such as PGPASSWORD"
+                f"tracking URI {redact_secrets(uri)} contains a password or a token, which would"
+                " leak into logs and reports; set MLFLOW_TRACKING_USERNAME and"
+                " MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, or what the database's driver"
+                " reads, such as PGPASSWORD"
             )
-        return _usable(uri, "set tracking.uri or MLFLOW_TRACKING_URI to it")
+        return _check_usable(uri, "set tracking.uri or MLFLOW_TRACKING_URI to it")
     if "://" in recipe.output:
         raise TrackingError(
             f"output {recipe.output} is no local folder, so it cannot hold a SQLite store; set"
             " tracking.uri or MLFLOW_TRACKING_URI to an MLflow server"
         )
-    return _usable(
+    return _check_usable(
         f"sqlite:///{Path(recipe.output).absolute() / 'mlflow.db'}",
         "or set 'output' to another folder",
     )
 
 
-def _usable(uri: str, fix: str) -> str:
+def _check_usable(uri: str, fix: str) -> str:
     try:
-        return require_store_uri(uri)
+        return check_store_uri(uri)
     except ValueError as error:
         raise TrackingError(
-            f"tracking URI {sanitize(uri)} cannot be used: {error}; {fix}"
+            f"tracking URI {sanitize_text(uri)} cannot be used: {error}; {fix}"
         ) from None
 
 
-def connect(uri: str) -> MlflowClient:
+def connect_to_store(uri: str) -> MlflowClient:
     """A client with bounded requests: by default one call to a silent server blocks for minutes.
 
     A SQLite store that does not exist is made first, which takes seconds.
@@ -94,21 +95,21 @@ def connect(uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # loading a pickle executes it
-    database = sqlite_file(uri)
+    database = find_sqlite_file(uri)
     if database:
         _ensure_sqlite(database, uri)
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except MlflowException as error:
         if database:
-            raise _not_whole(database, uri, _first_line(error)) from error
+            raise _build_not_whole_error(database, uri, _take_first_line(error)) from error
         raise
 
 
 @contextmanager
-def uploading() -> Iterator[None]:
-    """Allow an hour per request of a client (``connect``): a server answers an upload only once it
-    has stored the file.
+def allow_long_uploads() -> Iterator[None]:
+    """Allow an hour per request of a client (``connect_to_store``): a server answers an upload only
+    once it has stored the file.
     """
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     usual = os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
@@ -126,13 +127,13 @@ def check_store(uri: str) -> None:
         TrackingError: a SQLite file or its folder cannot be written, a server does not answer, or
             the driver of a database is not installed.
     """
-    if database := sqlite_file(uri):
+    if database := find_sqlite_file(uri):
         _check_sqlite(database, uri)
     else:
         _check_server(uri)
 
 
-def sqlite_file(uri: str) -> Path | None:
+def find_sqlite_file(uri: str) -> Path | None:
     """The database file of a ``sqlite:///`` URI; None for other stores."""
     return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
 
@@ -148,7 +149,7 @@ def _check_sqlite(database: Path, uri: str) -> None:
                 connection.execute("BEGIN IMMEDIATE")
                 connection.execute("ROLLBACK")
     except (OSError, sqlite3.Error) as error:
-        raise _not_writable(uri, error) from error
+        raise _build_not_writable_error(uri, error) from error
 
 
 def _ensure_sqlite(database: Path, uri: str) -> None:
@@ -160,24 +161,24 @@ def _ensure_sqlite(database: Path, uri: str) -> None:
     """
     file = Path(os.path.realpath(database))  # a link stays one
     try:
-        tables = _tables(file)
+        tables = _read_table_names(file)
         if not tables:
             file.parent.mkdir(parents=True, exist_ok=True)
             with wait_for_lock(file.with_name(f".{file.name}.lock")):
-                if not _tables(file):  # nobody made it while this process waited
+                if not _read_table_names(file):  # nobody made it while this process waited
                     _make_sqlite(file)
-            tables = _tables(file)
+            tables = _read_table_names(file)
     except DiskFullError:
         raise
     except Exception as error:  # of the file system, sqlite3, SQLAlchemy, alembic or MLflow
-        raise _not_writable(uri, error) from error
-    if missing := sorted(_mlflow_tables() - tables):
-        raise _not_whole(
+        raise _build_not_writable_error(uri, error) from error
+    if missing := sorted(_list_mlflow_tables() - tables):
+        raise _build_not_whole_error(
             database, uri, f"{len(missing)} of its tables are missing, such as {missing[0]!r}"
         )
 
 
-def _tables(database: Path) -> set[str]:
+def _read_table_names(database: Path) -> set[str]:
     """The names of the tables in a SQLite file; none if there is no file."""
     if not database.exists():
         return set()
@@ -190,7 +191,7 @@ def _tables(database: Path) -> set[str]:
         }
 
 
-def _mlflow_tables() -> set[str]:
+def _list_mlflow_tables() -> set[str]:
     """The names of the tables that MLflow looks for; it imports what registers them to open any
     SQLite store.
     """
@@ -206,12 +207,15 @@ def _make_sqlite(database: Path) -> None:
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    def publish(folder: Path, path: Path) -> None:
+    def publish_store(folder: Path, path: Path) -> None:
         (new,) = folder.iterdir()  # a journal next to it would mean that it is not whole
-        sync(new)
+        sync_path(new)
         new.replace(path)
 
-    with atomic_write(database, create=Path.mkdir, publish=publish) as folder, _without_fsync():
+    with (
+        atomic_write(database, create=Path.mkdir, publish=publish_store) as folder,
+        _disable_fsync(),
+    ):
         uri = f"sqlite:///{folder / database.name}"
         try:
             SqlAlchemyStore(uri, (database.parent / ARTIFACTS).as_uri())
@@ -221,30 +225,30 @@ def _make_sqlite(database: Path) -> None:
 
 
 @contextmanager
-def _without_fsync() -> Iterator[None]:
+def _disable_fsync() -> Iterator[None]:
     """For a file that has no name yet: hundreds of statements would each wait until they are on the
     disk, seconds in all.
     """
     from sqlalchemy import Engine, event
 
-    def switch_off(connection: sqlite3.Connection, record: object) -> None:
+    def disable_synchronous(connection: sqlite3.Connection, record: object) -> None:
         connection.execute("PRAGMA synchronous = OFF")
 
-    event.listen(Engine, "connect", switch_off)
+    event.listen(Engine, "connect", disable_synchronous)
     try:
         yield
     finally:
-        event.remove(Engine, "connect", switch_off)
+        event.remove(Engine, "connect", disable_synchronous)
 
 
-def _not_writable(uri: str, error: Exception) -> TrackingError:
+def _build_not_writable_error(uri: str, error: Exception) -> TrackingError:
     return TrackingError(
-        f"cannot write the MLflow store {uri}: {_first_line(error)}. Set 'output' to a writable"
-        " folder, or tracking.uri or MLFLOW_TRACKING_URI to another store"
+        f"cannot write the MLflow store {uri}: {_take_first_line(error)}. Set 'output' to a"
+        " writable folder, or tracking.uri or MLFLOW_TRACKING_URI to another store"
     )
 
 
-def _not_whole(database: Path, uri: str, cause: str) -> TrackingError:
+def _build_not_whole_error(database: Path, uri: str, cause: str) -> TrackingError:
     return TrackingError(
         f"{database} is not a whole store of this MLflow: {cause}. If another version of MLflow"
         f" made it, copy it and run `mlflow db upgrade {uri}`. If a process was killed while it"
@@ -252,28 +256,28 @@ def _not_whole(database: Path, uri: str, cause: str) -> TrackingError:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _check_server(uri: str) -> None:
     try:
-        connect(uri).search_experiments(max_results=1)
+        connect_to_store(uri).search_experiments(max_results=1)
     except ModuleNotFoundError as error:
         raise TrackingError(
-            f"the MLflow store {redact(uri)} needs the database driver {error.name}, which is not"
-            " installed; run `pip install 'ebbflow[postgresql]'` for postgresql://, or set"
+            f"the MLflow store {redact_secrets(uri)} needs the database driver {error.name}, which"
+            " is not installed; run `pip install 'ebbflow[postgresql]'` for postgresql://, or set"
             " tracking.uri to an MLflow server"
         ) from error
     except Exception as error:  # of requests, sqlalchemy or MLflow, depending on the store
         raise TrackingError(
-            f"the MLflow store {redact(uri)} does not answer: {redact(_first_line(error))}. Start"
-            " it, or correct tracking.uri or MLFLOW_TRACKING_URI; without either, a SQLite file in"
-            " 'output' is used"
+            f"the MLflow store {redact_secrets(uri)} does not answer:"
+            f" {redact_secrets(_take_first_line(error))}. Start it, or correct tracking.uri or"
+            " MLFLOW_TRACKING_URI; without either, a SQLite file in 'output' is used"
         ) from error
 
 
-def find(
+def find_run(
     client: MlflowClient,
     experiment_id: str,
     tags: Mapping[str, str | None],
@@ -303,7 +307,7 @@ def create_run(
     run exists that nobody knows.
     """
     created = client.create_run(experiment_id, tags={**identity, **tags}, run_name=name)
-    oldest = (find(client, experiment_id, identity) if identity else None) or created
+    oldest = (find_run(client, experiment_id, identity) if identity else None) or created
     if oldest.info.run_id != created.info.run_id:
         client.delete_run(created.info.run_id)
     return oldest

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING as ENABLED
 
 from ebbflow.data.records import TrackedRun
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None]:
+def log_system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None]:
     """Log the machine's load to a child run while the body runs, every 10 s; a retry goes on with
     the next step.
 
@@ -28,7 +28,7 @@ def system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None]:
         run_id: None if the store is away; then nothing is measured.
     """
     on = ENABLED.get() if ENABLED.name in os.environ else True  # MLflow's own default is off
-    monitor = _start(tracked, run_id) if on and run_id else None
+    monitor = _start_monitor(tracked, run_id) if on and run_id else None
     try:
         yield
     finally:
@@ -36,7 +36,7 @@ def system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None]:
             monitor.finish()
 
 
-def _start(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped-def]  # MLflow has no types here
+def _start_monitor(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped-def]  # MLflow has no types here
     """MLflow's monitor, or None where it cannot start: the load of a machine is worth no run."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -49,6 +49,6 @@ def _start(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped-def]  #
         )
         monitor.start()
     except Exception as error:
-        logger.warning("cannot measure the load of this machine: %s", redact(str(error)))
+        logger.warning("cannot measure the load of this machine: %s", redact_secrets(str(error)))
         return None
     return monitor

@@ -14,7 +14,7 @@ from contextlib import suppress
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from ebbflow.tracking.store import TrackingError, connect
+from ebbflow.tracking.store import TrackingError, connect_to_store
 
 MODE = "workflowType=machine_learning"
 """Part of an address of the UI. Without it MLflow shows the mode used last, at first that of
@@ -24,7 +24,7 @@ START_SECONDS = 300
 """Its imports take seconds, and a minute on a busy laptop."""
 
 
-def pages(server: str, uri: str, experiment: str) -> dict[str, str]:
+def list_pages(server: str, uri: str, experiment: str) -> dict[str, str]:
     """The address of each page that a user looks for, by its name.
 
     Args:
@@ -35,7 +35,7 @@ def pages(server: str, uri: str, experiment: str) -> dict[str, str]:
     Raises:
         TrackingError: the store has no such experiment.
     """
-    found = connect(uri).get_experiment_by_name(experiment)
+    found = connect_to_store(uri).get_experiment_by_name(experiment)
     if found is None:
         raise TrackingError(
             f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with"
@@ -66,10 +66,10 @@ def serve_ui(
         TrackingError: the store has no such experiment, or the server does not start.
     """
     if uri.startswith(("http://", "https://")):
-        _show(pages(uri.rstrip("/"), uri, experiment), browser, say)
+        _show_addresses(list_pages(uri.rstrip("/"), uri, experiment), browser, say)
         return 0
     server = f"http://127.0.0.1:{port}"
-    addresses = pages(server, uri, experiment)
+    addresses = list_pages(server, uri, experiment)
     options = {
         "--backend-store-uri": uri,
         "--port": str(port),
@@ -84,14 +84,14 @@ def serve_ui(
         *(word for option in options.items() for word in option),
     ]
     lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    _require_free(port)
+    _check_port_free(port)
     process = subprocess.Popen(
         command, env=os.environ | lean, start_new_session=True
     )  # it has children, which end with it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _wait(process, server)
-        _show(addresses, browser, say)
+        _wait_for_server(process, server)
+        _show_addresses(addresses, browser, say)
         say("Ctrl-C ends it.")
         return process.wait()
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def serve_ui(
         process.wait()
 
 
-def _require_free(port: int) -> None:
+def _check_port_free(port: int) -> None:
     """Before MLflow has imported itself: what answers at the port in the meantime would be taken
     for it.
     """
@@ -118,7 +118,7 @@ def _require_free(port: int) -> None:
             ) from None
 
 
-def _wait(process: subprocess.Popen[bytes], server: str) -> None:
+def _wait_for_server(process: subprocess.Popen[bytes], server: str) -> None:
     """Until the server answers."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
@@ -132,7 +132,7 @@ def _wait(process: subprocess.Popen[bytes], server: str) -> None:
     raise TrackingError(f"MLflow's UI does not answer at {server} after {START_SECONDS} s")
 
 
-def _show(addresses: dict[str, str], browser: bool, say: Callable[[str], None]) -> None:
+def _show_addresses(addresses: dict[str, str], browser: bool, say: Callable[[str], None]) -> None:
     width = max(map(len, addresses))
     for name, address in addresses.items():
         say(f"{name:<{width}}  {address}")

@@ -16,12 +16,12 @@ from ebbflow.training.policy_metadata import PolicyError
 ADAPTER = "default"
 
 
-def is_chosen(layer: str, config: PolicyConfig) -> bool:
+def is_layer_chosen(layer: str, config: PolicyConfig) -> bool:
     """Whether a layer, by its name, is among those to train."""
     return config.layers is None or any(fnmatchcase(layer, pattern) for pattern in config.layers)
 
 
-def no_such_layers(model: Model, config: PolicyConfig) -> PolicyError:
+def no_matching_layers_error(model: Model, config: PolicyConfig) -> PolicyError:
     linears = [
         name
         for name, layer in model.transformer.named_modules()
@@ -45,12 +45,14 @@ def no_such_layers(model: Model, config: PolicyConfig) -> PolicyError:
 
 
 def add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
-    _round_weights(model)
+    _round_frozen_weights(model)
     model.transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for prefix, network in trained_networks(model.transformer).items():
-            network.add_adapter(lora_config(model, prefix, network, config), adapter_name=ADAPTER)
+            network.add_adapter(
+                build_lora_config(model, prefix, network, config), adapter_name=ADAPTER
+            )
     for parameter in model.transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -63,7 +65,7 @@ def add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
             )
 
 
-def _round_weights(model: Model) -> None:
+def _round_frozen_weights(model: Model) -> None:
     """Keep the weights in the model's precision, but for the layers that diffusers names as too
     delicate for it.
     """
@@ -74,18 +76,18 @@ def _round_weights(model: Model) -> None:
                 parameter.data = parameter.data.to(DTYPES[model.precision])
 
 
-def lora_config(model: Model, prefix: str, network: Any, config: PolicyConfig) -> LoraConfig:
+def build_lora_config(model: Model, prefix: str, network: Any, config: PolicyConfig) -> LoraConfig:
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=_targets(model, prefix, network, config),
+        target_modules=_find_lora_targets(model, prefix, network, config),
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
         use_rslora=config.rslora,
         use_dora=config.dora,
     )
 
 
-def _targets(model: Model, prefix: str, network: Any, config: PolicyConfig) -> list[str]:
+def _find_lora_targets(model: Model, prefix: str, network: Any, config: PolicyConfig) -> list[str]:
     """The layers of a network that LoRA adapts: ends of their names, or where only some of them are
     trained, whole names.
 
@@ -102,7 +104,7 @@ def _targets(model: Model, prefix: str, network: Any, config: PolicyConfig) -> l
     trainable = {name for name in fitting if is_trainable(model, name)}
     if config.layers is None and trainable == fitting:
         return ends
-    chosen = sorted(name for name in trainable if is_chosen(prefix + name, config))
+    chosen = sorted(name for name in trainable if is_layer_chosen(prefix + name, config))
     if not chosen:
-        raise no_such_layers(model, config)
+        raise no_matching_layers_error(model, config)
     return chosen

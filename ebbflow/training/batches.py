@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import AnyRows, CopyName, ForwardRows, TrajectoryRows, expand_like
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.training_sigmas import training_sigmas
+from ebbflow.flow.training_sigmas import sample_training_sigmas
 from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import Transition, log_prob, transition
+from ebbflow.flow.transition import Transition, compute_log_prob, compute_transition
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.seeding import Stream, generators
+from ebbflow.seeding import Stream, iterate_generators
 from ebbflow.training.distributed import Ranks
 
 SampleGroups = list[np.ndarray]
@@ -54,11 +54,15 @@ class ForwardInputs:
     checkpointed: bool = False
     predicted: dict[int, Tensor] = field(default_factory=dict)
 
-    def at(self, part: slice | Tensor) -> tuple[Tensor, Tensor, Conditioning]:
+    def model_arguments(self, part: slice | Tensor) -> tuple[Tensor, Tensor, Conditioning]:
         """The arguments of the model's velocity at some rows."""
-        return self.latents[part], self.sigma[part], self.conditioning.rows(self.sample_index[part])
+        return (
+            self.latents[part],
+            self.sigma[part],
+            self.conditioning.select_rows(self.sample_index[part]),
+        )
 
-    def guided(self, scale: float) -> ForwardInputs:
+    def with_guidance(self, scale: float) -> ForwardInputs:
         """The same under classifier-free guidance.
 
         Raises:
@@ -102,10 +106,12 @@ class RowBatch(Protocol):
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         """Where a copy of the policy is evaluated, [M]."""
 
-    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> AnyRows:
+    def build_rows(
+        self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+    ) -> AnyRows:
         """Rows of the loss, given the velocities there under the policy and under its copies."""
 
-    def describe(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         """Which sample and which step or noise level a row belongs to, for people."""
 
 
@@ -128,28 +134,28 @@ class TrajectoryBatch:
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
 
-    def rows(
+    def build_rows(
         self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
     ) -> TrajectoryRows:
-        step = self.transition(part, velocity)
+        step = self.compute_transition(part, velocity)
         return TrajectoryRows(
             transition=step,
-            log_prob=log_prob(step, self.next_latents[part]),
+            log_prob=compute_log_prob(step, self.next_latents[part]),
             old_mean=self.old_mean[part],
             old_log_prob=self.old_log_prob[part],
-            copies={name: self.transition(part, value) for name, value in copies.items()},
+            copies={name: self.compute_transition(part, value) for name, value in copies.items()},
             advantage=self.advantage[part],
         )
 
-    def transition(self, part: slice, velocity: Tensor) -> Transition:
+    def compute_transition(self, part: slice, velocity: Tensor) -> Transition:
         """The step from each of some rows under a predicted velocity."""
         latents = self.inputs.latents[part]
         steps = self.steps[part]
-        return transition(
+        return compute_transition(
             self.sampler.name, latents, velocity, self.sigmas, steps, self.sampler.eta
         )
 
-    def describe(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
         return (
             f"{sample}, denoising step {int(self.steps[row])} (sigma"
@@ -176,36 +182,38 @@ class CorrectedRollout:
     keep: Tensor
 
     @staticmethod
-    def nothing(trajectory: Trajectory) -> CorrectedRollout:
+    def without_correction(trajectory: Trajectory) -> CorrectedRollout:
         """The rollout as it is."""
         log_probs = trajectory.log_probs
         ones = torch.ones_like(log_probs)
         return CorrectedRollout(trajectory, trajectory.means, log_probs, ones, ones.bool())
 
-    def take(self, samples: Tensor) -> CorrectedRollout:
+    def select_samples(self, samples: Tensor) -> CorrectedRollout:
         """Some of the samples."""
         parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
-        return CorrectedRollout(self.trajectory.take(samples), *(part[samples] for part in parts))
+        return CorrectedRollout(
+            self.trajectory.select_samples(samples), *(part[samples] for part in parts)
+        )
 
-    def kept(self, samples: np.ndarray) -> SampleGroups:
+    def list_kept_rows(self, samples: np.ndarray) -> SampleGroups:
         """The rows of some samples that are kept, each by itself: their numbers, row by row of [N,
         W].
         """
         numbers = torch.arange(self.keep.numel()).view_as(self.keep)[samples]
         return list(numbers[self.keep[samples]].numpy()[:, None])
 
-    def only(self, rows: np.ndarray) -> tuple[np.ndarray, CorrectedRollout]:
+    def select_rows(self, rows: np.ndarray) -> tuple[np.ndarray, CorrectedRollout]:
         """(the samples of some rows, those samples with nothing but these rows); the rows of a
         sample are adjacent.
         """
         sample, column = np.divmod(rows, self.keep.shape[1])
         samples, row = torch.from_numpy(sample).unique_consecutive(return_inverse=True)
-        part = self.take(samples)
+        part = self.select_samples(samples)
         keep = torch.zeros_like(part.keep)
         keep[row, column] = True
         return samples.numpy(), replace(part, keep=keep)
 
-    def to(self, device: torch.device) -> CorrectedRollout:
+    def move_to(self, device: torch.device) -> CorrectedRollout:
         moved = Trajectory(
             **{name: values.to(device) for name, values in vars(self.trajectory).items()}
         )
@@ -213,7 +221,7 @@ class CorrectedRollout:
         return CorrectedRollout(moved, *(part.to(device) for part in parts))
 
 
-def trajectory_batch(
+def build_trajectory_batch(
     rollout: CorrectedRollout,
     conditioning: Conditioning,
     advantage: Tensor,
@@ -249,7 +257,7 @@ def trajectory_batch(
         old_log_prob=rollout.old_log_prob.flatten()[keep],
         advantage=of_steps.flatten()[keep],
         sampler=sampler,
-        keys=keys.take(sample_index.cpu().numpy()),
+        keys=keys.select_samples(sample_index.cpu().numpy()),
     )
 
 
@@ -268,7 +276,9 @@ class ForwardBatch:
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
 
-    def rows(self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]) -> ForwardRows:
+    def build_rows(
+        self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
+    ) -> ForwardRows:
         return ForwardRows(
             clean=self.clean[part],
             noise=self.noise[part],
@@ -279,12 +289,12 @@ class ForwardBatch:
             group_index=self.group_index[part],
         )
 
-    def describe(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
         return f"{sample}, noised to sigma {float(self.inputs.sigma[row]):.4f}"
 
 
-def forward_batch(
+def build_forward_batch(
     clean: Tensor,
     conditioning: Conditioning,
     advantage: Tensor,
@@ -310,10 +320,13 @@ def forward_batch(
     _, first, index = np.unique(group_index, return_index=True, return_inverse=True)
     drawing = first if config.shared_noise else np.arange(len(keys))  # the samples that draw noise
     drawn = [
-        _draw(clean.shape[1:], keys.take(drawing), visit * draws + draw) for draw in range(draws)
+        _sample_noise(clean.shape[1:], keys.select_samples(drawing), visit * draws + draw)
+        for draw in range(draws)
     ]
     uniforms = torch.stack([uniform for uniform, _ in drawn])[:, np.searchsorted(drawing, first)]
-    sigmas = training_sigmas(config.sigma, schedule, keys.take(first), visit, uniforms)
+    sigmas = sample_training_sigmas(
+        config.sigma, schedule, keys.select_samples(first), visit, uniforms
+    )
     # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise
     # levels.
     draw = np.repeat(np.arange(draws), len(keys))
@@ -332,25 +345,25 @@ def forward_batch(
     noised = (1 - share) * repeated + share * noise
     return ForwardBatch(
         inputs=ForwardInputs(
-            noised, sigma, conditioning.unguided(), rows_of, conditioning.negative
+            noised, sigma, conditioning.without_guidance(), rows_of, conditioning.negative
         ),
         weight=torch.ones_like(sigma),
         group_index=torch.from_numpy(group * draws + draw).to(clean.device),
         clean=repeated,
         noise=noise,
         advantage=advantage[rows_of],
-        keys=keys.take(sample_index),
+        keys=keys.select_samples(sample_index),
     )
 
 
-def _draw(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Tensor, Tensor]:
+def _sample_noise(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Tensor, Tensor]:
     """(uniform in [0, 1) [N], noise [N, *shape]) of one draw; from the sample's own generator, so
     batches do not matter.
     """
     uniform = np.empty(len(keys), dtype=np.float32)
     noise = np.empty((len(keys), *shape), dtype=np.float32)
     for row, generator in enumerate(
-        generators(keys.seed, keys.prompt_ids, keys.samples, number, Stream.TRAINING)
+        iterate_generators(keys.seed, keys.prompt_ids, keys.samples, number, Stream.TRAINING)
     ):
         uniform[row] = generator.random(dtype=np.float32)
         generator.standard_normal(dtype=np.float32, out=noise[row])
@@ -371,7 +384,7 @@ def shard_for_rank(groups: SampleGroups, ranks: Ranks) -> SampleGroups:
     return groups if len(groups) < ranks.world else split_evenly(groups, ranks.world)[ranks.rank]
 
 
-def num_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -> int:
+def count_shared_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -> int:
     """Passes of about ``size`` rows that every process can take part in: their shares of the groups
     may differ by one.
 
@@ -382,24 +395,24 @@ def num_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -
     dealt = world if len(groups) >= world else 1
     largest = math.ceil(len(groups) / dealt) * draws
     smallest = len(groups) // dealt * draws
-    return min(passes(largest, max(map(len, groups)), size), smallest)
+    return min(count_passes(largest, max(map(len, groups)), size), smallest)
 
 
-def micro_batches(group_index: Tensor, size: int) -> int:
+def count_micro_batches(group_index: Tensor, size: int) -> int:
     """How many passes of at most ``size`` rows a batch takes; a group larger than that is a pass of
     its own.
     """
     counts = group_index.unique_consecutive(return_counts=True)[1]
-    return passes(len(counts), int(counts.max()), size)
+    return count_passes(len(counts), int(counts.max()), size)
 
 
-def passes(groups: int, group_size: int, size: int) -> int:
+def count_passes(groups: int, group_size: int, size: int) -> int:
     """Passes of at most ``size`` rows over ``groups`` groups of at most ``group_size`` rows."""
     return math.ceil(groups / max(1, size // group_size))
 
 
-def parts(group_index: Tensor, passes: int) -> list[slice]:
-    """The rows of a batch in ``passes`` parts of whole groups, about as many in each."""
+def split_into_passes(group_index: Tensor, passes: int) -> list[slice]:
+    """The rows of a batch in ``count_passes`` parts of whole groups, about as many in each."""
     ends = group_index.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
     assert passes <= len(ends), f"{passes} passes over {len(ends)} groups would leave some empty"
     chunks = [chunk.tolist() for chunk in torch.arange(len(ends)).tensor_split(passes)]

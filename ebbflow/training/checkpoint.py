@@ -33,10 +33,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ebbflow.algorithms.base import FOLLOWING
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, new_folder, verify
+from ebbflow.storage.artifacts import (
+    COMMIT,
+    MANIFEST,
+    ArtifactError,
+    verify_folder,
+    write_new_folder,
+)
 from ebbflow.training.distributed import Ranks, receive_file, send_file
-from ebbflow.training.optimizer import AnyOptimizer, state_from, state_tensors
-from ebbflow.training.policy import Policy, like
+from ebbflow.training.optimizer import AnyOptimizer, state_from_tensors, state_to_tensors
+from ebbflow.training.policy import Policy, shard_like
 from ebbflow.training.update import PolicyUpdater
 
 logger = logging.getLogger(__name__)
@@ -63,12 +69,12 @@ def write_part(folder: Path, updater: PolicyUpdater) -> None:
     yet; every rank calls it.
     """
     rank = Ranks.current().rank
-    num_parts = _num_parts(updater)
+    num_parts = _count_parts(updater)
     if rank >= num_parts:
         return  # the parts of another replica are the same
-    for kind, values in _moving(updater).items():
+    for kind, values in _collect_state_tensors(updater).items():
         own = {
-            name: _local(value)
+            name: _local_shard(value)
             for name, value in values.items()
             if rank == 0 or isinstance(value, DTensor)
         }
@@ -86,9 +92,9 @@ def collect_parts(folder: Path, updater: PolicyUpdater) -> None:
     One file after another, so that rank 0 has room for what arrives.
     """
     ranks = Ranks.current()
-    num_parts = _num_parts(updater)
-    for sender in range(ranks.per_node, num_parts):
-        for kind in sorted(_moving(updater)):
+    num_parts = _count_parts(updater)
+    for sender in range(ranks.ranks_per_node, num_parts):
+        for kind in sorted(_collect_state_tensors(updater)):
             path = folder / _part_name(kind, sender, num_parts)
             if ranks.rank == sender:
                 send_file(path, receiver=0)
@@ -96,7 +102,7 @@ def collect_parts(folder: Path, updater: PolicyUpdater) -> None:
                 receive_file(path, sender)
 
 
-def _num_parts(updater: PolicyUpdater) -> int:
+def _count_parts(updater: PolicyUpdater) -> int:
     """Ranks over which a replica of the model is sharded."""
     return Ranks.current().world // updater.policy.replicas
 
@@ -111,36 +117,36 @@ def part_files(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def restore(folder: Path, updater: PolicyUpdater) -> None:
+def restore_updater(folder: Path, updater: PolicyUpdater) -> None:
     """Put the updater where it stood; every rank calls it, however many wrote the checkpoint."""
     policy = updater.policy
-    optimizers = _optimizers(updater)
+    optimizers = _optimizers_by_name(updater)
     for kind in sorted(
         {path.name.partition("-")[0] for path in part_files(folder)} - {*optimizers, COUNTERS}
     ):
-        with _opened(folder, kind) as values:
-            whole = policy.distributed(values)
+        with _open_shards(folder, kind) as values:
+            whole = policy.distribute_tensors(values)
         if kind == PARAMETERS:
-            policy.assign(whole)
+            policy.assign_parameters(whole)
         else:
             policy.copies[kind] = whole
     for kind, optimizer in optimizers.items():
-        with _opened(folder, kind) as values:
+        with _open_shards(folder, kind) as values:
             for name, parameter in policy.parameters.items():
                 own = {
-                    key: _placed(policy, values[key], parameter)
+                    key: _place_state_tensor(policy, values[key], parameter)
                     for key in values
                     if key.rpartition("/")[0] == name
                 }
                 if own:
-                    optimizer.state[parameter] = state_from(
+                    optimizer.state[parameter] = state_from_tensors(
                         {key.rpartition("/")[2]: value for key, value in own.items()}
                     )
     for name, value in json.loads((folder / COUNTERS).read_text()).items():
         setattr(updater, name, value)
 
 
-def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
+def _collect_state_tensors(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
     """The parameters, the copies that follow them, and every tensor of the optimisers by parameter
     and by what it is.
     """
@@ -149,15 +155,15 @@ def _moving(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
         kind: {
             f"{name}/{key}": value
             for name, parameter in policy.parameters.items()
-            for key, value in state_tensors(optimizer.state.get(parameter, {})).items()
+            for key, value in state_to_tensors(optimizer.state.get(parameter, {})).items()
         }
-        for kind, optimizer in _optimizers(updater).items()
+        for kind, optimizer in _optimizers_by_name(updater).items()
     }
     copies = {name: values for name, values in policy.copies.items() if name in MOVING}
     return {PARAMETERS: policy.parameters, **copies, **optimizers}
 
 
-def _optimizers(updater: PolicyUpdater) -> dict[str, AnyOptimizer]:
+def _optimizers_by_name(updater: PolicyUpdater) -> dict[str, AnyOptimizer]:
     """The optimisers of the policy and of what is trained beside it, by what their parts are
     called.
     """
@@ -166,7 +172,7 @@ def _optimizers(updater: PolicyUpdater) -> dict[str, AnyOptimizer]:
     )
 
 
-def _local(value: Tensor) -> Tensor:
+def _local_shard(value: Tensor) -> Tensor:
     """This process's rows of a tensor."""
     if isinstance(value, DTensor):
         assert value.placements[-1] == Shard(0), "FSDP2 deals out rows"
@@ -174,7 +180,7 @@ def _local(value: Tensor) -> Tensor:
     return value.detach().contiguous()
 
 
-class _Whole(Mapping[str, Tensor]):
+class _ShardedTensors(Mapping[str, Tensor]):
     """The whole tensors behind the parts of several processes, read one at a time."""
 
     def __init__(self, parts: list[Any]) -> None:
@@ -196,9 +202,9 @@ class _Whole(Mapping[str, Tensor]):
 
 
 @contextmanager
-def _opened(folder: Path, kind: str) -> Iterator[_Whole]:
+def _open_shards(folder: Path, kind: str) -> Iterator[_ShardedTensors]:
     with ExitStack() as stack:
-        yield _Whole(
+        yield _ShardedTensors(
             [
                 stack.enter_context(safe_open(path, "pt"))
                 for path in sorted(folder.glob(f"{kind}-*.safetensors"))
@@ -206,18 +212,20 @@ def _opened(folder: Path, kind: str) -> Iterator[_Whole]:
         )
 
 
-def _placed(policy: Policy, value: Tensor, parameter: Tensor) -> Tensor:
+def _place_state_tensor(policy: Policy, value: Tensor, parameter: Tensor) -> Tensor:
     """Moments lie like their parameters; counters are on their device, where fused AdamW wants
     them.
     """
-    placed = policy.placed(value, parameter)
-    return like(placed, parameter) if value.shape == parameter.shape and value.ndim else placed
+    placed = policy.place_tensor(value, parameter)
+    return (
+        shard_like(placed, parameter) if value.shape == parameter.shape and value.ndim else placed
+    )
 
 
 # --------------------------------------------------------------------------------- those of a stage
 
 
-class Best(NamedTuple):
+class BestCheckpoint(NamedTuple):
     """The checkpoint that was validated best."""
 
     folder: Path
@@ -239,17 +247,17 @@ class Checkpoints:
     saved: Callable[[Path], None] = lambda checkpoint: None
 
     @property
-    def about(self) -> dict[str, str]:
+    def training_identity(self) -> dict[str, str]:
         """Which training they are of."""
-        return {"recipe": self.ctx.recipe.digest, "stage": self.ctx.label}
+        return {"recipe": self.ctx.recipe.digest, "stage": self.ctx.stage_label}
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due after so many steps."""
         config = self.ctx.config.checkpoints
         return config is not None and step % config.every == 0
 
     @contextmanager
-    def saving(
+    def save_step(
         self, step: int, state: dict[str, Any], score: float | None = None
     ) -> Iterator[Path]:
         """Save where the stage stands: the block writes the parts of all processes (``write_part``)
@@ -263,87 +271,88 @@ class Checkpoints:
             state: what the stage wants to find again, as JSON.
             score: how good the policy was then, if that is known; more is better.
         """
-        new = self._at(step)
+        new = self._path_of_step(step)
         for passed_over in [
             path
-            for path in self._there()
-            if step_of(path) > step or (path == new and _damage(path))
+            for path in self._list_checkpoints()
+            if step_of(path) > step or (path == new and _find_damage(path))
         ]:
             shutil.rmtree(passed_over)
-        with new_folder(new) as unfinished:
+        with write_new_folder(new) as unfinished:
             yield unfinished
             (unfinished / STATE).write_text(
-                json.dumps({"about": self.about, "score": score, "stage": state})
+                json.dumps({"about": self.training_identity, "score": score, "stage": state})
             )
-        self._forget()
+        self._remove_old()
         self.saved(new)
-        logger.info("%s checkpoint of step %d saved at %s", self.ctx.label, step, new)
+        logger.info("%s checkpoint of step %d saved at %s", self.ctx.stage_label, step, new)
 
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+    def find_newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest whole checkpoint and what the stage wanted to find again; damaged ones are
         passed over.
 
         Raises:
             CheckpointError: it is one of another training.
         """
-        path = next(filter(_whole, reversed(self._there())), None)
-        return (path, self.state(path)) if path else None
+        path = next(filter(_is_whole, reversed(self._list_checkpoints())), None)
+        return (path, self.read_state(path)) if path else None
 
-    def at(self, step: int) -> tuple[Path, dict[str, Any]]:
+    def load_step(self, step: int) -> tuple[Path, dict[str, Any]]:
         """As ``newest``, for the checkpoint of a step that is known to be whole."""
-        path = self._at(step)
-        return path, self.state(path)
+        path = self._path_of_step(step)
+        return path, self.read_state(path)
 
-    def require(self, step: int) -> None:
+    def require_step(self, step: int) -> None:
         """Check that this machine has the whole checkpoint of a step that another machine has.
 
         Raises:
             CheckpointError: it is not there.
             ArtifactError: it is damaged.
         """
-        if not self._at(step).is_dir():
+        if not self._path_of_step(step).is_dir():
             raise CheckpointError(
-                f"{self._at(step)} is on the machine of rank 0 and not on this one: with several"
-                " machines the recipe's output must be a URI, or a folder that all of them share"
+                f"{self._path_of_step(step)} is on the machine of rank 0 and not on this one: with"
+                " several machines the recipe's output must be a URI, or a folder that all of them"
+                " share"
             )
-        verify(self._at(step))
+        verify_folder(self._path_of_step(step))
 
-    def best(self) -> Best | None:
+    def find_best(self) -> BestCheckpoint | None:
         """The whole one with the highest score, the first of several; None where no score is
         known."""
-        scored = sorted(self._scored(), key=lambda one: -one.score)
-        return next((one for one in scored if _whole(one.folder)), None)
+        scored = sorted(self._list_scored(), key=lambda one: -one.score)
+        return next((one for one in scored if _is_whole(one.folder)), None)
 
-    def _scored(self) -> list[Best]:
-        states = ((path, _committed_state(path)) for path in self._there())
+    def _list_scored(self) -> list[BestCheckpoint]:
+        states = ((path, _read_committed_state(path)) for path in self._list_checkpoints())
         return [
-            Best(path, step_of(path), state["score"])
+            BestCheckpoint(path, step_of(path), state["score"])
             for path, state in states
             if _is_score(state.get("score"))
         ]
 
-    def copied(self, folder: Path, step: int) -> Checkpoints:
+    def copy_checkpoints(self, folder: Path, step: int) -> Checkpoints:
         """Copies in another folder, of the checkpoints up to a step. One that the stage deletes
         meanwhile may be left out.
         """
-        for path in [path for path in self._there() if step_of(path) <= step]:
+        for path in [path for path in self._list_checkpoints() if step_of(path) <= step]:
             with suppress(OSError):  # a copy that is not whole is passed over
                 shutil.copytree(path, folder / path.name)
         return Checkpoints(self.ctx, folder)
 
-    def state(self, folder: Path) -> dict[str, Any]:
+    def read_state(self, folder: Path) -> dict[str, Any]:
         """What the stage wanted to find again in a checkpoint.
 
         Raises:
             CheckpointError: it is damaged, or one of another training.
         """
-        found = _committed_state(folder)
+        found = _read_committed_state(folder)
         if not found.keys() >= {"about", "stage"} or not isinstance(found["about"], dict):
             raise CheckpointError(
                 f"{folder / STATE} is damaged, or of another version of Ebbflow; remove {folder}"
             )
         was = found["about"]
-        now = self.about
+        now = self.training_identity
         if was != now:
             differ = ", ".join(
                 f"{key} = {was.get(key)!r} (now {value!r})"
@@ -357,35 +366,40 @@ class Checkpoints:
         state: dict[str, Any] = found["stage"]
         return state
 
-    def _forget(self) -> None:
+    def _remove_old(self) -> None:
         config = self.ctx.config.checkpoints
-        best = max(self._scored(), key=lambda one: one.score, default=None)
-        kept = {*self._there()[-(config.keep if config else 1) :], *([best.folder] if best else [])}
-        for old in set(self._there()) - kept:
+        best = max(self._list_scored(), key=lambda one: one.score, default=None)
+        kept = {
+            *self._list_checkpoints()[-(config.keep if config else 1) :],
+            *([best.folder] if best else []),
+        }
+        for old in set(self._list_checkpoints()) - kept:
             shutil.rmtree(old)
 
-    def _at(self, step: int) -> Path:
+    def _path_of_step(self, step: int) -> Path:
         return self.folder / f"step-{step:05d}"
 
-    def _there(self) -> list[Path]:
+    def _list_checkpoints(self) -> list[Path]:
         found = (
             path
             for path in self.folder.glob("step-*")
             if path.is_dir() and path.name.removeprefix("step-").isdecimal()
         )
-        return sorted((path for path in found if path == self._at(step_of(path))), key=step_of)
+        return sorted(
+            (path for path in found if path == self._path_of_step(step_of(path))), key=step_of
+        )
 
 
-def _whole(checkpoint: Path) -> bool:
+def _is_whole(checkpoint: Path) -> bool:
     """Whether the stage can resume from it. A damaged one is logged."""
-    if error := _damage(checkpoint):
+    if error := _find_damage(checkpoint):
         logger.warning("damaged checkpoint passed over: %s", error)
     return error is None
 
 
-def _damage(checkpoint: Path) -> ArtifactError | None:
+def _find_damage(checkpoint: Path) -> ArtifactError | None:
     try:
-        verify(checkpoint)
+        verify_folder(checkpoint)
     except ArtifactError as error:
         return error
     return None
@@ -396,7 +410,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _committed_state(checkpoint: Path) -> dict[str, Any]:
+def _read_committed_state(checkpoint: Path) -> dict[str, Any]:
     """The content of ``state.json`` if that is what was committed; else nothing, and a warning.
 
     Only this file is checked: which checkpoint was best is asked after every save, and the others

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ebbflow.data.records import StageRecord
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.stages import CustomStageConfig
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy_metadata import read_policy_metadata
@@ -52,7 +52,7 @@ def train_custom_folder(
         ArtifactError, PolicyError: it left no whole policy folder.
     """
     assert isinstance(ctx.config, CustomStageConfig)
-    train: TrainStage = import_path(ctx.config.path)
+    train: TrainStage = import_object(ctx.config.path)
     record = train(ctx, folders, recorder)
     if not isinstance(record, StageRecord):
         raise RecipeError(

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, DirectAlignRows, expand_like
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import SampleKeys, initial_noise
+from ebbflow.flow.noise import SampleKeys, generate_initial_noise
 from ebbflow.models.base import Conditioning, Model
 from ebbflow.recipe.algorithms import DirectAlignConfig
-from ebbflow.seeding import Stream, generators
+from ebbflow.seeding import Stream, iterate_generators
 from ebbflow.training.batches import ForwardInputs
 from ebbflow.training.reward_gradients import Score
 
@@ -46,7 +46,7 @@ class DirectAlignBatch:
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
 
-    def rows(
+    def build_rows(
         self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
     ) -> DirectAlignRows:
         return DirectAlignRows(
@@ -55,12 +55,12 @@ class DirectAlignBatch:
             sigma=self.inputs.sigma[part],
             end_sigma=self.end_sigma[part],
             velocity=velocity,
-            rewards=partial(self._rewards, part),
+            rewards=partial(self._compute_rewards, part),
             copies=copies,
             advantage=self.advantage[part],
         )
 
-    def describe(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
         start = float(self.inputs.sigma[row])
         end = float(self.end_sigma[row])
@@ -69,15 +69,15 @@ class DirectAlignBatch:
             " image"
         )
 
-    def _rewards(self, part: slice, latents: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_rewards(self, part: slice, latents: Tensor) -> tuple[Tensor, Tensor]:
         positive = self.positive[part]
         negative = self.negative[part]
-        decode = cache(self.model.pixels)  # both rewards look at the same images
+        decode = cache(self.model.decode_with_gradient)  # both rewards look at the same images
         reward = self.score(latents, positive, decode)
         return reward, reward if positive == negative else self.score(latents, negative, decode)
 
 
-def direct_align_batch(
+def build_direct_align_batch(
     model: Model,
     clean: Tensor,
     conditioning: Conditioning,
@@ -93,13 +93,14 @@ def direct_align_batch(
     Args:
         clean: final latents of the rollouts, [N, ...].
         conditioning, advantage, keys, prompts: of the N samples.
-        update: updates before this one, which choose the words (``DirectAlignConfig.words``).
+        update: updates before this one, which choose the words
+            (``DirectAlignConfig.choose_words``).
     """
     branches = config.rows_per_sample
     width = config.max_sigma - config.min_sigma
     draws = [
         float(draw.random())
-        for draw in generators(keys.seed, keys.prompt_ids, keys.samples, 0, Stream.TRAINING)
+        for draw in iterate_generators(keys.seed, keys.prompt_ids, keys.samples, 0, Stream.TRAINING)
     ]
     place = torch.tensor(draws).to(clean)[
         :, None
@@ -111,10 +112,11 @@ def direct_align_batch(
     sigma = (config.min_sigma + width * (place + jump)).flatten()
     index = torch.arange(len(keys), device=clean.device).repeat_interleave(branches)
     rows_of = index.tolist()
-    clean, noise = clean[index], initial_noise(model.latent_shape, keys).to(clean)[index]
+    clean, noise = clean[index], generate_initial_noise(model.latent_shape, keys).to(clean)[index]
     share = expand_like(sigma, clean)
     positive, negative = (
-        [_after(word, prompts[row]) for row in rows_of] for word in config.words(update)
+        [_prepend_word(word, prompts[row]) for row in rows_of]
+        for word in config.choose_words(update)
     )
     return DirectAlignBatch(
         inputs=ForwardInputs((1 - share) * clean + share * noise, sigma, conditioning, index),
@@ -124,7 +126,7 @@ def direct_align_batch(
         noise=noise,
         end_sigma=end,
         advantage=advantage[index],
-        keys=keys.take(index.cpu().numpy()),
+        keys=keys.select_samples(index.cpu().numpy()),
         positive=positive,
         negative=negative,
         model=model,
@@ -132,6 +134,6 @@ def direct_align_batch(
     )
 
 
-def _after(word: str, prompt: Prompt) -> Prompt:
+def _prepend_word(word: str, prompt: Prompt) -> Prompt:
     """The prompt as a reward sees it after a control word; as it is without one."""
     return replace(prompt, prompt=f"{word}. {prompt.prompt}") if word else prompt

@@ -62,36 +62,36 @@ class Ranks:
         )
 
     @property
-    def per_node(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks on each machine, as the launcher says; all of them where it says nothing."""
         return min(self.world, int(os.environ.get("LOCAL_WORLD_SIZE", self.world)))
 
     @property
-    def nodes(self) -> int:
-        return self.world // self.per_node
+    def num_nodes(self) -> int:
+        return self.world // self.ranks_per_node
 
     @property
-    def node(self) -> int:
-        return self.rank // self.per_node
+    def node_rank(self) -> int:
+        return self.rank // self.ranks_per_node
 
     @property
     def local_rank(self) -> int:
         """Its number among those of its machine."""
-        return self.rank % self.per_node
+        return self.rank % self.ranks_per_node
 
-    def of_rows(self, context_parallel: int) -> Ranks:
+    def row_ranks(self, context_parallel: int) -> Ranks:
         """This process among those with rows of their own, where so many that follow each other
         share the tokens of a row.
         """
         return Ranks(self.rank // context_parallel, self.world // context_parallel)
 
-    def barrier(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for all of them."""
         if self.world > 1:
             dist.barrier()
 
 
-def backend(cpu_offload: bool) -> str:
+def choose_backend(cpu_offload: bool) -> str:
     """Of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs wait in main
     memory."""
     if not torch.cuda.is_available():
@@ -100,9 +100,9 @@ def backend(cpu_offload: bool) -> str:
 
 
 @contextmanager
-def process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
-    """Join the group that an elastic launcher announced in the environment, with ``backend``; alone
-    without one.
+def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
+    """Join the group that an elastic launcher announced in the environment, with
+    ``choose_backend``; alone without one.
 
     Where the launcher names a file (``STORE``), all ranks are on this machine, and nothing listens
     on other interfaces than loopback. Otherwise they meet as ``torchrun`` says, at ``MASTER_ADDR``
@@ -131,7 +131,7 @@ def process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
         named = _name_lost_peers(store, rank)
     with named:
         dist.init_process_group(
-            backend(cpu_offload), store=store, rank=rank, world_size=world, timeout=TIMEOUT
+            choose_backend(cpu_offload), store=store, rank=rank, world_size=world, timeout=TIMEOUT
         )
         try:
             yield Ranks.current()
@@ -145,7 +145,7 @@ def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None
     try:
         yield
     except Exception as error:
-        failed = _failed(store)
+        failed = _read_failure(store)
         if not is_connection_error(error):
             if store and not failed:
                 with suppress(RuntimeError):
@@ -159,7 +159,7 @@ def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None
         ) from error
 
 
-def _failed(store: Store | None) -> str | None:
+def _read_failure(store: Store | None) -> str | None:
     """What the first rank said that failed by itself, if the machine that holds the store is still
     there.
     """
@@ -183,32 +183,32 @@ def seconds_since_launch() -> float:
 
 def all_reduce_max(own: int) -> int:
     """The largest of what all processes have; all of them ask."""
-    value = _shared(own)
+    value = _exchange_tensor(own)
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return int(value)
 
 
-def first(own: int) -> int:
+def broadcast_first(own: int) -> int:
     """What rank 0 has; all of them ask."""
-    value = _shared(own)
+    value = _exchange_tensor(own)
     if dist.is_initialized():
         dist.broadcast(value, 0)
     return int(value)
 
 
-def first_of_node(own: int) -> int:
+def broadcast_first_of_node(own: int) -> int:
     """What the first rank of this machine has; all processes ask."""
     if not dist.is_initialized():
         return own
     ranks = Ranks.current()
-    value = _shared(own)
+    value = _exchange_tensor(own)
     everyone = [torch.empty_like(value) for _ in range(ranks.world)]
     dist.all_gather(everyone, value)
     return int(everyone[ranks.rank - ranks.local_rank])
 
 
-def replica_mesh(replicas: int) -> DeviceMesh | None:
+def build_replica_mesh(replicas: int) -> DeviceMesh | None:
     """The mesh of HSDP: so many replicas of the model, each sharded over ranks that follow each
     other. None: one replica.
 
@@ -224,11 +224,11 @@ def replica_mesh(replicas: int) -> DeviceMesh | None:
             " processes"
         )
     return init_device_mesh(
-        _device(), (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
+        _exchange_device(), (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
     )
 
 
-def row_mesh(context_parallel: int) -> DeviceMesh:
+def build_row_mesh(context_parallel: int) -> DeviceMesh:
     """The mesh of context parallelism: so many ranks that follow each other share the tokens of a
     row.
 
@@ -242,38 +242,40 @@ def row_mesh(context_parallel: int) -> DeviceMesh:
         )
     names = ("rows", "ring", "ulysses")  # the last two as diffusers calls them; no ring attention
     return init_device_mesh(
-        _device(), (world // context_parallel, 1, context_parallel), mesh_dim_names=names
+        _exchange_device(), (world // context_parallel, 1, context_parallel), mesh_dim_names=names
     )
 
 
 def send_file(path: Path, receiver: int) -> None:
     """Send a file to the rank that calls ``receive_file``."""
-    dist.send(_shared(path.stat().st_size), receiver)
+    dist.send(_exchange_tensor(path.stat().st_size), receiver)
     with path.open("rb") as file:
         while chunk := bytearray(file.read(CHUNK)):
-            dist.send(torch.frombuffer(chunk, dtype=torch.uint8).to(_device()), receiver)
+            dist.send(torch.frombuffer(chunk, dtype=torch.uint8).to(_exchange_device()), receiver)
 
 
 def receive_file(path: Path, sender: int) -> None:
     """Write the file that a rank sends."""
-    size = _shared(0)
+    size = _exchange_tensor(0)
     dist.recv(size, sender)
     with path.open("wb") as file:
         for start in range(0, int(size), CHUNK):
-            chunk = torch.empty(min(CHUNK, int(size) - start), dtype=torch.uint8, device=_device())
+            chunk = torch.empty(
+                min(CHUNK, int(size) - start), dtype=torch.uint8, device=_exchange_device()
+            )
             dist.recv(chunk, sender)
             file.write(chunk.cpu().numpy().data)
 
 
-def _shared(own: int) -> Tensor:
-    return torch.tensor(own, device=_device())
+def _exchange_tensor(own: int) -> Tensor:
+    return torch.tensor(own, device=_exchange_device())
 
 
-def _device() -> str:
+def _exchange_device() -> str:
     """Where tensors lie that ranks exchange."""
     return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
 
 
-def whole(value: Tensor) -> Tensor:
+def gather_tensor(value: Tensor) -> Tensor:
     """A tensor with the shards of all processes, on the CPU; every process must call it."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()

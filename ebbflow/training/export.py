@@ -8,7 +8,7 @@ from pathlib import Path
 from ebbflow.models import load_model
 from ebbflow.models.base import trained_networks
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.storage.artifacts import new_folder, require_replaceable
+from ebbflow.storage.artifacts import check_replaceable, write_new_folder
 from ebbflow.training.adapters import ADAPTER
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
@@ -46,19 +46,19 @@ def export_pipeline(
             allowed.
         ModelError: ``base`` cannot be read.
     """
-    require_replaceable(target, overwrite)
+    check_replaceable(target, overwrite)
     metadata = read_policy_metadata(folder)
     require_base(metadata, base, folder)
     require_allowed_code(metadata, folder, allowed_code)
     # Adapters are small beside the weights: added in 16 bits, most of what was learnt would round
     # away.
     model = load_model(base, metadata.model.model_copy(update={"precision": "float32"}))
-    Policy(model, metadata.config, seed=0).load(folder)
+    Policy(model, metadata.config, seed=0).load_folder(folder)
     if metadata.config.train == "lora":
         for network in trained_networks(model.transformer).values():
             network.fuse_lora(adapter_names=[ADAPTER])
             network.unload_lora()
-    with new_folder(target, overwrite) as unfinished:
+    with write_new_folder(target, overwrite) as unfinished:
         model.save(unfinished)
     return metadata
 

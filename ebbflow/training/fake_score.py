@@ -9,14 +9,19 @@ import math
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import expand_like, per_row
+from ebbflow.algorithms.base import expand_like, mean_per_row
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import MatchingConfig
 from ebbflow.recipe.choices import OptimizerConfig
-from ebbflow.training.batches import parts
-from ebbflow.training.gradients import TrainingError, gradient_norm, sum_over_processes, world_size
+from ebbflow.training.batches import split_into_passes
+from ebbflow.training.gradients import (
+    TrainingError,
+    compute_gradient_norm,
+    get_world_size,
+    sum_over_processes,
+)
 from ebbflow.training.matching import MatchingBatch
-from ebbflow.training.optimizer import AnyOptimizer, make_optimizer
+from ebbflow.training.optimizer import AnyOptimizer, build_optimizer
 from ebbflow.training.policy import Policy
 
 FAKE = "fake"
@@ -34,9 +39,9 @@ class FakeScore:
         self.policy = policy
         self.max_grad_norm = config.max_grad_norm
         own = config.model_copy(update={"lr": config.lr * hyper.fake_lr_factor})
-        self.optimizer: AnyOptimizer = make_optimizer(policy, own)
+        self.optimizer: AnyOptimizer = build_optimizer(policy, own)
 
-    def update(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
+    def update_fake_score(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
         """Take one optimiser step on the mean of (scale v - target)^2 over the rows of all
         processes.
 
@@ -48,22 +53,22 @@ class FakeScore:
             TrainingError: the loss or the gradient is not finite; the step was not taken.
         """
         policy = self.policy
-        slices = parts(batch.group_index, passes)
+        slices = split_into_passes(batch.group_index, passes)
         total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
         error = torch.zeros((), dtype=torch.float64, device=batch.weight.device)
         of_rows = []
-        with policy.training(FAKE):
+        with policy.train_copy(FAKE):
             for part in slices:
-                velocity = predict(policy.model, *batch.noised.at(part))
-                errors = per_row(
+                velocity = predict(policy.model, *batch.noised.model_arguments(part))
+                errors = mean_per_row(
                     (expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2
                 )
-                policy.reduce_gradients(part == slices[-1])
-                (errors.sum() * (world_size() / total)).backward()
+                policy.set_gradient_reduction(part == slices[-1])
+                (errors.sum() * (get_world_size() / total)).backward()
                 of_rows.append(errors.detach())
                 error += of_rows[-1].double().sum()
             mean = (sum_over_processes(error) / total).item()
-            norm = gradient_norm(policy)
+            norm = compute_gradient_norm(policy)
             if not (
                 torch.isfinite(norm) and math.isfinite(mean)
             ):  # both are the same on every process
@@ -84,7 +89,7 @@ def _non_finite_error(
     wrong = (~errors.isfinite()).nonzero()
     what = "gradient" if math.isfinite(mean) else "error of a row of another process"
     if len(wrong):
-        what = f"error of {batch.describe(int(wrong[0]))}"
+        what = f"error of {batch.describe_row(int(wrong[0]))}"
     return TrainingError(
         f"not finite: the fake score's {what} (gradient norm {norm.item()}); the step was not"
         " taken. Lower algorithm.fake_lr_factor or optimizer.lr"

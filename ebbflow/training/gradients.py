@@ -14,7 +14,7 @@ class TrainingError(Exception):
     """Training that must not go on: names the sample, the step and the row, and what to change."""
 
 
-def gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:
+def compute_gradient_norm(policy: Policy, scale: float = 1.0) -> Tensor:
     """The norm of gradients that are ``scale`` times too large."""
     gradients = [p.grad for p in policy.parameters.values() if p.grad is not None]
     if scale != 1:
@@ -30,6 +30,6 @@ def sum_over_processes(value: Tensor) -> Tensor:
     return value
 
 
-def world_size() -> int:
+def get_world_size() -> int:
     """Processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, MatchingRows, expand_like
-from ebbflow.flow.noise import SampleKeys, initial_noise, noise
-from ebbflow.flow.renoising import renoise, score_target
-from ebbflow.flow.training_sigmas import training_sigmas
-from ebbflow.flow.transition import sample, transition
+from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_noise
+from ebbflow.flow.renoising import compute_score_target, renoise_latents
+from ebbflow.flow.training_sigmas import sample_training_sigmas
+from ebbflow.flow.transition import compute_transition, sample_next_latents
 from ebbflow.models.base import Conditioning, Model, predict
 from ebbflow.recipe.algorithms import MatchingConfig, SigmaConfig
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.seeding import Stream, generators
-from ebbflow.training.batches import ForwardInputs, parts
+from ebbflow.seeding import Stream, iterate_generators
+from ebbflow.training.batches import ForwardInputs, split_into_passes
 from ebbflow.training.policy import Policy
 
 
@@ -73,10 +73,10 @@ class MatchingBatch:
 
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         if copy == "teacher" and self.guidance > 1:
-            return self.noised.guided(self.guidance)
+            return self.noised.with_guidance(self.guidance)
         return self.noised if copy in ("teacher", "fake") else self.inputs
 
-    def rows(
+    def build_rows(
         self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
     ) -> MatchingRows:
         return MatchingRows(
@@ -89,7 +89,7 @@ class MatchingBatch:
             advantage=self.advantage[part],
         )
 
-    def describe(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         key = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
         return (
             f"{key}, denoising step {int(self.steps[row])}, noised to sigma"
@@ -98,7 +98,7 @@ class MatchingBatch:
 
 
 @torch.no_grad()
-def student_steps(
+def sample_student_steps(
     policy: Policy,
     conditioning: Conditioning,
     keys: SampleKeys,
@@ -115,18 +115,20 @@ def student_steps(
             every process.
     """
     sigmas = sigmas.to(conditioning.device)
-    unguided = conditioning.unguided()
-    slices = parts(torch.arange(len(keys)), passes)
-    with policy.kept_gathered():
+    unguided = conditioning.without_guidance()
+    slices = split_into_passes(torch.arange(len(keys)), passes)
+    with policy.keep_gathered():
         found = [
-            _steps(policy.model, unguided.rows(part), keys.rows(part), sampler, sigmas)
+            _sample_steps(
+                policy.model, unguided.select_rows(part), keys.select_slice(part), sampler, sigmas
+            )
             for part in slices
         ]
     latents, velocity = (torch.cat(column) for column in zip(*found, strict=True))
     return StudentSteps(latents, velocity, sigmas, conditioning, keys)
 
 
-def _steps(
+def _sample_steps(
     model: Model,
     conditioning: Conditioning,
     keys: SampleKeys,
@@ -136,22 +138,24 @@ def _steps(
     """(latents before each step, velocity there), both [N, K, ...]."""
     device = conditioning.device
     record = []
-    latents = initial_noise(model.latent_shape, keys).to(device)
+    latents = generate_initial_noise(model.latent_shape, keys).to(device)
     for step in range(len(sigmas) - 1):
         velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
         record.append((latents, velocity))
         if step == len(sigmas) - 2:
             break  # where the last one ends is not asked for
-        move = transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
+        move = compute_transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
         latents = move.mean
-        if sampler.stochastic:
-            fresh = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
-            latents = sample(move, fresh.to(device))
+        if sampler.is_stochastic:
+            fresh = generate_noise(
+                model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1
+            )
+            latents = sample_next_latents(move, fresh.to(device))
     before, predicted = (torch.stack(column, 1) for column in zip(*record, strict=True))
     return before, predicted
 
 
-def matching_batch(
+def build_matching_batch(
     steps: StudentSteps, advantage: Tensor, config: MatchingConfig, draw: int
 ) -> MatchingBatch:
     """A row for each of N samples, at a step and a noise level of its own.
@@ -163,11 +167,11 @@ def matching_batch(
     """
     device = steps.latents.device
     samples = torch.arange(len(steps.keys))
-    step, uniform, fresh = _draws(steps, draw)
+    step, uniform, fresh = _sample_training_noise(steps, draw)
     sigmas = steps.sigmas.cpu()
     start = sigmas[step]
     end = sigmas[step + 1] if config.along_trajectory else torch.zeros(len(step))
-    level = _noise_levels(steps, config, step, uniform, draw).to(device)
+    level = _sample_noise_levels(steps, config, step, uniform, draw).to(device)
     rows, step, start, end, fresh = (
         values.to(device) for values in (samples, step, start, end, fresh)
     )
@@ -177,12 +181,12 @@ def matching_batch(
         latents - expand_like(start - end, latents) * velocity
     )  # by a deterministic step; the clean prediction at 0
     inputs = ForwardInputs(
-        latents, start, steps.conditioning.unguided(), rows, steps.conditioning.negative
+        latents, start, steps.conditioning.without_guidance(), rows, steps.conditioning.negative
     )
-    scale, target = score_target(reached, fresh, end, level)
+    scale, target = compute_score_target(reached, fresh, end, level)
     return MatchingBatch(
         inputs=inputs,
-        noised=replace(inputs, latents=renoise(reached, fresh, end, level), sigma=level),
+        noised=replace(inputs, latents=renoise_latents(reached, fresh, end, level), sigma=level),
         scale=scale,
         target=target,
         guidance=config.guidance,
@@ -194,7 +198,7 @@ def matching_batch(
     )
 
 
-def _draws(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_training_noise(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
     """(step, integer [N], uniform in [0, 1) [N], noise [N, ...]); from each sample's own generator,
     so batches do not matter.
     """
@@ -203,7 +207,7 @@ def _draws(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
     numbers = np.empty((len(keys), 2), dtype=np.float32)
     fresh = np.empty((len(keys), *steps.latents.shape[2:]), dtype=np.float32)
     for row, generator in enumerate(
-        generators(keys.seed, keys.prompt_ids, keys.samples, draw, Stream.TRAINING)
+        iterate_generators(keys.seed, keys.prompt_ids, keys.samples, draw, Stream.TRAINING)
     ):
         numbers[row] = generator.random(2, dtype=np.float32)
         generator.standard_normal(dtype=np.float32, out=fresh[row])
@@ -211,24 +215,26 @@ def _draws(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
     return step, torch.from_numpy(numbers[:, 1].copy()), torch.from_numpy(fresh)
 
 
-def _noise_levels(
+def _sample_noise_levels(
     steps: StudentSteps, config: MatchingConfig, step: Tensor, uniform: Tensor, draw: int
 ) -> Tensor:
     """The sigma that each sample is noised to, [N]: along the trajectory between those of its
     step."""
     schedule = steps.sigmas.cpu()
     if not config.along_trajectory:
-        return training_sigmas(config.sigma, schedule, steps.keys, draw, uniform[None])[0]
+        return sample_training_sigmas(config.sigma, schedule, steps.keys, draw, uniform[None])[0]
     levels = torch.empty(len(step))
     for number in step.unique().tolist():
         chosen = step == number
-        keys = steps.keys.take(chosen.nonzero()[:, 0].numpy())
-        band = _band(config.sigma, float(schedule[number + 1]), float(schedule[number]))
-        levels[chosen] = training_sigmas(band, schedule, keys, draw, uniform[None, chosen])[0]
+        keys = steps.keys.select_samples(chosen.nonzero()[:, 0].numpy())
+        band = _clip_sigma_band(config.sigma, float(schedule[number + 1]), float(schedule[number]))
+        levels[chosen] = sample_training_sigmas(band, schedule, keys, draw, uniform[None, chosen])[
+            0
+        ]
     return levels
 
 
-def _band(config: SigmaConfig, low: float, high: float) -> SigmaConfig:
+def _clip_sigma_band(config: SigmaConfig, low: float, high: float) -> SigmaConfig:
     """The noise levels of a step; all from ``low`` to ``high`` where the band of the recipe lies
     outside.
     """

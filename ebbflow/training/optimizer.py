@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import LearningRateScheduleConfig, OptimizerConfig
-from ebbflow.training.policy import Policy, to_main_memory
+from ebbflow.training.policy import Policy, copy_to_main_memory
 
 RateGroups = list[tuple[float, list[Tensor]]]
 """(factor of the learning rate, parameters)."""
@@ -47,7 +47,7 @@ class OffloadedOptimizer(CombinedOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer | CombinedOptimizer) -> None:
         parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-        super().__init__(*(alone for part in parts for alone in _one_for_each_parameter(part)))
+        super().__init__(*(alone for part in parts for alone in _split_by_parameter(part)))
 
     def step(self) -> None:
         for part in self.parts:
@@ -57,13 +57,15 @@ class OffloadedOptimizer(CombinedOptimizer):
             state.update({key: value.to(parameter.device) for key, value in waiting.items()})
             part.step()
             for key, value in state.items():
-                state[key] = waiting[key].copy_(value) if key in waiting else to_main_memory(value)
+                state[key] = (
+                    waiting[key].copy_(value) if key in waiting else copy_to_main_memory(value)
+                )
 
 
 AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
 
 
-def make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
+def build_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
     """The optimiser over the trained parameters; its state is in main memory where the copies of
     the policy are.
 
@@ -73,29 +75,29 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
     """
     config.require_whole_state("optimizer", policy.sharded, policy.offloaded)
     config.require_package("optimizer")
-    optimizer = _make_optimizer(policy, config)
+    optimizer = _build_by_name(policy, config)
     return OffloadedOptimizer(optimizer) if policy.offloaded else optimizer
 
 
-def _make_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
-    groups = _rate_groups(policy, config)
+def _build_by_name(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
+    groups = _group_by_learning_rate(policy, config)
     if config.name == "adamw":
-        return _adamw(groups, config)
+        return _build_adamw(groups, config)
     if config.name == "adamw_8bit":
-        return _adamw_8bit(groups, config)
-    matrices = _only(groups, lambda parameter: parameter.ndim == 2)
-    others = _only(groups, lambda parameter: parameter.ndim != 2)
+        return _build_adamw_8bit(groups, config)
+    matrices = _filter_parameters(groups, lambda parameter: parameter.ndim == 2)
+    others = _filter_parameters(groups, lambda parameter: parameter.ndim != 2)
     muon = torch.optim.Muon(
-        _with_rates(matrices, config),
+        _with_learning_rates(matrices, config),
         lr=config.lr,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    return CombinedOptimizer(*([_adamw(others, config)] if others else []), muon)
+    return CombinedOptimizer(*([_build_adamw(others, config)] if others else []), muon)
 
 
-def _one_for_each_parameter(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def _split_by_parameter(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     kind: Any = type(optimizer)
     return [
         kind([group | {"params": [parameter]}])
@@ -104,10 +106,10 @@ def _one_for_each_parameter(optimizer: torch.optim.Optimizer) -> list[torch.opti
     ]
 
 
-def _adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:
+def _build_adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:
     """One fused kernel for each parameter: on a CPU a fifth of the time of its single
     operations."""
-    rated = _with_rates(groups, config)
+    rated = _with_learning_rates(groups, config)
     betas = (config.betas[0], config.betas[1])
     return torch.optim.AdamW(
         rated,
@@ -119,11 +121,11 @@ def _adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:
     )
 
 
-def _adamw_8bit(groups: RateGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
+def _build_adamw_8bit(groups: RateGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Parameters of fewer than 4,096 elements have moments of 32 bits, as the library has it."""
     from bitsandbytes.optim import AdamW8bit  # takes seconds
 
-    rated = _with_rates(groups, config)
+    rated = _with_learning_rates(groups, config)
     betas = (config.betas[0], config.betas[1])
     made: torch.optim.Optimizer = AdamW8bit(
         rated, config.lr, betas, config.eps, config.weight_decay
@@ -131,7 +133,7 @@ def _adamw_8bit(groups: RateGroups, config: OptimizerConfig) -> torch.optim.Opti
     return made
 
 
-def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def state_to_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The state of a parameter as tensors of its own: 8-bit AdamW counts steps in a number and has
     tables of all parameters.
     """
@@ -141,18 +143,18 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def state_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of ``state_tensors``."""
+def state_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of ``state_to_tensors``."""
     return {
         key: int(value) if value.dtype == torch.int64 else value for key, value in tensors.items()
     }
 
 
-def _with_rates(groups: RateGroups, config: OptimizerConfig) -> list[dict[str, Any]]:
+def _with_learning_rates(groups: RateGroups, config: OptimizerConfig) -> list[dict[str, Any]]:
     return [{"params": values, "lr": config.lr * factor} for factor, values in groups]
 
 
-def _only(groups: RateGroups, wanted: Callable[[Tensor], bool]) -> RateGroups:
+def _filter_parameters(groups: RateGroups, wanted: Callable[[Tensor], bool]) -> RateGroups:
     chosen = [
         (factor, [parameter for parameter in values if wanted(parameter)])
         for factor, values in groups
@@ -173,17 +175,17 @@ def set_learning_rate(
         RecipeError: the schedule ends with the stage, and nobody knows how many optimiser steps
             that has.
     """
-    if schedule.falls and schedule.updates is None and num_updates is None:
+    if schedule.depends_on_length and schedule.updates is None and num_updates is None:
         raise RecipeError(
             f"optimizer.schedule.kind = {schedule.kind!r} needs the number of optimiser steps,"
             " which this stage does not know; set optimizer.schedule.updates"
         )
-    share = schedule.share(update, num_updates)
+    share = schedule.share_of_update(update, num_updates)
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 
 
-def _rate_groups(policy: Policy, config: OptimizerConfig) -> RateGroups:
+def _group_by_learning_rate(policy: Policy, config: OptimizerConfig) -> RateGroups:
     """(factor of the learning rate, parameters); those that no pattern fits come first."""
     groups: RateGroups = [(1.0, []), *((rate.factor, []) for rate in config.lr_factors)]
     for name, parameter in policy.parameters.items():

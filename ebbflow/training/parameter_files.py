@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ebbflow.models.base import Model, trained_networks
-from ebbflow.recipe.base import sanitize
+from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.training.adapters import ADAPTER, lora_config
-from ebbflow.training.distributed import whole
+from ebbflow.training.adapters import ADAPTER, build_lora_config
+from ebbflow.training.distributed import gather_tensor
 from ebbflow.training.policy_metadata import AGAIN, PolicyError
 
 FIRST = "transformer"
@@ -51,7 +51,7 @@ def write_parameters(
         if config.train == "lora":
             _write_lora(
                 _lora_folder(folder, prefix),
-                lora_config(model, prefix, network, config),
+                build_lora_config(model, prefix, network, config),
                 model,
                 network,
                 own,
@@ -80,16 +80,18 @@ def _write_lora(
 
 def _write_network(folder: Path, network: Any, parameters: dict[str, Tensor]) -> None:
     buffers = {
-        key: whole(value) for key, value in network.state_dict().items() if key not in parameters
+        key: gather_tensor(value)
+        for key, value in network.state_dict().items()
+        if key not in parameters
     }
     network.save_config(folder)
-    _forget_origin(folder / "config.json")
+    _remove_base_path(folder / "config.json")
     save_torch_state_dict(
         parameters | buffers, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
     )
 
 
-def _forget_origin(config: Path) -> None:
+def _remove_base_path(config: Path) -> None:
     """Take out where the base model lay in this process, which diffusers writes down: the same
     policy is the same bytes.
     """
@@ -114,7 +116,7 @@ def read_parameters(
 ) -> dict[str, Tensor]:
     """The inverse of ``write_parameters``, by parameter name."""
     named: dict[str, Tensor] = {}
-    with _readable(folder):
+    with _explain_read_errors(folder):
         for prefix in trained_networks(model.transformer):
             if config.train == "lora":
                 source = _lora_folder(folder, prefix)
@@ -127,18 +129,18 @@ def read_parameters(
             else:
                 for shard in sorted((folder / (prefix.rstrip(".") or FIRST)).glob("*.safetensors")):
                     named |= {prefix + key: value for key, value in load_file(shard).items()}
-    stored = {_stored_name(key): key for key in like}
+    stored = {_name_in_lora_file(key): key for key in like}
     buffers = (
         model.transformer.state_dict().keys() - like.keys()
     )  # which the files of full weights also hold
-    return _fitting(
+    return _require_same_parameters(
         folder,
         {stored.get(name, name): value for name, value in named.items() if name not in buffers},
         like,
     )
 
 
-def _stored_name(key: str) -> str:
+def _name_in_lora_file(key: str) -> str:
     """How a LoRA file calls a parameter."""
     return key.replace(
         f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector"
@@ -148,23 +150,25 @@ def _stored_name(key: str) -> str:
 def read_copy(folder: Path, name: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """One of the copies that a policy folder brings along, by parameter name."""
     path = folder / name / "parameters.safetensors"
-    with _readable(path):
+    with _explain_read_errors(path):
         found = load_file(path)
-    return _fitting(path, found, like)
+    return _require_same_parameters(path, found, like)
 
 
 @contextmanager
-def _readable(source: Path) -> Iterator[None]:
+def _explain_read_errors(source: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # diffusers, peft and safetensors each have errors of their own
-        reason = sanitize(f"{type(error).__name__}: {error}", 300)
+        reason = sanitize_text(f"{type(error).__name__}: {error}", 300)
         raise PolicyError(
             f"{source} holds no .safetensors weights that can be read ({reason}); {AGAIN}"
         ) from error
 
 
-def _fitting(source: Path, found: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+def _require_same_parameters(
+    source: Path, found: dict[str, Tensor], like: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The tensors, once they are those of the parameters: copying alone would repeat a smaller one
     and leave others out.
     """
@@ -174,7 +178,7 @@ def _fitting(source: Path, found: dict[str, Tensor], like: dict[str, Tensor]) ->
         )
     if unknown := [name for name in found if name not in like]:
         raise PolicyError(
-            f"{source} has weights for {sanitize(unknown[0], 200)}, which this policy does not"
+            f"{source} has weights for {sanitize_text(unknown[0], 200)}, which this policy does not"
             f" train; {AGAIN}"
         )
     for name, parameter in like.items():

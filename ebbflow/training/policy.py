@@ -30,12 +30,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ebbflow.models.base import Model, is_trainable, trained_networks
-from ebbflow.models.context_parallel import require_shareable, share_tokens
+from ebbflow.models.context_parallel import require_shareable_tokens, share_tokens
 from ebbflow.recipe.model import FsdpConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.adapters import ADAPTER, add_lora, is_chosen, no_such_layers
-from ebbflow.training.distributed import replica_mesh, row_mesh, whole
+from ebbflow.storage.artifacts import write_new_folder
+from ebbflow.training.adapters import ADAPTER, add_lora, is_layer_chosen, no_matching_layers_error
+from ebbflow.training.distributed import build_replica_mesh, build_row_mesh, gather_tensor
 from ebbflow.training.parameter_files import (
     has_weights,
     read_copy,
@@ -94,14 +94,14 @@ class Policy:
             for prefix, network in trained_networks(model.transformer).items():
                 for name, parameter in network.named_parameters():
                     parameter.requires_grad_(
-                        is_chosen(prefix + name.rpartition(".")[0], config)
+                        is_layer_chosen(prefix + name.rpartition(".")[0], config)
                         and is_trainable(model, name)
                     )
         if context_parallel > 1:
-            require_shareable(model, context_parallel)
-            share_tokens(model, row_mesh(context_parallel))
-        sharding = _sharding(replicas, cpu_offload, fsdp) if shard else {}
-        for block in model.blocks() if shard else ():
+            require_shareable_tokens(model, context_parallel)
+            share_tokens(model, build_row_mesh(context_parallel))
+        sharding = _build_fsdp_arguments(replicas, cpu_offload, fsdp) if shard else {}
+        for block in model.list_blocks() if shard else ():
             # Cast block by block: all of a large model in float32 would not fit beside what it was
             # loaded as.
             fully_shard(block.float() if config.train == "full" else block, **sharding)
@@ -119,34 +119,36 @@ class Policy:
                 network.modules()
             )  # a block cannot prefetch one of another network: each is a root of its own
             for sharded, following in pairwise(
-                cast("list[FSDPModule]", [block for block in model.blocks() if block in inside])
+                cast(
+                    "list[FSDPModule]", [block for block in model.list_blocks() if block in inside]
+                )
             ):
                 sharded.set_modules_to_forward_prefetch([following])
         self.parameters: dict[str, Tensor] = {
             name: p for name, p in model.transformer.named_parameters() if p.requires_grad
         }
         if not self.parameters:
-            raise no_such_layers(model, config)
+            raise no_matching_layers_error(model, config)
         self.copies: dict[str, dict[str, Tensor]] = {}
-        self.snapshot("reference")
+        self.snapshot_copy("reference")
 
-    def ensure(self, name: str) -> None:
+    def ensure_copy(self, name: str) -> None:
         """Start a copy at the current parameters unless the loaded policy brought it along."""
         if name not in self.copies:
-            self.snapshot(name)
+            self.snapshot_copy(name)
 
-    def snapshot(self, name: str) -> None:
+    def snapshot_copy(self, name: str) -> None:
         """Make (or refresh) a copy from the current parameters."""
-        self.copies[name] = self._current()
+        self.copies[name] = self._clone_parameters()
 
-    def _current(self) -> dict[str, Tensor]:
+    def _clone_parameters(self) -> dict[str, Tensor]:
         """The parameters as they are, where copies are kept."""
         if self.offloaded:
-            return {key: to_main_memory(p.detach()) for key, p in self.parameters.items()}
+            return {key: copy_to_main_memory(p.detach()) for key, p in self.parameters.items()}
         return {key: p.detach().clone() for key, p in self.parameters.items()}
 
     @torch.no_grad()
-    def blend(self, name: str, decay: float) -> None:
+    def blend_copy(self, name: str, decay: float) -> None:
         """copy <- decay * copy + (1 - decay) * current."""
         copy = self.copies[name]
         if self.offloaded:  # computed where the parameters are, one after another
@@ -158,7 +160,7 @@ class Policy:
         )
 
     @contextmanager
-    def using(self, name: str) -> Iterator[None]:
+    def use_copy(self, name: str) -> Iterator[None]:
         """Predict with a copy inside the block; ``current`` changes nothing.
 
         Only without gradient: the parameters are the copy's until they are put back.
@@ -166,34 +168,36 @@ class Policy:
         if name == "current":
             yield
             return
-        swap = self._overwritten if self.sharded or self.offloaded else self._replaced
+        swap = (
+            self._overwrite_parameters if self.sharded or self.offloaded else self._swap_parameters
+        )
         with torch.no_grad(), swap(self.copies[name]):
             yield
 
     @contextmanager
-    def training(self, name: str) -> Iterator[None]:
+    def train_copy(self, name: str) -> Iterator[None]:
         """Train a copy inside the block: the parameters are the copy's, with gradient, until they
         are put back, without one.
         """
         apart = self.sharded or self.offloaded
         copy = self.copies[name]
-        self._forget_gradients()  # the policy's own
+        self._clear_gradients()  # the policy's own
         try:
-            with self._overwritten(copy) if apart else self._replaced(copy):
+            with self._overwrite_parameters(copy) if apart else self._swap_parameters(copy):
                 yield
                 for key, parameter in (
                     self.parameters.items() if apart else ()
                 ):  # else they are the same memory
                     copy[key].copy_(parameter.detach())
         finally:
-            self._forget_gradients()
+            self._clear_gradients()
 
-    def _forget_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @contextmanager
-    def kept_gathered(self) -> Iterator[None]:
+    def keep_gathered(self) -> Iterator[None]:
         """Inside the block, without gradient, weights stay gathered after a forward pass where
         ``fsdp.keep_gathered`` says so.
         """
@@ -212,7 +216,7 @@ class Policy:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def reduce_gradients(self, wanted: bool) -> None:
+    def set_gradient_reduction(self, wanted: bool) -> None:
         """Whether the next backward pass adds up the gradients of all processes, or leaves that to
         a later one.
 
@@ -226,7 +230,7 @@ class Policy:
                 network.set_requires_gradient_sync(wanted)
 
     @contextmanager
-    def _replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+    def _swap_parameters(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Nothing is copied: the parameters are the given tensors meanwhile."""
         current = {key: p.data for key, p in self.parameters.items()}
         try:
@@ -238,20 +242,20 @@ class Policy:
                 parameter.data = current[key]
 
     @contextmanager
-    def _overwritten(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+    def _overwrite_parameters(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """As FSDP2 needs it, which keeps its own views of the parameters' memory, and where copies
         are not on the device.
         """
-        current = self._current()
-        self.assign(values)
+        current = self._clone_parameters()
+        self.assign_parameters(values)
         try:
             yield
         finally:
-            self.assign(current)
+            self.assign_parameters(current)
 
     @contextmanager
     @torch.no_grad()
-    def merged(self, precision: Precision | None = None) -> Iterator[None]:
+    def merge_adapters(self, precision: Precision | None = None) -> Iterator[None]:
         """Generate with the adapters added to the weights that they adapt, which saves their
         products in every pass.
 
@@ -277,7 +281,7 @@ class Policy:
                 weight.data = data  # the same bytes as before, unlike a subtraction
                 layer.merged_adapters.clear()
 
-    def _frozen(self) -> dict[str, Tensor]:
+    def _untrained_parameters(self) -> dict[str, Tensor]:
         """The parameters that stay as they are, where some are not trained: full weights are
         written whole.
         """
@@ -290,13 +294,13 @@ class Policy:
         }
 
     @torch.no_grad()
-    def assign(self, values: Mapping[str, Tensor]) -> None:
+    def assign_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the parameters, by name."""
         for key, parameter in self.parameters.items():
             parameter.copy_(values[key])
 
     @torch.no_grad()
-    def load(self, folder: Path, to_train: bool = False) -> PolicyMetadata:
+    def load_folder(self, folder: Path, to_train: bool = False) -> PolicyMetadata:
         """Take over the parameters of a policy folder; to go on training, those behind the average,
         and the copies too.
 
@@ -311,19 +315,23 @@ class Policy:
                 " use its own recipe"
             )
         if has_weights(folder):
-            self.assign(
-                self.distributed(read_parameters(folder, self.model, self.config, self.parameters))
+            self.assign_parameters(
+                self.distribute_tensors(
+                    read_parameters(folder, self.model, self.config, self.parameters)
+                )
             )
         else:
-            self.assign(
+            self.assign_parameters(
                 self.copies["reference"]
             )  # a folder of the base model has no weights of its own
         if to_train:
             for name in metadata.copies:
-                self.copies[name] = self.distributed(read_copy(folder, name, self.parameters))
+                self.copies[name] = self.distribute_tensors(
+                    read_copy(folder, name, self.parameters)
+                )
             if ITERATE in self.copies:
-                self.snapshot("ema")
-                self.assign(self.copies.pop(ITERATE))
+                self.snapshot_copy("ema")
+                self.assign_parameters(self.copies.pop(ITERATE))
         return metadata
 
     def load_copy(self, name: str, folder: Path) -> None:
@@ -332,27 +340,32 @@ class Policy:
         Raises:
             ArtifactError, PolicyError: as for ``load``.
         """
-        current = self._current()
-        self.load(folder)
-        self.snapshot(name)
-        self.assign(current)
+        current = self._clone_parameters()
+        self.load_folder(folder)
+        self.snapshot_copy(name)
+        self.assign_parameters(current)
 
-    def distributed(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def distribute_tensors(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors in the layout of the parameters, sharded where they are: on their device, or
         in main memory.
 
         Copied even where they are there: kernels may add in another order on the unaligned memory
         of a file.
         """
-        return {key: like(self.placed(full[key], p), p) for key, p in self.parameters.items()}
+        return {
+            key: shard_like(self.place_tensor(full[key], p), p)
+            for key, p in self.parameters.items()
+        }
 
-    def placed(self, value: Tensor, parameter: Tensor) -> Tensor:
+    def place_tensor(self, value: Tensor, parameter: Tensor) -> Tensor:
         """A copy of a tensor where copies of a parameter, and the optimiser's state, are between
         steps.
         """
-        return to_main_memory(value) if self.offloaded else value.to(parameter.device, copy=True)
+        return (
+            copy_to_main_memory(value) if self.offloaded else value.to(parameter.device, copy=True)
+        )
 
-    def save(
+    def save_folder(
         self,
         folder: Path,
         metadata: PolicyMetadata,
@@ -367,15 +380,17 @@ class Policy:
         each prompt so far, where the stage keeps them.
         """
         parameters = {key: p.detach() for key, p in self.parameters.items()}
-        served = self._frozen() | (self.copies["ema"] if self.config.ema else parameters)
+        served = self._untrained_parameters() | (
+            self.copies["ema"] if self.config.ema else parameters
+        )
         kept = {
             name: parameters if name == ITERATE else self.copies[name] for name in metadata.copies
         }
-        full = gathered(served, write)
-        copies = {name: gathered(values, write) for name, values in kept.items()}
+        full = gather_tensors(served, write)
+        copies = {name: gather_tensors(values, write) for name, values in kept.items()}
         if not write:
             return
-        with new_folder(folder) as unfinished:
+        with write_new_folder(folder) as unfinished:
             if metadata.version > 0 or metadata.start:
                 write_parameters(unfinished, self.model, self.config, full)
             for name, values in copies.items():
@@ -386,14 +401,14 @@ class Policy:
             (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))
 
 
-def _sharding(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, Any]:
+def _build_fsdp_arguments(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, Any]:
     """The arguments of ``fully_shard``."""
     rounded = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     return {
         "mp_policy": rounded if fsdp.gather == "bfloat16" else MixedPrecisionPolicy(),
-        "mesh": replica_mesh(replicas),
+        "mesh": build_replica_mesh(replicas),
         "reshard_after_forward": True,
         "offload_policy": (
             CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -403,22 +418,24 @@ def _sharding(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, A
     }
 
 
-def to_main_memory(value: Tensor) -> Tensor:
+def copy_to_main_memory(value: Tensor) -> Tensor:
     """A copy of a tensor in main memory, pinned where there is a GPU: other memory takes many times
     as long to copy.
     """
     return torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available()).copy_(value)
 
 
-def like(full: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor, sharded as a parameter is; on its device, where it is sharded."""
     if not isinstance(parameter, DTensor):
         return full
     return distribute_tensor(full, parameter.device_mesh, parameter.placements).to(parameter.device)
 
 
-def gathered(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def gather_tensors(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Whole tensors on the CPU, for the process that keeps them; the others only take part."""
     return {
-        key: full for key, value in values.items() if (full := whole(value)) is not None and keep
+        key: full
+        for key, value in values.items()
+        if (full := gather_tensor(value)) is not None and keep
     }

@@ -15,9 +15,9 @@ from ebbflow.data.records import StageRecord
 from ebbflow.models import Model, load_model
 from ebbflow.models.compile import compile_blocks
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.base import sanitize
-from ebbflow.stage import StageContext, teacher_copy
-from ebbflow.storage.artifacts import verify
+from ebbflow.recipe.base import sanitize_text
+from ebbflow.stage import StageContext, teacher_copy_name
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
     AGAIN,
@@ -66,28 +66,28 @@ def open_policy(
     policy = Policy(
         model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, *memory, context_parallel
     )
-    metadata = policy.load(folder, to_train=True)
+    metadata = policy.load_folder(folder, to_train=True)
     if metadata.progress.algorithm != ctx.config.algorithm_name:
         for name in FOLLOWING:
             policy.copies.pop(name, None)
     for copy, teacher in (teachers or {}).items():
         _require_same_base(metadata, read_policy_metadata(teacher), teacher)
         policy.load_copy(copy, teacher)
-    start = teacher_copy("")
+    start = teacher_copy_name("")
     if several := {
-        copy.removeprefix(start): verify(path)
+        copy.removeprefix(start): verify_folder(path)
         for copy, path in (teachers or {}).items()
         if copy.startswith(start)
     }:
         metadata = metadata.model_copy(update={"teachers": several})
-    for name in ctx.following:
-        policy.ensure(name)
+    for name in ctx.following_copies:
+        policy.ensure_copy(name)
     if ctx.starts_as_teacher:
         policy.load_copy(
             "teacher", folder
         )  # what was evaluated: of a policy with an average, not what training goes on from
     if ctx.recipe.policy.ema:
-        policy.ensure("ema")
+        policy.ensure_copy("ema")
     return policy, metadata
 
 
@@ -122,7 +122,9 @@ def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: 
         )
 
 
-def read_history(ctx: StageContext, metadata: PolicyMetadata, folder: Path) -> PromptStatistics:
+def read_prompt_statistics(
+    ctx: StageContext, metadata: PolicyMetadata, folder: Path
+) -> PromptStatistics:
     """The rewards of each prompt so far: those in the policy folder, if the same algorithm left
     them there.
     """
@@ -130,10 +132,10 @@ def read_history(ctx: StageContext, metadata: PolicyMetadata, folder: Path) -> P
     if metadata.progress.algorithm != ctx.config.algorithm_name or not path.exists():
         return PromptStatistics()
     try:
-        return PromptStatistics.from_state(json.loads(path.read_bytes()))
+        return PromptStatistics.from_state_dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise PolicyError(
-            f"{path} holds no rewards of prompts ({sanitize(str(error), 200)}); {AGAIN}"
+            f"{path} holds no rewards of prompts ({sanitize_text(str(error), 200)}); {AGAIN}"
         ) from None
 
 
@@ -153,9 +155,9 @@ def save_policy(
             "recipe_digest": ctx.recipe.digest,
             "version": metadata.version + updater.updates,
             "progress": updater.progress,
-            "copies": (*ctx.following, *([ITERATE] if ctx.recipe.policy.ema else [])),
+            "copies": (*ctx.following_copies, *([ITERATE] if ctx.recipe.policy.ema else [])),
             "stages": (*metadata.stages, record.label),
         }
     )
-    statistics = history.state() if history and ctx.config.advantages.running else None
-    updater.policy.save(folder, trained, write, statistics)
+    statistics = history.state_dict() if history and ctx.config.advantages.running else None
+    updater.policy.save_folder(folder, trained, write, statistics)

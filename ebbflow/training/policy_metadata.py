@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from ebbflow.recipe.base import Strict, explain
+from ebbflow.recipe.base import Strict, explain_validation_error
 from ebbflow.recipe.choices import SAMPLERS
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.model import ModelConfig, resized
-from ebbflow.recipe.plugins import not_allowed
+from ebbflow.recipe.model import ModelConfig, resize_model
+from ebbflow.recipe.plugins import list_disallowed_paths
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import digest_of, new_folder, verify
+from ebbflow.storage.artifacts import digest_of_folder, verify_folder, write_new_folder
 
 METADATA = "policy.json"
 STATISTICS = "prompt_statistics.json"
@@ -80,7 +80,7 @@ class PolicyMetadata(Strict):
     @property
     def served_model(self) -> ModelConfig:
         """The base model as it generates where the policy is evaluated and served."""
-        return resized(self.model, self.height, self.width)
+        return resize_model(self.model, self.height, self.width)
 
 
 def sampling_settings(evaluation: EvaluationConfig) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def sampling_settings(evaluation: EvaluationConfig) -> dict[str, Any]:
     return {key: getattr(evaluation, key) for key in ("steps", "sampler", "eta", "height", "width")}
 
 
-def progress_of(metadata: PolicyMetadata, algorithm: str) -> Progress:
+def resume_progress(metadata: PolicyMetadata, algorithm: str) -> Progress:
     """Where the algorithm's schedules start: where it stopped, if it was the last to train the
     policy.
     """
@@ -101,7 +101,7 @@ def progress_of(metadata: PolicyMetadata, algorithm: str) -> Progress:
 
 def read_policy_metadata(folder: Path) -> PolicyMetadata:
     """The metadata of a committed policy folder."""
-    verify(folder)
+    verify_folder(folder)
     if not (folder / METADATA).is_file():
         raise PolicyError(f"{folder} is no policy folder: it has no {METADATA}")
     try:
@@ -109,7 +109,7 @@ def read_policy_metadata(folder: Path) -> PolicyMetadata:
     except ValidationError as error:
         raise PolicyError(
             f"{folder / METADATA} says what this Ebbflow does not"
-            f" know:\n{explain(error, PolicyMetadata)}"
+            f" know:\n{explain_validation_error(error, PolicyMetadata)}"
         ) from None
 
 
@@ -121,7 +121,7 @@ def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
         ArtifactError: the base model is not what was committed.
         PolicyError: it is another one.
     """
-    if (digest := digest_of(base)) != metadata.base_digest:
+    if (digest := digest_of_folder(base)) != metadata.base_digest:
         raise PolicyError(
             f"the policy in {folder} was trained from base model {metadata.base_digest[:12]}, and"
             f" {base} is {digest[:12]}; use its own base"
@@ -144,7 +144,7 @@ def require_allowed_code(
     Raises:
         PolicyError: it names other code.
     """
-    if foreign := not_allowed(named_code(metadata.model, metadata.sampler), allowed):
+    if foreign := list_disallowed_paths(list_named_code(metadata.model, metadata.sampler), allowed):
         raise PolicyError(
             f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name;"
             " if you trust it, take a recipe that names it, or allow it (--allow-code"
@@ -152,7 +152,7 @@ def require_allowed_code(
         )
 
 
-def named_code(model: ModelConfig, sampler: str = "ode") -> list[str]:
+def list_named_code(model: ModelConfig, sampler: str = "ode") -> list[str]:
     """The family and the attention backend of a model and the sampler, if they are not Ebbflow's or
     diffusers' own code.
     """
@@ -178,5 +178,5 @@ def write_base_policy(
         model=model,
         **sampling_settings(evaluation),
     )
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))

@@ -16,8 +16,8 @@ class ReplayedStep:
 
     Attributes:
         rows: one JSON object per sample, as a dump has them
-            (``ebbflow.online.monitor.sample_rows``), with ``advantage`` and ``trained``: whether it
-            was trained on.
+            (``ebbflow.online.monitor.build_sample_rows``), with ``advantage`` and ``trained``:
+            whether it was trained on.
         pngs: the picture of each row.
         metrics: statistics of its scores and advantages, under the names that a stage logs.
     """

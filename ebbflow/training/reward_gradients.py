@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import CopyName, GradientRows
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import SampleKeys, initial_noise
-from ebbflow.flow.transition import transition
+from ebbflow.flow.noise import SampleKeys, generate_initial_noise
+from ebbflow.flow.transition import compute_transition
 from ebbflow.models.base import Conditioning, Model, predict, predict_checkpointed
-from ebbflow.training.batches import ForwardInputs, parts
+from ebbflow.training.batches import ForwardInputs, split_into_passes
 
 Score = Callable[[Tensor, Sequence[Prompt], Callable[[Tensor], Tensor]], Tensor]
-"""From final latents, their prompts and what decodes them (``Model.pixels``) to the reward of each
-with gradient, [M].
+"""From final latents, their prompts and what decodes them (``Model.decode_with_gradient``) to the
+reward of each with gradient, [M].
 """
 
 
@@ -46,32 +46,32 @@ class GradientBatch:
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
         return self.inputs
 
-    def rows(
+    def build_rows(
         self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
     ) -> GradientRows:
         return GradientRows(
             latents=self.inputs.latents[part],
             sigma=self.inputs.sigma[part],
             velocity=velocity,
-            denoise=partial(self._denoise, part),
-            reward=partial(self._reward, part),
+            denoise=partial(self._denoise_remaining_steps, part),
+            reward=partial(self._compute_reward, part),
             copies=copies,
             advantage=self.advantage[part],
         )
 
-    def describe(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         sample = f"prompt {self.keys.prompt_ids[row]}, sample {self.keys.samples[row]}"
         return (
             f"{sample}, denoising step {self.step} (sigma {float(self.inputs.sigma[row]):.4f}) and"
             " its reward"
         )
 
-    def _denoise(self, part: slice, velocity: Tensor) -> Tensor:
-        latents, _, conditioning = self.inputs.at(part)
-        latents = _euler(latents, velocity, self.sigmas, self.step)
+    def _denoise_remaining_steps(self, part: slice, velocity: Tensor) -> Tensor:
+        latents, _, conditioning = self.inputs.model_arguments(part)
+        latents = _euler_step(latents, velocity, self.sigmas, self.step)
         for step in range(self.step + 1, len(self.sigmas) - 1):
             sigma = self.sigmas[step].expand(len(latents))
-            latents = _euler(
+            latents = _euler_step(
                 latents,
                 predict_checkpointed(self.model, latents, sigma, conditioning),
                 self.sigmas,
@@ -79,11 +79,11 @@ class GradientBatch:
             )
         return latents
 
-    def _reward(self, part: slice, latents: Tensor) -> Tensor:
-        return self.score(latents, self.prompts[part], self.model.pixels)
+    def _compute_reward(self, part: slice, latents: Tensor) -> Tensor:
+        return self.score(latents, self.prompts[part], self.model.decode_with_gradient)
 
 
-def gradient_batch(
+def build_gradient_batch(
     model: Model,
     conditioning: Conditioning,
     advantage: Tensor,
@@ -109,8 +109,10 @@ def gradient_batch(
     group_index = torch.arange(len(keys))
     sigmas = sigmas.to(device)
     found = [
-        _before(model, conditioning.rows(part), keys.rows(part), sigmas, first_step)
-        for part in parts(group_index, passes)
+        _latents_before_step(
+            model, conditioning.select_rows(part), keys.select_slice(part), sigmas, first_step
+        )
+        for part in split_into_passes(group_index, passes)
     ]
     inputs = ForwardInputs(
         latents=torch.cat(found),
@@ -127,16 +129,16 @@ def gradient_batch(
 
 
 @torch.no_grad()
-def _before(
+def _latents_before_step(
     model: Model, conditioning: Conditioning, keys: SampleKeys, sigmas: Tensor, first_step: int
 ) -> Tensor:
     """The latents that the policy reaches before a step of its deterministic sampler, [N, ...]."""
-    latents = initial_noise(model.latent_shape, keys).to(conditioning.device)
+    latents = generate_initial_noise(model.latent_shape, keys).to(conditioning.device)
     for step in range(first_step):
         velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
-        latents = _euler(latents, velocity, sigmas, step)
+        latents = _euler_step(latents, velocity, sigmas, step)
     return latents
 
 
-def _euler(latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int) -> Tensor:
-    return transition("ode", latents, velocity, sigmas, step).mean
+def _euler_step(latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int) -> Tensor:
+    return compute_transition("ode", latents, velocity, sigmas, step).mean

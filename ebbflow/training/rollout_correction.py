@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ebbflow.algorithms.correction import correct, correction_metrics, diagnostics
+from ebbflow.algorithms.correction import (
+    compute_correction,
+    compute_correction_metrics,
+    compute_diagnostics,
+)
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
 from ebbflow.models.base import Conditioning, predict
-from ebbflow.recipe.stages import StageConfig, correction_of
-from ebbflow.training.batches import CorrectedRollout, trajectory_batch
+from ebbflow.recipe.stages import StageConfig, resolve_correction
+from ebbflow.training.batches import CorrectedRollout, build_trajectory_batch
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.policy import Policy
 
@@ -41,31 +45,35 @@ def apply_rollout_correction(
         sample_index: integer [N], the row of ``conditioning`` of each sample; left out, it has a
             row for each of them.
     """
-    as_it_is = CorrectedRollout.nothing(trajectory)
-    correction = correction_of(stage, policy.model.precision)
+    as_it_is = CorrectedRollout.without_correction(trajectory)
+    correction = resolve_correction(stage, policy.model.precision)
     if correction is None:
         return as_it_is, {}
-    mine = _share(len(keys))
+    mine = _samples_of_rank(len(keys))
     rows = mine if sample_index is None else sample_index[mine]
-    mean, log_prob = _under(
-        policy, stage, as_it_is.take(mine), conditioning.rows(rows), keys.take(mine.numpy())
+    mean, log_prob = _predict_log_probs(
+        policy,
+        stage,
+        as_it_is.select_samples(mine),
+        conditioning.select_rows(rows),
+        keys.select_samples(mine.numpy()),
     )
-    log_prob = _of_all(log_prob, trajectory.log_probs)
+    log_prob = _gather_over_ranks(log_prob, trajectory.log_probs)
     delta = log_prob - trajectory.log_probs
     dims = trajectory.latents[0, 0].numel()
-    weight, keep = correct(delta, dims, correction)
-    metrics = diagnostics(delta, trajectory.steps, dims) | correction_metrics(
+    weight, keep = compute_correction(delta, dims, correction)
+    metrics = compute_diagnostics(delta, trajectory.steps, dims) | compute_correction_metrics(
         delta, dims, correction
     )
     shown = {name: value.item() for name, value in metrics.items()}
     if correction.mode == "bypass":
         return replace(as_it_is, weight=weight, keep=keep), shown
     return CorrectedRollout(
-        trajectory, _of_all(mean, trajectory.means), log_prob, weight, keep
+        trajectory, _gather_over_ranks(mean, trajectory.means), log_prob, weight, keep
     ), shown
 
 
-def _share(samples: int) -> Tensor:
+def _samples_of_rank(samples: int) -> Tensor:
     """The samples that this process predicts for: as many on every process, so the last ones begin
     again with the first.
     """
@@ -74,7 +82,7 @@ def _share(samples: int) -> Tensor:
     return torch.arange(ranks.rank * count, (ranks.rank + 1) * count) % samples
 
 
-def _of_all(mine: Tensor, like: Tensor) -> Tensor:
+def _gather_over_ranks(mine: Tensor, like: Tensor) -> Tensor:
     """What all processes found for their shares of the samples, where ``like`` is and as many; one
     share at a time.
     """
@@ -89,7 +97,7 @@ def _of_all(mine: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _under(
+def _predict_log_probs(
     policy: Policy,
     stage: StageConfig,
     rollout: CorrectedRollout,
@@ -97,16 +105,16 @@ def _under(
     keys: SampleKeys,
 ) -> tuple[Tensor, Tensor]:
     """(mu [N, W, ...], log-prob [N, W]) of every row of N samples under the policy as it is now."""
-    rollout = rollout.to(conditioning.device)
+    rollout = rollout.move_to(conditioning.device)
     no_advantage = rollout.old_log_prob.new_zeros(len(keys))
-    batch = trajectory_batch(rollout, conditioning, no_advantage, keys, stage.sampler)
+    batch = build_trajectory_batch(rollout, conditioning, no_advantage, keys, stage.sampler)
     found = []
-    with policy.kept_gathered():
+    with policy.keep_gathered():
         for start in range(0, len(batch.inputs), stage.micro_batch):
             part = slice(start, start + stage.micro_batch)
             inputs = batch.inputs
-            velocity = predict(policy.model, *inputs.at(part))
-            rows = batch.rows(part, velocity, {})
+            velocity = predict(policy.model, *inputs.model_arguments(part))
+            rows = batch.build_rows(part, velocity, {})
             found.append((rows.transition.mean, rows.log_prob))
     means, log_probs = zip(*found, strict=True)
     return torch.cat(means).view_as(rollout.old_mean), torch.cat(log_probs).view_as(

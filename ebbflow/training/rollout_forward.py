@@ -74,5 +74,5 @@ def reuse_rollout_forward(
         old_mean=batch.old_mean[rows],
         old_log_prob=batch.old_log_prob[rows],
         advantage=batch.advantage[rows],
-        keys=batch.keys.take(order),
+        keys=batch.keys.select_samples(order),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.algorithms.advantages import PromptStatistics
-from ebbflow.progress import progress
+from ebbflow.progress import show_progress
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.stop_conditions import Preempted, Stop, StopConditions
@@ -56,13 +56,13 @@ class StageState:
     prompt_rewards: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "history": self.history.state()}
+        return {**vars(self), "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rewards = {
             int(prompt): (mean, std) for prompt, (mean, std) in state["prompt_rewards"].items()
         }  # JSON has texts as keys
-        history = PromptStatistics.from_state(state["history"])
+        history = PromptStatistics.from_state_dict(state["history"])
         vars(self).update(state | {"history": history, "prompt_rewards": rewards})
 
 
@@ -100,10 +100,10 @@ class StageLoop:
         self.first_step = state.step
         self.conditions = StopConditions(ctx.config, gpus, state.elapsed, steps_ahead)
         self.stop = Stop.NO
-        name = f"{ctx.label} {ctx.config.algorithm_name}"
-        self.progress = progress(name, "step", total=num_steps, done=state.step, quiet=quiet)
+        name = f"{ctx.stage_label} {ctx.config.algorithm_name}"
+        self.progress = show_progress(name, "step", total=num_steps, done=state.step, quiet=quiet)
 
-    def steps(self) -> Iterator[int]:
+    def iterate_steps(self) -> Iterator[int]:
         """The steps that are left, until the last one, or the one with which the budget is spent:
         that becomes an alarm.
         """
@@ -114,7 +114,7 @@ class StageLoop:
                     self.state.alarms.append(
                         self.conditions.budget_message(self.state.step, self.num_steps)
                     )
-                    logger.warning("%s %s", self.ctx.label, self.state.alarms[-1])
+                    logger.warning("%s %s", self.ctx.stage_label, self.state.alarms[-1])
                     return
 
     def finish_step(self, metrics: dict[str, float], **shown: str) -> None:
@@ -126,29 +126,29 @@ class StageLoop:
         """
         self.recorder.log_metrics(metrics, self.state.step)
         self.state.step += 1
-        self.state.elapsed = self.conditions.elapsed
+        self.state.elapsed = self.conditions.elapsed_seconds
         self.progress.set_postfix(shown, refresh=False)
         self.progress.update()
-        self.stop = self.conditions.after_step()
+        self.stop = self.conditions.check_after_step()
 
     @property
     def preempted(self) -> bool:
         """Whether the machine is taken away: save, and raise ``preemption()``."""
         return self.stop is Stop.LEAVE
 
-    def preemption(self) -> Preempted:
+    def preemption_error(self) -> Preempted:
         saved = self.checkpoints is not None
         return Preempted(
             self.conditions.preemption_message(
-                self.ctx.label, self.state.step, self.num_steps, saved=saved
+                self.ctx.stage_label, self.state.step, self.num_steps, saved=saved
             )
         )
 
-    def checkpoint_state(self) -> dict[str, Any]:
+    def build_checkpoint_state(self) -> dict[str, Any]:
         """What a checkpoint holds apart from the training group's parts."""
         return {
             "state": self.state.state_dict(),
-            "rows": self.recorder.metrics,
+            "rows": self.recorder.metrics_rows,
             "num_steps": self.num_steps,
         }
 
@@ -160,7 +160,7 @@ def load_stage_state(
     recorder: MetricsRecorder,
     num_steps: int,
 ) -> None:
-    """Continue from a checkpoint's state (``StageLoop.checkpoint_state``).
+    """Continue from a checkpoint's state (``StageLoop.build_checkpoint_state``).
 
     Raises:
         CheckpointError: it is of training in another number of steps, as with another number of
@@ -172,4 +172,4 @@ def load_stage_state(
             " train with as many processes as before (EBBFLOW_TRAIN_PROCESSES), or remove it"
         )
     state.load_state_dict(saved["state"])
-    recorder.resume(saved["rows"])
+    recorder.resume_metrics(saved["rows"])

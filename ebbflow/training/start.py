@@ -13,7 +13,7 @@ from ebbflow.models import Model
 from ebbflow.models.base import is_trainable, trained_networks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import digest_of
+from ebbflow.storage.artifacts import digest_of_folder
 from ebbflow.training.adapters import ADAPTER
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_model
@@ -29,7 +29,7 @@ from ebbflow.training.policy_metadata import (
 PUBLISHED = "published"
 
 
-def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
+def write_start_policy(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
     """The policy folder, version 0, of what ``policy.start`` leads to: a policy folder, or a LoRA
     file or its folder.
 
@@ -41,11 +41,13 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
     policy = Policy(model, recipe.policy, recipe.seed)
     if (source / METADATA).is_file():
         require_base(read_policy_metadata(source), base, source)
-        policy.load(source)
+        policy.load_folder(source)
     else:
-        policy.assign(lora_parameters(model, recipe.policy, policy.parameters, source))
+        policy.assign_parameters(
+            convert_lora_parameters(model, recipe.policy, policy.parameters, source)
+        )
     metadata = PolicyMetadata(
-        base_digest=digest_of(base),
+        base_digest=digest_of_folder(base),
         recipe_digest=recipe.digest,
         config=recipe.policy,
         model=recipe.model,
@@ -53,12 +55,12 @@ def write_start(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
         **sampling_settings(recipe.evaluation),
     )
     if recipe.policy.ema:
-        policy.ensure("ema")
-    policy.save(folder, metadata)
+        policy.ensure_copy("ema")
+    policy.save_folder(folder, metadata)
 
 
 @torch.no_grad()
-def lora_parameters(
+def convert_lora_parameters(
     model: Model, config: PolicyConfig, own: dict[str, Tensor], source: Path
 ) -> dict[str, Tensor]:
     """Our adapters' parameters, by name, that compute what a published LoRA does.
@@ -87,7 +89,7 @@ def lora_parameters(
             "policy.start names a LoRA, and policy.dora starts from a policy folder alone; set"
             " policy.dora to false"
         )
-    published = _published(model, source)
+    published = _load_published_lora(model, source)
     found = dict(own)
     for layer, (first, second, its_scale) in published.items():
         names = [f"{layer}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"]
@@ -109,16 +111,16 @@ def lora_parameters(
         ours_first, ours_second = (own[name].detach().clone() for name in names)
         ours_first[:rank] = first
         ours_second.zero_()
-        ours_second[:, :rank] = second * (its_scale / config.scale)
+        ours_second[:, :rank] = second * (its_scale / config.adapter_scale)
         found |= dict(zip(names, (ours_first, ours_second), strict=True))
     return found
 
 
-def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
+def _load_published_lora(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
     """(first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in any
     format that it knows.
     """
-    file = _one_file(source)
+    file = _find_lora_file(source)
     try:
         state, metadata = model.pipeline_class.lora_state_dict(
             file, return_lora_metadata=True, use_safetensors=True, local_files_only=True
@@ -146,7 +148,7 @@ def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, fl
             " take one without"
         )
     layers = {
-        name: (*_factors(state, name, module), module.scaling[PUBLISHED])
+        name: (*_read_factors(state, name, module), module.scaling[PUBLISHED])
         for name, module in model.transformer.named_modules()
         if isinstance(module, LoraLayer) and PUBLISHED in module.lora_A
     }
@@ -159,7 +161,7 @@ def _published(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, fl
     return layers
 
 
-def _factors(state: dict[str, Tensor], layer: str, module: LoraLayer) -> tuple[Tensor, Tensor]:
+def _read_factors(state: dict[str, Tensor], layer: str, module: LoraLayer) -> tuple[Tensor, Tensor]:
     """As the file has them: the module may keep them in the lower precision of the layer that they
     adapt.
     """
@@ -171,7 +173,7 @@ def _factors(state: dict[str, Tensor], layer: str, module: LoraLayer) -> tuple[T
     return first, second
 
 
-def _one_file(source: Path) -> Path:
+def _find_lora_file(source: Path) -> Path:
     """The LoRA file itself, or the only one in its folder."""
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     if len(files) != 1:

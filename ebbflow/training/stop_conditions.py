@@ -70,7 +70,7 @@ class StopConditions:
         self.gpus = gpus
         self.seconds_before = seconds_before
         self.steps_ahead = steps_ahead
-        self.expires = _expiry(os.environ.get(EXPIRES))
+        self.expires = _parse_expiry(os.environ.get(EXPIRES))
         self.reason = "another process was preempted"
         self.started = self.last_step_at = time.monotonic()
         self.max_step_seconds = 0.0
@@ -80,18 +80,18 @@ class StopConditions:
             )
 
     @property
-    def elapsed(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Seconds of this attempt and of those before it."""
         return self.seconds_before + time.monotonic() - self.started
 
-    def after_step(self) -> Stop:
+    def check_after_step(self) -> Stop:
         """Whether the stage stops after this step. All processes of a group ask together, and get
         the same answer.
         """
         now = time.monotonic()
         self.max_step_seconds = max(self.max_step_seconds, now - self.last_step_at)
         self.last_step_at = now
-        return Stop(all_reduce_max(self._own()))
+        return Stop(all_reduce_max(self._check_this_process()))
 
     def preemption_message(self, stage: str, step: int, num_steps: int, saved: bool) -> str:
         """What a stage says that leaves its machine."""
@@ -106,7 +106,7 @@ class StopConditions:
         """What a stage says whose budget is spent."""
         return f"ended after {step} of {num_steps} steps: {self.reason}"
 
-    def _own(self) -> Stop:
+    def _check_this_process(self) -> Stop:
         if _SIGTERM.is_set():
             self.reason = "SIGTERM"
             return Stop.LEAVE
@@ -118,7 +118,7 @@ class StopConditions:
         ):
             self.reason = f"{EXPIRES} = {os.environ[EXPIRES]}"
             return Stop.LEAVE
-        hours = (self.elapsed + self.max_step_seconds) / 3600
+        hours = (self.elapsed_seconds + self.max_step_seconds) / 3600
         for key, used in (("max_hours", hours), ("max_gpu_hours", hours * self.gpus)):
             if (limit := getattr(self.config, key)) is not None and used > limit:
                 self.reason = f"{key} = {limit:g}"
@@ -140,12 +140,12 @@ def handle_sigterm() -> Iterator[None]:
         yield
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def set_sigterm_event(number: int, frame: FrameType | None) -> None:
         _SIGTERM.set()
         signal.signal(signal.SIGTERM, before)
 
-    handle.is_stage_handler = True  # type: ignore[attr-defined]
-    before = signal.signal(signal.SIGTERM, handle)
+    set_sigterm_event.is_stage_handler = True  # type: ignore[attr-defined]
+    before = signal.signal(signal.SIGTERM, set_sigterm_event)
     try:
         yield
     except BaseException:
@@ -155,7 +155,7 @@ def handle_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _expiry(text: str | None) -> float | None:
+def _parse_expiry(text: str | None) -> float | None:
     """Seconds since 1970."""
     if not text:
         return None

@@ -13,22 +13,27 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import CopyName, RowMetrics, per_row
-from ebbflow.algorithms.reference import penalty, penalty_weight
-from ebbflow.algorithms.registry import algorithm_of
-from ebbflow.flow.training_sigmas import schedule_points
+from ebbflow.algorithms.base import CopyName, RowMetrics, mean_per_row
+from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
+from ebbflow.algorithms.registry import find_algorithm
+from ebbflow.flow.training_sigmas import list_schedule_points
 from ebbflow.models.base import predict, predict_checkpointed
 from ebbflow.recipe.algorithms import ForwardConfig, MatchingConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
-from ebbflow.stage import drift_stride, teacher_copy
-from ebbflow.training.batches import ForwardInputs, RowBatch, parts
+from ebbflow.stage import choose_drift_stride, teacher_copy_name
+from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
 from ebbflow.training.distributed import all_reduce_max
 from ebbflow.training.fake_score import FakeScore
-from ebbflow.training.gradients import TrainingError, gradient_norm, sum_over_processes, world_size
+from ebbflow.training.gradients import (
+    TrainingError,
+    compute_gradient_norm,
+    get_world_size,
+    sum_over_processes,
+)
 from ebbflow.training.matching import MatchingBatch
-from ebbflow.training.optimizer import AnyOptimizer, make_optimizer, set_learning_rate
+from ebbflow.training.optimizer import AnyOptimizer, build_optimizer, set_learning_rate
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import PolicyMetadata, Progress, progress_of
+from ebbflow.training.policy_metadata import PolicyMetadata, Progress, resume_progress
 
 NOT_IN_A_METRIC = re.compile(r"[^A-Za-z0-9_.-]")
 """What the name of a prompt set may have, as it may be that of a file, and the name of a metric
@@ -73,14 +78,14 @@ class PolicyUpdater:
         self.stage = stage
         self.version = metadata.version if metadata else 0
         self.before = (
-            progress_of(metadata, stage.algorithm_name)
+            resume_progress(metadata, stage.algorithm_name)
             if metadata
             else Progress(algorithm=stage.algorithm_name)
         )
-        self.algorithm = algorithm_of(stage.algorithm)
-        self.hyper = stage.hyper
-        _require_sigmas(policy, stage)
-        self.optimizer: AnyOptimizer = optimizer or make_optimizer(policy, stage.optimizer)
+        self.algorithm = find_algorithm(stage.algorithm)
+        self.hyper = stage.hyper_parameters
+        _require_drawable_sigmas(policy, stage)
+        self.optimizer: AnyOptimizer = optimizer or build_optimizer(policy, stage.optimizer)
         self.fake = (
             FakeScore(policy, stage.optimizer, self.hyper)
             if isinstance(self.hyper, MatchingConfig)
@@ -98,9 +103,9 @@ class PolicyUpdater:
         self.start_rollout()
 
     @property
-    def schedule(self) -> Tensor:
+    def sampler_sigmas(self) -> Tensor:
         """The sigmas of the stage's sampler, [steps + 1], in the size that the model draws now."""
-        return self.policy.model.sigmas(self.stage.sampler.steps)
+        return self.policy.model.compute_sigmas(self.stage.sampler.steps)
 
     @property
     def progress(self) -> Progress:
@@ -111,13 +116,13 @@ class PolicyUpdater:
         }
         return self.before.model_copy(update=done)
 
-    def update_fake(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
+    def update_fake_score(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
         """Take one optimiser step of the fake score, before the policy's (``FakeScore.update``)."""
         assert self.fake, "the algorithm trains one"
         set_learning_rate(
             self.fake.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates
         )
-        return self.fake.update(batch, passes)
+        return self.fake.update_fake_score(batch, passes)
 
     def start_rollout(self) -> None:
         """Remember the policy as it is, where the loss compares it with later ones: it made the
@@ -125,7 +130,7 @@ class PolicyUpdater:
         """
         self.rollout_updates = self.updates
         if "rollout" in self.algorithm.copies(self.hyper):
-            self.policy.snapshot("rollout")
+            self.policy.snapshot_copy("rollout")
 
     def finish_step(self) -> None:
         """Count a rollout step; where a copy generates the rollouts, the copies follow now, once
@@ -133,9 +138,9 @@ class PolicyUpdater:
         """
         self.steps += 1
         if self.algorithm.generates != "current":
-            self._let_copies_follow(self.progress.steps)
+            self._update_following_copies(self.progress.steps)
 
-    def update(
+    def update_policy(
         self, batch: RowBatch, passes: int, prompt_sets: Mapping[int, str] | None = None
     ) -> dict[str, float]:
         """Take one optimiser step on the mean loss over all rows of all processes.
@@ -155,22 +160,24 @@ class PolicyUpdater:
                 are as they were.
         """
         total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
-        taught = self._rows_of_teachers(batch, prompt_sets or {})
-        done = self._passes(batch, parts(batch.group_index, passes), total, taught)
-        means = done.means(total)
-        norm = gradient_norm(self.policy)
+        taught = self._group_rows_by_teacher(batch, prompt_sets or {})
+        done = self._run_passes(batch, split_into_passes(batch.group_index, passes), total, taught)
+        means = done.average_metrics(total)
+        norm = compute_gradient_norm(self.policy)
         while (
             self.loss_scale > 1
             and not torch.isfinite(norm)
             and all(map(math.isfinite, means.values()))
         ):
             self.loss_scale /= 2
-            done = self._passes(batch, parts(batch.group_index, passes), total, taught)
-            means = done.means(total)
-            norm = gradient_norm(self.policy)
+            done = self._run_passes(
+                batch, split_into_passes(batch.group_index, passes), total, taught
+            )
+            means = done.average_metrics(total)
+            norm = compute_gradient_norm(self.policy)
         # Both are the same on every process, so all of them stop here together.
         if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
-            raise _non_finite_error(done, batch, means, norm, self.policy)
+            raise _build_non_finite_error(done, batch, means, norm, self.policy)
         torch.nn.utils.clip_grads_with_norm_(
             self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm
         )
@@ -181,27 +188,31 @@ class PolicyUpdater:
         self.updates += 1
         self.drift = means.setdefault("velocity_drift", self.drift)
         if self.algorithm.generates == "current":
-            self._let_copies_follow(self.progress.updates)
+            self._update_following_copies(self.progress.updates)
         if self.policy.config.ema:
-            self.policy.blend("ema", self.policy.config.ema.decay(self.version + self.updates))
-        means |= done.means_of_teachers(taught)
+            self.policy.blend_copy(
+                "ema", self.policy.config.ema.decay_after_step(self.version + self.updates)
+            )
+        means |= done.average_teacher_metrics(taught)
         once = total // self.policy.context_parallel  # each row
         metrics = (
             means
-            | _gradient_metrics(norm, done.first_norm, passes, once)
+            | _compute_gradient_metrics(norm, done.first_norm, passes, once)
             | {"lr": self.optimizer.param_groups[0]["lr"]}
         )
-        return metrics | self._watch(self.drift)
+        return metrics | self._check_drift(self.drift)
 
-    def _rows_of_teachers(
+    def _group_rows_by_teacher(
         self, batch: RowBatch, prompt_sets: Mapping[int, str]
     ) -> dict[str, Tensor]:
         """The rows that each teacher teaches, by its copy, where prompt sets have their own;
         nothing where one teaches all.
         """
-        copies = sorted(copy for copy in self.policy.copies if copy.startswith(teacher_copy("")))
+        copies = sorted(
+            copy for copy in self.policy.copies if copy.startswith(teacher_copy_name(""))
+        )
         own = (
-            [teacher_copy(prompt_sets[prompt_id]) for prompt_id in batch.keys.prompt_ids]
+            [teacher_copy_name(prompt_sets[prompt_id]) for prompt_id in batch.keys.prompt_ids]
             if copies
             else []
         )
@@ -211,46 +222,48 @@ class PolicyUpdater:
             for copy, found in rows.items()
         }
 
-    def _passes(
+    def _run_passes(
         self, batch: RowBatch, slices: list[slice], total: int, taught: Mapping[str, Tensor]
-    ) -> _Passes:
+    ) -> _PassResults:
         """Forward and backward over every part; the gradients are left in the parameters."""
         # FSDP averages gradients over processes; this weight makes the result the mean over all
         # rows however they are dealt out. Processes that share tokens have the gradient of their
         # own ones, and each counts the row.
-        weight = self.loss_scale * world_size() * self.policy.context_parallel / total
+        weight = self.loss_scale * get_world_size() * self.policy.context_parallel / total
         self.optimizer.zero_grad(set_to_none=True)
-        copies = self._copies(batch, slices, taught)
-        anchor = self._anchor(batch.inputs, slices, copies)
+        copies = self._predict_copies(batch, slices, taught)
+        anchor = self._predict_anchor(batch.inputs, slices, copies)
         base = copies.get("reference")
         watched = (
-            drift_stride(self.updates, len(slices)) if base is None else 1
+            choose_drift_stride(self.updates, len(slices)) if base is None else 1
         )  # all rows where it costs nothing
         if base is None and watched:
-            base = _velocities(self.policy, "reference", batch.inputs, [slice(0, None, watched)])
-        done = _Passes()
+            base = _predict_velocities_of_copy(
+                self.policy, "reference", batch.inputs, [slice(0, None, watched)]
+            )
+        done = _PassResults()
         for part in slices:
             velocity = batch.inputs.predicted.pop(part.start, None)
             if velocity is None:
-                velocity = _velocity(self.policy, batch.inputs, part)
+                velocity = _predict_velocity(self.policy, batch.inputs, part)
             velocity.retain_grad()
             compared = {name: values[part] for name, values in copies.items()}
             if (
                 "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies
             ):  # no weight has moved since
                 compared["rollout"] = velocity.detach()
-            loss, metrics = self._loss(
+            loss, metrics = self._compute_loss(
                 batch, part, velocity, compared, None if anchor is None else anchor[part]
             )
-            self.policy.reduce_gradients(
+            self.policy.set_gradient_reduction(
                 part in (slices[0], slices[-1])
             )  # of the first alone, for the norm below
             (loss.sum() * weight).backward()
-            done.add(loss, metrics, velocity)
+            done.add_pass(loss, metrics, velocity)
             if base is not None and watched:
-                done.compare(velocity, base, part.start, watched)
+                done.add_drift(velocity, base, part.start, watched)
             if part == slices[0] and len(slices) > 1:
-                norm = gradient_norm(self.policy, self.loss_scale)
+                norm = compute_gradient_norm(self.policy, self.loss_scale)
                 done.first_norm = norm * total / sum_over_processes(loss.new_tensor(len(loss)))
         if self.loss_scale != 1:
             torch._foreach_div_(
@@ -259,7 +272,7 @@ class PolicyUpdater:
             )
         return done
 
-    def _loss(
+    def _compute_loss(
         self,
         batch: RowBatch,
         part: slice,
@@ -271,7 +284,7 @@ class PolicyUpdater:
         metrics of each row.
         """
         rows = replace(
-            batch.rows(part, velocity, copies),
+            batch.build_rows(part, velocity, copies),
             advantage_clip=self.stage.advantages.clip or math.inf,
         )
         loss, metrics = self.algorithm.loss(rows, self.hyper)
@@ -284,47 +297,49 @@ class PolicyUpdater:
                 )
         loss = loss * batch.weight[part]
         if anchor is not None:
-            divergence = penalty(self.stage.reference, rows, velocity, anchor)
-            loss = loss + penalty_weight(self.stage.reference, rows) * divergence
+            divergence = compute_penalty(self.stage.reference, rows, velocity, anchor)
+            loss = loss + compute_penalty_weight(self.stage.reference, rows) * divergence
             metrics = metrics | {"kl/reference": divergence}
         return loss, metrics
 
-    def _copies(
+    def _predict_copies(
         self, batch: RowBatch, slices: list[slice], taught: Mapping[str, Tensor]
     ) -> dict[CopyName, Tensor]:
         """The predictions of the copies that the loss needs, for every row; of several teachers
         that of each row's own.
         """
         needed = set(self.algorithm.copies(self.hyper))
-        if self.stage.reference.weight > 0 and not self.stage.reference.guided:
+        if self.stage.reference.weight > 0 and not self.stage.reference.needs_guidance:
             needed.add("reference")
         if self.updates == self.rollout_updates:
             needed.discard("rollout")
         # In the same order on every process: a swap communicates.
         return {
             name: (
-                _velocities_of_teachers(self.policy, taught, batch.inputs_of(name), slices)
+                _predict_velocities_of_teachers(self.policy, taught, batch.inputs_of(name), slices)
                 if name == "teacher" and taught
-                else _velocities(self.policy, name, batch.inputs_of(name), slices)
+                else _predict_velocities_of_copy(self.policy, name, batch.inputs_of(name), slices)
             )
             for name in sorted(needed)
         }
 
-    def _anchor(
+    def _predict_anchor(
         self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
     ) -> Tensor | None:
         """What the reference penalty pulls to, at every point; None without a penalty."""
         reference = self.stage.reference
-        if reference.guided:
-            return _velocities(self.policy, "reference", inputs.guided(reference.guidance), slices)
+        if reference.needs_guidance:
+            return _predict_velocities_of_copy(
+                self.policy, "reference", inputs.with_guidance(reference.guidance), slices
+            )
         return copies["reference"] if reference.weight > 0 else None
 
-    def _let_copies_follow(self, count: int) -> None:
-        for name in self.algorithm.following(self.hyper):
+    def _update_following_copies(self, count: int) -> None:
+        for name in self.algorithm.list_following_copies(self.hyper):
             if decay := self.algorithm.follows.get(name):
-                self.policy.blend(name, decay(self.hyper, count))
+                self.policy.blend_copy(name, decay(self.hyper, count))
 
-    def _watch(self, drift: float) -> dict[str, float]:
+    def _check_drift(self, drift: float) -> dict[str, float]:
         """Whether the policy has drifted too far; the first time is worth a warning."""
         too_far = drift > self.stage.drift_alarm
         if too_far and not self.drifted:
@@ -342,23 +357,23 @@ class PolicyUpdater:
         return {"alarm/velocity_drift": float(too_far)}
 
 
-def _require_sigmas(policy: Policy, stage: StageConfig) -> None:
+def _require_drawable_sigmas(policy: Policy, stage: StageConfig) -> None:
     """Check that a loss that draws from the sampler's sigmas finds some, before rollouts are paid
     for.
     """
-    schedule = policy.model.sigmas(stage.sampler.steps)
+    schedule = policy.model.compute_sigmas(stage.sampler.steps)
     if (
-        isinstance(stage.hyper, ForwardConfig | MatchingConfig)
-        and stage.hyper.sigma.kind == "schedule"
+        isinstance(stage.hyper_parameters, ForwardConfig | MatchingConfig)
+        and stage.hyper_parameters.sigma.kind == "schedule"
     ):
         try:
-            schedule_points(stage.hyper.sigma, schedule)
+            list_schedule_points(stage.hyper_parameters.sigma, schedule)
         except ValueError as error:
             raise TrainingError(str(error)) from None
 
 
 @dataclass
-class _Passes:
+class _PassResults:
     """What the passes over one batch leave behind, one entry per row of this process.
 
     Attributes:
@@ -374,28 +389,32 @@ class _Passes:
     first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))
     drift: list[Tensor] = field(default_factory=list)
 
-    def add(self, loss: Tensor, metrics: RowMetrics, velocity: Tensor) -> None:
+    def add_pass(self, loss: Tensor, metrics: RowMetrics, velocity: Tensor) -> None:
         for name, values in (metrics | {"loss": loss}).items():
             self.rows[name].append(values.detach())
         assert velocity.grad is not None
         self.gradient_is_finite.append(velocity.grad.flatten(1).isfinite().all(1))
 
-    def compare(self, velocity: Tensor, base: Tensor, start: int, watched: int) -> None:
+    def add_drift(self, velocity: Tensor, base: Tensor, start: int, watched: int) -> None:
         """Note the drift of the part that begins at row ``start``; ``base`` is known at every row
         that ``watched`` divides.
         """
         own = velocity.detach()[-start % watched :: watched]
         first = math.ceil(start / watched)
-        self.drift.append(per_row((own - base[first : first + len(own)]) ** 2))
+        self.drift.append(mean_per_row((own - base[first : first + len(own)]) ** 2))
 
-    def means(self, total: int) -> dict[str, float]:
+    def average_metrics(self, total: int) -> dict[str, float]:
         """Over the rows of all processes."""
         names = sorted(self.rows)
         sums = torch.stack([torch.cat(self.rows[name]).double().sum() for name in names])
-        drift = {"velocity_drift": _shared_mean(torch.cat(self.drift)).item()} if self.drift else {}
+        drift = (
+            {"velocity_drift": _mean_over_processes(torch.cat(self.drift)).item()}
+            if self.drift
+            else {}
+        )
         return dict(zip(names, (sum_over_processes(sums) / total).tolist(), strict=True)) | drift
 
-    def means_of_teachers(self, taught: Mapping[str, Tensor]) -> dict[str, float]:
+    def average_teacher_metrics(self, taught: Mapping[str, Tensor]) -> dict[str, float]:
         """``kl/teacher`` of the rows of each teacher, over all processes; none where it has no
         rows.
         """
@@ -406,12 +425,11 @@ class _Passes:
                 torch.stack([divergence.sum(), divergence.new_tensor(len(rows))])
             ).tolist()
             if count:
-                means[
-                    f"kl/teacher/{NOT_IN_A_METRIC.sub('_', copy.removeprefix(teacher_copy('')))}"
-                ] = total / count
+                prompt_set = copy.removeprefix(teacher_copy_name(""))
+                means[f"kl/teacher/{NOT_IN_A_METRIC.sub('_', prompt_set)}"] = total / count
         return means
 
-    def first_wrong(self, batch: RowBatch) -> str | None:
+    def describe_first_non_finite_row(self, batch: RowBatch) -> str | None:
         """The first row of this process that is not finite, with what is wrong with it."""
         wrong = {name: ~torch.cat(values).isfinite() for name, values in self.rows.items()}
         wrong["the gradient"] = ~torch.cat(self.gradient_is_finite)
@@ -421,24 +439,24 @@ class _Passes:
         row = int(rows[0])
         return (
             f"{', '.join(name for name, where in wrong.items() if where[row])} of"
-            f" {batch.describe(row)}"
+            f" {batch.describe_row(row)}"
         )
 
 
-def _velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
+def _predict_velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
     forward = predict_checkpointed if inputs.checkpointed and torch.is_grad_enabled() else predict
-    return forward(policy.model, *inputs.at(part))
+    return forward(policy.model, *inputs.model_arguments(part))
 
 
-def _velocities(
+def _predict_velocities_of_copy(
     policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]
 ) -> Tensor:
     """Predictions of a policy copy over some parts: one swap of the parameters for all of them."""
-    with policy.using(copy), policy.kept_gathered():
-        return torch.cat([_velocity(policy, inputs, part) for part in slices])
+    with policy.use_copy(copy), policy.keep_gathered():
+        return torch.cat([_predict_velocity(policy, inputs, part) for part in slices])
 
 
-def _velocities_of_teachers(
+def _predict_velocities_of_teachers(
     policy: Policy, taught: Mapping[str, Tensor], inputs: ForwardInputs, slices: list[slice]
 ) -> Tensor:
     """Predictions of each row's own teacher: of a teacher for its rows alone, in parts of the usual
@@ -451,15 +469,15 @@ def _velocities_of_teachers(
     found = []
     for copy, rows in taught.items():
         passes = all_reduce_max(math.ceil(len(rows) / size))
-        with policy.using(copy), policy.kept_gathered():
+        with policy.use_copy(copy), policy.keep_gathered():
             for part in rows.tensor_split(passes) if passes else ():
-                velocity = _velocity(policy, inputs, part if len(part) else slice(0, 1))
+                velocity = _predict_velocity(policy, inputs, part if len(part) else slice(0, 1))
                 found += [velocity] if len(part) else []
     order = torch.cat(list(taught.values())).argsort()
     return torch.cat(found)[order]
 
 
-def _gradient_metrics(
+def _compute_gradient_metrics(
     norm: Tensor, first_norm: Tensor, passes: int, total: int
 ) -> dict[str, float]:
     """The norm before clipping, and how much single samples disagree.
@@ -478,13 +496,13 @@ def _gradient_metrics(
     return metrics
 
 
-def _non_finite_error(
-    done: _Passes, batch: RowBatch, means: dict[str, float], norm: Tensor, policy: Policy
+def _build_non_finite_error(
+    done: _PassResults, batch: RowBatch, means: dict[str, float], norm: Tensor, policy: Policy
 ) -> TrainingError:
     """The error that names the first row that is not finite, or, where all rows are fine, the
     parameters.
     """
-    wrong = done.first_wrong(batch)
+    wrong = done.describe_first_non_finite_row(batch)
     if wrong is None and not all(math.isfinite(value) for value in means.values()):
         wrong = "a row of another process"
     if wrong is None:
@@ -504,7 +522,7 @@ def _non_finite_error(
     )
 
 
-def _shared_mean(values: Tensor) -> Tensor:
+def _mean_over_processes(values: Tensor) -> Tensor:
     """The mean over the values of all processes."""
     total = sum_over_processes(
         torch.stack([values.double().sum(), values.new_tensor(len(values)).double()])

@@ -15,7 +15,7 @@ from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.rollouts.generate import Rollouts, generate
+from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
@@ -29,7 +29,7 @@ class SecondCopy:
         self.policy = Policy(self.model, ctx.recipe.policy, ctx.recipe.seed)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        self.policy.assign(weights)
+        self.policy.assign_parameters(weights)
 
     def generate(
         self,
@@ -38,8 +38,8 @@ class SecondCopy:
         sampler: SamplerConfig,
         plan: Plan | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
-        rollouts = generate(self.model, conditioning, keys, sampler, plan, self.micro_batch)
-        return rollouts, self.model.decode(rollouts.latents)
+        rollouts = generate_samples(self.model, conditioning, keys, sampler, plan, self.micro_batch)
+        return rollouts, self.model.decode_latents(rollouts.latents)
 
     def close(self) -> None:
         """Nothing to release: the copy goes with this object."""

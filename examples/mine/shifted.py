@@ -14,6 +14,6 @@ class ShiftedGlyph(GlyphModel):
     2403.03206).
     """
 
-    def sigmas(self, steps: int) -> Tensor:
-        sigmas = super().sigmas(steps)
+    def compute_sigmas(self, steps: int) -> Tensor:
+        sigmas = super().compute_sigmas(steps)
         return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)

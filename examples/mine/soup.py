@@ -18,14 +18,14 @@ def average_with_base(
     """theta <- share theta + (1 - share) theta_base; ``options.share`` is .5 by default."""
     share = float(ctx.config.options.get("share", 0.5))
     clock = Clock()
-    with clock.phase("training"):
+    with clock.measure_phase("training"):
         policy, metadata = load_policy(ctx, folders.base, folders.policy)
-        policy.blend("reference", decay=1 - share)  # the copy that is always the base model
-        policy.assign(policy.copies["reference"])
+        policy.blend_copy("reference", decay=1 - share)  # the copy that is always the base model
+        policy.assign_parameters(policy.copies["reference"])
     recorder.log_metrics({"soup/share": share}, step=0)
     updater = PolicyUpdater(policy, ctx.config, metadata)
     record = StageRecord(
-        label=ctx.label,
+        label=ctx.stage_label,
         algorithm=ctx.config.algorithm_name,
         samples=0,
         optimizer_steps=0,

@@ -13,7 +13,12 @@ from ebbflow.algorithms.base import (
     MatchingRows,
     TrajectoryRows,
 )
-from ebbflow.flow.transition import Transition, log_prob, sample, transition
+from ebbflow.flow.transition import (
+    Transition,
+    compute_log_prob,
+    compute_transition,
+    sample_next_latents,
+)
 
 SHAPE = (2, 3)
 ELEMENTS = 6
@@ -99,16 +104,21 @@ class Rollout:
     advantage: torch.Tensor
 
     def step(self, velocity) -> Transition:
-        return transition(self.sampler, self.latents, velocity, SIGMAS, self.steps)
+        return compute_transition(self.sampler, self.latents, velocity, SIGMAS, self.steps)
 
     def rows(self, velocity, **copies):
         """Its rows under a policy that predicts ``velocity``; ``copies`` by their velocities."""
         old = self.step(self.old)
         step = self.step(velocity)
-        after = sample(old, self.noise)
+        after = sample_next_latents(old, self.noise)
         copies = {name: self.step(value) for name, value in copies.items()}
         return TrajectoryRows(
-            step, log_prob(step, after), old.mean, log_prob(old, after), copies, self.advantage
+            step,
+            compute_log_prob(step, after),
+            old.mean,
+            compute_log_prob(old, after),
+            copies,
+            self.advantage,
         )
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages, varied_prompts
+from ebbflow.algorithms.advantages import PromptStatistics, compute_advantages, find_varied_prompts
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.rewards import MAX_SCORE, MAX_WEIGHT
 
@@ -479,10 +479,10 @@ def test_equal_rewards_all_along_stay_silent():
 def test_a_known_prompt_without_scores_now_says_nothing_and_forgets_nothing():
     history = PromptStatistics()
     advantages([0.0, 1.0], [7, 7], running=True, history=history)
-    before = history.state()
+    before = history.state_dict()
     result = advantages([NAN, NAN], [7, 7], running=True, history=history)
     assert result.metrics["group/zero_std_share"] == 1
-    assert history.state() == before
+    assert history.state_dict() == before
 
 
 def test_running_leaves_the_global_deviation_to_the_batch():
@@ -513,11 +513,11 @@ def test_a_history_survives_json_exactly():
     kept = PromptStatistics()
     restored = PromptStatistics()
     for rewards, prompt_ids in steps:
-        restored = PromptStatistics.from_state(json.loads(json.dumps(restored.state())))
+        restored = PromptStatistics.from_state_dict(json.loads(json.dumps(restored.state_dict())))
         here = combined(rewards, weights, prompt_ids, kept, running=True)
         there = combined(rewards, weights, prompt_ids, restored, running=True)
         assert here.values.tobytes() == there.values.tobytes()
-    assert restored.state() == kept.state()
+    assert restored.state_dict() == kept.state_dict()
 
 
 def test_running_without_a_history_says_what_to_pass():
@@ -579,6 +579,6 @@ def test_a_prompt_varies_by_the_rewards_that_it_has():
     scores = {name: np.array(values) for name, values in OF_SETS.items()}
     for combine in ("sum", "per_reward"):
         config = AdvantagesConfig(combine=combine)
-        assert varied_prompts(
+        assert find_varied_prompts(
             scores, dict.fromkeys(scores, 1.0), np.array(OF_PROMPTS), config, HAS_A_REWARD
         ) == [1, 2]

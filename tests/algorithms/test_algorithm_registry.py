@@ -27,15 +27,16 @@ from ebbflow.algorithms.base import (
     GradientRows,
     MatchingRows,
     TrajectoryRows,
-    group_mean,
+    compute_group_mean,
 )
 from ebbflow.algorithms.built_in import awm
 from ebbflow.algorithms.built_in.awm import AWMConfig
 from ebbflow.algorithms.built_in.crd import CRDConfig
 from ebbflow.algorithms.built_in.diffusion_nft import DiffusionNFTConfig
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
-from ebbflow.algorithms.registry import algorithm_of
+from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.transition import Transition
+from ebbflow.formatting import first_doc_paragraph
 from ebbflow.recipe.algorithms import (
     CustomAlgorithmConfig,
     DirectAlignConfig,
@@ -67,9 +68,10 @@ def test_what_a_recipe_may_name_is_what_the_registry_knows():
 
 @every
 def test_every_built_in_algorithm_is_found_and_introduces_itself(of_class):
-    algorithm = algorithm_of(config_of(of_class))
+    algorithm = find_algorithm(config_of(of_class))
     assert algorithm.config is of_class
-    summary = of_class.__dict__["__doc__"].splitlines()[0]  # its own, which `ebbflow list` prints
+    # `ebbflow list` prints the first paragraph of the class's own docstring.
+    summary = first_doc_paragraph(of_class.__dict__["__doc__"])
     assert summary.endswith(".")
     assert 20 < len(summary) < 130
     kinds = {
@@ -86,7 +88,7 @@ def test_a_stage_needs_nothing_but_the_algorithm_s_name(of_class):
     stages = {"online": OnlineStageConfig, "offline": OfflineStageConfig}
     for kind in of_class.stages:
         stage = stages[kind](kind=kind, algorithm=config_of(of_class))
-        assert type(stage.hyper) is of_class
+        assert type(stage.hyper_parameters) is of_class
         assert (stage.window is not None) == (of_class.kind == "trajectory")
     assert ("offline" in of_class.stages) == (of_class.kind == "forward")
 
@@ -100,14 +102,16 @@ def test_the_implicit_policies_learn_from_the_old_one_s_samples():
     assert from_copies.keys() == {DiffusionNFTConfig, CRDConfig}
     for of_class, algorithm in from_copies.items():
         assert "old" in algorithm.copies(of_class())
-        assert algorithm.generates in algorithm.follows.keys() & algorithm.following(of_class())
+        assert algorithm.generates in algorithm.follows.keys() & algorithm.list_following_copies(
+            of_class()
+        )
 
 
 def rows_of(of_class):
     """Six rows in three groups of two, with the copies that the algorithm asks for and no
     others."""
     config = config_of(of_class)
-    needed = algorithm_of(config).copies(config)
+    needed = find_algorithm(config).copies(config)
     if of_class.kind == "forward":
         rows = forward_rows([1.0, -0.4, 0.3, -2.0, 1.2, 0.8], group_index=[0, 0, 1, 1, 2, 2])
         return replace(rows, copies={name: rows.copies[name] for name in needed}), rows.velocity
@@ -173,7 +177,7 @@ def part_of(rows, part):
 @every
 def test_losses_and_metrics_are_rows_that_depend_on_their_own_unit_alone(of_class):
     config = config_of(of_class)
-    algorithm, (rows, leaf) = algorithm_of(config), rows_of(of_class)
+    algorithm, (rows, leaf) = find_algorithm(config), rows_of(of_class)
     loss, metrics = algorithm.loss(rows, config)
     assert loss.shape == (6,)
     assert all(values.shape == (6,) for values in metrics.values())
@@ -194,7 +198,7 @@ def test_losses_and_metrics_are_rows_that_depend_on_their_own_unit_alone(of_clas
 def test_the_mean_of_a_unit_stands_at_each_of_its_rows():
     values = torch.tensor([1.0, 3.0, 10.0, 2.0, 4.0, 6.0], dtype=torch.float64, requires_grad=True)
     group_index = torch.tensor([4, 4, 7, 9, 9, 9])
-    found = group_mean(values, group_index)
+    found = compute_group_mean(values, group_index)
     assert found.tolist() == [2, 2, 10, 4, 4, 4]
     (gradient,) = torch.autograd.grad(found[3], values)
     assert gradient.tolist() == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 1 / 3])
@@ -207,8 +211,8 @@ def test_a_path_leads_to_the_algorithm_with_its_options():
     custom = CustomAlgorithmConfig(
         path="ebbflow.algorithms.built_in.awm:ALGORITHM", options={"power": 0.5}
     )
-    assert algorithm_of(custom) is awm.ALGORITHM
-    assert custom.load() == (awm.ALGORITHM, AWMConfig(power=0.5))
+    assert find_algorithm(custom) is awm.ALGORITHM
+    assert custom.load_algorithm() == (awm.ALGORITHM, AWMConfig(power=0.5))
 
 
 def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
@@ -232,11 +236,11 @@ def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
         kind="online",
         algorithm={"name": "custom", "path": "scaled_matching:SCALED", "options": {"factor": 3.0}},
     )
-    algorithm = algorithm_of(stage.algorithm)
+    algorithm = find_algorithm(stage.algorithm)
     assert algorithm.config.__name__ == "Scaled"
-    assert algorithm.copies(stage.hyper) == set()
+    assert algorithm.copies(stage.hyper_parameters) == set()
     assert algorithm.generates == "current"
     rows = forward_rows([1.0, 2.0])
-    loss, _ = algorithm.loss(rows, stage.hyper)
+    loss, _ = algorithm.loss(rows, stage.hyper_parameters)
     expected = 3 * ((rows.velocity - rows.noise + rows.clean) ** 2).mean((1, 2))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

@@ -17,7 +17,7 @@ from algorithm_rows import (
     wide,
 )
 
-from ebbflow.algorithms.built_in.awm import ALGORITHM, AWMConfig, surrogate
+from ebbflow.algorithms.built_in.awm import ALGORITHM, AWMConfig, compute_surrogate
 
 ADVANTAGES = [-5.0, -1.3, 0.0, 0.7, 5.0]
 TINY = 1e-10
@@ -40,33 +40,33 @@ def test_surrogates_and_their_derivatives(name):
     error = doubles([1e-9, 0.02, 0.3, 1.0, 7.0]).requires_grad_()
     sigma = doubles([0.1, 0.3, 0.5, 0.8, 1.0])
     config = AWMConfig(surrogate=name)
-    found = surrogate(error, sigma, config)
+    found = compute_surrogate(error, sigma, config)
     torch.testing.assert_close(found, value(error, sigma), rtol=1e-12, atol=0)
     (derivative,) = torch.autograd.grad(found.sum(), error)
     torch.testing.assert_close(derivative, slope(error.detach(), sigma), rtol=1e-12, atol=0)
     away_from_zero = error.detach()[1:].requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda error: surrogate(error, sigma[1:], config), (away_from_zero,)
+        lambda error: compute_surrogate(error, sigma[1:], config), (away_from_zero,)
     )
 
 
 def test_the_power_leads_from_the_sigma_surrogate_to_steeper_ones():
     error = doubles([0.02, 0.3, 2.0])
     sigma = doubles([0.2, 0.5, 0.9])
-    linear = surrogate(error, sigma, AWMConfig(surrogate="sigma"))
+    linear = compute_surrogate(error, sigma, AWMConfig(surrogate="sigma"))
     torch.testing.assert_close(
-        surrogate(error, sigma, AWMConfig(power=1.0)), linear, rtol=1e-6, atol=0
+        compute_surrogate(error, sigma, AWMConfig(power=1.0)), linear, rtol=1e-6, atol=0
     )
     half = -2 * sigma * ((error + TINY).sqrt() - TINY**0.5)
     torch.testing.assert_close(
-        surrogate(error, sigma, AWMConfig(power=0.5)), half, rtol=1e-12, atol=0
+        compute_surrogate(error, sigma, AWMConfig(power=0.5)), half, rtol=1e-12, atol=0
     )
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_perfect_prediction_has_the_highest_surrogate_which_is_zero(name):
     error = doubles([0.0, 1e-12, 1e-4, 1.0])
-    found = surrogate(error, doubles([0.5] * 4), AWMConfig(surrogate=name))
+    found = compute_surrogate(error, doubles([0.5] * 4), AWMConfig(surrogate=name))
     assert found[0] == 0
     assert (found.diff() < 0).all()
 
@@ -104,7 +104,7 @@ def test_where_no_weight_has_moved_the_ratio_is_one_and_its_gradient_that_of_the
     loss, metrics = ALGORITHM.loss(rows, config)
     assert (metrics["awm/ratio"] == 1).all()
     assert torch.equal(loss, -rows.advantage / 5)
-    value = surrogate(mean_square(rows.velocity - target(rows)), rows.sigma, config)
+    value = compute_surrogate(mean_square(rows.velocity - target(rows)), rows.sigma, config)
     (expected,) = torch.autograd.grad((-rows.advantage / 5 * value).sum(), rows.velocity)
     torch.testing.assert_close(
         gradient(ALGORITHM, rows, config, rows.velocity), expected, rtol=1e-12, atol=1e-15

@@ -11,10 +11,10 @@ import torch
 from ebbflow.algorithms.advantages import compute_advantages, compute_tree_advantages
 from ebbflow.algorithms.built_in.branch_grpo import BranchGRPOConfig
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.windows import Plan, plan
+from ebbflow.flow.windows import Plan, plan_steps
 from ebbflow.recipe.choices import AdvantagesConfig, SamplerConfig, TreeConfig
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 
 GROUP = AdvantagesConfig(std="group")
 FOUR = np.array([[0, 0, 0], [0, 0, 1], [0, 2, 2], [0, 2, 3]])
@@ -99,24 +99,27 @@ def test_equal_leaves_train_nothing():
 
 
 def test_a_tree_shares_noise_until_its_splits():
-    assert TreeConfig(splits=[1, 3]).sharing == (4, 2, 2, 1)
-    assert TreeConfig(splits=[0, 2], branches=3).sharing == (3, 3, 1)
+    assert TreeConfig(splits=[1, 3]).num_leaves_sharing_noise == (4, 2, 2, 1)
+    assert TreeConfig(splits=[0, 2], branches=3).num_leaves_sharing_noise == (3, 3, 1)
     keys = SampleKeys(
-        1, [0] * 8, list(range(8, 16)), sharing=(8, *TreeConfig(splits=[1, 3]).sharing)
+        1,
+        [0] * 8,
+        list(range(8, 16)),
+        sharing=(8, *TreeConfig(splits=[1, 3]).num_leaves_sharing_noise),
     )
-    assert keys.first(0) == [8] * 8
+    assert keys.find_noise_owners(0) == [8] * 8
     assert (
-        keys.first(1) == [8] * 4 + [12] * 4
+        keys.find_noise_owners(1) == [8] * 4 + [12] * 4
     )  # two trees, which differ from the first stochastic step on
-    assert keys.first(3) == [8, 8, 10, 10, 12, 12, 14, 14]
-    assert keys.first(4) == keys.first(9) == list(range(8, 16))
+    assert keys.find_noise_owners(3) == [8, 8, 10, 10, 12, 12, 14, 14]
+    assert keys.find_noise_owners(4) == keys.find_noise_owners(9) == list(range(8, 16))
 
 
 @pytest.fixture
 def predicted(model, monkeypatch):
     """The number of rows in each prediction of the network."""
     rows = []
-    velocity = model.velocity
+    velocity = model.predict_velocity
 
     def counted(latents, sigma, conditioning):
         rows.append(len(latents))
@@ -130,10 +133,13 @@ def test_a_step_that_samples_share_is_predicted_once(model, predicted):
     conditioning = model.encode_texts(["ABCD"] * 4 + ["WXYZ"] * 4)
     keys = SampleKeys(5, [0] * 4 + [1] * 4, [0, 1, 2, 3] * 2)
     tree = SampleKeys(
-        keys.seed, keys.prompt_ids, keys.samples, (4, *TreeConfig(splits=[1, 3]).sharing)
+        keys.seed,
+        keys.prompt_ids,
+        keys.samples,
+        (4, *TreeConfig(splits=[1, 3]).num_leaves_sharing_noise),
     )
     every = Plan((0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
-    found = generate(model, conditioning, tree, SDE, every)
+    found = generate_samples(model, conditioning, tree, SDE, every)
     assert predicted == [2, 2, 4, 4, 8, 8]
     record = found.trajectory
     for step, count in enumerate((4, 4, 2, 2, 1)):  # before each step
@@ -143,7 +149,7 @@ def test_a_step_that_samples_share_is_predicted_once(model, predicted):
     assert torch.equal(record.next_latents[:, :-1], record.latents[:, 1:])
 
     predicted.clear()
-    alone = generate(model, conditioning, keys, SDE, every)
+    alone = generate_samples(model, conditioning, keys, SDE, every)
     assert predicted == [8] * 6
     first = [0, 4]  # the first leaf draws its own noise throughout
     torch.testing.assert_close(found.latents[first], alone.latents[first], rtol=0, atol=1e-5)
@@ -156,9 +162,9 @@ def test_a_micro_batch_shares_what_it_holds(model, predicted):
     keys = SampleKeys(5, [0] * 4, [0, 1, 2, 3], (4, 2, 1))
     conditioning = model.encode_texts(["ABCD"] * 4)
     every = Plan((0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
-    whole = generate(model, conditioning, keys, SDE, every)
+    whole = generate_samples(model, conditioning, keys, SDE, every)
     predicted.clear()
-    cut = generate(model, conditioning, keys, SDE, every, micro_batch=3)
+    cut = generate_samples(model, conditioning, keys, SDE, every, micro_batch=3)
     assert predicted == [1, 2, 3, 3, 3, 3, *[1] * 6]
     torch.testing.assert_close(cut.latents, whole.latents, rtol=0, atol=1e-5)
 
@@ -168,9 +174,11 @@ def test_outside_a_window_the_splits_are_stochastic_and_trained():
     mixed = OnlineStageConfig(
         algorithm=BranchGRPOConfig(), window={"kind": "fixed", "start": 1, "size": 2}, **keys
     )
-    assert plan(mixed.window, 9, 0, 0, mixed.tree.splits) == Plan((0, 1, 2, 4), (0, 1, 2, 4))
+    assert plan_steps(mixed.window, 9, 0, 0, mixed.tree.splits) == Plan((0, 1, 2, 4), (0, 1, 2, 4))
     every = OnlineStageConfig(algorithm=BranchGRPOConfig(), **keys)
-    assert plan(every.window, 9, 0, 0, every.tree.splits) == Plan(tuple(range(8)), tuple(range(8)))
+    assert plan_steps(every.window, 9, 0, 0, every.tree.splits) == Plan(
+        tuple(range(8)), tuple(range(8))
+    )
 
 
 def test_a_node_has_the_rewards_of_its_prompt():

@@ -6,8 +6,13 @@ from torch import Tensor, tensor
 
 from ebbflow.algorithms.base import TrajectoryRows
 from ebbflow.algorithms.built_in.flow_grpo import FLOW_GRPO, FlowGRPOConfig
-from ebbflow.algorithms.correction import MAX_EXPONENT, correct, correction_metrics, diagnostics
-from ebbflow.flow.transition import Transition, log_prob, sample
+from ebbflow.algorithms.correction import (
+    MAX_EXPONENT,
+    compute_correction,
+    compute_correction_metrics,
+    compute_diagnostics,
+)
+from ebbflow.flow.transition import Transition, compute_log_prob, sample_next_latents
 from ebbflow.recipe.choices import CorrectionConfig
 
 DELTA = tensor([[0.001, -0.002, 0.003], [-0.004, 0.0, 0.0005]], dtype=torch.float64)
@@ -24,7 +29,9 @@ def correction(**keys):
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("weights", ["truncated", "masked"])
 def test_step_weights_are_the_ratios(unit, weights):
-    found, keep = correct(DELTA, DIMS, correction(unit=unit, weights=weights, level="step"))
+    found, keep = compute_correction(
+        DELTA, DIMS, correction(unit=unit, weights=weights, level="step")
+    )
     assert keep.all()
     torch.testing.assert_close(found, (UNITS[unit] * DELTA).exp())
 
@@ -32,7 +39,9 @@ def test_step_weights_are_the_ratios(unit, weights):
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("weights", ["truncated", "masked"])
 def test_trajectory_weights_are_the_product_of_the_ratios_at_every_step(unit, weights):
-    found, _ = correct(DELTA, DIMS, correction(unit=unit, weights=weights, level="trajectory"))
+    found, _ = compute_correction(
+        DELTA, DIMS, correction(unit=unit, weights=weights, level="trajectory")
+    )
     torch.testing.assert_close(
         found, (UNITS[unit] * DELTA).exp().prod(1, keepdim=True).expand(2, 3)
     )
@@ -40,7 +49,7 @@ def test_trajectory_weights_are_the_product_of_the_ratios_at_every_step(unit, we
 
 def test_truncation_caps_above_and_keeps_every_term():
     ratios = tensor([[0.01, 0.9, 1.1, 1.5, 1.6, 7.0]])
-    weights, keep = correct(
+    weights, keep = compute_correction(
         ratios.log(), DIMS, CorrectionConfig(unit="mean", weights="truncated", low=0.5, high=1.5)
     )
     torch.testing.assert_close(weights, tensor([[0.01, 0.9, 1.1, 1.5, 1.5, 1.5]]))
@@ -50,7 +59,7 @@ def test_truncation_caps_above_and_keeps_every_term():
 
 def test_masking_drops_what_lies_outside_and_caps_nothing():
     ratios = tensor([[0.01, 0.49, 0.51, 1.0, 1.49, 1.51]])
-    weights, keep = correct(
+    weights, keep = compute_correction(
         ratios.log(), DIMS, CorrectionConfig(unit="mean", weights="masked", low=0.5, high=1.5)
     )
     assert keep.tolist() == [[False, False, True, True, True, False]]
@@ -59,7 +68,7 @@ def test_masking_drops_what_lies_outside_and_caps_nothing():
 
 def test_masked_trajectories_go_as_a_whole():
     delta = tensor([[0.3, 0.3], [0.3, -0.3]])
-    weights, keep = correct(
+    weights, keep = compute_correction(
         delta,
         DIMS,
         CorrectionConfig(unit="mean", weights="masked", level="trajectory", low=0.7, high=1.4),
@@ -69,7 +78,7 @@ def test_masked_trajectories_go_as_a_whole():
 
 
 def test_no_weights_are_ones_where_nothing_is_rejected():
-    weights, keep = correct(
+    weights, keep = compute_correction(
         DELTA, DIMS, CorrectionConfig(unit="mean", weights="none", reject="k1", reject_above=0.0025)
     )
     assert keep.tolist() == [[True, True, False], [False, True, True]]
@@ -89,8 +98,10 @@ def test_normalised_weights_have_mean_one_over_the_kept_terms_and_keep_their_pro
         "reject": "k1",
         "reject_above": 0.0035,
     }
-    plain, keep = correct(DELTA, DIMS, CorrectionConfig(unit="mean", **keys))
-    normalised, same = correct(DELTA, DIMS, CorrectionConfig(unit="mean", **keys, normalise=True))
+    plain, keep = compute_correction(DELTA, DIMS, CorrectionConfig(unit="mean", **keys))
+    normalised, same = compute_correction(
+        DELTA, DIMS, CorrectionConfig(unit="mean", **keys, normalise=True)
+    )
     assert torch.equal(keep, same)
     assert 0 < keep.sum() < keep.numel()
     assert normalised[keep].mean().item() == pytest.approx(1, abs=1e-12)
@@ -99,7 +110,7 @@ def test_normalised_weights_have_mean_one_over_the_kept_terms_and_keep_their_pro
 
 
 def test_a_batch_that_is_dropped_whole_has_no_weights_and_no_nan():
-    weights, keep = correct(
+    weights, keep = compute_correction(
         DELTA + 1, DIMS, CorrectionConfig(unit="mean", weights="masked", normalise=True)
     )
     assert not keep.any()
@@ -134,7 +145,7 @@ def test_rejection_at_every_threshold_between_the_estimates(unit, kind, level):
             reject_level=level,
             reject_above=float(threshold),
         )
-        _, keep = correct(X / UNITS[unit], DIMS, config)
+        _, keep = compute_correction(X / UNITS[unit], DIMS, config)
         assert torch.equal(keep, estimate <= threshold)
 
 
@@ -151,18 +162,18 @@ def test_rejection_levels_by_hand(level, keep):
     config = CorrectionConfig(
         unit="mean", weights="none", reject="k1", reject_level=level, reject_above=0.5
     )
-    assert correct(X, DIMS, config)[1].tolist() == keep
+    assert compute_correction(X, DIMS, config)[1].tolist() == keep
 
 
 def test_rejection_and_masking_drop_together():
     config = CorrectionConfig(
         unit="mean", weights="masked", low=0.8, high=1.7, reject="k1", reject_above=0.5
     )
-    _, keep = correct(
+    _, keep = compute_correction(
         X, DIMS, config
     )  # exp(.6) = 1.82 and exp(-.3) = .74 lie outside; |.6| is above
     assert keep.tolist() == [[True, True, False], [True, False, True]]
-    metrics = correction_metrics(X, DIMS, config)
+    metrics = compute_correction_metrics(X, DIMS, config)
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {"rollout/clipped_up": 1 / 6, "rollout/clipped_down": 1 / 6, "rollout/rejected": 1 / 6}
     )
@@ -172,7 +183,7 @@ def test_rejection_and_masking_drop_together():
     ("weights", "up", "down"), [("none", 0, 0), ("truncated", 1 / 6, 0), ("masked", 1 / 6, 1 / 6)]
 )
 def test_metrics_count_what_the_weights_do(weights, up, down):
-    metrics = correction_metrics(
+    metrics = compute_correction_metrics(
         X, DIMS, CorrectionConfig(unit="mean", weights=weights, low=0.8, high=1.7)
     )
     assert metrics["rollout/clipped_up"].item() == pytest.approx(up)
@@ -194,14 +205,14 @@ EVERY = [
 def test_the_same_policy_needs_no_correction(keys):
     delta = torch.zeros(4, 3)
     config = CorrectionConfig(**keys)
-    weights, keep = correct(delta, 512, config)
+    weights, keep = compute_correction(delta, 512, config)
     assert torch.equal(weights, torch.ones(4, 3))
     assert keep.all()
-    assert not any(correction_metrics(delta, 512, config).values())
+    assert not any(compute_correction_metrics(delta, 512, config).values())
 
 
 def test_diagnostics_of_the_same_policy():
-    found = diagnostics(torch.zeros(4, 2), tensor([1, 3]), 512)
+    found = compute_diagnostics(torch.zeros(4, 2), tensor([1, 3]), 512)
     assert {name for name, value in found.items() if value != 0} == {
         "rollout/ratio_mean",
         "rollout/ratio_max",
@@ -213,7 +224,7 @@ def test_diagnostics_by_hand():
     half = math.log(2)
     found = {
         name: value.item()
-        for name, value in diagnostics(
+        for name, value in compute_diagnostics(
             tensor([[half, 0.0], [-half, 0.0]]), tensor([2, 5]), dims=2
         ).items()
     }
@@ -233,7 +244,7 @@ def test_diagnostics_by_hand():
 
 
 def test_k3_of_tiny_deltas_does_not_cancel():
-    found = diagnostics(torch.full((3, 1), 1e-6), tensor([0]), 512)["rollout/k3"]
+    found = compute_diagnostics(torch.full((3, 1), 1e-6), tensor([0]), 512)["rollout/k3"]
     assert found.item() == pytest.approx(5e-13, rel=1e-4)
 
 
@@ -241,16 +252,18 @@ def test_k3_of_tiny_deltas_does_not_cancel():
 def test_policies_worlds_apart_overflow_nothing(level):
     delta = tensor([[1e30, 1e30], [-1e30, -1e30]])
     config = correction(level=level, unit="sum", normalise=True, reject="k3", reject_above=1e38)
-    weights, keep = correct(delta, 512, config)
+    weights, keep = compute_correction(delta, 512, config)
     assert keep.all()
     assert weights.isfinite().all()
     assert weights[0, 0] / weights[1, 0] == pytest.approx(math.exp(2 * MAX_EXPONENT), rel=1e-5)
-    assert all(value.isfinite() for value in diagnostics(delta, tensor([0, 1]), 512).values())
+    assert all(
+        value.isfinite() for value in compute_diagnostics(delta, tensor([0, 1]), 512).values()
+    )
 
 
 @pytest.mark.parametrize("weights", ["truncated", "masked"])
 def test_a_delta_that_is_not_a_number_is_not_dropped_in_silence(weights):
-    found, keep = correct(
+    found, keep = compute_correction(
         tensor([[NAN, 0.0]]), 512, CorrectionConfig(unit="mean", weights=weights, reject="k1")
     )
     assert keep.all()
@@ -259,10 +272,11 @@ def test_a_delta_that_is_not_a_number_is_not_dropped_in_silence(weights):
 
 def test_weights_are_constants_of_the_loss():
     delta = DELTA.clone().requires_grad_()
-    weights, _ = correct(delta, DIMS, correction(normalise=True))
+    weights, _ = compute_correction(delta, DIMS, correction(normalise=True))
     assert not weights.requires_grad
     assert not any(
-        value.requires_grad for value in diagnostics(delta, tensor([0, 1, 2]), DIMS).values()
+        value.requires_grad
+        for value in compute_diagnostics(delta, tensor([0, 1, 2]), DIMS).values()
     )
 
 
@@ -284,8 +298,10 @@ def gaussian_delta(samples: int, dims: int, kappa: float) -> Tensor:
         nothing,
         nothing,
     )
-    latents = sample(rollout, torch.randn(samples, dims, generator=draw, dtype=torch.float64))
-    return (log_prob(train, latents) - log_prob(rollout, latents))[:, None]
+    latents = sample_next_latents(
+        rollout, torch.randn(samples, dims, generator=draw, dtype=torch.float64)
+    )
+    return (compute_log_prob(train, latents) - compute_log_prob(rollout, latents))[:, None]
 
 
 @pytest.mark.parametrize("dims", [2, 16])
@@ -293,7 +309,7 @@ def test_only_weights_of_the_sum_unit_are_ratios_of_densities(dims):
     kappa = 0.5
     delta = gaussian_delta(40_000, dims, kappa)
     for unit, expected in (("sum", 1.0), ("mean", math.exp(-kappa * (1 - 1 / dims) / (2 * dims)))):
-        weights, _ = correct(delta, dims, correction(unit=unit))
+        weights, _ = compute_correction(delta, dims, correction(unit=unit))
         standard_error = weights.std() / math.sqrt(len(weights))
         assert abs(weights.mean() - expected) < 4 * standard_error
         assert 4 * standard_error < 0.02
@@ -303,7 +319,7 @@ def test_chi2_of_the_sum_unit_is_the_divergence_and_that_of_the_mean_unit_is_not
     kappa = 0.1
     dims = 16
     delta = gaussian_delta(40_000, dims, kappa)
-    found = diagnostics(delta, tensor([0]), dims)
+    found = compute_diagnostics(delta, tensor([0]), dims)
     standard_error = (2 * dims * delta).exp().std() / math.sqrt(len(delta))
     assert abs(found["rollout/chi2_sum"] - math.expm1(kappa)) < 4 * standard_error
     assert found["rollout/chi2"] < 0
@@ -315,11 +331,11 @@ def test_a_band_bites_as_often_as_the_gaussian_tail_says(unit, band):
     dims = 512
     deviation = 1.5e-4 * math.sqrt(math.pi / 2)
     delta = gaussian_delta(10_000, dims, (dims * deviation) ** 2)
-    assert diagnostics(delta, tensor([0]), dims)["rollout/delta_mean"].item() == pytest.approx(
-        1.5e-4, rel=0.05
-    )
+    assert compute_diagnostics(delta, tensor([0]), dims)[
+        "rollout/delta_mean"
+    ].item() == pytest.approx(1.5e-4, rel=0.05)
     config = CorrectionConfig(unit=unit, weights="masked", low=math.exp(-band), high=math.exp(band))
-    dropped = (~correct(delta, dims, config)[1]).double().mean().item()
+    dropped = (~compute_correction(delta, dims, config)[1]).double().mean().item()
     expected = math.erfc(5e-4 / deviation / math.sqrt(2))
     assert abs(dropped - expected) < 4 * math.sqrt(expected / len(delta))
 
@@ -364,11 +380,11 @@ def found_gradients(correction: dict[str, object]) -> Tensor:
     theta = SHIFT.expand(count * STEPS, ELEMENTS).clone().requires_grad_()
     train = Transition("flow_sde", theta, tensor(STD, dtype=torch.float64), nothing, nothing)
     rollout = Transition("flow_sde", torch.zeros_like(theta), train.std, nothing, nothing)
-    score, old = (log_prob(step, moves.flatten(0, 1)) for step in (train, rollout))
+    score, old = (compute_log_prob(step, moves.flatten(0, 1)) for step in (train, rollout))
     weights = torch.ones(count, STEPS, dtype=torch.float64)
     if correction not in (UNCORRECTED, BYPASS):
         config = CorrectionConfig(unit="sum", low=1e-12, high=1e12, **correction)
-        weights, _ = correct((score - old).detach().view(count, STEPS), ELEMENTS, config)
+        weights, _ = compute_correction((score - old).detach().view(count, STEPS), ELEMENTS, config)
     against = old if correction == BYPASS else score.detach()
     advantage = (reward - reward.mean()).repeat_interleave(STEPS)
     rows = TrajectoryRows(train, score, rollout.mean, against, {}, advantage)

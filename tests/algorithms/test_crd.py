@@ -165,7 +165,7 @@ def test_agreement_counts_the_rows_whose_change_has_the_sign_of_the_advantage():
 def test_the_sampler_is_not_the_reference():
     assert ALGORITHM.generates == "sampling"
     assert ALGORITHM.copies(CRDConfig()) == {"old"}
-    assert ALGORITHM.following(CRDConfig()) == ("old", "sampling")
+    assert ALGORITHM.list_following_copies(CRDConfig()) == ("old", "sampling")
 
 
 def test_each_copy_follows_by_its_published_schedule():

@@ -144,8 +144,8 @@ def test_at_the_old_policy_nothing_is_clipped():
 def test_it_needs_the_base_model_and_for_its_clip_a_copy_that_follows():
     assert ALGORITHM.copies(DGPOConfig()) == {"reference", "old"}
     assert ALGORITHM.copies(DGPOConfig(clip_range=None)) == {"reference"}
-    assert ALGORITHM.following(DGPOConfig(clip_range=None)) == ()
-    assert ALGORITHM.following(DGPOConfig()) == ("old",)
+    assert ALGORITHM.list_following_copies(DGPOConfig(clip_range=None)) == ()
+    assert ALGORITHM.list_following_copies(DGPOConfig()) == ("old",)
     assert [
         ALGORITHM.follows["old"](DGPOConfig(), step) for step in (1, 100, 300, 301)
     ] == pytest.approx([0.001, 0.1, 0.3, 0.3])

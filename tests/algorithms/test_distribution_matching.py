@@ -10,7 +10,7 @@ from ebbflow.algorithms.base import MatchingRows
 from ebbflow.algorithms.built_in import dmd2, tdm
 from ebbflow.algorithms.built_in.dmd2 import DMD2Config
 from ebbflow.algorithms.built_in.tdm import TDMConfig
-from ebbflow.algorithms.distribution_matching import gradient, loss
+from ebbflow.algorithms.distribution_matching import compute_gradient, compute_loss
 
 LEVELS = doubles([0.05, 0.3, 0.6, 0.95])
 
@@ -53,10 +53,12 @@ def test_the_gradient_is_the_difference_of_the_scores():
     rows = rows_at(real, fake)
     level = wide(LEVELS)
     scores = [gaussian_score(rows.noised, level, *of) for of in (fake, real)]
-    distance = (rows.clean - (rows.noised - level * rows.copies["teacher"])).abs().mean((1, 2))
+    distance = (
+        (rows.predicted_clean - (rows.noised - level * rows.copies["teacher"])).abs().mean((1, 2))
+    )
     expected = level**2 / (1 - level) / wide(distance) * (scores[0] - scores[1])
-    torch.testing.assert_close(gradient(rows)[0], expected.detach(), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(gradient(rows)[1], distance.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(compute_gradient(rows)[0], expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(compute_gradient(rows)[1], distance.detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,8 @@ def test_the_loss_has_the_published_gradient(algorithm, config):
     found, metrics = algorithm.loss(rows, config)
     (on_velocity,) = torch.autograd.grad(found.sum(), rows.velocity)
     real, fake = (rows.noised - wide(LEVELS) * rows.copies[name] for name in ("teacher", "fake"))
-    p_real = rows.clean.detach() - real
-    p_fake = rows.clean.detach() - fake
+    p_real = rows.predicted_clean.detach() - real
+    p_fake = rows.predicted_clean.detach() - fake
     published = (p_real - p_fake) / p_real.abs().mean((1, 2), keepdim=True)
     expected = (
         published * -wide(rows.sigma) / published[0].numel()
@@ -85,7 +87,7 @@ def test_the_loss_has_the_published_gradient(algorithm, config):
 
 def test_nothing_moves_a_student_that_is_its_teacher():
     same = (doubles(0.7), doubles(0.4))
-    assert loss(rows_at(same, same), DMD2Config())[0].abs().max() == 0
+    assert compute_loss(rows_at(same, same), DMD2Config())[0].abs().max() == 0
 
 
 def test_a_gaussian_student_ends_at_its_teacher():
@@ -113,7 +115,7 @@ def test_a_gaussian_student_ends_at_its_teacher():
         for group in optimizer.param_groups:
             group["lr"] = 0.03 * (1 - step / 400)
         optimizer.zero_grad()
-        loss(rows, DMD2Config())[0].mean().backward()
+        compute_loss(rows, DMD2Config())[0].mean().backward()
         optimizer.step()
     assert a.item() == pytest.approx(0.8, abs=0.02)
     assert b.item() == pytest.approx(0.5, abs=0.02)

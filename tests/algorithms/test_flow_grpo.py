@@ -16,9 +16,9 @@ from ebbflow.algorithms.built_in.flow_grpo import (
     FlowGRPOFastConfig,
     MixGRPOConfig,
 )
-from ebbflow.algorithms.policy_gradient import dead_share
-from ebbflow.algorithms.registry import algorithm_of
-from ebbflow.flow.transition import log_prob, sample
+from ebbflow.algorithms.policy_gradient import compute_dead_share
+from ebbflow.algorithms.registry import find_algorithm
+from ebbflow.flow.transition import compute_log_prob, sample_next_latents
 from ebbflow.recipe.choices import AdvantagesConfig
 
 FAMILY = [FlowGRPOConfig, FlowGRPOFastConfig, MixGRPOConfig, DanceGRPOConfig]
@@ -61,7 +61,7 @@ def rows_with_ratio(ratio, advantage):
 def test_ppo_clip_by_cases(config):
     advantage, ratio, counted, trained, clip = (list(column) for column in zip(*CASES, strict=True))
     rows, leaf = rows_with_ratio(ratio, advantage)
-    algorithm = algorithm_of(config())
+    algorithm = find_algorithm(config())
     config = config(clip_range=0.1)
     loss, metrics = algorithm.loss(rows, config)
     assert loss.tolist() == pytest.approx(
@@ -104,7 +104,7 @@ def test_a_ratio_off_one_leaves_terms_without_a_gradient_by_the_gaussian_tail(
     metrics = {
         name: values.mean().item() for name, values in FLOW_GRPO.loss(rows, config)[1].items()
     }
-    assert dead_share(metrics) == pytest.approx(dead)
+    assert compute_dead_share(metrics) == pytest.approx(dead)
 
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)
@@ -124,8 +124,8 @@ def test_gradient_at_ratio_one_by_hand():
     made = rollout()
     mean = made.step(made.old).mean.requires_grad_()
     step = gaussian(mean, 0.3)
-    after = sample(step, made.noise).detach()
-    score = log_prob(step, after)
+    after = sample_next_latents(step, made.noise).detach()
+    score = compute_log_prob(step, after)
     rows = TrajectoryRows(step, score, mean.detach(), score.detach(), {}, made.advantage)
     found = gradient(FLOW_GRPO, rows, FlowGRPOConfig(), mean)
     assert (found + made.advantage[:, None, None] * made.noise / (0.3 * 6)).abs().max() < 1e-12
@@ -153,12 +153,12 @@ def test_linear_gaussian_policy_has_the_gradient_of_reinforce():
     theta = normal(elements, 3, seed=1).requires_grad_()
     prompts = 1 + 0.5 * normal(groups, 3, seed=2)
     step = gaussian(prompts.repeat_interleave(size, 0) @ theta.T, std)
-    after = sample(step, normal(groups * size, elements, seed=3)).detach()
+    after = sample_next_latents(step, normal(groups * size, elements, seed=3)).detach()
     config = AdvantagesConfig(std="none", clip=1e6)
     rewards = {"only": (after @ weights).numpy()}
     prompt_ids = np.repeat(np.arange(groups), size)
     advantage = compute_advantages(rewards, {"only": 1.0}, prompt_ids, config).values
-    score = log_prob(step, after)
+    score = compute_log_prob(step, after)
     rows = TrajectoryRows(
         step, score, step.mean.detach(), score.detach(), {}, torch.from_numpy(advantage).double()
     )
@@ -177,10 +177,10 @@ def test_importance_identities():
     std = 0.5
     shift = 0.12 * doubles([1.0, -1.0, 2.0, 0.5])
     old = gaussian(torch.zeros(count, elements, dtype=torch.float64), std)
-    after = sample(old, normal(count, elements, seed=0))
+    after = sample_next_latents(old, normal(count, elements, seed=0))
     step = gaussian(shift.expand(count, elements), std)
-    score = log_prob(step, after)
-    old_score = log_prob(old, after)
+    score = compute_log_prob(step, after)
+    old_score = compute_log_prob(old, after)
     rows = TrajectoryRows(
         step, score, old.mean, old_score, {}, torch.ones(count, dtype=torch.float64)
     )
@@ -193,6 +193,6 @@ def test_importance_identities():
 
 def test_the_rollout_comes_from_the_policy_itself_and_no_copy_is_needed():
     for config in FAMILY:
-        algorithm = algorithm_of(config())
+        algorithm = find_algorithm(config())
         assert algorithm.copies(config()) == set()
         assert algorithm.generates == "current"

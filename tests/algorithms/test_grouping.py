@@ -9,7 +9,7 @@ from ebbflow.algorithms import grouping
 from ebbflow.algorithms.built_in import diffusion_dpo
 from ebbflow.algorithms.built_in.dgpo import DGPOConfig
 from ebbflow.algorithms.built_in.diffusion_dpo import DiffusionDPOConfig
-from ebbflow.algorithms.built_in.sft import SFTConfig, best
+from ebbflow.algorithms.built_in.sft import SFTConfig, select_best_samples
 
 #            sample:  0    1    2    3    4    5    6    7    8    9
 ADVANTAGE = np.array([0.1, 2.0, 0.5, 0.0, 9.0, 1.0, 3.0, 0.7, 0.7, 5.0])
@@ -22,7 +22,7 @@ def chosen(select, config, advantage=ADVANTAGE, keep=KEEP, prompts=PROMPTS):
 
 
 def test_each_kept_sample_by_itself():
-    assert chosen(grouping.each_kept_sample, DGPOConfig()) == [
+    assert chosen(grouping.select_kept_samples, DGPOConfig()) == [
         [0],
         [1],
         [2],
@@ -36,11 +36,11 @@ def test_each_kept_sample_by_itself():
 
 
 def test_every_sample_by_itself():
-    assert chosen(grouping.all_samples, DGPOConfig()) == [[sample] for sample in range(10)]
+    assert chosen(grouping.select_all_samples, DGPOConfig()) == [[sample] for sample in range(10)]
 
 
 def test_the_kept_samples_of_each_prompt_by_prompt_and_in_order():
-    assert chosen(grouping.groups, DGPOConfig()) == [[1, 5, 6], [9], [0, 2, 3], [7, 8]]
+    assert chosen(grouping.select_groups, DGPOConfig()) == [[1, 5, 6], [9], [0, 2, 3], [7, 8]]
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_the_kept_samples_of_each_prompt_by_prompt_and_in_order():
 def test_the_best_of_each_prompt_each_by_itself(count, expected):
     # Sample 4 is the best of prompt 7 and was not kept; 7 and 8 are equal, and the first goes
     # first.
-    found = chosen(best, SFTConfig(best=count))
+    found = chosen(select_best_samples, SFTConfig(best=count))
     assert sorted(sample for (sample,) in found) == expected
 
 
 def test_pairs_are_better_and_worse_and_ties_make_none():
     # By default the best with the worst: prompt 7 without its dropped best, prompt 3; 7 and 8 tie;
     # 9 is alone.
-    assert sorted(chosen(diffusion_dpo.pairs, DiffusionDPOConfig())) == [[2, 3], [6, 5]]
+    assert sorted(chosen(diffusion_dpo.select_pairs, DiffusionDPOConfig())) == [[2, 3], [6, 5]]
 
 
 def test_the_best_goes_with_the_worst_and_so_on_inwards():
@@ -73,7 +73,7 @@ def test_the_best_goes_with_the_worst_and_so_on_inwards():
     for share, count in [(0.01, 1), (0.2, 1), (0.25, 2), (0.4, 3), (0.5, 4)]:
         assert (
             chosen(
-                diffusion_dpo.pairs,
+                diffusion_dpo.select_pairs,
                 DiffusionDPOConfig(pairs_share=share),
                 advantage,
                 everyone,
@@ -87,7 +87,7 @@ def test_a_tie_inside_a_group_costs_that_pair_alone():
     advantage = np.array([1.0, 0.0, 0.0, -1.0])
     prompt = np.zeros(4, np.int64)
     assert chosen(
-        diffusion_dpo.pairs,
+        diffusion_dpo.select_pairs,
         DiffusionDPOConfig(pairs_share=0.5),
         advantage,
         np.ones(4, bool),
@@ -98,10 +98,10 @@ def test_a_tie_inside_a_group_costs_that_pair_alone():
 def test_nothing_kept_is_nothing_to_train_on():
     nobody = np.zeros(10, bool)
     for select, config in [
-        (grouping.each_kept_sample, DGPOConfig()),
-        (grouping.groups, DGPOConfig()),
-        (best, SFTConfig()),
-        (diffusion_dpo.pairs, DiffusionDPOConfig()),
+        (grouping.select_kept_samples, DGPOConfig()),
+        (grouping.select_groups, DGPOConfig()),
+        (select_best_samples, SFTConfig()),
+        (diffusion_dpo.select_pairs, DiffusionDPOConfig()),
     ]:
         assert chosen(select, config, keep=nobody) == []
 
@@ -126,23 +126,23 @@ def flat(found):
 @given(batches())
 def test_groups_are_the_kept_samples_divided_by_prompt(batch):
     advantage, keep, prompts = batch
-    found = chosen(grouping.groups, DGPOConfig(), *batch)
+    found = chosen(grouping.select_groups, DGPOConfig(), *batch)
     assert (
         sorted(flat(found))
         == np.flatnonzero(keep).tolist()
-        == flat(chosen(grouping.each_kept_sample, DGPOConfig(), *batch))
+        == flat(chosen(grouping.select_kept_samples, DGPOConfig(), *batch))
     )
     assert found == [
         np.flatnonzero(keep & (prompts == prompt)).tolist()
         for prompt in sorted(set(prompts[keep].tolist()))
     ]
-    assert flat(chosen(grouping.all_samples, DGPOConfig(), *batch)) == list(range(len(keep)))
+    assert flat(chosen(grouping.select_all_samples, DGPOConfig(), *batch)) == list(range(len(keep)))
 
 
 @given(batches(), st.integers(1, 5))
 def test_no_sample_left_out_is_better_than_the_best(batch, count):
     advantage, keep, prompts = batch
-    found = chosen(best, SFTConfig(best=count), *batch)
+    found = chosen(select_best_samples, SFTConfig(best=count), *batch)
     assert all(len(group_index) == 1 for group_index in found)
     taken = np.zeros(len(keep), bool)
     taken[np.array(flat(found), int)] = True
@@ -157,7 +157,7 @@ def test_no_sample_left_out_is_better_than_the_best(batch, count):
 @given(batches(), st.floats(0.01, 0.5))
 def test_pairs_are_of_one_prompt_strictly_ordered_and_share_no_sample(batch, share):
     advantage, keep, prompts = batch
-    found = chosen(diffusion_dpo.pairs, DiffusionDPOConfig(pairs_share=share), *batch)
+    found = chosen(diffusion_dpo.select_pairs, DiffusionDPOConfig(pairs_share=share), *batch)
     assert len(set(flat(found))) == 2 * len(found)
     assert set(flat(found)) <= set(np.flatnonzero(keep).tolist())
     for better, worse in found:

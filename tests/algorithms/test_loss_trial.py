@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.algorithms.base import Algorithm, ForwardRows, TrajectoryRows, flow_matching_error
+from ebbflow.algorithms.base import (
+    Algorithm,
+    ForwardRows,
+    TrajectoryRows,
+    compute_flow_matching_error,
+)
 from ebbflow.algorithms.registry import BUILT_IN
 from ebbflow.algorithms.trial import try_loss
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
@@ -26,7 +31,7 @@ def test_every_algorithm_passes(algorithm: Algorithm) -> None:
 
 
 def mse(rows: ForwardRows) -> torch.Tensor:
-    return flow_matching_error(rows, rows.velocity)
+    return compute_flow_matching_error(rows, rows.velocity)
 
 
 def raising(rows: ForwardRows, config: Any) -> Any:
@@ -52,7 +57,7 @@ FORWARD = {
         "returned mse as a float",
     ),
     "a detached prediction": (
-        lambda rows, config: (flow_matching_error(rows, rows.velocity.detach()), {}),
+        lambda rows, config: (compute_flow_matching_error(rows, rows.velocity.detach()), {}),
         "gives the prediction no gradient; compute it from rows.velocity",
     ),
     "a logarithm of 0": (

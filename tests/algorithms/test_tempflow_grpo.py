@@ -8,9 +8,9 @@ from algorithm_rows import gradient, moved, rollout
 from ebbflow.algorithms.built_in.flow_grpo import FLOW_GRPO, FlowGRPOConfig
 from ebbflow.algorithms.built_in.tempflow_grpo import ALGORITHM, TempFlowGRPOConfig
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.windows import plan
+from ebbflow.flow.windows import plan_steps
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 
 
 def test_a_row_is_that_of_flow_grpo_times_the_standard_deviation_of_its_step():
@@ -37,17 +37,17 @@ def test_the_samples_of_a_prompt_are_one_until_the_step_where_they_branch(model,
     """At every step but the last, each at some optimisation step."""
     stage = OnlineStageConfig(algorithm=TempFlowGRPOConfig(), sampler={"steps": 4}, group_size=3)
     assert stage.shared_initial_noise
-    chosen = [plan(stage.window, 4, step, seed=0) for step in range(30)]
+    chosen = [plan_steps(stage.window, 4, step, seed=0) for step in range(30)]
     assert {one.trained for one in chosen} == {(0,), (1,), (2,)}
     assert all(one.stochastic == one.trained for one in chosen)
     keys = SampleKeys(5, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, sharing=[3])
     conditioning = model.encode_texts(["ABCD"] * 3 + ["WXYZ"] * 3)
     predicted = []
-    velocity = model.velocity
+    velocity = model.predict_velocity
     monkeypatch.setattr(
         model, "velocity", lambda x, *rest: (predicted.append(len(x)), velocity(x, *rest))[1]
     )
-    rollouts = generate(
+    rollouts = generate_samples(
         model, conditioning, keys, stage.sampler, next(one for one in chosen if one.trained == (2,))
     )
     assert predicted == [

@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
-from benchmarks.algorithms import ENTRIES, recipe_of
-from benchmarks.algorithms_report import TITLES, seconds_to, write_report
+from benchmarks.algorithms import ENTRIES, build_recipe
+from benchmarks.algorithms_report import TITLES, interpolate_seconds, write_report
 from ebbflow.recipe.registry import ALGORITHMS
 
 GROUPS = yaml.safe_load(ENTRIES.read_text())
@@ -16,7 +16,7 @@ SETTINGS = {name: settings for group in GROUPS.values() for name, settings in gr
 
 
 def recipe(name):
-    return recipe_of({"name": name, "seed": 3, "settings": SETTINGS[name]})
+    return build_recipe({"name": name, "seed": 3, "settings": SETTINGS[name]})
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -51,7 +51,7 @@ def test_every_group_has_a_title():
 )
 def test_the_goal_is_passed_between_two_evaluations(scores, seconds):
     curve = [{"cpu_seconds": 10.0 * number, "ocr": score} for number, score in enumerate(scores)]
-    assert seconds_to(curve, 0.9) == (pytest.approx(seconds) if seconds else None)
+    assert interpolate_seconds(curve, 0.9) == (pytest.approx(seconds) if seconds else None)
 
 
 def test_the_report_is_made_of_the_results_alone(tmp_path):

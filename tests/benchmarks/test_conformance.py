@@ -16,18 +16,24 @@ import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from benchmarks import conformance, conformance_forms
-from benchmarks.conformance import main, run
-from benchmarks.conformance_adapters import LOSSES, Library, NotOffered, diffusers, ebbflow
-from benchmarks.conformance_cases import VECTORS, computed, read_vectors, write_vectors
+from benchmarks.conformance import main, run_case
+from benchmarks.conformance_adapters import (
+    LOSSES,
+    Library,
+    NotOffered,
+    build_diffusers,
+    build_ebbflow,
+)
+from benchmarks.conformance_cases import VECTORS, compute_vectors, read_vectors, write_vectors
 
 CASES = read_vectors()
-OURS = ebbflow()
+OURS = build_ebbflow()
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
 
 
 def test_the_committed_vectors_are_those_of_the_closed_forms():
     committed = json.loads(VECTORS.read_text())["cases"]
-    fresh = list(computed())
+    fresh = list(compute_vectors())
     assert [case | {"expected": None} for case in committed] == [
         case | {"expected": None} for case in fresh
     ]
@@ -89,7 +95,7 @@ def test_the_closed_forms_have_the_published_golden_values(function, eta, mean, 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_ebbflow_agrees(case):
-    outcome = run(OURS, case)
+    outcome = run_case(OURS, case)
     assert outcome.status == "agrees", outcome.detail
     assert outcome.left_out == ()
 
@@ -108,7 +114,7 @@ def test_every_closed_form_has_cases_and_every_loss_a_closed_form():
 
 
 def test_diffusers_agrees_with_what_it_offers():
-    outcomes = {case["name"]: run(diffusers(), case) for case in CASES}
+    outcomes = {case["name"]: run_case(build_diffusers(), case) for case in CASES}
     offered = {name for name, outcome in outcomes.items() if outcome.status != "not offered"}
     assert {name.split("/")[0] for name in offered} == {"ode_step", "cps_step", "dpm_solver_steps"}
     assert {outcomes[name].status for name in offered} == {"agrees"}
@@ -122,7 +128,7 @@ def test_a_changed_value_is_found_in_every_expected_array():
                 wrong.flat[0] = not wrong.flat[0]
             else:
                 wrong.flat[np.abs(wrong).argmax()] *= 1 + 1e-4
-            outcome = run(OURS, case | {"expected": case["expected"] | {name: wrong}})
+            outcome = run_case(OURS, case | {"expected": case["expected"] | {name: wrong}})
             assert outcome.status == "differs", (case["name"], name)
             assert f"  {name}: the error is" in outcome.detail
 
@@ -184,18 +190,18 @@ def test_what_another_library_returns_decides():
     def refuses(c):
         raise NotOffered("pairs alone")
 
-    assert run(library(right), case).status == "agrees"
-    assert run(library(right), case).left_out == ("mean_loss", "gradient")
-    assert 1e-9 < run(library(single), case).error < 1e-6
-    assert run(library(single), case).status == "agrees"
-    assert run(library(wrong), case).status == "differs"
-    assert run(library(wrong, sft_loss="a factor"), case).status == "differs as known"
-    assert "take this out" in run(library(right, sft_loss="a factor"), case).detail
-    assert "shape" in run(library(lambda c: {"loss": right(c)["loss"][:1]}), case).detail
-    assert "return some of" in run(library(lambda c: {}), case).detail
-    assert run(library(lambda c: {"loss": np.full(6, np.nan)}), case).status == "differs"
-    assert run(library(fails), case).detail == "NotImplementedError: no such kernel"
-    assert run(library(refuses), case).status == "not offered"
+    assert run_case(library(right), case).status == "agrees"
+    assert run_case(library(right), case).left_out == ("mean_loss", "gradient")
+    assert 1e-9 < run_case(library(single), case).error < 1e-6
+    assert run_case(library(single), case).status == "agrees"
+    assert run_case(library(wrong), case).status == "differs"
+    assert run_case(library(wrong, sft_loss="a factor"), case).status == "differs as known"
+    assert "take this out" in run_case(library(right, sft_loss="a factor"), case).detail
+    assert "shape" in run_case(library(lambda c: {"loss": right(c)["loss"][:1]}), case).detail
+    assert "return some of" in run_case(library(lambda c: {}), case).detail
+    assert run_case(library(lambda c: {"loss": np.full(6, np.nan)}), case).status == "differs"
+    assert run_case(library(fails), case).detail == "NotImplementedError: no such kernel"
+    assert run_case(library(refuses), case).status == "not offered"
 
 
 CLONE = {

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.gallery import COLUMNS, gallery
-from ebbflow.data.images import encode_png
+from benchmarks.gallery import COLUMNS, build_gallery
+from ebbflow.data.images import encode_pngs
 from ebbflow.plots.images import CAPTION_SIZE, MARGIN, MIN_WIDTH
 
 
@@ -29,7 +29,7 @@ def evaluation(run: Path, label: str, grey: int, first: int = 0) -> None:
             "reward": 0.5,
         }
         | {
-            "image": encode_png(
+            "image": encode_pngs(
                 np.full((1, 16, 32, 3), grey + prompt if sample == 0 else 0, np.uint8)
             )[0]
         }
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_it_shows_the_first_held_out_prompts_before_above_after(run: Path) -> None:
     evaluation(run, "1.2 offline", 200)
-    sheet = np.asarray(gallery(run, rows=1))
+    sheet = np.asarray(build_gallery(run, rows=1))
     middle = MARGIN + 32
     below = MARGIN + 32 + MIN_WIDTH // 2 + MARGIN + CAPTION_SIZE + 6
     centres = [MARGIN + MIN_WIDTH // 2 + column * (MIN_WIDTH + MARGIN) for column in range(COLUMNS)]
@@ -65,6 +65,6 @@ def test_it_shows_the_first_held_out_prompts_before_above_after(run: Path) -> No
 def test_other_or_too_few_prompts_are_refused(run: Path) -> None:
     evaluation(run, "1.2 offline", 200, first=1)
     with pytest.raises(ValueError, match="before and 1.2 offline were evaluated on other prompts"):
-        gallery(run, rows=1)
+        build_gallery(run, rows=1)
     with pytest.raises(ValueError, match="has 9 held-out prompts, 16 are shown"):
-        gallery(run, rows=2)
+        build_gallery(run, rows=2)

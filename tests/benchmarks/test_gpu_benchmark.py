@@ -15,7 +15,13 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 from benchmarks import gpu
-from benchmarks.gpu_sides import SIZES, build, plain_prediction, random_model, random_prompts
+from benchmarks.gpu_sides import (
+    SIZES,
+    build_random_model,
+    build_sides,
+    generate_random_prompts,
+    predict_plainly,
+)
 from ebbflow.models.base import predict
 
 CPU = torch.device("cpu")
@@ -26,12 +32,12 @@ PHASES = ["rollout"] * 4 + ["rollout, images", "rollout, LoRA"] + ["update, LoRA
 @pytest.fixture
 def bench():
     torch.manual_seed(0)
-    return build(TINY, CPU, "float32")
+    return build_sides(TINY, CPU, "float32")
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def results(request) -> dict[str, Any]:
-    return {"command": "the command", "size": "tiny"} | gpu.benchmark(
+    return {"command": "the command", "size": "tiny"} | gpu.run_benchmark(
         replace(TINY, matrix=64), CPU, request.param, repeat=1
     )
 
@@ -39,50 +45,52 @@ def results(request) -> dict[str, Any]:
 def test_a_linear_layer_counts_two_flops_per_weight_and_row():
     layer = nn.Linear(8, 16)
     inputs = torch.randn(4, 8, requires_grad=True)
-    assert gpu.counted(lambda: layer(inputs)) == 2 * 4 * 8 * 16
+    assert gpu.count_flops_of_call(lambda: layer(inputs)) == 2 * 4 * 8 * 16
     # Backward there is one such product for the inputs and one for the weights.
-    assert gpu.counted(lambda: layer(inputs).sum().backward()) == 3 * 2 * 4 * 8 * 16
+    assert gpu.count_flops_of_call(lambda: layer(inputs).sum().backward()) == 3 * 2 * 4 * 8 * 16
 
 
 def test_attention_counts_its_two_products_of_queries_with_keys_and_weights_with_values():
     query = torch.randn(1, 2, 5, 8)
     key = torch.randn(1, 2, 7, 8)
     attention = nn.functional.scaled_dot_product_attention
-    assert gpu.counted(lambda: attention(query, key, key)) == 2 * (2 * 2 * 5 * 7 * 8)
+    assert gpu.count_flops_of_call(lambda: attention(query, key, key)) == 2 * (2 * 2 * 5 * 7 * 8)
 
 
 def test_the_count_without_data_is_that_of_the_network(bench):
     model = bench.model
-    prompts = random_prompts(TINY, 1, 1.0, CPU, torch.float32)
-    found = gpu.counted(lambda: model.velocity(bench.noise[:1], torch.tensor([0.5]), prompts))
+    prompts = generate_random_prompts(TINY, 1, 1.0, CPU, torch.float32)
+    found = gpu.count_flops_of_call(
+        lambda: model.predict_velocity(bench.noise[:1], torch.tensor([0.5]), prompts)
+    )
     assert gpu.count_flops(TINY).forward == found
 
 
 def test_the_medium_size_is_that_of_the_published_model():
-    transformer = random_model(SIZES["medium"], torch.device("meta"), "bfloat16").transformer
+    transformer = build_random_model(SIZES["medium"], torch.device("meta"), "bfloat16").transformer
     assert f"{sum(value.numel() for value in transformer.state_dict().values()):.2g}" == "2.5e+09"
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_the_plain_training_loop_evaluates_the_same_network(bench, guidance):
-    prompts = random_prompts(TINY, len(bench.keys), guidance, CPU, torch.float32)
+    prompts = generate_random_prompts(TINY, len(bench.keys), guidance, CPU, torch.float32)
     sigma = torch.linspace(0.2, 0.9, len(bench.keys))
     ours = predict(bench.model, bench.noise, sigma, prompts)
-    torch.testing.assert_close(plain_prediction(bench, bench.noise, sigma, prompts), ours)
+    torch.testing.assert_close(predict_plainly(bench, bench.noise, sigma, prompts), ours)
 
 
 def test_nothing_is_timed_unless_both_sides_draw_the_same_latents(bench):
-    assert gpu.require_same_latents(bench) < 1e-5
+    assert gpu.check_same_latents(bench) < 1e-5
     bench.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     with pytest.raises(SystemExit, match="differ by"):
-        gpu.require_same_latents(bench)
+        gpu.check_same_latents(bench)
 
 
 def test_the_ratio_compares_speeds_and_the_median_counts():
     case = gpu.Case(
         "update", 1.0, 2, images=6, loss_rows=18, flops=300, ours=lambda: None, peer=lambda: None
     )
-    found = gpu.speed(case, peak=1000.0, calls=[(3.0, 5), (1.0, 7), (100.0, 6)])
+    found = gpu.summarize_speed(case, peak=1000.0, calls=[(3.0, 5), (1.0, 7), (100.0, 6)])
     assert (found["seconds"], found["images_per_second"], found["rows_per_second"]) == (
         3.0,
         2.0,
@@ -137,7 +145,7 @@ def test_the_results_are_written_when_asked_for(results, tmp_path, monkeypatch, 
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "gpu")
     monkeypatch.setattr(
         gpu,
-        "benchmark",
+        "run_benchmark",
         lambda *arguments: {name: results[name] for name in results if name != "command"},
     )
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--size", "tiny"])

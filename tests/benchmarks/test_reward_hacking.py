@@ -19,14 +19,21 @@ from benchmarks.flawed_rewards import (
     OneText,
     Watermark,
 )
-from benchmarks.reward_hacking import recipe_of, runs
-from benchmarks.reward_hacking_report import page, rang, rang_drift, rule, step_shifts, write_report
-from ebbflow.data.images import encode_png
+from benchmarks.reward_hacking import build_recipe, list_runs
+from benchmarks.reward_hacking_report import (
+    compute_step_shifts,
+    find_alarm_step,
+    find_drift_alarm_step,
+    format_page,
+    name_rule,
+    write_report,
+)
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.glyph_training.lettering import render_text
 from ebbflow.rewards.combine import load_scorer
 
-EVERY = list(runs([3]))
+EVERY = list(list_runs([3]))
 
 
 def image(text):
@@ -40,7 +47,7 @@ def scores(flawed, texts, target="GOLD"):
 
 @pytest.mark.parametrize("asked", EVERY, ids=lambda asked: f"{asked['name']}-{asked['algorithm']}")
 def test_every_entry_can_run_and_watches_a_metric_that_it_does_not_train_on(asked):
-    recipe = recipe_of(asked)
+    recipe = build_recipe(asked)
     assert recipe.seed == 3
     assert asked["algorithm"].startswith(recipe.stages[0].algorithm_name)
     scorer = load_scorer(recipe.rewards, recipe.guardrails)
@@ -76,9 +83,9 @@ def test_shifts_are_those_of_the_pictures_of_each_step(tmp_path):
                 .repeat(32, 2)
                 .repeat(3, 3)
             )
-            for number, png in enumerate(encode_png(images.astype(np.uint8))):
+            for number, png in enumerate(encode_pngs(images.astype(np.uint8))):
                 archive.writestr(f"dumps/step-{step:05d}/rollouts/7-{number}.png", png)
-    shifts = step_shifts(tmp_path / "rollouts.zip")
+    shifts = compute_step_shifts(tmp_path / "rollouts.zip")
     assert shifts.keys() == {"brightness"}, "nothing else varies over flat pages"
     assert shifts["brightness"][0] == 0
     assert shifts["brightness"][1] > 2
@@ -105,11 +112,11 @@ def made(name, kind, shift, *, promoted, fell, refused=()):
 
 def test_an_alarm_rings_after_the_first_step_beyond_its_limit_and_chance():
     run = made("grain", "planted", 0.8, promoted=False, fell=4)
-    assert rang(run, "entropy", 0.25) == 2
-    assert rang(run, "entropy", 1.0) == 3
-    assert rang(run, "entropy", 1.5) is None
-    assert rang(run, "brightness", 0.1) is None
-    assert rang_drift(run, 1.0) == 3
+    assert find_alarm_step(run, "entropy", 0.25) == 2
+    assert find_alarm_step(run, "entropy", 1.0) == 3
+    assert find_alarm_step(run, "entropy", 1.5) is None
+    assert find_alarm_step(run, "brightness", 0.1) is None
+    assert find_drift_alarm_step(run, 1.0) == 3
 
 
 def test_the_report_is_made_of_the_results_alone(tmp_path):
@@ -123,7 +130,7 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     )
     write_report(tmp_path / "a.json")
     text = (tmp_path / "a.md").read_text()
-    assert text.splitlines() == page({"cpu": "x", "cores": 2}, found)
+    assert text.splitlines() == format_page({"cpu": "x", "cores": 2}, found)
     assert "refuses 1 of 1 planted runs and promotes 1 of 1 honest ones" in text
     assert (
         "| planted: grain | mix_grpo | 1 | 0.5 → 0.9 | ocr 0.5 → 0.3 | 1 of 1 | 0 of 1 | entropy,"
@@ -145,4 +152,4 @@ def test_the_report_is_made_of_the_results_alone(tmp_path):
     ],
 )
 def test_reasons_are_counted_by_rule(reason, name):
-    assert rule(reason) == name
+    assert name_rule(reason) == name

@@ -16,7 +16,7 @@ def small(monkeypatch):
 
 
 def test_a_stage_goes_through_all_its_phases(tmp_path):
-    found = scale.stage(tmp_path, 70)
+    found = scale.run_stage(tmp_path, 70)
     assert found["samples"] == 96
     assert (
         len(list(tmp_path.glob("rollouts-*.parquet")))
@@ -29,7 +29,7 @@ def test_a_stage_goes_through_all_its_phases(tmp_path):
 
 @pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_latents_are_stored_and_read_in_their_precision(tmp_path, precision, size):
-    found = scale.latents(tmp_path, precision)
+    found = scale.measure_latents(tmp_path, precision)
     assert found["KiB"] > 0.9 * size * 2 * 4 * 8 / 1024
     assert found["read ms"] > 0
 
@@ -37,7 +37,7 @@ def test_latents_are_stored_and_read_in_their_precision(tmp_path, precision, siz
 def test_the_report_has_a_row_for_each_measurement():
     latents = {"KiB": 99.4, "write ms": 0.5, "read ms": 0.25, "epoch, shards": 1.42} | ON
     phases = {f"{phase} {unit}": 2.0 for phase in scale.PHASES for unit in ("seconds", "MiB")}
-    text = scale.report(
+    text = scale.format_report(
         {"now latents float32": latents, "now stage 2000": {"samples": 2000, **phases} | ON}
     )
     assert "| now, float32 | 99 | 0.50 | 0.25 | 1.4 |" in text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import specialists
-from benchmarks.glyph_seeds import seeded
+from benchmarks.glyph_seeds import set_seed
 from ebbflow.recipe import Recipe
 
 SCORES = {"base": [0.0, 0.5], "specialist": [0.5, 1.0], "merged": [0.25, 1.0]}
@@ -22,7 +22,7 @@ def run(**scores: list[float]) -> dict[str, Any]:
 
 
 def test_differences_are_paired_by_prompt() -> None:
-    page = specialists.table({"0": run()})
+    page = specialists.format_table({"0": run()})
     assert "| digits | 0 | 0.250 ± 0.250 | 0.750 ± 0.250 | 0.625 ± 0.375 | −0.125 ± 0.125 |" in page
     assert (
         "The worst difference of any set and seed is −0.125; wanted is no less than −0.020." in page
@@ -30,7 +30,7 @@ def test_differences_are_paired_by_prompt() -> None:
 
 
 def test_seeds_have_a_mean_with_an_error_of_its_own() -> None:
-    page = specialists.table({"0": run(), "1": run(merged=[0.75, 1.0])})
+    page = specialists.format_table({"0": run(), "1": run(merged=[0.75, 1.0])})
     assert (
         "| digits | mean | 0.250 ± 0.000 | 0.750 ± 0.000 | 0.750 ± 0.125 | +0.000 ± 0.125 |" in page
     )
@@ -39,15 +39,17 @@ def test_seeds_have_a_mean_with_an_error_of_its_own() -> None:
 def test_a_specialist_that_its_gate_refused_is_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe.model_validate(seeded(specialists.RECIPE, 1))
+    recipe = Recipe.model_validate(set_seed(specialists.RECIPE, 1))
     taught = {name: f"commit of {name}" for name in recipe.branches}
     monkeypatch.setattr(
         specialists, "read_policy_metadata", lambda folder: SimpleNamespace(teachers=taught)
     )
     monkeypatch.setattr(
-        specialists, "verify", lambda folder: f"commit of {folder.parts[-2].rpartition('-')[2]}"
+        specialists,
+        "verify_folder",
+        lambda folder: f"commit of {folder.parts[-2].rpartition('-')[2]}",
     )
-    found = specialists.policies_of(recipe, tmp_path)
+    found = specialists.list_policies(recipe, tmp_path)
     assert {name: path.parts[-2] for name, path in found.items()} == {
         "capitals": "1.1-online-capitals",
         "digits": "1.2-online-digits",
@@ -56,4 +58,4 @@ def test_a_specialist_that_its_gate_refused_is_not_compared(
     }
     taught["digits"] = "commit of base"
     with pytest.raises(SystemExit, match="the gate of branch digits refused its specialist"):
-        specialists.policies_of(recipe, tmp_path)
+        specialists.list_policies(recipe, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import speed, speed_report
-from benchmarks.gpu_sides import SIZES, random_model, random_prompts
+from benchmarks.gpu_sides import SIZES, build_random_model, generate_random_prompts
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import WATCHED_ROWS
 from ebbflow.training.policy import Policy
@@ -26,8 +26,8 @@ def bench() -> speed.Bench:
 def new_bench() -> speed.Bench:
     torch.manual_seed(0)
     device = torch.device("cpu")
-    prompts = random_prompts(SIZES["tiny"], 4, speed.GUIDANCE, device, torch.float32)
-    return speed.Bench(random_model(SIZES["tiny"], device, "float32"), prompts, 4)
+    prompts = generate_random_prompts(SIZES["tiny"], 4, speed.GUIDANCE, device, torch.float32)
+    return speed.Bench(build_random_model(SIZES["tiny"], device, "float32"), prompts, 4)
 
 
 def rows_of(bench: speed.Bench, call: Callable[[], object]) -> int:
@@ -43,13 +43,13 @@ def rows_of(bench: speed.Bench, call: Callable[[], object]) -> int:
 
 
 def test_both_sides_of_a_rollout_evaluate_as_many_rows(bench):
-    ours, bare = (rows_of(bench, side) for side in speed.rollout_sides(bench))
+    ours, bare = (rows_of(bench, side) for side in speed.build_rollout_sides(bench))
     assert ours == bare == 2 * 4 * speed.STEPS
 
 
 def test_an_update_evaluates_what_a_bare_one_does_and_the_rows_that_are_watched(bench):
     policy = Policy(bench.model, PolicyConfig(train="full"), 0)
-    ours, bare = (rows_of(bench, side) for side in speed.update_sides(bench, policy))
+    ours, bare = (rows_of(bench, side) for side in speed.build_update_sides(bench, policy))
     rows = 4 * len(speed.TRAINED)
     assert bare == speed.WATCHED_EVERY * 2 * rows
     assert ours == bare + 2 * math.ceil(rows / WATCHED_ROWS)
@@ -58,7 +58,7 @@ def test_an_update_evaluates_what_a_bare_one_does_and_the_rows_that_are_watched(
 def test_a_step_that_reuses_passes_has_none_in_its_update():
     benches = {reuse: new_bench() for reuse in (False, True)}
     plain, reused = (
-        rows_of(it, speed.policy_gradient_step(it, speed.TRAINED, reuse))
+        rows_of(it, speed.build_policy_gradient_step(it, speed.TRAINED, reuse))
         for reuse, it in benches.items()
     )
     assert plain - reused == 2 * 4 * len(speed.TRAINED)
@@ -78,7 +78,7 @@ def test_the_ratio_is_that_of_the_turns(monkeypatch):
         return call
 
     monkeypatch.setattr(speed.time, "process_time", lambda: clock[0])
-    found = speed.compare(side("one"), side("other"), repeat=3)
+    found = speed.time_both_sides(side("one"), side("other"), repeat=3)
     assert (found.ratio, found.seconds, found.other_seconds) == (1.5, 3.0, 2.0)
     assert calls == ["one", "other", "other", "one", "one", "other", "other", "one"]
 
@@ -104,7 +104,7 @@ def test_the_page_has_the_rows_of_other_benchmarks(tmp_path):
     }
     for name, found in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    assert [found for _, found, _, _ in speed_report.elsewhere(tmp_path)] == [
+    assert [found for _, found, _, _ in speed_report.list_other_measures(tmp_path)] == [
         "0.25 (10.0 ÷ 40.0)",
         "1.20",
         "1.2",

@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ebbflow.data import images
-from ebbflow.data.images import ImageError, condition_image
+from ebbflow.data.images import ImageError, load_condition_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
 
@@ -61,8 +61,10 @@ def test_the_same_pixels_give_the_same_bytes_without_what_was_said_beside_them(
     plain = encoded()
     chatty = encoded(pnginfo=said, dpi=(300, 300), icc_profile=b"x" * 128, compress_level=1)
     assert plain != chatty
-    stored = condition_image(plain, tmp_path)
-    assert stored == condition_image(chatty, tmp_path) == condition_image(stored, tmp_path)
+    stored = load_condition_image(plain, tmp_path)
+    assert (
+        stored == load_condition_image(chatty, tmp_path) == load_condition_image(stored, tmp_path)
+    )
     assert np.array_equal(pixels(stored), PIXELS)
 
 
@@ -74,14 +76,14 @@ def test_other_formats_keep_the_pixels_that_they_decode_to(
 ) -> None:
     file = encoded(kind=kind, **options)
     expected = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
-    assert np.array_equal(pixels(condition_image(file, tmp_path)), expected)
+    assert np.array_equal(pixels(load_condition_image(file, tmp_path)), expected)
 
 
 def test_what_a_camera_held_sideways_is_turned_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned a quarter clockwise
     assert np.array_equal(
-        pixels(condition_image(encoded(exif=exif), tmp_path)), np.rot90(PIXELS, -1)
+        pixels(load_condition_image(encoded(exif=exif), tmp_path)), np.rot90(PIXELS, -1)
     )
 
 
@@ -89,9 +91,9 @@ def test_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:
     grey = PIXELS[..., 0]
     alpha = np.dstack([PIXELS, PIXELS[..., 1]])
     assert np.array_equal(
-        pixels(condition_image(encoded(grey), tmp_path)), np.repeat(grey[..., None], 3, axis=2)
+        pixels(load_condition_image(encoded(grey), tmp_path)), np.repeat(grey[..., None], 3, axis=2)
     )
-    assert np.array_equal(pixels(condition_image(encoded(alpha), tmp_path)), PIXELS)
+    assert np.array_equal(pixels(load_condition_image(encoded(alpha), tmp_path)), PIXELS)
 
 
 def test_a_path_is_relative_to_the_folder_or_absolute_below_it(tmp_path: Path) -> None:
@@ -106,8 +108,8 @@ def test_a_path_is_relative_to_the_folder_or_absolute_below_it(tmp_path: Path) -
         "link.png",
         "alias/link.png",
     ):
-        assert np.array_equal(pixels(condition_image(value, tmp_path)), PIXELS)
-        assert np.array_equal(pixels(condition_image(value, tmp_path / "alias")), PIXELS)
+        assert np.array_equal(pixels(load_condition_image(value, tmp_path)), PIXELS)
+        assert np.array_equal(pixels(load_condition_image(value, tmp_path / "alias")), PIXELS)
 
 
 @pytest.fixture
@@ -129,12 +131,12 @@ def outside(tmp_path: Path) -> Path:
 )
 def test_nothing_outside_the_folder_is_read(outside: Path, value: str) -> None:
     with pytest.raises(ImageError, match="lies outside .*; move the image into that folder"):
-        condition_image(value, outside)
+        load_condition_image(value, outside)
 
 
 def test_an_absolute_path_to_the_outside_is_refused_too(outside: Path) -> None:
     with pytest.raises(ImageError, match="lies outside"):
-        condition_image(str(outside.parent / "secret.png"), outside)
+        load_condition_image(str(outside.parent / "secret.png"), outside)
 
 
 def test_what_is_no_file_there_is_said_with_what_a_uri_means(tmp_path: Path) -> None:
@@ -145,10 +147,10 @@ def test_what_is_no_file_there_is_said_with_what_a_uri_means(tmp_path: Path) -> 
             ImageError,
             match="From a URI only that file is fetched; there put the images' bytes into Parquet",
         ):
-            condition_image(value, tmp_path)
+            load_condition_image(value, tmp_path)
     for value in ("a\0b.png", "x" * 5000):
         with pytest.raises(ImageError, match="is no valid path"):
-            condition_image(value, tmp_path)
+            load_condition_image(value, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_what_is_no_image_is_said(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.png").write_bytes(content)
     for value in (content, "a.png"):
         with pytest.raises(ImageError, match="is no PNG or JPEG or WEBP image that can be read"):
-            condition_image(value, tmp_path)
+            load_condition_image(value, tmp_path)
 
 
 @pytest.mark.parametrize("size", [(8001, 8000), (30_000, 30_000)])
@@ -175,19 +177,19 @@ def test_what_would_unpack_to_gigabytes_is_refused_unread(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
     with pytest.raises(ImageError, match="(is too large|has) .*pixels"):
-        condition_image(header_alone(*size), tmp_path)
+        load_condition_image(header_alone(*size), tmp_path)
 
 
 def test_the_largest_image_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "MAX_PIXELS", 6 * 9)
-    assert np.array_equal(pixels(condition_image(encoded(), tmp_path)), PIXELS)
+    assert np.array_equal(pixels(load_condition_image(encoded(), tmp_path)), PIXELS)
     with pytest.raises(ImageError, match=r"has 10 x 6 pixels, more than 54; make it smaller"):
-        condition_image(encoded(np.zeros((6, 10, 3), np.uint8)), tmp_path)
+        load_condition_image(encoded(np.zeros((6, 10, 3), np.uint8)), tmp_path)
 
 
 def test_sixteen_bits_are_refused_rather_than_cut_off(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="greys of 16 bits"):
-        condition_image(
+        load_condition_image(
             encoded(Image.fromarray(np.arange(16, dtype=np.uint16).reshape(4, 4) * 4000)), tmp_path
         )
 
@@ -199,7 +201,7 @@ def test_a_damaged_image_is_read_or_refused(data: st.DataObject) -> None:
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            stored = condition_image(bytes(content), Path(folder))
+            stored = load_condition_image(bytes(content), Path(folder))
         except ImageError:
             return
     assert pixels(stored).ndim == 3

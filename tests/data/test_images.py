@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from ebbflow.data.images import decode_png, encode_png
+from ebbflow.data.images import decode_pngs, encode_pngs
 
 FEW = st.integers(1, 4)
 VIDEOS = arrays.arrays(
@@ -37,22 +37,22 @@ def chunks(png: bytes) -> list[bytes]:
 def test_videos_are_kept_losslessly(videos: np.ndarray, data: st.DataObject) -> None:
     frames = data.draw(st.lists(st.integers(0, videos.shape[1] - 1), min_size=1, max_size=8))
     repeated = videos[:, frames]  # some frames equal their neighbours
-    assert np.array_equal(decode_png(encode_png(repeated)), repeated)
+    assert np.array_equal(decode_pngs(encode_pngs(repeated)), repeated)
 
 
 @pytest.mark.parametrize("value", [0, 7, 255])
 @pytest.mark.parametrize("frames", [1, 2, 81])
 def test_a_video_that_stands_still_keeps_its_frames(value: int, frames: int) -> None:
     still = np.full((2, frames, 5, 4, 3), value, np.uint8)
-    pngs = encode_png(still)
-    assert np.array_equal(decode_png(pngs), still)
+    pngs = encode_pngs(still)
+    assert np.array_equal(decode_pngs(pngs), still)
     assert [chunks(png).count(b"fcTL") for png in pngs] == [frames] * 2
 
 
 def test_another_decoder_sees_the_same_frames_at_their_pace() -> None:
     video = np.random.default_rng(0).integers(0, 256, (1, 5, 12, 20, 3), np.uint8)
     video[:, 2] = video[:, 1]
-    found, animation = cv2.imdecodeanimation(np.frombuffer(encode_png(video)[0], np.uint8))
+    found, animation = cv2.imdecodeanimation(np.frombuffer(encode_pngs(video)[0], np.uint8))
     assert found
     assert np.array_equal(np.stack(animation.frames)[..., 2::-1], video[0])
     assert list(animation.durations) == pytest.approx([1000 / 16] * 5, abs=1)
@@ -61,13 +61,13 @@ def test_another_decoder_sees_the_same_frames_at_their_pace() -> None:
 
 def test_what_knows_no_animations_shows_the_first_frame() -> None:
     video = np.random.default_rng(0).integers(0, 256, (1, 3, 6, 8, 3), np.uint8)
-    shown = cv2.imdecode(np.frombuffer(encode_png(video)[0], np.uint8), cv2.IMREAD_COLOR_RGB)
+    shown = cv2.imdecode(np.frombuffer(encode_pngs(video)[0], np.uint8), cv2.IMREAD_COLOR_RGB)
     assert np.array_equal(shown, video[0, 0])
 
 
 def test_images_are_plain_pngs_byte_for_byte() -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 6, 8, 3), np.uint8)
-    for image, png in zip(images, encode_png(images), strict=True):
+    for image, png in zip(images, encode_pngs(images), strict=True):
         buffer = io.BytesIO()
         Image.fromarray(image).save(buffer, format="PNG")
         assert png == buffer.getvalue()
@@ -78,4 +78,4 @@ def test_videos_of_any_memory_layout_are_the_same_video() -> None:
     video = np.random.default_rng(0).integers(0, 256, (2, 3, 6, 8, 3), np.uint8)
     moved = np.ascontiguousarray(np.moveaxis(video, -1, 1)).transpose(0, 2, 3, 4, 1)
     assert not moved.flags.c_contiguous
-    assert encode_png(moved) == encode_png(video)
+    assert encode_pngs(moved) == encode_pngs(video)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.pairs import (
     IMAGES,
     LATENTS,
@@ -27,7 +27,7 @@ PROMPTS = ["a", "b", " a ", "c d", "é", "a"]
 
 
 def png(image):
-    return encode_png(image[None])[0]
+    return encode_pngs(image[None])[0]
 
 
 ROWS = [
@@ -79,7 +79,7 @@ def test_every_way_of_writing_images_gives_the_same_pairs(tmp_path, write):
     for pair, (chosen, rejected) in zip(pairs, SIDES, strict=True):
         assert np.array_equal(pair.chosen, chosen)
         assert np.array_equal(pair.rejected, rejected)
-        assert not pair.tie
+        assert not pair.is_tie
 
 
 @given(arrays.arrays(np.float32, (5, 2, 3, 4), elements=st.floats(-100, 100, width=16)))
@@ -107,7 +107,7 @@ def test_every_way_of_writing_latents_gives_the_same_pairs(tmp_path_factory, lat
             assert pair.chosen.dtype == np.float32
             assert np.array_equal(pair.chosen, chosen)
             assert np.array_equal(pair.rejected, rejected)
-            assert pair.tie == np.array_equal(chosen, rejected)
+            assert pair.is_tie == np.array_equal(chosen, rejected)
 
 
 def test_jpeg_and_grey_images_are_read_as_rgb(tmp_path):
@@ -145,7 +145,7 @@ def test_the_same_picture_written_twice_is_a_tie(tmp_path):
     Image.fromarray(SIDES[0, 0]).save(buffer, format="PNG", compress_level=0)
     row = {"prompt": "p", "chosen": buffer.getvalue(), "rejected": png(SIDES[0, 0])}
     assert row["chosen"] != row["rejected"]
-    assert [pair.tie for pair in read_pairs(parquet(tmp_path, [row, ROWS[1]]))] == [True, False]
+    assert [pair.is_tie for pair in read_pairs(parquet(tmp_path, [row, ROWS[1]]))] == [True, False]
 
 
 BAD_ROWS = {

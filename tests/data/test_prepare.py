@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbflow.data.images import decode_png, encode_png
-from ebbflow.data.prepare import branch_prompts, prepare
+from ebbflow.data.images import decode_pngs, encode_pngs
+from ebbflow.data.prepare import prepare_prompt_table, select_branch_prompts
 from ebbflow.data.prompts import PromptError
 from ebbflow.data.schema import SPLITS
 from ebbflow.recipe import Recipe, RecipeError
@@ -21,7 +21,7 @@ def recipe(**prompts: object) -> Recipe:
 
 
 def test_made_up_strings_have_all_splits() -> None:
-    table, report = prepare(recipe(count=70))
+    table, report = prepare_prompt_table(recipe(count=70))
     splits = table["split"].to_pylist()
     assert {name: splits.count(name) for name in ("train", "validation", "held_out")} == {
         "train": 65,
@@ -32,7 +32,7 @@ def test_made_up_strings_have_all_splits() -> None:
 
 
 def test_the_words_that_come_along_can_be_trained_on() -> None:
-    table, report = prepare(recipe(source=str(WORDS)), WORDS)
+    table, report = prepare_prompt_table(recipe(source=str(WORDS)), WORDS)
     assert table.num_rows > 500
     assert set(map(len, table["target"].to_pylist())) == {4}
     assert "0 duplicates" in report
@@ -43,7 +43,7 @@ def test_what_the_glyph_model_cannot_draw_is_said_at_once(tmp_path: Path, line: 
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f'"W{letter}"\n' for letter in "ABCDEFG") + line + "\n")
     with pytest.raises(PromptError, match=r"1 of 8 prompts are not 1 to 4 letters"):
-        prepare(recipe(source=str(file)), file)
+        prepare_prompt_table(recipe(source=str(file)), file)
 
 
 def test_what_a_glyph_model_draws_depends_on_its_alphabets(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_what_a_glyph_model_draws_depends_on_its_alphabets(tmp_path: Path) -> No
             "model": {"training": {"alphabets": alphabets}},
             "stages": [{"kind": "offline", "prompts": 2}],
         }
-        return prepare(Recipe.model_validate(settings), file)[1]
+        return prepare_prompt_table(Recipe.model_validate(settings), file)[1]
 
     assert "to train" in prepared("digits", "capitals")
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_a_mixture_has_the_prompts_of_all_files_once(tmp_path: Path) -> None:
     recipe, files = mixture(
         tmp_path, {}, one=["AA", "AB", "AC", "AD", "AE", "AF"], two=["BA", "AB", "BC", "BD", "BE"]
     )
-    table, report = prepare(recipe, *files)
+    table, report = prepare_prompt_table(recipe, *files)
     assert table["target"].to_pylist() == [
         "AA",
         "AB",
@@ -116,7 +116,7 @@ def test_a_set_with_too_few_prompts_is_said_at_once(tmp_path: Path) -> None:
         two=["BA", "BB", "BC", "BD", "BE", "BF"] * 9,
     )
     with pytest.raises(PromptError, match=r"stages.0 needs"):
-        prepare(recipe, *files)
+        prepare_prompt_table(recipe, *files)
     recipe, files = mixture(
         tmp_path, {}, one=["AA", "AB"], two=[f"{a}{b}" for a in "CDE" for b in "FGHIJ"]
     )
@@ -127,19 +127,19 @@ def test_a_set_with_too_few_prompts_is_said_at_once(tmp_path: Path) -> None:
             r" training"
         ),
     ):
-        prepare(recipe, *files)
+        prepare_prompt_table(recipe, *files)
 
 
 def test_too_few_prompts_for_a_stage_is_said_at_once() -> None:
     with pytest.raises(
         PromptError, match=r"stages.1 needs 64 different prompts per step and 45 are left"
     ):
-        prepare(recipe(count=50))
+        prepare_prompt_table(recipe(count=50))
 
 
 def test_a_files_split_does_not_follow_the_seed() -> None:
     one, other = (
-        prepare(recipe(source=str(WORDS)).model_copy(update={"seed": seed}), WORDS)[0]
+        prepare_prompt_table(recipe(source=str(WORDS)).model_copy(update={"seed": seed}), WORDS)[0]
         for seed in (1, 2)
     )
     assert one["split"] == other["split"]
@@ -158,8 +158,8 @@ def test_held_out_prompts_of_their_own_file_are_all_of_it_and_not_trained_on(
     with WORDS.open() as file:
         shared = [next(file).strip().strip('"') for _ in range(2)]
     judged = held_out_file(tmp_path, "ZZA", *shared, "ZZB")
-    plain = prepare(recipe(source=str(WORDS)), WORDS)[0]
-    table, report = prepare(
+    plain = prepare_prompt_table(recipe(source=str(WORDS)), WORDS)[0]
+    table, report = prepare_prompt_table(
         recipe(source=str(WORDS), held_out_source=str(judged), held_out=4), WORDS, held_out=judged
     )
     rows = table.to_pylist()
@@ -188,7 +188,7 @@ def test_a_choice_of_a_held_out_file_is_the_same_in_every_run_and_keeps_its_nois
     judged = held_out_file(tmp_path, *words)
 
     def chosen(**keys: object) -> list[tuple[int, str]]:
-        table, _ = prepare(
+        table, _ = prepare_prompt_table(
             recipe(held_out_source=str(judged), held_out=5).model_copy(update=keys), held_out=judged
         )
         return [
@@ -212,22 +212,22 @@ def test_what_is_wrong_with_a_held_out_file_is_said_at_once(tmp_path: Path) -> N
     with pytest.raises(
         PromptError, match=r"held_out_source has 2 prompts; lower prompts\.held_out = 3"
     ):
-        prepare(recipe(held_out_source=str(judged)), held_out=judged)
+        prepare_prompt_table(recipe(held_out_source=str(judged)), held_out=judged)
     judged = held_out_file(tmp_path, "ZA", "ZB", "TOOLONG")
     with pytest.raises(
         PromptError, match=r"benchmark\.jsonl: 1 of 3 prompts are not 1 to 4 letters"
     ):
-        prepare(recipe(held_out_source=str(judged)), held_out=judged)
+        prepare_prompt_table(recipe(held_out_source=str(judged)), held_out=judged)
     (tmp_path / "benchmark.jsonl").write_text(
         '{"prompt": "a tree"}\n' * 3 + '{"prompt": "a lake"}\n{"prompt": "a sea"}'
     )
     with pytest.raises(PromptError, match=r"benchmark\.jsonl: 3 of 3 prompts name no text to read"):
-        prepare(recipe(held_out_source=str(judged)), held_out=judged)
+        prepare_prompt_table(recipe(held_out_source=str(judged)), held_out=judged)
 
 
 def prompts_with_images(folder: Path, without: int = 0) -> Path:
     """Ten prompts beside their images, each of its own grey; the last ones have none."""
-    pngs = encode_png(
+    pngs = encode_pngs(
         np.arange(10, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 6, 3), np.uint8)
     )
     rows = []
@@ -256,8 +256,8 @@ def test_an_editing_model_gets_the_image_of_every_prompt(tmp_path: Path) -> None
     source = prompts_with_images(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        table, report = prepare(of_family("qwen_image_edit", source), source)
-    assert decode_png(table["image"].to_pylist())[:, 0, 0, 0].tolist() == list(range(10))
+        table, report = prepare_prompt_table(of_family("qwen_image_edit", source), source)
+    assert decode_pngs(table["image"].to_pylist())[:, 0, 0, 0].tolist() == list(range(10))
     assert "10 prompts kept" in report
 
 
@@ -267,7 +267,7 @@ def test_an_editing_model_without_an_image_to_edit_is_said_at_once(tmp_path: Pat
         PromptError,
         match=r"prompts.jsonl: 3 of 10 prompts have no image, and qwen_image_edit edits images",
     ):
-        prepare(of_family("qwen_image_edit", source), source)
+        prepare_prompt_table(of_family("qwen_image_edit", source), source)
 
 
 def test_images_that_the_model_does_not_look_at_are_warned_of(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_images_that_the_model_does_not_look_at_are_warned_of(tmp_path: Path) ->
     with pytest.warns(
         UserWarning, match=r"7 of 10 prompts have an image, which qwen_image ignores"
     ):
-        prepare(of_family("qwen_image", source), source)
+        prepare_prompt_table(of_family("qwen_image", source), source)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_negative_prompts_that_nothing_steers_away_from_are_warned_of(
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prepare(recipe, source)
+        prepare_prompt_table(recipe, source)
     assert [
         "5 of 9 prompts have a negative prompt" in str(warning.message) for warning in caught
     ] == [True] * warned
@@ -322,13 +322,13 @@ def branched(validation: int, files: list[Path]) -> Recipe:
 def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None:
     _, files = mixture(tmp_path, {}, one=[f"A{b}" for b in LETTERS], two=[f"B{b}" for b in LETTERS])
     recipe = branched(16, files)
-    table, _ = prepare(recipe, *files)
+    table, _ = prepare_prompt_table(recipe, *files)
     by_split = {
         split: {row["prompt_id"] for row in table.to_pylist() if row["split"] == split}
         for split in SPLITS
     }
     for name in ("one", "two"):
-        rows = branch_prompts(recipe, table, name).to_pylist()
+        rows = select_branch_prompts(recipe, table, name).to_pylist()
         own = {
             split: {row["prompt_id"] for row in rows if row["split"] == split} for split in SPLITS
         }
@@ -345,7 +345,7 @@ def test_a_branch_needs_prompts_to_be_judged_on(tmp_path: Path) -> None:
         PromptError,
         match=r"branches\.one has \d validation prompts, .* need 4; raise prompts.validation",
     ):
-        prepare(branched(2, files), *files)
+        prepare_prompt_table(branched(2, files), *files)
 
 
 def test_only_prompts_of_a_reward_that_reads_need_a_text(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_only_prompts_of_a_reward_that_reads_need_a_text(tmp_path: Path) -> None
             "guardrails": [{"name": "similarity", "prompts": ["words.txt"]}],
             "stages": [{"kind": "online", "prompts_per_step": 2}],
         }
-        return prepare(Recipe.model_validate(settings), words, signs)[0]
+        return prepare_prompt_table(Recipe.model_validate(settings), words, signs)[0]
 
     assert prepared(prompts=["words.txt"]).num_rows == 2 * len(LETTERS)
     with pytest.raises(

@@ -16,10 +16,10 @@ from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import (
     PromptError,
     PromptRow,
+    check_targets,
     make_glyph_prompts,
     read_prompt_ids,
     read_prompts,
-    require_targets,
     split_prompts,
     write_prompts,
 )
@@ -77,7 +77,7 @@ def test_glyph_prompts_can_use_up_every_string():
 
 def test_glyph_prompts_of_several_alphabets_are_as_many_of_each():
     rows = make_glyph_prompts(
-        14, 1, 0, [*GlyphTrainingConfig(alphabets=["lower_case", "digits"]).characters]
+        14, 1, 0, [*GlyphTrainingConfig(alphabets=["lower_case", "digits"]).alphabet_characters]
     )
     targets = [row.target for row in rows]
     assert all(target.islower() for target in targets[:7])
@@ -478,8 +478,8 @@ def test_missing_targets_are_counted_and_shown(tmp_path):
             PromptError,
             match="p.txt: 3 of 4 prompts name no text to read, first: 'a tree'; 'a lake'",
         ):
-            require_targets(prompts, "p.txt")
-        require_targets(prompts[1:2] if isinstance(prompts, list) else prompts.slice(1, 1), "p.txt")
+            check_targets(prompts, "p.txt")
+        check_targets(prompts[1:2] if isinstance(prompts, list) else prompts.slice(1, 1), "p.txt")
 
 
 def picture(grey: int) -> bytes:

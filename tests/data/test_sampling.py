@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.data.sampling import SamplingError, prompt_batch
+from ebbflow.data.sampling import SamplingError, sample_prompts
 
 
 @given(st.integers(1, 30), st.data())
@@ -14,7 +14,7 @@ def test_an_epoch_shows_no_prompt_twice(make_prompts, size, data):
     epoch = data.draw(st.integers(0, 5))
     seed = data.draw(st.integers(0, 2**62))
     steps = size // count
-    batches = [prompt_batch(prompts, count, epoch * steps + step, seed) for step in range(steps)]
+    batches = [sample_prompts(prompts, count, epoch * steps + step, seed) for step in range(steps)]
     assert [len(batch) for batch in batches] == [count] * steps
     seen = Counter(prompt.prompt_id for batch in batches for prompt in batch)
     assert set(seen.values()) == {1}
@@ -26,7 +26,9 @@ def test_every_epoch_has_its_own_order():
 
     def epoch(number, seed=0):
         return tuple(
-            item for step in range(5) for item in prompt_batch(prompts, 8, 5 * number + step, seed)
+            item
+            for step in range(5)
+            for item in sample_prompts(prompts, 8, 5 * number + step, seed)
         )
 
     assert len({epoch(0), epoch(1), epoch(2), epoch(0, seed=1), tuple(prompts)}) == 5
@@ -35,7 +37,7 @@ def test_every_epoch_has_its_own_order():
 
 def test_prompts_left_over_in_one_epoch_have_their_turn_in_others():
     seen = Counter(
-        item for step in range(300) for item in prompt_batch(list(range(10)), 4, step, seed=0)
+        item for step in range(300) for item in sample_prompts(list(range(10)), 4, step, seed=0)
     )
     assert len(seen) == 10
     assert min(seen.values()) > 80
@@ -43,8 +45,8 @@ def test_prompts_left_over_in_one_epoch_have_their_turn_in_others():
 
 def test_a_step_is_a_function_of_its_arguments():
     prompts = list(range(20))
-    forward = [prompt_batch(prompts, 3, step, 5) for step in range(30)]
-    assert [prompt_batch(prompts, 3, step, 5) for step in reversed(range(30))] == forward[::-1]
+    forward = [sample_prompts(prompts, 3, step, 5) for step in range(30)]
+    assert [sample_prompts(prompts, 3, step, 5) for step in reversed(range(30))] == forward[::-1]
 
 
 def test_too_few_prompts():
@@ -52,4 +54,4 @@ def test_too_few_prompts():
         SamplingError,
         match=r"needs 4 different prompts and the training split has 3; lower .* or add prompts",
     ):
-        prompt_batch(list(range(3)), 4, 0, 0)
+        sample_prompts(list(range(3)), 4, 0, 0)

@@ -22,10 +22,10 @@ from transformers import (
     Qwen2VLModel,
 )
 
-from ebbflow.data.model_sizes import Sizes
-from ebbflow.estimate.hours import training_passes
+from ebbflow.data.model_sizes import ModelSizes
+from ebbflow.estimate.hours import training_pass_cost
 from ebbflow.estimate.memory import BLOCK_BYTES, activation_bytes
-from ebbflow.estimate.run import estimate
+from ebbflow.estimate.run import estimate_recipe
 from ebbflow.estimate.text import GIB
 from ebbflow.recipe import load_recipe
 from ebbflow.recipe.model import ModelConfig
@@ -159,7 +159,7 @@ def saved_bytes(family, blocks, mode, checkpointing=False):
 
 
 def toy(blocks):
-    return Sizes(
+    return ModelSizes(
         parameters=0,
         blocks=blocks,
         width=WIDTH,
@@ -291,17 +291,17 @@ def test_blocks_that_do_not_recompute_keep_all():
     ):
         assert activation_bytes(whole, tokens, "float32", True, every) == expected
     assert [
-        training_passes(ModelConfig(gradient_checkpointing=True, gradient_checkpointing_every=n))
+        training_pass_cost(ModelConfig(gradient_checkpointing=True, gradient_checkpointing_every=n))
         for n in (1, 2)
     ] == [4, 3.5]
-    assert training_passes(ModelConfig()) == 3
+    assert training_pass_cost(ModelConfig()) == 3
 
 
 @pytest.mark.parametrize(("name", "times"), [("sd35_medium_ocr_512", 2), ("sd35_medium_nft", 1)])
 def test_guidance_doubles_what_is_kept_on_trajectories_and_not_on_final_latents(name, times):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     plain, guided = (
-        estimate(
+        estimate_recipe(
             recipe.model_copy(
                 update={"model": recipe.model.model_copy(update={"guidance": guidance})}
             )

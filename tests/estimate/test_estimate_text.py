@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from ebbflow.cli import main
-from ebbflow.data.model_sizes import SizeError, lora_parameters
-from ebbflow.estimate.run import estimate
-from ebbflow.estimate.text import GIB, describe
+from ebbflow.data.model_sizes import SizeError, count_lora_parameters
+from ebbflow.estimate.run import estimate_recipe
+from ebbflow.estimate.text import GIB, describe_estimate
 from ebbflow.models import ModelError
-from ebbflow.models.sizes import measure
+from ebbflow.models.sizes import measure_model
 from ebbflow.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
@@ -28,14 +28,16 @@ def test_workers_of_their_own_hold_what_their_role_needs(tiny_recipe):
     roles = {}
     for count in (1, 2):
         apart = {"placement": "ray", "resources": {"training": {"count": count}}}
-        roles[count] = estimate(tiny_recipe("sd3", **scored, stages=[stage | apart])).memory
-    together = estimate(tiny_recipe("sd3", **scored, stages=[stage])).memory["1.1 online training"]
+        roles[count] = estimate_recipe(tiny_recipe("sd3", **scored, stages=[stage | apart])).memory
+    together = estimate_recipe(tiny_recipe("sd3", **scored, stages=[stage])).memory[
+        "1.1 online training"
+    ]
     alone, shared = (roles[count]["1.1 online training"] for count in (1, 2))
     rollout, judge = (roles[1][f"1.1 online {role}"] for role in ("rollout", "rewards"))
-    assert judge.total == together.others > 0
+    assert judge.peak_bytes == together.others > 0
     assert (rollout.optimizer, rollout.others, alone.others) == (0, 0, 0)
     assert alone.optimizer == together.optimizer == 2 * shared.optimizer
-    assert alone.total < together.total
+    assert alone.peak_bytes < together.peak_bytes
     assert (
         shared.loading == alone.weights
     )  # before it is shared out; with two blocks on two ranks nothing is gained after
@@ -49,7 +51,7 @@ def test_guards_are_there_where_a_stage_validates(tiny_recipe):
             recipe = tiny_recipe(
                 "sd3", **scored, stages=[stage | watched | {"placement": placement}]
             )
-            assert estimate(recipe).memory[label].others == bytes_kept
+            assert estimate_recipe(recipe).memory[label].others == bytes_kept
 
 
 def test_rollouts_of_other_weights_are_scored_again_by_the_policy(tiny_recipe):
@@ -65,7 +67,7 @@ def test_rollouts_of_other_weights_are_scored_again_by_the_policy(tiny_recipe):
     for keys, trained_steps in ((grpo, 2), (nft, 0)):
         stage = {"kind": "online", "steps": 2, "prompts_per_step": 3, "group_size": 4, **keys}
         modes = [
-            estimate(tiny_recipe("sd3", stages=[stage | {"mode": mode}]))
+            estimate_recipe(tiny_recipe("sd3", stages=[stage | {"mode": mode}]))
             for mode in ("sync", "one_step_off")
         ]
         sync, late = (made.work["1.1 online"].comparing for made in modes)
@@ -89,7 +91,9 @@ def test_a_loss_without_guidance_evaluates_the_network_once_and_scores_the_rollo
         **grpo,
     }
     inside, outside = (
-        estimate(tiny_recipe("sd3", {"guidance": 4.5}, stages=[stage | {"guidance_in_loss": keep}]))
+        estimate_recipe(
+            tiny_recipe("sd3", {"guidance": 4.5}, stages=[stage | {"guidance_in_loss": keep}])
+        )
         for keep in (True, False)
     )
     before, after = (made.work["1.1 online"] for made in (inside, outside))
@@ -104,9 +108,9 @@ def test_a_loss_without_guidance_evaluates_the_network_once_and_scores_the_rollo
 
 def test_the_text_names_the_numbers():
     recipe = load_recipe(RECIPES / "sd35_medium_ocr_512.yaml")
-    made = estimate(recipe, processes=4)
-    text = describe(made)
-    total = made.memory["1.1 online training"].total
+    made = estimate_recipe(recipe, processes=4)
+    text = describe_estimate(made)
+    total = made.memory["1.1 online training"].peak_bytes
     for words in (
         "2,243,171,520 parameters in 24 blocks of width 1536",
         "18,776,064 (a LoRA of rank 32)",
@@ -125,7 +129,10 @@ def test_the_command_prints_the_text(monkeypatch):
     for given, processes in ([], 3), (["--processes", "8"], 8):
         result = CliRunner().invoke(main, ["estimate", str(recipe), *given])
         assert result.exit_code == 0
-        assert result.output == describe(estimate(load_recipe(recipe), processes)) + "\n"
+        assert (
+            result.output
+            == describe_estimate(estimate_recipe(load_recipe(recipe), processes)) + "\n"
+        )
 
 
 def test_the_command_refuses_with_the_reason(tmp_path):
@@ -137,10 +144,10 @@ def test_the_command_refuses_with_the_reason(tmp_path):
 
 def test_pairs_are_named_as_not_counted(make_recipe):
     recipe = make_recipe(offline={"algorithm": {"name": "diffusion_dpo"}, "pairs": "pairs.parquet"})
-    made = estimate(recipe)
+    made = estimate_recipe(recipe)
     assert made.work["1.2 offline"].samples == made.work["1.2 offline"].training == 0
     assert "1.2 offline rollout" not in made.memory
-    assert "Pairs from a file are not counted." in describe(made)
+    assert "Pairs from a file are not counted." in describe_estimate(made)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,7 @@ def test_pairs_are_named_as_not_counted(make_recipe):
 )
 def test_a_model_of_unknown_size_is_named(model, says):
     with pytest.raises(SizeError, match=says):
-        measure(Recipe.model_validate({"model": model}).model)
+        measure_model(Recipe.model_validate({"model": model}).model)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):
@@ -171,7 +178,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
     with pytest.raises(
         ModelError, match="model_index.json missing; give the folder of a StableDiffusion3Pipeline"
     ):
-        estimate(recipe)
+        estimate_recipe(recipe)
     parts = {
         part: ["diffusers", kind]
         for part, kind in (("transformer", "SD3Transformer2DModel"), ("vae", "AutoencoderKL"))
@@ -182,23 +189,23 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
     with pytest.raises(
         ModelError, match=r"transformer/config.json is missing.*fetch the folder again"
     ):
-        estimate(recipe)
+        estimate_recipe(recipe)
 
 
 def test_layers_that_are_not_there_are_named():
     with pytest.raises(
         SizeError, match="no layer of the transformer is called to_x; see policy.targets"
     ):
-        lora_parameters({"attn.to_q": (4, 4)}, ["to_x"], 4)
+        count_lora_parameters({"attn.to_q": (4, 4)}, ["to_x"], 4)
 
 
 def test_a_size_that_the_family_cannot_draw_is_refused():
     recipe = load_recipe(RECIPES / "flux_dev.yaml")
     odd = recipe.model_copy(update={"model": recipe.model.model_copy(update={"height": 500})})
     with pytest.raises(ModelError, match="model.height = 500"):
-        estimate(odd)
+        estimate_recipe(odd)
 
 
 def test_no_processes_are_refused():
     with pytest.raises(ValueError, match="processes = 0"):
-        estimate(Recipe(), processes=0)
+        estimate_recipe(Recipe(), processes=0)

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebbflow.cli import main
 from ebbflow.data.prompts import Prompt
-from ebbflow.estimate.hours import forward_operations, hours
-from ebbflow.estimate.measured import cache_folder, measured
-from ebbflow.estimate.run import estimate
+from ebbflow.estimate.hours import count_forward_operations, estimate_hours
+from ebbflow.estimate.measured import cache_folder, measure_cached
+from ebbflow.estimate.run import estimate_recipe
 from ebbflow.models import load_model, predict
-from ebbflow.models.sizes import measure
+from ebbflow.models.sizes import measure_model
 
 RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 
@@ -29,25 +29,25 @@ RECIPES = Path(__file__).parents[2] / "workflows" / "recipes"
 )  # whose prompts are padded to the tokens that are counted
 def test_a_forward_pass_takes_what_torch_counts(tiny_recipe, family):
     recipe = tiny_recipe(family, stages=[{"kind": "online"}])
-    measured_sizes, sample = measure(recipe.model)
+    measured_sizes, sample = measure_model(recipe.model)
     model = load_model(Path(recipe.model.path), recipe.model)
-    conditioning = model.encode([Prompt(0, "A", "", "A", "here", "train", "{}")])
+    conditioning = model.encode_prompts([Prompt(0, "A", "", "A", "here", "train", "{}")])
     # Torch counts no fused attention of a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         predict(model, torch.zeros(1, *model.latent_shape), torch.ones(1), conditioning)
-    assert sample.passes * forward_operations(measured_sizes, sample) == pytest.approx(
+    assert sample.passes * count_forward_operations(measured_sizes, sample) == pytest.approx(
         counter.get_total_flops(), rel=0.15
     )
 
 
 def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
     def of(tflops=1.0, **keys):
-        made = estimate(tiny_recipe("sd3", **keys), processes=4)
-        return hours(made, tflops), made
+        made = estimate_recipe(tiny_recipe("sd3", **keys), processes=4)
+        return estimate_hours(made, tflops), made
 
     stages = [{"kind": "online"}, {"kind": "offline", "shards": 2}]
     found, made = of(stages=stages, rounds=3)
-    forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
+    forward = count_forward_operations(made.sizes, made.sample) / 1e12 / 3600
     online = made.work["1.1 online"]
     offline = made.work["1.2 offline"]
     alone = forward * (online.denoising + 3 * online.training + online.comparing)
@@ -61,13 +61,13 @@ def test_hours_follow_the_throughput_and_the_machines(tiny_recipe):
 
 def test_an_update_that_reuses_the_rollout_s_forward_passes_takes_two_thirds(tiny_recipe):
     def of(**keys):
-        made = estimate(
+        made = estimate_recipe(
             tiny_recipe("sd3", stages=[{"kind": "online", "updates_per_step": 1, **keys}])
         )
-        return hours(made, 1.0)["1.1 online"].gpu, made
+        return estimate_hours(made, 1.0)["1.1 online"].gpu, made
 
     (plain, made), (reused, _) = of(), of(reuse_rollout_forward=True)
-    forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
+    forward = count_forward_operations(made.sizes, made.sample) / 1e12 / 3600
     assert plain - reused == pytest.approx(forward * made.work["1.1 online"].training)
 
 
@@ -75,11 +75,11 @@ def test_workers_of_a_synchronous_stage_wait_for_each_other(tiny_recipe):
     def wall(mode):
         resources = {"training": {"count": 1}, "rollout": {"count": 2}, "reward": {"count": 1}}
         stage = {"kind": "online", "placement": "ray", "mode": mode, "resources": resources}
-        made = estimate(tiny_recipe("sd3", stages=[stage]))
-        found = hours(made, 1.0)["1.1 online"]
+        made = estimate_recipe(tiny_recipe("sd3", stages=[stage]))
+        found = estimate_hours(made, 1.0)["1.1 online"]
         work = made.work["1.1 online"]
         assert found.gpu == pytest.approx(3 * found.wall)
-        forward = forward_operations(made.sizes, made.sample) / 1e12 / 3600
+        forward = count_forward_operations(made.sizes, made.sample) / 1e12 / 3600
         return (
             found.wall,
             work.denoising / 2 * forward,
@@ -106,15 +106,16 @@ def test_sizes_are_measured_once_for_a_model_as_it_is(tiny_recipe, monkeypatch):
     model = tiny_recipe("sd3").model
     calls = []
     monkeypatch.setattr(
-        "ebbflow.models.sizes.measure", lambda config: calls.append(config) or measure(config)
+        "ebbflow.models.sizes.measure_model",
+        lambda config: calls.append(config) or measure_model(config),
     )
-    assert measured(model) == measured(model) == measure(model)
+    assert measure_cached(model) == measure_cached(model) == measure_model(model)
     assert len(calls) == 1
     (kept,) = cache_folder().iterdir()
     kept.write_text("{")
-    assert measured(model) == measure(model)
+    assert measure_cached(model) == measure_model(model)
     assert len(calls) == 2
-    measured(model.model_copy(update={"max_tokens": 7}))
+    measure_cached(model.model_copy(update={"max_tokens": 7}))
     assert len(calls) == 3
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from ebbflow.estimate.hours import hours
+from ebbflow.estimate.hours import estimate_hours
 from ebbflow.estimate.memory import REWARD_PARAMETERS, Memory, activation_bytes
-from ebbflow.estimate.run import estimate, estimate_of, trained_parameters
-from ebbflow.estimate.text import describe
+from ebbflow.estimate.run import count_trained_parameters, estimate_from_sizes, estimate_recipe
+from ebbflow.estimate.text import describe_estimate
 from ebbflow.models import load_model
-from ebbflow.models.sizes import measure
-from ebbflow.online.local_workers import local_workers
+from ebbflow.models.sizes import measure_model
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -29,7 +29,7 @@ from tests.conftest import TINY_SIZES
 def test_lora_counts_are_pefts(tiny_recipe, family, targets):
     recipe = tiny_recipe(family, policy={"train": "lora", "rank": 3, "targets": targets})
     policy = Policy(load_model(Path(recipe.model.path), recipe.model), recipe.policy, 0)
-    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(
+    assert count_trained_parameters(recipe, measure_model(recipe.model)[0]) == sum(
         map(torch.Tensor.numel, policy.parameters.values())
     )
 
@@ -43,11 +43,13 @@ def test_weights_copies_and_optimiser_take_what_their_tensors_take(
     ctx = StageContext(recipe, 0, 0)
     model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0)
-    policy.ensure("old")
-    policy.ensure("ema")
-    updater = PolicyUpdater(policy, ctx.online)
-    run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
-    memory = estimate(recipe).memory["1.1 online training"]
+    policy.ensure_copy("old")
+    policy.ensure_copy("ema")
+    updater = PolicyUpdater(policy, ctx.online_config)
+    run_online_stage(
+        ctx, open_local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder()
+    )
+    memory = estimate_recipe(recipe).memory["1.1 online training"]
     held = [value for copy in policy.copies.values() for value in copy.values()]
     moments = [
         value
@@ -75,7 +77,7 @@ def kept_bytes(recipe, ctx, prompts):
 
     groups, keys = ctx.groups(prompts, 0)
     engine = Diffusers(ctx, policy, with_graph=True)
-    conditioning = policy.model.encode(groups)
+    conditioning = policy.model.encode_prompts(groups)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         rollouts, _ = engine.generate(conditioning, keys, ctx.online.sampler, ctx.plan(0))
     assert rollouts.velocities
@@ -113,7 +115,8 @@ def test_graphs_that_wait_for_the_update_are_counted_within_a_factor_of_two(
         tiny_recipe("sd3", keys, policy={"train": "full"}, stages=[made]) for made in stages
     )
     counted = [
-        estimate(recipe).memory["1.1 online training"].activations for recipe in (plain, reused)
+        estimate_recipe(recipe).memory["1.1 online training"].activations
+        for recipe in (plain, reused)
     ]
     kept = kept_bytes(reused, StageContext(reused, 0, 0), make_prompts(2))
     assert 0.5 < kept / (counted[1] - counted[0]) < 2
@@ -121,7 +124,9 @@ def test_graphs_that_wait_for_the_update_are_counted_within_a_factor_of_two(
 
 def test_every_teacher_is_a_copy(make_recipe):
     def copies(teachers, **recipe):
-        made = estimate(make_recipe({"algorithm": {"name": "distillation", **teachers}}, **recipe))
+        made = estimate_recipe(
+            make_recipe({"algorithm": {"name": "distillation", **teachers}}, **recipe)
+        )
         return made.memory["1.1 online training"].copies
 
     mixture = {"mixture": [{"source": f"{name}.txt", "name": name} for name in "ab"]}
@@ -142,11 +147,13 @@ def test_a_fake_score_takes_a_copy_and_the_optimiser_s_state_once_more(
     ctx = StageContext(recipe, 0, 0)
     model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0, cpu_offload=offload)
-    policy.ensure("fake")
-    policy.ensure("teacher")
-    updater = PolicyUpdater(policy, ctx.online)
-    run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder())
-    memory = estimate(recipe).memory["1.1 online training"]
+    policy.ensure_copy("fake")
+    policy.ensure_copy("teacher")
+    updater = PolicyUpdater(policy, ctx.online_config)
+    run_online_stage(
+        ctx, open_local_workers(ctx, updater, scorer), make_prompts(8), MetricsRecorder()
+    )
+    memory = estimate_recipe(recipe).memory["1.1 online training"]
     held = sum(value.nbytes for copy in policy.copies.values() for value in copy.values())
     states = [*updater.optimizer.state.values(), *updater.fake.optimizer.state.values()]
     moments = sum(value.nbytes for state in states for value in state.values() if value.ndim)
@@ -162,12 +169,12 @@ def test_sixteen_bits_halve_the_weights_under_a_lora_and_add_casts_to_trained_on
         recipe = tiny_recipe(
             "sd3", {"precision": precision}, policy={"train": train}, stages=[{"kind": "online"}]
         )
-        return estimate(recipe).memory["1.1 online training"].weights, recipe
+        return estimate_recipe(recipe).memory["1.1 online training"].weights, recipe
 
     (small, recipe), (large, _) = weights("bfloat16", "lora"), weights("float32", "lora")
-    sizes, _ = measure(recipe.model)
+    sizes, _ = measure_model(recipe.model)
     numbers = sizes.parameters + sizes.buffers
-    adapters = trained_parameters(recipe, sizes)
+    adapters = count_trained_parameters(recipe, sizes)
     assert (small, large) == (2 * numbers + 4 * adapters, 4 * numbers + 4 * adapters)
     assert weights("bfloat16", "full")[0] - weights("float32", "full")[0] == 2 * sizes.parameters
 
@@ -181,7 +188,7 @@ def bytes_made_by_merging(recipe):
         if isinstance(layer, LoraLayer)
     ]
     before = [layer.weight.data_ptr() for layer in layers]
-    with policy.merged():
+    with policy.merge_adapters():
         return sum(
             layer.weight.nbytes
             for layer, own in zip(layers, before, strict=True)
@@ -191,9 +198,9 @@ def bytes_made_by_merging(recipe):
 
 def test_an_evaluation_takes_what_merging_adapters_makes(tiny_recipe):
     def activations(recipe):
-        return estimate_of(recipe, 1, *found).memory["evaluation"].activations
+        return estimate_from_sizes(recipe, 1, *found).memory["evaluation"].activations
 
-    found = measure(tiny_recipe("sd3").model)
+    found = measure_model(tiny_recipe("sd3").model)
     full = activations(tiny_recipe("sd3"))
     some = {"targets": ["to_q", "to_out.0"], "layers": ["transformer_blocks.1.*"]}
     for policy, merges in (({}, True), (some, True), ({"dora": True}, False)):
@@ -209,19 +216,21 @@ def test_an_evaluation_takes_what_merging_adapters_makes(tiny_recipe):
 
 def test_an_evaluation_in_a_larger_size_takes_more(tiny_recipe):
     small, large = (
-        estimate(tiny_recipe("sd3", evaluation=size))
+        estimate_recipe(tiny_recipe("sd3", evaluation=size))
         for size in ({}, {"height": 128, "width": 128})
     )
-    assert large.evaluated == measure(tiny_recipe("sd3", {"height": 128, "width": 128}).model)[1]
+    assert (
+        large.evaluated == measure_model(tiny_recipe("sd3", {"height": 128, "width": 128}).model)[1]
+    )
     assert small.memory["evaluation"].samples < large.memory["evaluation"].samples
     assert large.stored["evaluations"] == 4 * small.stored["evaluations"]
     assert small.memory.keys() == large.memory.keys()
     assert all(
         small.memory[name] == large.memory[name] for name in small.memory if name != "evaluation"
     )
-    assert hours(small, 1)["evaluations"].gpu < hours(large, 1)["evaluations"].gpu
-    assert "a sample of an evaluation: latents" in describe(large)
-    assert "a sample of an evaluation: latents" not in describe(small)
+    assert estimate_hours(small, 1)["evaluations"].gpu < estimate_hours(large, 1)["evaluations"].gpu
+    assert "a sample of an evaluation: latents" in describe_estimate(large)
+    assert "a sample of an evaluation: latents" not in describe_estimate(small)
 
 
 def test_an_evaluation_of_a_branch_scores_with_the_rewards_of_the_branch(tiny_recipe):
@@ -240,7 +249,7 @@ def test_an_evaluation_of_a_branch_scores_with_the_rewards_of_the_branch(tiny_re
             "guardrails": ["jpeg_compressibility"],
         }
         return (
-            estimate(tiny_recipe("sd3", stages=stages or [{"kind": "online"}], **keys))
+            estimate_recipe(tiny_recipe("sd3", stages=stages or [{"kind": "online"}], **keys))
             .memory["evaluation"]
             .others
             / 4
@@ -257,7 +266,7 @@ def test_an_evaluation_of_a_branch_scores_with_the_rewards_of_the_branch(tiny_re
 def test_a_stage_of_several_sizes_is_counted_at_the_largest(tiny_recipe):
     def made(sizes=(), **model):
         stages = [{"kind": "online", "sizes": [{"height": h, "width": w} for h, w in sizes]}]
-        return estimate(tiny_recipe("sd3", model, stages=stages))
+        return estimate_recipe(tiny_recipe("sd3", model, stages=stages))
 
     several = made([(32, 32), (64, 128)])
     largest = made(height=64, width=128)
@@ -298,8 +307,8 @@ def test_rollouts_merge_adapters_where_no_trajectory_is_recorded(tiny_recipe, ke
         recipe = tiny_recipe(
             "sd3", stages=[{"kind": "online"} | keys | placement], policy={"train": "lora"}
         )
-        sizes, sample = measure(recipe.model)
-        made = estimate_of(
+        sizes, sample = measure_model(recipe.model)
+        made = estimate_from_sizes(
             recipe, 1, dataclasses.replace(sizes, linears={"attn.to_q": (10**6, 10**6)}), sample
         ).memory
         found = {label: memory.activations >= 4 * 10**12 for label, memory in made.items()}
@@ -327,7 +336,7 @@ RAY = {"placement": "ray", "resources": {"training": {"count": 2}}}
 
 def test_the_gradient_of_the_reward_goes_through_the_vae_and_the_reward_s_network(tiny_recipe):
     def activations(algorithm, **recipe):
-        made = estimate(tiny_recipe("sd3", stages=[gradient_stage(algorithm)], **recipe))
+        made = estimate_recipe(tiny_recipe("sd3", stages=[gradient_stage(algorithm)], **recipe))
         return made.memory["1.1 online training"].activations, made
 
     jumped, made = activations({"name": "refl"}, **PICKSCORE)
@@ -350,13 +359,13 @@ def test_a_reward_of_latents_needs_no_decoder(tiny_recipe):
     def activations(*rewards):
         stages = [gradient_stage({"name": "refl"}, **RAY)]
         return (
-            estimate(tiny_recipe("sd3", stages=stages, rewards=list(rewards)))
+            estimate_recipe(tiny_recipe("sd3", stages=stages, rewards=list(rewards)))
             .memory["1.1 online training"]
             .activations
         )
 
     of_latents = {"name": "custom", "path": f"{__name__}:OfLatents"}
-    sizes, sample = measure(tiny_recipe("sd3").model)
+    sizes, sample = measure_model(tiny_recipe("sd3").model)
     assert activations(of_latents) == 3 * activation_bytes(
         sizes, sample.tokens, "float32", checkpointing=False
     )
@@ -367,7 +376,7 @@ def test_a_reward_of_latents_needs_no_decoder(tiny_recipe):
 
 def test_every_rank_that_learns_from_the_gradient_has_the_reward_networks(tiny_recipe):
     def others(algorithm, **stage):
-        memory = estimate(
+        memory = estimate_recipe(
             tiny_recipe("sd3", stages=[gradient_stage(algorithm, **stage)], **PICKSCORE)
         ).memory
         return [memory[name].others for name in memory if name.startswith("1.1 online")]
@@ -382,7 +391,7 @@ def test_every_scored_frame_of_a_video_counts(tiny_recipe):
     def activations(frames, **recipe):
         stages = [gradient_stage({"name": "refl"}, **RAY)]
         return (
-            estimate(tiny_recipe("wan", {"frames": frames}, stages=stages, **recipe))
+            estimate_recipe(tiny_recipe("wan", {"frames": frames}, stages=stages, **recipe))
             .memory["1.1 online training"]
             .activations
         )
@@ -394,8 +403,10 @@ def test_every_scored_frame_of_a_video_counts(tiny_recipe):
 
 def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
     recipe = tiny_recipe("sd3", stages=[{"kind": "offline", "batch_size": 64}])
-    alone, four = (estimate(recipe, count).memory["1.1 offline training"] for count in (1, 4))
-    block = alone.weights // measure(recipe.model)[0].blocks
+    alone, four = (
+        estimate_recipe(recipe, count).memory["1.1 offline training"] for count in (1, 4)
+    )
+    block = alone.weights // measure_model(recipe.model)[0].blocks
     assert four.weights == alone.weights // 4 + block
     assert (four.optimizer, four.copies) == (alone.optimizer // 4, alone.copies // 4)
     assert four.samples == alone.samples // 4
@@ -405,10 +416,10 @@ def test_processes_share_weights_and_optimiser_and_hold_one_block(tiny_recipe):
 def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
     stages = [{"kind": "offline", "batch_size": 64}]
     recipes = [tiny_recipe("sd3", model, stages=stages) for model in ({}, {"cpu_offload": True})]
-    sizes, _ = measure(recipes[0].model)
+    sizes, _ = measure_model(recipes[0].model)
     for processes in (1, 4):
         held, waiting = (
-            estimate(recipe, processes).memory["1.1 offline training"] for recipe in recipes
+            estimate_recipe(recipe, processes).memory["1.1 offline training"] for recipe in recipes
         )
         assert held.offloaded == 0
         moved = [
@@ -420,8 +431,10 @@ def test_what_is_offloaded_waits_in_main_memory(tiny_recipe):
         assert moved == (
             [0, 8 * shard, held.copies] if processes == 1 else [whole, 12 * shard, held.copies]
         )
-    assert f"{waiting.offloaded / 2**30:.2f} GiB more in each" in describe(estimate(recipes[1], 4))
-    assert "cpu_offload" not in describe(estimate(recipes[0], 4))
+    assert f"{waiting.offloaded / 2**30:.2f} GiB more in each" in describe_estimate(
+        estimate_recipe(recipes[1], 4)
+    )
+    assert "cpu_offload" not in describe_estimate(estimate_recipe(recipes[0], 4))
 
 
 def test_moments_of_8_bits_take_a_quarter_and_their_scales(tiny_recipe):
@@ -429,9 +442,9 @@ def test_moments_of_8_bits_take_a_quarter_and_their_scales(tiny_recipe):
         recipe = tiny_recipe(
             "sd3", stages=[{"kind": "online", "optimizer": {"name": name}, **stage}]
         )
-        return estimate(recipe).memory["1.1 online training"].optimizer, measure(recipe.model)[
-            0
-        ].parameters
+        return estimate_recipe(recipe).memory["1.1 online training"].optimizer, measure_model(
+            recipe.model
+        )[0].parameters
 
     (full, parameters), (less, _) = taken("adamw"), taken("adamw_8bit")
     assert full == 12 * parameters
@@ -446,8 +459,8 @@ def test_what_is_gathered_at_once_counts(tiny_recipe):
 
     def weights(processes, **fsdp):
         recipe = tiny_recipe("sd3", {"precision": "bfloat16", "fsdp": fsdp}, stages=stages)
-        sizes, _ = measure(recipe.model)
-        return estimate(recipe, processes).memory["1.1 offline training"].weights, sizes
+        sizes, _ = measure_model(recipe.model)
+        return estimate_recipe(recipe, processes).memory["1.1 offline training"].weights, sizes
 
     plain, sizes = weights(4)
     numbers = sizes.parameters + sizes.buffers
@@ -462,13 +475,13 @@ def test_what_is_gathered_at_once_counts(tiny_recipe):
 
 def test_processes_that_share_tokens_have_a_share_of_the_activations_of_more_samples(make_recipe):
     recipe = make_recipe(offline={"batch_size": 16})
-    four, shared = (estimate(recipe, 4, context_parallel=count) for count in (1, 2))
+    four, shared = (estimate_recipe(recipe, 4, context_parallel=count) for count in (1, 2))
     memory, other = (made.memory["1.2 offline training"] for made in (four, shared))
     assert (other.activations, other.samples) == (memory.activations / 2, memory.samples * 2)
     assert dataclasses.replace(other, activations=0, samples=0) == dataclasses.replace(
         memory, activations=0, samples=0
     )
-    assert "stage: 4, 2 of them for each sample" in describe(shared)
+    assert "stage: 4, 2 of them for each sample" in describe_estimate(shared)
     alone = {name: value for name, value in four.memory.items() if name != "1.2 offline training"}
     assert alone.items() <= shared.memory.items()
 
@@ -480,9 +493,9 @@ def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe
         {"kind": "online", "placement": "ray", "resources": {"training": {"count": 4}}},
     ]
     recipe = tiny_recipe("sd3", stages=stages)
-    sizes, sample = measure(recipe.model)
+    sizes, sample = measure_model(recipe.model)
     without, with_frozen = (
-        estimate_of(recipe, 4, dataclasses.replace(sizes, frozen=frozen), sample).memory
+        estimate_from_sizes(recipe, 4, dataclasses.replace(sizes, frozen=frozen), sample).memory
         for frozen in (0, 1000)
     )
     for label in ("1.1 offline training", "1.2 online training"):
@@ -492,21 +505,23 @@ def test_a_network_that_is_never_trained_lies_whole_on_every_process(tiny_recipe
 
 def test_nodes_share_the_model_or_have_a_replica_each(make_recipe):
     recipe = make_recipe()
-    four, two = (estimate(recipe, count).memory["1.2 offline training"] for count in (4, 2))
-    on_two_nodes = estimate(recipe, 2, nodes=2)
+    four, two = (estimate_recipe(recipe, count).memory["1.2 offline training"] for count in (4, 2))
+    on_two_nodes = estimate_recipe(recipe, 2, nodes=2)
     assert on_two_nodes.memory["1.2 offline training"] == four
-    replicas = estimate(recipe, 2, nodes=2, hybrid=True)
+    replicas = estimate_recipe(recipe, 2, nodes=2, hybrid=True)
     assert replicas.memory["1.2 offline training"] == dataclasses.replace(two, samples=four.samples)
-    assert "stage: 2 on each of 2 nodes, with a replica of the model each" in describe(replicas)
-    alone = hours(estimate(recipe, 2), 100)["1.2 offline"]
-    assert hours(on_two_nodes, 100)["1.2 offline"].wall < alone.wall
+    assert "stage: 2 on each of 2 nodes, with a replica of the model each" in describe_estimate(
+        replicas
+    )
+    alone = estimate_hours(estimate_recipe(recipe, 2), 100)["1.2 offline"]
+    assert estimate_hours(on_two_nodes, 100)["1.2 offline"].wall < alone.wall
 
 
 def test_what_is_loaded_before_it_is_shared_counts():
-    assert Memory(weights=10, copies=1, loading=40).total == 40
+    assert Memory(weights=10, copies=1, loading=40).peak_bytes == 40
     assert (
         Memory(
             weights=10, copies=1, samples=2, others=3, activations=4, optimizer=5, loading=20
-        ).total
+        ).peak_bytes
         == 25
     )

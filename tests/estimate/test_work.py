@@ -8,15 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow.estimate.run import estimate
-from ebbflow.estimate.work import KEY_BYTES, PNG_BYTES_PER_PIXEL, shard_bytes, units_of
+from ebbflow.estimate.run import estimate_recipe
+from ebbflow.estimate.work import (
+    KEY_BYTES,
+    PNG_BYTES_PER_PIXEL,
+    count_selected_samples,
+    rollout_shard_bytes,
+)
 from ebbflow.models import load_model
-from ebbflow.models.sizes import measure
+from ebbflow.models.sizes import measure_model
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -74,15 +79,15 @@ def test_an_online_stage_evaluates_the_network_as_often(
     model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0)
     counter = Counter(model.transformer)
-    for name in (*ctx.following, *(["teacher"] if ctx.starts_as_teacher else [])):
-        policy.ensure(name)
+    for name in (*ctx.following_copies, *(["teacher"] if ctx.starts_as_teacher else [])):
+        policy.ensure_copy(name)
     run_online_stage(
         ctx,
-        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        open_local_workers(ctx, PolicyUpdater(policy, ctx.online_config), scorer),
         make_prompts(8),
         MetricsRecorder(),
     )
-    work = estimate(recipe).work["1.1 online"]
+    work = estimate_recipe(recipe).work["1.1 online"]
     assert (work.samples, work.shards) == (3 * 2 * 4, 0)
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
 
@@ -105,11 +110,11 @@ def test_guidance_doubles_the_work_of_a_real_family(tiny_recipe, make_prompts, s
     ctx = StageContext(recipe, 0, 0)
     run_online_stage(
         ctx,
-        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        open_local_workers(ctx, PolicyUpdater(policy, ctx.online_config), scorer),
         make_prompts(4),
         MetricsRecorder(),
     )
-    work = estimate(recipe).work["1.1 online"]
+    work = estimate_recipe(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert work.denoising == 8 * 3 * (1 + guided)
 
@@ -132,15 +137,15 @@ def test_a_guided_reference_is_two_evaluations_of_each_term(tiny_recipe, make_pr
     counter = Counter(model.transformer)
     ctx = StageContext(recipe, 0, 0)
     assert ctx.config.reference.guidance == 4.5
-    for name in (*ctx.following, *(["teacher"] if ctx.starts_as_teacher else [])):
-        policy.ensure(name)
+    for name in (*ctx.following_copies, *(["teacher"] if ctx.starts_as_teacher else [])):
+        policy.ensure_copy(name)
     run_online_stage(
         ctx,
-        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        open_local_workers(ctx, PolicyUpdater(policy, ctx.online_config), scorer),
         make_prompts(4),
         MetricsRecorder(),
     )
-    work = estimate(recipe).work["1.1 online"]
+    work = estimate_recipe(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert (work.denoising, work.training) == (8 * 3, 8 * 2)
     assert work.comparing > (1 + 2) * work.training
@@ -161,14 +166,14 @@ def test_a_guided_teacher_is_two_evaluations_of_each_term(tiny_recipe, make_prom
     policy = Policy(model, recipe.policy, 0)
     counter = Counter(model.transformer)
     for name in ("teacher", "fake"):
-        policy.ensure(name)
+        policy.ensure_copy(name)
     run_online_stage(
         ctx,
-        local_workers(ctx, PolicyUpdater(policy, ctx.online), scorer),
+        open_local_workers(ctx, PolicyUpdater(policy, ctx.online_config), scorer),
         make_prompts(4),
         MetricsRecorder(),
     )
-    work = estimate(recipe).work["1.1 online"]
+    work = estimate_recipe(recipe).work["1.1 online"]
     assert counter.rows == {True: work.training, False: work.denoising + work.comparing}
     assert (work.denoising, work.training) == (8 * 2, 8 * 3)
     assert work.comparing - 8 * (2 + 2 + 1) == 2  # of the base model, at some rows of each update
@@ -192,10 +197,10 @@ def test_an_offline_stage_generates_trains_and_stores_as_much(tiny_recipe, make_
     policy = Policy(model, recipe.policy, 0)
     counter = Counter(model.transformer)
     prompts = make_prompts(4)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     shard = tmp_path / "rollouts.parquet"
     generate_shard(ctx, model, policy, 0, prompts, 0, shard)
-    made = estimate(recipe)
+    made = estimate_recipe(recipe)
     work = made.work["1.1 offline"]
     assert counter.rows[False] == work.denoising == 16 * 2
     assert shard.stat().st_size == pytest.approx(work.shards, rel=0.2)
@@ -215,20 +220,20 @@ def train_on(ctx, model, policy, prompts, shard, folder):
 
 def test_a_shard_is_keys_latents_and_pictures(tiny_recipe):
     recipe = tiny_recipe("sd3")
-    _, sample = measure(recipe.model)
-    assert shard_bytes(sample, 10) == 10 * (
+    _, sample = measure_model(recipe.model)
+    assert rollout_shard_bytes(sample, 10) == 10 * (
         KEY_BYTES + 4 * 4 * 8 * 8 + PNG_BYTES_PER_PIXEL * 64 * 64
     )
 
 
 def test_extremes_alone_are_trained_on(make_recipe):
     few = make_recipe({"group_size": 8, "advantages": {"keep_extremes": 1}})
-    assert units_of(StageContext(few, 0, 0)) == (2 * 2, 1)
+    assert count_selected_samples(StageContext(few, 0, 0)) == (2 * 2, 1)
 
 
 def test_policies_hold_their_copies_and_there_is_one_for_every_stage(make_recipe):
     nft = {"algorithm": {"name": "diffusion_nft"}, "sampler": {"name": "ode"}}
-    made = estimate(make_recipe(nft, rounds=3, policy={"ema": {}}))
+    made = estimate_recipe(make_recipe(nft, rounds=3, policy={"ema": {}}))
     sizes = made.sizes
     assert made.work["1.1 online"].policy == 4 * (
         3 * sizes.parameters + sizes.buffers

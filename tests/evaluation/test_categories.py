@@ -9,7 +9,11 @@ import pytest
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import CategoryMeans
-from ebbflow.evaluation.categories import MAX_CATEGORIES, category_means, mean_over_categories
+from ebbflow.evaluation.categories import (
+    MAX_CATEGORIES,
+    average_over_categories,
+    compute_category_means,
+)
 
 TAGS = ["single_object", "two_object", "counting", "colors", "position", "color_attr"]
 
@@ -21,7 +25,7 @@ def prompt(number: int, **metadata: object) -> Prompt:
 
 
 def found(prompts: list[Prompt], **columns: list[float]) -> dict[tuple[str, str], CategoryMeans]:
-    categories = category_means(
+    categories = compute_category_means(
         prompts, {name: np.array(values, np.float64) for name, values in columns.items()}
     )
     return {(category.column, category.value): category for category in categories}
@@ -41,7 +45,7 @@ def test_genevals_overall_score_counts_every_tag_the_same() -> None:
         value: (category.prompts, category.means["geneval"])
         for (_, value), category in categories.items()
     } == {tag: (sizes[tag], pytest.approx(right[tag] / sizes[tag])) for tag in TAGS}
-    overall = mean_over_categories(list(categories.values()))["geneval"]
+    overall = average_over_categories(list(categories.values()))["geneval"]
     assert overall == pytest.approx((1 + 2 / 3 + 1 / 2 + 1 / 2 + 1 / 10 + 1 / 4) / 6)
     assert overall != pytest.approx(np.mean(scores), abs=0.01)
 
@@ -56,8 +60,8 @@ def test_a_prompt_counts_once_however_many_samples_it_has_and_failures_do_not() 
     assert categories["tag", "a"].means == {"score": 0.375, "broken": 3.0}
     assert categories["tag", "a"].prompts == 2
     assert categories["tag", "b"].means == {"score": 0.5}
-    assert mean_over_categories(list(categories.values())) == {"score": pytest.approx(0.4375)}
-    assert mean_over_categories([]) == {}
+    assert average_over_categories(list(categories.values())) == {"score": pytest.approx(0.4375)}
+    assert average_over_categories([]) == {}
 
 
 def test_a_prompt_of_vbench_is_in_all_its_dimensions_and_every_column_has_categories() -> None:

@@ -9,27 +9,27 @@ import pyarrow as pa
 import pytest
 import torch
 
-from ebbflow.data.images import decode_png
-from ebbflow.data.schema import PROMPTS, evaluation_schema
+from ebbflow.data.images import decode_pngs
+from ebbflow.data.schema import PROMPTS, build_evaluation_schema
 from ebbflow.evaluation.evaluate import (
     EvaluationError,
-    evaluate,
+    build_evaluation_keys,
     evaluate_folder,
-    evaluation_keys,
+    evaluate_on_prompts,
     require_same_image_size,
 )
 from ebbflow.evaluation.image_statistics import STATISTICS as PER_IMAGE
-from ebbflow.flow.noise import noise
+from ebbflow.flow.noise import generate_noise
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
-from ebbflow.rollouts.generate import generate
-from ebbflow.storage.artifacts import verify
+from ebbflow.rollouts.generate import generate_samples
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
@@ -75,7 +75,7 @@ def run(make_recipe, scorer, prompts, base_folder, tmp_path):
                 "repeated_prompts": 4,
             }
         )
-        return evaluate(recipe, model, policy, 3, judge, chosen, "the label", path)
+        return evaluate_on_prompts(recipe, model, policy, 3, judge, chosen, "the label", path)
 
     return evaluation
 
@@ -109,11 +109,11 @@ def test_means_are_over_their_own_split(run, prompts, tmp_path):
     evaluation = run()
     table = read_table(
         tmp_path / "samples.parquet",
-        evaluation_schema(["reward", "brightness", "darkness"], STATISTICS),
+        build_evaluation_schema(["reward", "brightness", "darkness"], STATISTICS),
     ).to_pylist()
     assert [row["prompt_id"] for row in table] == [prompt.prompt_id for prompt in prompts]
     assert [row["target"] for row in table] == [prompt.target for prompt in prompts]
-    darkness = 1 - decode_png([row["image"] for row in table]).mean((1, 2, 3)) / 255
+    darkness = 1 - decode_pngs([row["image"] for row in table]).mean((1, 2, 3)) / 255
     assert [row["reward"] for row in table] == pytest.approx(darkness)
     for means, rows in (
         (evaluation.validation, slice(0, 5)),
@@ -173,10 +173,10 @@ def test_means_by_tag_are_of_held_out_prompts_alone(run, prompts, tmp_path):
 def test_images_are_those_of_the_deterministic_sampler(run, prompts, model, tmp_path):
     run()
     conditioning = model.encode(prompts)
-    latents = generate(
-        model, conditioning, evaluation_keys(prompts), SamplerConfig(name="ode", steps=3)
+    latents = generate_samples(
+        model, conditioning, build_evaluation_keys(prompts), SamplerConfig(name="ode", steps=3)
     ).latents
-    stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist())
+    stored = decode_pngs(read_table(tmp_path / "samples.parquet")["image"].to_pylist())
     assert np.abs(stored.astype(int) - model.decode(latents)).max() <= 1
 
 
@@ -186,8 +186,8 @@ def test_noise_belongs_to_the_prompt_whoever_else_is_evaluated(run, prompts, tmp
     every = {row["prompt_id"]: row for row in read_table(tmp_path / "all.parquet").to_pylist()}
     for row in read_table(tmp_path / "some.parquet").to_pylist():
         assert row["reward"] == pytest.approx(every[row["prompt_id"]]["reward"], abs=1e-3)
-    keys = evaluation_keys(prompts)
-    draws = noise((8,), keys.seed, keys.prompt_ids, keys.samples)
+    keys = build_evaluation_keys(prompts)
+    draws = generate_noise((8,), keys.seed, keys.prompt_ids, keys.samples)
     assert len({tuple(draw.tolist()) for draw in draws}) == len(prompts)
 
 
@@ -209,7 +209,7 @@ def test_prompts_that_were_not_scored_lower_the_coverage_and_stay_out_of_the_mea
 def test_samples_are_decoded_and_scored_in_batches(run, tmp_path, monkeypatch):
     whole = run(0.02, path=tmp_path / "whole.parquet")
     sizes = []
-    decode = GlyphModel.decode
+    decode = GlyphModel.decode_latents
     monkeypatch.setattr(
         GlyphModel,
         "decode",
@@ -220,12 +220,12 @@ def test_samples_are_decoded_and_scored_in_batches(run, tmp_path, monkeypatch):
     assert parts.held_out == pytest.approx(whole.held_out, abs=1e-3)
     one, other = (read_table(tmp_path / f"{name}.parquet") for name in ("whole", "parts"))
     assert one["prompt_id"].equals(other["prompt_id"])
-    images = [decode_png(table["image"].to_pylist()).astype(int) for table in (one, other)]
+    images = [decode_pngs(table["image"].to_pylist()).astype(int) for table in (one, other)]
     assert np.abs(images[0] - images[1]).max() <= 1
 
 
 def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, monkeypatch):
-    decode = GlyphModel.decode
+    decode = GlyphModel.decode_latents
 
     def fading(self, latents):
         images = decode(self, latents)
@@ -235,7 +235,7 @@ def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, mon
     monkeypatch.setattr(GlyphModel, "decode", fading)
     evaluation = run(path=tmp_path / "videos.parquet")
     images, videos = (
-        decode_png(read_table(tmp_path / f"{name}.parquet")["image"].to_pylist())
+        decode_pngs(read_table(tmp_path / f"{name}.parquet")["image"].to_pylist())
         for name in ("images", "videos")
     )
     assert np.array_equal(videos, np.stack([images, images // 2, images // 4, images // 4], 1))
@@ -279,7 +279,7 @@ def test_statistics_and_distributions_are_those_of_the_samples(run, tmp_path):
     )
     brightness = [np.mean([row["statistic/brightness"] for row in group]) for group in by_prompt]
     assert evaluation.statistics["brightness"] == pytest.approx(np.mean(brightness))
-    images = [decode_png([row["image"] for row in group]) / 255 for group in by_prompt]
+    images = [decode_pngs([row["image"] for row in group]) / 255 for group in by_prompt]
     apart = [
         np.mean([np.sqrt(((a - b) ** 2).mean()) for a, b in combinations(group, 2)])
         for group in images[:4]
@@ -325,7 +325,7 @@ def test_diversity_is_also_that_of_features_where_a_reward_has_some(run, scorer,
         if row["prompt_id"] in range(15, 19)
     ]
     colours = {
-        (row["prompt_id"], row["sample"]): decode_png([row["image"]])[0].mean((0, 1))
+        (row["prompt_id"], row["sample"]): decode_pngs([row["image"]])[0].mean((0, 1))
         for row in rows
     }
     apart = [np.sqrt(((colours[id, 0] - colours[id, 1]) ** 2).mean()) for id in range(15, 19)]
@@ -352,7 +352,9 @@ def test_a_policy_is_evaluated_with_the_family_of_its_card(
     """Whose schedule it is shows in the images."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     its_model = ModelConfig(family=family, path="base")
-    write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", PolicyConfig(), its_model)
+    write_base_policy(
+        tmp_path / "policy", verify_folder(base_folder), "recipe", PolicyConfig(), its_model
+    )
     write_table(
         tmp_path / "prompts.parquet",
         PROMPTS,
@@ -375,13 +377,15 @@ def test_a_policy_is_evaluated_with_the_family_of_its_card(
     table = read_table(tmp_path / "samples.parquet")
     assert table["reward"].equals(table["jpeg_compressibility"])
     assert "Compared" not in table.column_names
-    stored = decode_png(table["image"].to_pylist()).astype(int)
+    stored = decode_pngs(table["image"].to_pylist()).astype(int)
 
     def distance(of):
         model = load_model(base_folder, ModelConfig(family=of, path="base"))
         sampler = SamplerConfig(name="ode", steps=recipe.evaluation.steps)
-        latents = generate(model, model.encode(prompts), evaluation_keys(prompts), sampler).latents
-        return np.abs(stored - model.decode(latents)).max()
+        latents = generate_samples(
+            model, model.encode_prompts(prompts), build_evaluation_keys(prompts), sampler
+        ).latents
+        return np.abs(stored - model.decode_latents(latents)).max()
 
     (other,) = {"glyph", SHIFTED} - {family}
     assert distance(family) <= 1
@@ -421,8 +425,8 @@ def test_a_reward_of_a_prompt_set_counts_its_own_prompts_alone(run, prompts, tmp
     words = Darkness()
     signs = Doubled()
     of_sets = {
-        "darkness": reward("ocr", prompts=["words"]),
-        "of_signs": reward("ocr", prompts=["signs"]),
+        "darkness": configure_reward("ocr", prompts=["words"]),
+        "of_signs": configure_reward("ocr", prompts=["signs"]),
     }
     found = run(
         0.0,
@@ -456,7 +460,7 @@ class LatentDarkness:
         return None
 
     def score_latents(self, latents, prompts):
-        grey = GlyphModel.pixels(None, torch.from_numpy(latents)).mean((1, 2, 3))
+        grey = GlyphModel.decode_with_gradient(None, torch.from_numpy(latents)).mean((1, 2, 3))
         return RewardResult(1 - grey.numpy().astype(float))
 
 

@@ -12,28 +12,28 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from ebbflow.data.images import decode_png
+from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.evaluate import (
     EvaluationError,
+    build_evaluation_keys,
     evaluate_folder,
-    evaluation_keys,
     require_same_image_size,
 )
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.models import load_model
 from ebbflow.models.tiny import build_tiny
 from ebbflow.online.loop import train_online_folder
-from ebbflow.online.monitor import validation_requests
+from ebbflow.online.monitor import build_validation_requests
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.evaluation import EvaluationConfig
-from ebbflow.recipe.model import resized
+from ebbflow.recipe.model import resize_model
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy_metadata import (
     PolicyError,
@@ -50,7 +50,7 @@ LARGE = {"steps": 3, "samples": 1, "sampler": "dpm_solver", "height": 96, "width
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "sd3"
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         build_tiny("sd3", unfinished)
     return folder
 
@@ -78,11 +78,11 @@ def test_a_policy_trains_small_and_is_evaluated_and_served_large(base, table, tm
     trained = tmp_path / "trained"
     samples = tmp_path / "samples.parquet"
     write_base_policy(
-        start, verify(base), recipe.digest, recipe.policy, recipe.model, recipe.evaluation
+        start, verify_folder(base), recipe.digest, recipe.policy, recipe.model, recipe.evaluation
     )
     train_online_folder(StageContext(recipe, 0, 0), base, start, table, trained, MetricsRecorder())
     evaluation = evaluate_folder(recipe, base, trained, table, "after", samples)
-    images = decode_png(read_table(samples)["image"].to_pylist())
+    images = decode_pngs(read_table(samples)["image"].to_pylist())
     assert images.shape == (3, 96, 64, 3)
     assert evaluation.velocity_drift > 0
 
@@ -95,17 +95,24 @@ def test_a_policy_trains_small_and_is_evaluated_and_served_large(base, table, tm
 def test_an_evaluation_draws_with_its_sampler(base, table, tmp_path):
     recipe = recipe_of(base, LARGE)
     write_base_policy(
-        tmp_path / "start", verify(base), "recipe", recipe.policy, recipe.model, recipe.evaluation
+        tmp_path / "start",
+        verify_folder(base),
+        "recipe",
+        recipe.policy,
+        recipe.model,
+        recipe.evaluation,
     )
     evaluate_folder(recipe, base, tmp_path / "start", table, "before", tmp_path / "samples.parquet")
-    stored = decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).astype(int)
-    model = load_model(base, resized(recipe.model, 96, None))
+    stored = decode_pngs(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).astype(int)
+    model = load_model(base, resize_model(recipe.model, 96, None))
     prompts = read_prompts(table)[4:]
 
     def distance(name: str) -> float:
         sampler = SamplerConfig(name=name, steps=3)
-        latents = generate(model, model.encode(prompts), evaluation_keys(prompts), sampler).latents
-        return float(np.abs(stored - model.decode(latents)).mean())
+        latents = generate_samples(
+            model, model.encode_prompts(prompts), build_evaluation_keys(prompts), sampler
+        ).latents
+        return float(np.abs(stored - model.decode_latents(latents)).mean())
 
     assert distance("dpm_solver") < distance("ode") / 4
 
@@ -115,30 +122,34 @@ def test_a_champion_is_evaluated_as_this_recipe_says(base, table, tmp_path):
     recipe = recipe_of(base, LARGE)
     folder = tmp_path / "champion"
     write_base_policy(
-        folder, verify(base), "other", PolicyConfig(), recipe_of(base, {}, height=96).model
+        folder, verify_folder(base), "other", PolicyConfig(), recipe_of(base, {}, height=96).model
     )
     require_same_image_size(recipe, folder)
     evaluate_folder(recipe, base, folder, table, "champion", tmp_path / "samples.parquet")
-    assert decode_png(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).shape[1:3] == (
+    assert decode_pngs(read_table(tmp_path / "samples.parquet")["image"].to_pylist()).shape[
+        1:3
+    ] == (
         96,
         64,
     )
 
     small = tmp_path / "small"
-    write_base_policy(small, verify(base), "other", PolicyConfig(), recipe.model)
+    write_base_policy(small, verify_folder(base), "other", PolicyConfig(), recipe.model)
     with pytest.raises(
         EvaluationError, match="generates 1 frame.* 64 x 64 .* this recipe 1 frame.* 96 x 64 "
     ):
         require_same_image_size(recipe, small)
     large = tmp_path / "large"
-    write_base_policy(large, verify(base), "other", PolicyConfig(), recipe.model, recipe.evaluation)
+    write_base_policy(
+        large, verify_folder(base), "other", PolicyConfig(), recipe.model, recipe.evaluation
+    )
     require_same_image_size(recipe_of(base, {}, height=96), large)
 
 
 def test_a_validation_has_the_sampler_of_an_evaluation(base, make_prompts):
     ctx = StageContext(recipe_of(base, LARGE), 0, 0)
     prompts = make_prompts(2)
-    (request,) = validation_requests(ctx, prompts, lambda batch: None, version=0)
+    (request,) = build_validation_requests(ctx, prompts, lambda batch: None, version=0)
     assert request.sampler == SamplerConfig(name="dpm_solver", steps=3)
 
 
@@ -179,5 +190,5 @@ def test_a_policy_whose_sampler_is_foreign_code_is_not_served_unasked(tmp_path, 
     metadata = read_policy_metadata(tmp_path / "policy")
     with pytest.raises(PolicyError, match="mine.fading:FADING"):
         require_allowed_code(metadata, tmp_path / "policy")
-    own = Recipe.model_validate({"evaluation": {"sampler": "mine.fading:FADING"}}).own_paths
+    own = Recipe.model_validate({"evaluation": {"sampler": "mine.fading:FADING"}}).plugin_paths
     require_allowed_code(metadata, tmp_path / "policy", own)

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from ebbflow.data.records import Evaluation, GateDecision
-from ebbflow.data.schema import evaluation_schema
-from ebbflow.evaluation.gate import REFUSED, decide
+from ebbflow.data.schema import build_evaluation_schema
+from ebbflow.evaluation.gate import REFUSED, decide_by_gate
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import NO_TARGET
 
@@ -32,7 +32,7 @@ def samples(reward: float, prompts: int = PROMPTS, **guardrails: float | None) -
         | {"reward": reward + 0.1 * (-1) ** i * (reward > 0.6), **guardrails}
         for i in range(prompts)
     ]
-    return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward", *guardrails]))
+    return pa.Table.from_pylist(rows, schema=build_evaluation_schema(["reward", *guardrails]))
 
 
 def evaluation(label: str, coverage: float = 1.0) -> Evaluation:
@@ -48,7 +48,7 @@ def evaluation(label: str, coverage: float = 1.0) -> Evaluation:
 
 
 def decision(candidate: pa.Table, champion: pa.Table, coverage: float = 1.0) -> GateDecision:
-    return decide(
+    return decide_by_gate(
         RECIPE, evaluation("1.1 online", coverage), evaluation("before"), candidate, champion
     )
 
@@ -94,7 +94,7 @@ def spread_samples(reward: float, shift: float, scale: float) -> pa.Table:
         row | {"reward": reward, "similarity": 5 * scale + step * (-1) ** index + shift * scale}
         for index, row in enumerate(samples(reward, similarity=0.0).to_pylist())
     ]
-    return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward", "similarity"]))
+    return pa.Table.from_pylist(rows, schema=build_evaluation_schema(["reward", "similarity"]))
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 1000.0])
@@ -117,7 +117,7 @@ def test_a_guardrail_may_fall_by_a_share_of_its_spread_on_any_scale(
         {"evaluation": {"resamples": 100}, "promotion": {"guardrail_tolerance": tolerance}}
     )
     sides = spread_samples(0.9, -fall, scale), spread_samples(0.5, 0.0, scale)
-    result = decide(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
+    result = decide_by_gate(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
     assert result.promote is promote
     (guardrail,) = result.guardrails
     assert guardrail.tolerance == pytest.approx(allowed * scale)
@@ -131,7 +131,7 @@ def test_an_absolute_tolerance_does_not_know_the_scale(scale: float, promote: bo
         "promotion": {"guardrail_tolerance": {"absolute": {"similarity": 0.02}}},
     }
     sides = spread_samples(0.9, -0.5, scale), spread_samples(0.5, 0.0, scale)
-    result = decide(
+    result = decide_by_gate(
         Recipe.model_validate(settings), evaluation("1.1 online"), evaluation("before"), *sides
     )
     assert result.promote is promote
@@ -144,7 +144,7 @@ def test_prompts_that_do_not_differ_allow_no_fall_and_the_reason_says_so(
 ) -> None:
     recipe = Recipe.model_validate({"evaluation": {"resamples": 100}})
     sides = samples(0.9, similarity=after), samples(0.5, similarity=1.0)
-    result = decide(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
+    result = decide_by_gate(recipe, evaluation("1.1 online"), evaluation("before"), *sides)
     assert result.promote is promote
     assert (
         "prompts all score the same; promotion.guardrail_tolerance.absolute can state more"
@@ -307,10 +307,10 @@ def test_a_guardrail_of_a_prompt_set_is_compared_on_its_prompts_alone() -> None:
             row["similarity"] = (
                 None if row["source"] == "signs" or row["prompt_id"] in failed else similarity
             )
-        return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward", "similarity"]))
+        return pa.Table.from_pylist(rows, schema=build_evaluation_schema(["reward", "similarity"]))
 
     def decided(candidate: pa.Table) -> GateDecision:
-        return decide(
+        return decide_by_gate(
             recipe, evaluation("1.1 online"), evaluation("before"), candidate, side(0.5, 0.8)
         )
 

@@ -8,12 +8,12 @@ import pytest
 
 from ebbflow.evaluation.image_statistics import (
     STATISTICS,
-    chance,
-    diversity_across,
-    diversity_within,
-    effect_size,
-    image_statistics,
-    thumbnails,
+    compute_chance_effect,
+    compute_effect_size,
+    compute_image_statistics,
+    make_thumbnails,
+    measure_diversity_across,
+    measure_diversity_within,
 )
 
 
@@ -33,7 +33,7 @@ def grain(size: tuple[int, int] = (64, 96)) -> np.ndarray:
 
 
 def of(image: np.ndarray) -> dict[str, float]:
-    return {name: values[0] for name, values in image_statistics(image[None]).items()}
+    return {name: values[0] for name, values in compute_image_statistics(image[None]).items()}
 
 
 @pytest.mark.parametrize("level", [0, 128, 255])
@@ -83,35 +83,39 @@ def test_text_that_is_written_over_a_picture_is_seen() -> None:
 
 def test_a_video_has_the_means_of_its_frames() -> None:
     video = np.stack([page(0), page(100), page(255)])[None]
-    assert image_statistics(video)["brightness"][0] == pytest.approx(355 / 3 / 255)
-    assert thumbnails(video).shape == (1, 3 * thumbnails(page()[None]).shape[1])
+    assert compute_image_statistics(video)["brightness"][0] == pytest.approx(355 / 3 / 255)
+    assert make_thumbnails(video).shape == (1, 3 * make_thumbnails(page()[None]).shape[1])
 
 
 def test_thumbnails_are_at_most_32_pixels_wide_and_never_enlarged() -> None:
-    assert thumbnails(page(51, (64, 128))[None]) == pytest.approx(np.full((1, 16 * 32 * 3), 0.2))
-    assert thumbnails(page(size=(16, 32))[None]).shape == (1, 16 * 32 * 3)
+    assert make_thumbnails(page(51, (64, 128))[None]) == pytest.approx(
+        np.full((1, 16 * 32 * 3), 0.2)
+    )
+    assert make_thumbnails(page(size=(16, 32))[None]).shape == (1, 16 * 32 * 3)
 
 
 def test_diversity_is_the_mean_distance_within_a_prompt() -> None:
     points = np.array([[0.0, 0.0], [0.0, 0.0], [2.0, 2.0], [5.0, 5.0], [9.0, 9.0]])
-    values = diversity_within([1, 1, 1, 2, 3], points)
+    values = measure_diversity_within([1, 1, 1, 2, 3], points)
     assert values[:3] == pytest.approx([1.0, 1.0, 2.0])
     assert np.isnan(values[3:]).all()
 
 
 def test_a_duplicate_has_no_distance_to_the_nearest_other_one() -> None:
     points = np.array([[0.0, 0.0], [3.0, 3.0], [0.0, 0.0], [4.0, 4.0]])
-    assert diversity_across(points) == pytest.approx([0.0, 1.0, 0.0, 1.0])
-    assert np.isnan(diversity_across(points[:1])).all()
+    assert measure_diversity_across(points) == pytest.approx([0.0, 1.0, 0.0, 1.0])
+    assert np.isnan(measure_diversity_across(points[:1])).all()
 
 
 def test_an_effect_size_counts_standard_deviations_and_is_rarely_more_than_chance() -> None:
-    assert effect_size(np.array([1.0, 3.0]), 1.0, 0.5) == 2
-    assert effect_size(np.array([1.0]), 0.0, 0.0) == 0
+    assert compute_effect_size(np.array([1.0, 3.0]), 1.0, 0.5) == 2
+    assert compute_effect_size(np.array([1.0]), 0.0, 0.0) == 0
     generator = np.random.default_rng(0)
     beyond = []
     for _ in range(400):
         one = generator.normal(size=64)
         other = generator.normal(size=32)
-        beyond.append(abs(effect_size(other, one.mean(), one.std())) > chance(32, 64))
+        beyond.append(
+            abs(compute_effect_size(other, one.mean(), one.std())) > compute_chance_effect(32, 64)
+        )
     assert 0.02 < np.mean(beyond) < 0.08

@@ -6,8 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ebbflow.data.schema import evaluation_schema, statistic_column
-from ebbflow.evaluation.non_inferiority import StatisticFinding, check_statistics, statistic_margins
+from ebbflow.data.schema import build_evaluation_schema, name_statistic_column
+from ebbflow.evaluation.non_inferiority import (
+    StatisticFinding,
+    check_statistics,
+    select_statistic_margins,
+)
 from ebbflow.recipe import Recipe
 
 PROMPTS = 40
@@ -43,14 +47,14 @@ def table(spread: float = 0.0, missing: int = 0, seed: int = 1, **means: float |
             "reward": 0.5,
         }
         | {
-            statistic_column(name): None
+            name_statistic_column(name): None
             if mean is None or i < missing
             else mean + spread * draws[i]
             for name, mean in means.items()
         }
         for i in range(PROMPTS)
     ]
-    return pa.Table.from_pylist(rows, schema=evaluation_schema(["reward"], list(means)))
+    return pa.Table.from_pylist(rows, schema=build_evaluation_schema(["reward"], list(means)))
 
 
 def refused(findings: list[StatisticFinding]) -> list[str]:
@@ -122,8 +126,10 @@ def test_a_margin_of_null_is_no_test() -> None:
 
 
 def test_text_is_not_feared_where_a_trained_reward_reads() -> None:
-    assert "text_likeness" in statistic_margins(make_recipe(["jpeg_compressibility"]))
-    assert "text_likeness" not in statistic_margins(make_recipe(["jpeg_compressibility", "ocr"]))
+    assert "text_likeness" in select_statistic_margins(make_recipe(["jpeg_compressibility"]))
+    assert "text_likeness" not in select_statistic_margins(
+        make_recipe(["jpeg_compressibility", "ocr"])
+    )
 
 
 def test_what_one_side_lacks_keeps_the_candidate_back() -> None:

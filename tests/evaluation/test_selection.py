@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.data.records import Evaluation
-from ebbflow.evaluation.selection import best, stop_reason
+from ebbflow.evaluation.selection import find_best_policy, find_stop_reason
 from ebbflow.recipe import Recipe
 
 
@@ -34,21 +34,21 @@ def recipe(rounds=9, stages=1, patience=2, min_delta=0.0):
 
 
 def test_the_best_has_the_highest_validation_reward():
-    assert best(history(0.1, 0.4, 0.6, 0.5)) == 2
-    assert best(history(0.1, 0.6, 0.4, 0.6)) in (1, 3)
+    assert find_best_policy(history(0.1, 0.4, 0.6, 0.5)) == 2
+    assert find_best_policy(history(0.1, 0.6, 0.4, 0.6)) in (1, 3)
 
 
 def test_the_held_out_prompts_do_not_choose():
-    assert best(history(0.1, 0.3, 0.5, held_out=[0, 1, 0])) == 2
+    assert find_best_policy(history(0.1, 0.3, 0.5, held_out=[0, 1, 0])) == 2
 
 
 def test_the_untrained_policy_is_never_chosen():
-    assert best(history(0.9, 0.1, 0.2)) == 2
+    assert find_best_policy(history(0.9, 0.1, 0.2)) == 2
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
 def test_nothing_trained_is_better_than_the_best(rewards):
-    chosen = best(history(*rewards))
+    chosen = find_best_policy(history(*rewards))
     assert chosen >= 1
     assert rewards[chosen] == max(rewards[1:])
 
@@ -60,50 +60,54 @@ def test_stages_of_branches_are_not_in_the_history():
     branched = Recipe.model_validate(
         {"rounds": 9, "branches": {"a": {}}, "stages": stages, "stop": {"patience": 2}}
     )
-    assert stop_reason(branched, history(0.1, 0.2, 0.3, 0.2), 3) is None
+    assert find_stop_reason(branched, history(0.1, 0.2, 0.3, 0.2), 3) is None
     assert "stop after 4 of 9 rounds" in (
-        stop_reason(branched, history(0.1, 0.2, 0.3, 0.2, 0.3), 4) or ""
+        find_stop_reason(branched, history(0.1, 0.2, 0.3, 0.2, 0.3), 4) or ""
     )
 
 
 def test_it_stops_when_the_rounds_are_done():
-    assert stop_reason(recipe(rounds=2), history(0.1, 0.2, 0.3), 2) == "stop: all 2 rounds are done"
-    assert stop_reason(recipe(rounds=3), history(0.1, 0.2, 0.3), 2) is None
+    assert (
+        find_stop_reason(recipe(rounds=2), history(0.1, 0.2, 0.3), 2)
+        == "stop: all 2 rounds are done"
+    )
+    assert find_stop_reason(recipe(rounds=3), history(0.1, 0.2, 0.3), 2) is None
 
 
 def test_it_stops_when_patience_is_over():
     plan = recipe(patience=2)
-    assert stop_reason(plan, history(0.5, 0.6, 0.6), 2) is None
-    reason = stop_reason(plan, history(0.5, 0.6, 0.55, 0.6), 3)
+    assert find_stop_reason(plan, history(0.5, 0.6, 0.6), 2) is None
+    reason = find_stop_reason(plan, history(0.5, 0.6, 0.55, 0.6), 3)
     assert "stop after 3 of 9 rounds" in reason
     assert "0.600" in reason
-    assert stop_reason(plan, history(0.5, 0.6, 0.55, 0.61), 3) is None
+    assert find_stop_reason(plan, history(0.5, 0.6, 0.55, 0.61), 3) is None
 
 
 def test_patience_starts_with_the_untrained_policy():
     plan = recipe(patience=2)
-    assert stop_reason(plan, history(0.5, 0.4), 1) is None
-    assert stop_reason(plan, history(0.5, 0.4, 0.45), 2) is not None
+    assert find_stop_reason(plan, history(0.5, 0.4), 1) is None
+    assert find_stop_reason(plan, history(0.5, 0.4, 0.45), 2) is not None
 
 
 @pytest.mark.parametrize(("reward", "stops"), [(0.64, True), (0.66, False)])
 def test_growth_below_the_least_counts_as_none(reward, stops):
     plan = recipe(patience=1, min_delta=0.05)
-    assert (stop_reason(plan, history(0.5, 0.6, reward), 2) is not None) == stops
+    assert (find_stop_reason(plan, history(0.5, 0.6, reward), 2) is not None) == stops
 
 
 def test_rounds_are_compared_at_their_ends():
     # Two stages a round: the entries between the ends may be better or worse without counting.
     plan = recipe(stages=2, patience=1)
-    assert stop_reason(plan, history(0.1, 0.9, 0.2, 0.1, 0.3), 2) is None
-    assert stop_reason(plan, history(0.1, 0.0, 0.3, 0.9, 0.2), 2) is not None
+    assert find_stop_reason(plan, history(0.1, 0.9, 0.2, 0.1, 0.3), 2) is None
+    assert find_stop_reason(plan, history(0.1, 0.0, 0.3, 0.9, 0.2), 2) is not None
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=9), st.integers(1, 3))
 def test_it_never_stops_while_the_reward_grows(rewards, patience):
     rising = sorted(set(rewards))
     assert (
-        stop_reason(recipe(rounds=20, patience=patience), history(*rising), len(rising) - 1) is None
+        find_stop_reason(recipe(rounds=20, patience=patience), history(*rising), len(rising) - 1)
+        is None
     )
 
 
@@ -120,5 +124,5 @@ def test_a_policy_without_a_validation_reward_is_never_best() -> None:
         )
 
     history = [evaluation(reward=0.9), evaluation(), evaluation(reward=0.1)]
-    assert best(history) == 2
-    assert stop_reason(Recipe(rounds=5), history, 1) is None
+    assert find_best_policy(history) == 2
+    assert find_stop_reason(Recipe(rounds=5), history, 1) is None

@@ -13,12 +13,12 @@ from PIL import Image
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation import serve
-from ebbflow.evaluation.serve import Drawn, generate_images
-from ebbflow.flow.noise import initial_noise
+from ebbflow.evaluation.serve import GeneratedImage, generate_images
+from ebbflow.flow.noise import generate_initial_noise
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
 
@@ -26,7 +26,11 @@ from ebbflow.training.policy_metadata import write_base_policy
 def policy(base_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "policy"
     write_base_policy(
-        folder, verify(base_folder), "recipe", PolicyConfig(), evaluation=EvaluationConfig(steps=3)
+        folder,
+        verify_folder(base_folder),
+        "recipe",
+        PolicyConfig(),
+        evaluation=EvaluationConfig(steps=3),
     )
     return folder
 
@@ -35,7 +39,7 @@ def policy(base_folder, tmp_path_factory):
 def drawn(base_folder, policy):
     """``drawn(["EBBS", "FLOW"], [0, 1])``"""
 
-    def draw(texts, seeds=None, **rest) -> list[Drawn]:
+    def draw(texts, seeds=None, **rest) -> list[GeneratedImage]:
         prompts = [text if isinstance(text, Prompt) else prompt(text) for text in texts]
         return generate_images(base_folder, policy, prompts, seeds or [0] * len(texts), **rest)
 
@@ -46,7 +50,7 @@ def prompt(text, negative=""):
     return Prompt(0, text, negative, None, "", "", "{}")
 
 
-def pixels(drawn: Drawn) -> np.ndarray:
+def pixels(drawn: GeneratedImage) -> np.ndarray:
     assert drawn.image
     return np.asarray(Image.open(io.BytesIO(drawn.image))).astype(int)
 
@@ -55,13 +59,13 @@ def pixels(drawn: Drawn) -> np.ndarray:
 def passes(monkeypatch):
     """The rows of every pass that is made."""
     made = []
-    generate = serve.generate
+    generate = serve.generate_samples
 
     def counted(model, conditioning, keys, *rest, **named):
         made.append(len(keys))
         return generate(model, conditioning, keys, *rest, **named)
 
-    monkeypatch.setattr(serve, "generate", counted)
+    monkeypatch.setattr(serve, "generate_samples", counted)
     return made
 
 
@@ -83,14 +87,14 @@ def test_a_batch_is_one_pass_and_a_picture_is_the_one_that_is_drawn_alone(drawn,
 
 def test_the_noise_of_a_picture_is_the_same_in_every_batch(drawn, monkeypatch):
     seen = {}
-    generate = serve.generate
+    generate = serve.generate_samples
 
     def noted(model, conditioning, keys, *rest, **named):
-        for row, noise in enumerate(initial_noise(model.latent_shape, keys)):
+        for row, noise in enumerate(generate_initial_noise(model.latent_shape, keys)):
             seen.setdefault(keys.samples[row], []).append(noise)
         return generate(model, conditioning, keys, *rest, **named)
 
-    monkeypatch.setattr(serve, "generate", noted)
+    monkeypatch.setattr(serve, "generate_samples", noted)
     drawn(["ABCD", "EFGH", "IJKL"], [5, 2**62, 5])
     drawn(["MNOP", "ABCD"], [2**62, 5])
     assert {seed: len(noises) for seed, noises in seen.items()} == {5: 3, 2**62: 2}
@@ -135,7 +139,7 @@ def test_what_is_wrong_with_the_model_is_no_error_of_a_prompt(drawn, monkeypatch
 
 
 def test_a_picture_that_is_not_finite_is_an_error(drawn, monkeypatch):
-    velocity = GlyphModel.velocity
+    velocity = GlyphModel.predict_velocity
 
     def overflowing(self, latents, sigma, conditioning):
         found = velocity(self, latents, sigma, conditioning)
@@ -177,7 +181,7 @@ def test_a_negative_prompt_without_guidance_is_said(drawn):
 
 
 def test_a_family_that_says_nothing_is_asked_nothing(drawn, monkeypatch):
-    monkeypatch.delattr(GlyphModel, "outside_training")
+    monkeypatch.delattr(GlyphModel, "describe_unseen_letters")
     (picture,) = drawn(["ebbs"])
     assert picture.image
     assert picture.warning is None

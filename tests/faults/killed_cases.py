@@ -38,9 +38,9 @@ POINTS = {
     "mid-update": "ebbflow.training.policy:Policy.blend",
     "before shards": "ebbflow.training.checkpoint:Checkpoints.saving",
     "mid-shard": "ebbflow.training.checkpoint:save_file",
-    "before the manifest": "ebbflow.storage.artifacts:commit",
-    "after the manifest": "ebbflow.storage.artifacts:sync",
-    "after COMMIT": "ebbflow.storage.artifacts:_put_in_place",
+    "before the manifest": "ebbflow.storage.artifacts:commit_folder",
+    "after the manifest": "ebbflow.storage.artifacts:sync_path",
+    "after COMMIT": "ebbflow.storage.artifacts:_replace_folder",
     "an older checkpoint goes": "ebbflow.training.checkpoint:Checkpoints._forget",
     "the policy folder": "ebbflow.training.policy:Policy.save",
 }
@@ -80,7 +80,7 @@ def attempt(folder: Path, name: str, death: Death | None) -> None:
         stored = rollouts_and_advantages(ctx, folder, name)
         train_offline_folder(ctx, base, start, prompts, *stored, trained, recorder, checkpoints)
     said = {
-        "rows": recorder.metrics,
+        "rows": recorder.metrics_rows,
         "calls": calls,
         "logged": [record.getMessage() for record in logged.buffer],
     }

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from ebbflow.recipe.promotion import MarginsConfig
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from tests.faults.again_cases import run_pipeline_until
 from tests.glyph_stages import small_stage
 
@@ -122,7 +122,7 @@ def _policies(folder: Path) -> dict[tuple[str, ...], str]:
     """Digest of the policy folder after these stages."""
     found = (path.parent for path in (folder / "runs").glob("tiny-*/nodes/*/policy/COMMIT"))
     return {
-        tuple(json.loads((policy / "policy.json").read_text())["stages"]): verify(policy)
+        tuple(json.loads((policy / "policy.json").read_text())["stages"]): verify_folder(policy)
         for policy in found
     }
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from plain_cases import anything, assert_readable, cases, damage, only_speaks_plainly
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.pairs import (
     IMAGES,
     LATENTS,
@@ -30,7 +30,7 @@ from ebbflow.offline.pairs import import_pairs
 from ebbflow.stage import StageContext
 from tests.faults.test_bad_prompts import bomb
 
-PICTURES = encode_png(np.random.default_rng(0).integers(0, 256, (4, 16, 32, 3), dtype=np.uint8))
+PICTURES = encode_pngs(np.random.default_rng(0).integers(0, 256, (4, 16, 32, 3), dtype=np.uint8))
 ROWS = [
     {"prompt": "AB", "chosen": PICTURES[0], "rejected": PICTURES[1]},
     {"prompt": "CD", "chosen": PICTURES[2], "rejected": PICTURES[3]},

@@ -19,9 +19,16 @@ from safetensors.torch import load_file, save_file
 from ebbflow.models import ModelError, load_model
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, ArtifactError, commit, new_folder, verify
+from ebbflow.storage.artifacts import (
+    COMMIT,
+    MANIFEST,
+    ArtifactError,
+    commit_folder,
+    verify_folder,
+    write_new_folder,
+)
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_io import read_history
+from ebbflow.training.policy_io import read_prompt_statistics
 from ebbflow.training.policy_metadata import (
     ITERATE,
     STATISTICS,
@@ -44,7 +51,7 @@ def policies(tmp_path_factory, base_folder):
     for kind, config in CONFIGS.items():
         policy = Policy(load_model(base_folder), config, 0)
         folder = tmp_path_factory.mktemp("policies") / kind
-        policy.ensure("old")
+        policy.ensure_copy("old")
         metadata = PolicyMetadata(
             base_digest="base",
             recipe_digest="recipe",
@@ -52,7 +59,7 @@ def policies(tmp_path_factory, base_folder):
             version=3,
             copies=("old", ITERATE),
         )
-        policy.save(folder, metadata, statistics={"ocr": [[0, 1, 0.5, 0.0]]})
+        policy.save_folder(folder, metadata, statistics={"ocr": [[0, 1, 0.5, 0.0]]})
         made[kind] = (policy, folder)
     return made
 
@@ -72,7 +79,7 @@ def load(policy: Policy, folder: Path) -> PolicyMetadata | None:
     """Load it to train on; an error leaves the policy as it was."""
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
     metadata = only_speaks_plainly(
-        lambda: policy.load(folder, to_train=True), (PolicyError, ArtifactError), str(folder)
+        lambda: policy.load_folder(folder, to_train=True), (PolicyError, ArtifactError), str(folder)
     )
     if metadata is None:
         assert all(torch.equal(before[name], value) for name, value in policy.parameters.items())
@@ -116,8 +123,8 @@ def remade(folder: Path) -> Path:
     """Committed once more: the manifest fits whatever the folder holds now."""
     for name in (MANIFEST, COMMIT):
         (folder / name).unlink(missing_ok=True)
-    commit(folder)
-    verify(folder)
+    commit_folder(folder)
+    verify_folder(folder)
     return folder
 
 
@@ -263,7 +270,9 @@ def test_weights_that_cannot_be_read_although_the_manifest_fits(
     metadata = PolicyMetadata.model_validate(
         CARD | {"progress": {"algorithm": ctx.config.algorithm_name}}
     )
-    only_speaks_plainly(lambda: read_history(ctx, metadata, folder), PolicyError, str(folder))
+    only_speaks_plainly(
+        lambda: read_prompt_statistics(ctx, metadata, folder), PolicyError, str(folder)
+    )
     policy.assign(before)
 
 
@@ -299,7 +308,7 @@ def test_a_damaged_base_model(base_folder, tmp_path, name, go_wrong):
         else len(content)
     )
     (folder / name).write_bytes(go_wrong(content[:end]) + content[end:])
-    only_speaks_plainly(lambda: verify(folder), ArtifactError, str(folder), name)
+    only_speaks_plainly(lambda: verify_folder(folder), ArtifactError, str(folder), name)
     remade(folder)  # else its checksums are all that is looked at
     model = only_speaks_plainly(lambda: load_model(folder), ModelError, str(folder))
     if (
@@ -346,7 +355,7 @@ def test_a_folder_that_is_not_finished_is_not_there(tmp_path, name, at):
     folder = tmp_path / "artifact"
 
     def write():
-        with new_folder(folder) as unfinished:
+        with write_new_folder(folder) as unfinished:
             for number in range(4):
                 if number == at:
                     raise RuntimeError("in the middle")

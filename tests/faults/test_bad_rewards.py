@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from plain_cases import anything, assert_readable, cases, damage
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import http
 from ebbflow.rewards.built_in.remote import Remote
 from ebbflow.rewards.built_in.vision_judge import VisionJudge
-from ebbflow.rewards.combine import RewardError, Scorer, require_scored
+from ebbflow.rewards.combine import RewardError, Scorer, require_scored_share
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
 PROMPTS = [Prompt(index, "a b", "", "AB", "test", "train", "{}") for index in range(3)]
@@ -86,7 +86,8 @@ def answer(
 
 def remote(url: str, timeout: float = 2.0, attempts: int = 1) -> Remote:
     return Remote(
-        reward("remote", url=url, timeout=timeout, attempts=attempts), sleep=lambda seconds: None
+        configure_reward("remote", url=url, timeout=timeout, attempts=attempts),
+        sleep=lambda seconds: None,
     )
 
 
@@ -244,7 +245,7 @@ def test_an_odd_answer_is_masked_and_counted_and_stops_the_stage_where_it_is_one
     for reason in table.failures:
         assert_readable(str(reason), "remote: ")
     with pytest.raises(RewardError) as error:
-        require_scored(table, 0.05)
+        require_scored_share(table, 0.05)
     assert_readable(str(error.value), "3 of 3 images", "max_failed_share")
 
 
@@ -318,7 +319,7 @@ completions = st.one_of(
 @cases(80, said=completions, kind=st.sampled_from(["probability", "yes_no", "number"]))
 def test_a_judge_that_says_anything(said, kind):
     with sending([answer(json.dumps(said).encode())]) as url:
-        config = reward(
+        config = configure_reward(
             "vision_judge", url=url, model="m", answer=kind, timeout=2, attempts=1, concurrency=1
         )
         table = Scorer(((VisionJudge(config, sleep=lambda seconds: None), 1.0),))(
@@ -334,7 +335,7 @@ def test_a_judge_that_says_anything(said, kind):
 @cases(30, said=anything, form=st.sampled_from(["remote", "vision_judge"]))
 def test_a_server_that_says_anything_of_itself(said, form):
     with sending([answer(json.dumps(said).encode())]) as url:
-        config = reward(
+        config = configure_reward(
             form,
             url=url,
             timeout=2,

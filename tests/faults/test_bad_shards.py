@@ -16,16 +16,21 @@ from hypothesis import strategies as st
 from plain_cases import assert_readable, cases, damage, only_speaks_plainly
 
 from ebbflow.data.prompts import write_prompts
-from ebbflow.data.schema import PROMPTS, rollout_schema
-from ebbflow.evaluation.evaluate import evaluate
+from ebbflow.data.schema import PROMPTS, build_rollout_schema
+from ebbflow.evaluation.evaluate import evaluate_on_prompts
 from ebbflow.models import load_model
 from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.shards import read_latents, require_shard, rollout_batch, shard_identity
+from ebbflow.offline.shards import (
+    build_rollout_batch,
+    build_shard_identity,
+    check_shard,
+    read_latents,
+)
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import (
     TableError,
     read_batches,
@@ -44,7 +49,7 @@ def made(tmp_path_factory, base_folder, make_recipe, make_prompts):
     path = tmp_path_factory.mktemp("shard") / "rollouts.parquet"
     model = load_model(base_folder)
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, path)
     return ctx, make_prompts(6), path.read_bytes()
 
@@ -79,7 +84,7 @@ def test_a_damaged_shard_is_refused_or_reads_as_before(made, tmp_path, go_wrong)
     path.write_bytes(go_wrong(content))
 
     def everything():
-        require_shard(ctx, path, known(prompts))
+        check_shard(ctx, path, known(prompts))
         return (
             read_table(path),
             read_latents(path),
@@ -137,7 +142,7 @@ def test_a_shard_of_another_stage_is_refused_with_both(made, shard, score, key, 
         str(error.value),
         str(shard),
         f"{key} = {value!r}",
-        repr(shard_identity(made[0])[key]),
+        repr(build_shard_identity(made[0])[key]),
         "generate it",
     )
     assert not (shard.parent / "scores.parquet").exists()
@@ -147,7 +152,7 @@ def test_training_refuses_it_too(made, shard, base_folder, tmp_path):
     ctx, prompts, _ = made
     rows = [{**vars(prompt)} for prompt in prompts]
     write_prompts(pa.Table.from_pylist(rows, schema=PROMPTS), tmp_path / "prompts.parquet")
-    write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", ctx.recipe.policy)
+    write_base_policy(tmp_path / "policy", verify_folder(base_folder), "recipe", ctx.recipe.policy)
     rewritten(shard, about={"stage": "1.1 offline"})
     arguments = (
         ctx,
@@ -168,7 +173,7 @@ def without(schema: pa.Schema, name: str) -> pa.Schema:
     return schema.remove(schema.get_field_index(name))
 
 
-@pytest.mark.parametrize("name", rollout_schema((1, 16, 32)).names)
+@pytest.mark.parametrize("name", build_rollout_schema((1, 16, 32)).names)
 def test_a_column_that_is_missing_is_named(shard, score, name):
     schema = without(read_table(shard).schema.remove_metadata(), name)
     with pytest.raises(TableError, match=r"should have\n.*" + name) as error:
@@ -179,7 +184,7 @@ def test_a_column_that_is_missing_is_named(shard, score, name):
 def test_latents_of_another_shape_are_refused_with_both(made, shard):
     ctx, prompts, _ = made
     with pytest.raises(TableError) as error:
-        require_shard(ctx, shard, known(prompts), (4, 8, 8))
+        check_shard(ctx, shard, known(prompts), (4, 8, 8))
     assert_readable(str(error.value), str(shard), "(4, 8, 8)", "(1, 16, 32)")
 
 
@@ -239,7 +244,7 @@ def spoilt(shard: Path, rows: list[int], value: float) -> Path:
     for row in rows:
         latents[row].view(-1)[row] = value
     columns = [table[name].to_pylist() for name in ("prompt_id", "sample", "image")]
-    batch = rollout_batch(*columns[:2], 7, latents, columns[2], "float32")
+    batch = build_rollout_batch(*columns[:2], 7, latents, columns[2], "float32")
     return rewritten(shard, latent=batch["latent"], finite=batch["finite"])
 
 
@@ -257,7 +262,7 @@ def test_a_latent_that_is_not_finite_is_masked_and_counted(
     shard = spoilt(tmp_path / "rollouts.parquet", rows, value)
     good = read_table(tmp_path / "good.parquet").to_pylist()
     lenient = ctx.recipe.model_copy(update={"max_failed_share": 0.99})
-    rewritten(shard, about=shard_identity(StageContext(lenient, 0, 1)))
+    rewritten(shard, about=build_shard_identity(StageContext(lenient, 0, 1)))
     score_shard(StageContext(lenient, 0, 1), scorer, prompts, shard, tmp_path / "scores.parquet")
     for index, (row, before) in enumerate(
         zip(read_table(tmp_path / "scores.parquet").to_pylist(), good, strict=True)
@@ -283,7 +288,7 @@ def test_too_many_of_them_stop_the_stage(shard, score):
 @pytest.fixture
 def blind(model, monkeypatch):
     """The model, whose network gives NaN for every sample that is not the first of its batch."""
-    velocity = model.velocity
+    velocity = model.predict_velocity
 
     def broken(latents, sigma, conditioning):
         found = velocity(latents, sigma, conditioning).clone()
@@ -297,7 +302,7 @@ def blind(model, monkeypatch):
 def test_a_network_that_gives_nan_is_never_scored_as_if_it_drew(made, blind, scorer, tmp_path):
     ctx, prompts, _ = made
     policy = Policy(blind, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     generate_shard(ctx, blind, policy, 7, prompts, 0, tmp_path / "rollouts.parquet")
     with pytest.raises(RewardError, match=f"7 of 8 images .*{NO_PICTURE}"):
         score_shard(
@@ -310,7 +315,7 @@ def test_nor_is_it_in_an_evaluation(made, blind, scorer, make_prompts, tmp_path)
     recipe = made[0].recipe
     prompts = [*make_prompts(2, "validation"), *make_prompts(4, "held_out")]
     policy = Policy(blind, recipe.policy, 0)
-    found = evaluate(
+    found = evaluate_on_prompts(
         recipe, blind, policy, 0, scorer, prompts, "blind", tmp_path / "samples.parquet"
     )
     rows = read_table(tmp_path / "samples.parquet").to_pylist()
@@ -321,7 +326,7 @@ def test_nor_is_it_in_an_evaluation(made, blind, scorer, make_prompts, tmp_path)
 
 
 def test_a_table_that_fails_in_the_middle_leaves_no_file(tmp_path, made):
-    schema = rollout_schema((1, 16, 32))
+    schema = build_rollout_schema((1, 16, 32))
 
     def batches():
         (tmp_path / "seen").touch()

@@ -20,18 +20,18 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.evaluate import evaluate_folder
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.prepare import copy_base
+from ebbflow.models.prepare import copy_base_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import ArtifactError, verify
+from ebbflow.storage.artifacts import ArtifactError, verify_folder
 from ebbflow.storage.tables import write_table
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy_io import load_policy
 from ebbflow.training.policy_metadata import ALLOW_CODE, PolicyError, write_base_policy
-from ebbflow.training.start import write_start
+from ebbflow.training.start import write_start_policy
 
 Use = Callable[[Path, Path], object]
 
@@ -45,7 +45,7 @@ def base(base_folder: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def policy(base_folder: Path, tmp_path: Path) -> Path:
     """The policy folder of the untouched base model."""
-    write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", PolicyConfig())
+    write_base_policy(tmp_path / "policy", verify_folder(base_folder), "recipe", PolicyConfig())
     return tmp_path / "policy"
 
 
@@ -65,7 +65,7 @@ def use(
         evaluate_folder(recipe, base, policy, prompts, "label", policy.with_name("samples.parquet"))
 
     def start(base: Path, policy: Path) -> None:
-        write_start(
+        write_start_policy(
             make_recipe(policy={"start": {"path": str(policy)}}),
             base,
             policy,
@@ -116,7 +116,10 @@ def test_another_base_model_is_found(use: Use, base: Path, policy: Path, tmp_pat
     write_base_policy(tmp_path / "foreign", "0" * 64, "recipe", PolicyConfig())
     with pytest.raises(
         PolicyError,
-        match=rf"foreign was trained from base model 0{{12}}, and .*base is {verify(base)[:12]}",
+        match=(
+            r"foreign was trained from base model 0{12}, and .*base is"
+            rf" {verify_folder(base)[:12]}"
+        ),
     ):
         use(base, tmp_path / "foreign")
 
@@ -146,7 +149,7 @@ def test_code_that_a_policy_names_does_not_run(
 ) -> None:
     write_base_policy(
         tmp_path / "foreign",
-        verify(base),
+        verify_folder(base),
         "recipe",
         PolicyConfig(),
         ModelConfig.model_validate(named),
@@ -159,7 +162,7 @@ def test_code_that_a_policy_names_does_not_run(
         ),
     ):
         use(base, tmp_path / "foreign")
-    assert verify(base)
+    assert verify_folder(base)
 
 
 @pytest.mark.parametrize("allowed", ["mine.shifted:ShiftedGlyph", "mine.shifted"])
@@ -172,7 +175,7 @@ def test_code_that_the_user_names_runs(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     family = ModelConfig(family="mine.shifted:ShiftedGlyph", path="x")
-    write_base_policy(tmp_path / "policy", verify(base), "recipe", PolicyConfig(), family)
+    write_base_policy(tmp_path / "policy", verify_folder(base), "recipe", PolicyConfig(), family)
     with pytest.raises(PolicyError, match="names code to run"):
         generate_images(base, tmp_path / "policy", make_prompts(1), [0])
     monkeypatch.setenv(ALLOW_CODE, f"another.module,{allowed}")
@@ -217,7 +220,7 @@ def test_a_link_out_of_a_foreign_base_model_is_not_followed(base: Path, tmp_path
     (tmp_path / "secret").write_text("of this machine")
     (base / "notes.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(ModelError, match="notes.txt is a link out of"):
-        copy_base(base, tmp_path / "copy", ModelConfig(path=str(base)))
+        copy_base_folder(base, tmp_path / "copy", ModelConfig(path=str(base)))
     assert not (tmp_path / "copy").exists()
 
 
@@ -229,7 +232,7 @@ def test_a_snapshot_of_the_hub_is_copied_with_its_links(base: Path, tmp_path: Pa
     blob.parent.mkdir()
     file.rename(blob)
     file.symlink_to(blob)
-    copy_base(snapshot, tmp_path / "copy", ModelConfig(path=str(snapshot)))
+    copy_base_folder(snapshot, tmp_path / "copy", ModelConfig(path=str(snapshot)))
     copied = load_model(tmp_path / "copy").transformer.state_dict()
     assert all(
         np.array_equal(copied[name], value)

@@ -16,10 +16,10 @@ from flytekit.types.directory import FlyteDirectory
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.storage import identity
-from ebbflow.storage.locks import FolderInUseError, exclusive_lock
-from ebbflow.tracking.child_run import node_run
+from ebbflow.storage.locks import FolderInUseError, lock_folder
+from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import finish_run, log_results
-from ebbflow.tracking.store import connect
+from ebbflow.tracking.store import connect_to_store
 from tasks.cache import LOCAL_CACHE
 from tasks.start_run import start_run
 from tasks.types import BaseModelArtifact
@@ -69,9 +69,9 @@ def test_a_run_that_was_killed_before_it_had_a_folder(
 
 def test_a_run_that_failed_goes_on(make: Callable[..., Recipe]) -> None:
     failed = start_run(recipe=make())
-    with pytest.raises(RuntimeError, match="disk"), node_run(failed, "prompts"):
+    with pytest.raises(RuntimeError, match="disk"), open_node_run(failed, "prompts"):
         raise RuntimeError("disk")
-    client = connect(failed.tracking_uri)
+    client = connect_to_store(failed.tracking_uri)
     assert client.get_run(failed.run_id).info.status == "FAILED"
     assert start_run(recipe=make()) == failed
     assert client.get_run(failed.run_id).info.status == "RUNNING"
@@ -88,13 +88,13 @@ def _finish(run: TrackedRun) -> None:
 
 
 def _delete_folder(run: TrackedRun) -> None:
-    with node_run(run, "prompts"):
+    with open_node_run(run, "prompts"):
         pass
     shutil.rmtree(run.folder)
 
 
 def _delete_run(run: TrackedRun) -> None:
-    connect(run.tracking_uri).delete_run(run.run_id)
+    connect_to_store(run.tracking_uri).delete_run(run.run_id)
 
 
 @pytest.mark.parametrize("end", [_finish, _delete_folder, _delete_run])
@@ -116,7 +116,7 @@ def test_changed_code_begins_anew(
     make: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = start_run(recipe=make())
-    monkeypatch.setattr(identity, "code_digest", lambda *places: "changed")
+    monkeypatch.setattr(identity, "compute_code_digest", lambda *places: "changed")
     assert start_run(recipe=make()).run_id != before.run_id
 
 
@@ -138,7 +138,7 @@ def test_a_second_start_is_refused_while_the_first_lives(make: Callable[..., Rec
             FolderInUseError,
             match=f"{run.folder} is in use by process {os.getpid()} on .*; wait until",
         ),
-        exclusive_lock(Path(run.folder)),
+        lock_folder(Path(run.folder)),
     ):
         pass
     start_run(recipe=make(seed=1))  # this process turns to another run

@@ -17,18 +17,18 @@ import pytest
 from flytekit.deck.deck import _get_deck
 from PIL import Image
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.records import Evaluation, Registration, StageRecord, TrackedRun
-from ebbflow.data.schema import evaluation_schema
-from ebbflow.evaluation.gate import decide
+from ebbflow.data.schema import build_evaluation_schema
+from ebbflow.evaluation.gate import decide_by_gate
 from ebbflow.plots import charts
-from ebbflow.plots.images import caption, image_grid
+from ebbflow.plots.images import build_image_grid, format_caption
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
-from ebbflow.tracking.child_run import node_run
-from ebbflow.tracking.parent_run import _parent_tags, start_run
-from ebbflow.tracking.report import ReportInputs, summary, summary_table, write_report
-from ebbflow.tracking.store import connect
+from ebbflow.tracking.child_run import open_node_run
+from ebbflow.tracking.parent_run import _build_parent_tags, start_run
+from ebbflow.tracking.report import ReportInputs, format_summary_table, summarise_run, write_report
+from ebbflow.tracking.store import connect_to_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")
 PLANT = "PLANTED"
@@ -92,7 +92,7 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
     tables = []
     evaluations = []
     for number, label in enumerate(("before", text)):
-        picture = encode_png(np.full((1, 8, 8, 3), 90 * number, np.uint8))[0]
+        picture = encode_pngs(np.full((1, 8, 8, 3), 90 * number, np.uint8))[0]
         rows = [
             {
                 "prompt_id": prompt,
@@ -110,7 +110,7 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
             }
             for prompt in range(4)
         ]
-        table = pa.Table.from_pylist(rows, schema=evaluation_schema(METRICS))
+        table = pa.Table.from_pylist(rows, schema=build_evaluation_schema(METRICS))
         path = folder / f"{number}.parquet"
         pa.parquet.write_table(table, path)
         means = {"reward": 0.1 * number, "ocr": 0.2, "exact_match": 0.0, text: 0.3, "Own": 0.1}
@@ -125,7 +125,7 @@ def made(folder: Path, hostile: str | None) -> ReportInputs:
         )
         tables.append(table)
         evaluations.append((evaluation, path))
-    decision = decide(recipe, evaluations[1][0], evaluations[0][0], tables[1], tables[0])
+    decision = decide_by_gate(recipe, evaluations[1][0], evaluations[0][0], tables[1], tables[0])
     decision = decision.model_copy(
         update={
             "reasons": [*decision.reasons, text],
@@ -196,8 +196,8 @@ def test_a_report_has_the_same_elements_whatever_the_texts_say(tmp_path, harmles
     assert PLANT in page.text
     if "{{7*7}}" in hostile:
         assert "{{7*7}}" in page.text
-    json.dumps(summary(inputs), allow_nan=False)
-    assert PLANT in summary_table(inputs)
+    json.dumps(summarise_run(inputs), allow_nan=False)
+    assert PLANT in format_summary_table(inputs)
 
 
 def test_the_report_says_when_mlflow_was_away(tmp_path):
@@ -225,8 +225,8 @@ def test_charts(hostile):
         velocity_drift=0.0,
         seconds={},
     )
-    progress = charts.progress([evaluation, evaluation], [hostile], hostile, evaluation)
-    svg = progress[0].svg + charts.scatter([0.0, 1.0], [1.0, 1.0], hostile)
+    progress = charts.plot_progress([evaluation, evaluation], [hostile], hostile, evaluation)
+    svg = progress[0].svg + charts.plot_scatter([0.0, 1.0], [1.0, 1.0], hostile)
     page = Page(svg)
     assert {"script", "img", "iframe"}.isdisjoint(page.elements)
     assert {
@@ -238,10 +238,10 @@ def test_charts(hostile):
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_pictures_hold_no_text_but_pixels(hostile):
-    png = encode_png(np.zeros((1, 16, 16, 3), np.uint8))[0]
+    png = encode_pngs(np.zeros((1, 16, 16, 3), np.uint8))[0]
     buffer = io.BytesIO()
-    image_grid(
-        [png], [caption({"target": None, "prompt": hostile, "reward": 1.0})], columns=1
+    build_image_grid(
+        [png], [format_caption({"target": None, "prompt": hostile, "reward": 1.0})], columns=1
     ).save(buffer, "PNG")
     assert PLANT.encode() not in buffer.getvalue()
     assert Image.open(buffer).info == {}
@@ -269,7 +269,7 @@ def test_names_that_become_folders_columns_and_markdown_are_plain(key, hostile):
 
 def test_the_note_of_a_run_is_made_of_plain_names():
     recipe = Recipe.model_validate({"stages": [{"kind": "online"}], "name": "a.b-c"})
-    note = _parent_tags(recipe, "e")["mlflow.note.content"]
+    note = _build_parent_tags(recipe, "e")["mlflow.note.content"]
     assert note == "Recipe **a.b-c**, seed 0: 1 × (online mix_grpo), full training."
 
 
@@ -278,10 +278,10 @@ def test_tables_dumps_and_notes_in_mlflow_stay_data(tmp_path):
     strings.
     """
     tracked = start_run(Recipe(output=str(tmp_path)), None)
-    with node_run(tracked, "1.1 online") as run_logger:
+    with open_node_run(tracked, "1.1 online") as run_logger:
         run_logger.log_table("samples", pa.table({"prompt": HOSTILE}))
         run_logger.log_params({"alarms": HOSTILE})
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     logged = json.loads(
         Path(
             client.download_artifacts(run_logger.run_id, "samples.json", str(tmp_path))

@@ -22,11 +22,11 @@ RECIPE: dict[str, Any] = {
     ],
 }
 POINTS = [
-    "ebbflow.models.glyph_training.train:_loss:2",
+    "ebbflow.models.glyph_training.train:_flow_matching_loss:2",
     "ebbflow.evaluation.evaluate:_generate_and_score:1",
     # of the online stage, in the process of the command
     "ebbflow.training.update:PolicyUpdater.update:1",
-    "ebbflow.offline.training:_timed_update:1",  # of the offline stage, where ranks save first
+    "ebbflow.offline.training:_time_update:1",  # of the offline stage, where ranks save first
 ]
 
 

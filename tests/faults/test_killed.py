@@ -22,7 +22,7 @@ from killed_cases import POINTS, Death, attempt
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe import load_recipe
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy_metadata import write_base_policy
 from tests.forked import CONTEXT
 from tests.glyph_stages import small_stage
@@ -118,7 +118,9 @@ class Stages:
             recipe = {"stages": [training], "policy": keys["policy"], **rewards}
             (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
             loaded = load_recipe(folder / "recipe.yaml")
-            write_base_policy(folder / "start", verify(self.base), loaded.digest, loaded.policy)
+            write_base_policy(
+                folder / "start", verify_folder(self.base), loaded.digest, loaded.policy
+            )
             assert self.run(stage, "whole") == 0
             self.known[stage] = self.outcome(stage, "whole")
         return self.known[stage]
@@ -145,7 +147,7 @@ def last_checkpoint(folder):
 
 def same_as_never_killed(stages, stage, name):
     folder = stages.folder / stage
-    assert verify(folder / name) == verify(folder / "whole")
+    assert verify_folder(folder / name) == verify_folder(folder / "whole")
     assert untimed(stages.outcome(stage, name)["rows"]) == untimed(stages.whole(stage)["rows"])
     assert last_checkpoint(folder / f"{name}-checkpoints") == last_checkpoint(
         folder / "whole-checkpoints"

@@ -25,10 +25,10 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder
 from ebbflow.tracking import pending
-from ebbflow.tracking.child_run import RunLogger, node_run
-from ebbflow.tracking.outage import deliver_saved
+from ebbflow.tracking.child_run import RunLogger, open_node_run
+from ebbflow.tracking.outage import deliver_saved_records
 from ebbflow.tracking.parent_run import log_results, start_run
-from ebbflow.tracking.store import connect
+from ebbflow.tracking.store import connect_to_store
 
 FAST = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -127,7 +127,7 @@ def steps(client: MlflowClient, run_id: str, key: str) -> list[int]:
 
 def child(tracked: TrackedRun, node: str) -> str:
     condition = f"tags.`mlflow.parentRunId` = '{tracked.run_id}' and tags.`ebbflow.node` = '{node}'"
-    [run] = connect(tracked.tracking_uri).search_runs([tracked.experiment_id], condition)
+    [run] = connect_to_store(tracked.tracking_uri).search_runs([tracked.experiment_id], condition)
     return run.info.run_id
 
 
@@ -144,15 +144,15 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(
         Recipe.model_validate({"output": str(tmp_path), "tracking": {"uri": server.uri}}),
         "execution",
     )
-    client = connect(server.uri)
+    client = connect_to_store(server.uri)
 
-    with node_run(tracked, "1.1 online") as online:
+    with open_node_run(tracked, "1.1 online") as online:
         log_some(online, range(300))
         server.kill()
         log_some(online, range(300, 900))
         online.log_image("validation", Image.new("RGB", (8, 8)), step=5)
         online.log_params({"optimizer_steps": 900})
-        with node_run(
+        with open_node_run(
             tracked, "1.1 online rollout"
         ) as rollout:  # it ends before the server is back
             log_some(rollout, range(3))
@@ -160,7 +160,7 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(
             rollout.log_dataset("prompts", pa.table({"prompt": ["A"]}), "training", "made up")
             rollout.log_file("timeline.json", b"{}")
             rollout.log_image("held_out", Image.new("RGB", (8, 8), "red"), step=1)
-        messages = deliver_saved(tracked)
+        messages = deliver_saved_records(tracked)
         assert any(
             "1.1 online rollout: MLflow is away; 11 records wait in" in sentence
             for sentence in messages
@@ -177,7 +177,7 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(
     assert client.get_run(online.run_id).info.status == "FINISHED"
     assert client.get_run(online.run_id).data.params == {"optimizer_steps": "900"}
 
-    messages = deliver_saved(tracked)
+    messages = deliver_saved_records(tracked)
     assert [sentence.partition(" for ")[0] for sentence in messages] == [
         "1.1 online: MLflow was away",
         "1.1 online rollout: MLflow was away",
@@ -194,7 +194,9 @@ def test_a_server_that_is_killed_during_a_stage_and_comes_back(
     )["data"] == [["A", 0.5]]
     assert len(client.get_run(run_id).inputs.dataset_inputs) == 1
     assert not list((Path(tracked.folder) / pending.FOLDER).iterdir())
-    assert deliver_saved(tracked) == messages, "nothing is delivered twice, and it stays known"
+    assert deliver_saved_records(tracked) == messages, (
+        "nothing is delivered twice, and it stays known"
+    )
     log_results(tracked, [])
     assert client.get_run(tracked.run_id).info.status == "FINISHED"
 
@@ -243,7 +245,7 @@ def away(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_next_attempt_delivers_what_the_last_one_kept(tracked: TrackedRun, away) -> None:
     def attempt() -> None:
-        with node_run(tracked, "train") as run_logger:
+        with open_node_run(tracked, "train") as run_logger:
             log_some(run_logger, range(5))
             assert run_logger.flush()
             with away():
@@ -255,9 +257,9 @@ def test_the_next_attempt_delivers_what_the_last_one_kept(tracked: TrackedRun, a
 
     with pytest.raises(RuntimeError, match="preempted"):
         attempt()
-    with node_run(tracked, "train") as run_logger:
+    with open_node_run(tracked, "train") as run_logger:
         log_some(run_logger, range(7, 12))  # its checkpoint was behind
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     assert steps(client, run_logger.run_id, "loss") == list(range(12))
     assert client.get_run(run_logger.run_id).data.params == {"lr": "0.1"}
     assert client.get_run(run_logger.run_id).info.status == "FINISHED"
@@ -273,46 +275,50 @@ def test_what_a_killed_process_had_not_sent_comes_with_its_checkpoint(tracked: T
     log_some(first, range(4))
     first.metrics_logger.flush()
     log_some(first, range(4, 8))  # gathered, and gone with the process
-    with node_run(tracked, "train") as run_logger:
+    with open_node_run(tracked, "train") as run_logger:
         second = MetricsRecorder(run_logger)
-        second.resume(first.metrics[:6])
+        second.resume_metrics(first.metrics_rows[:6])
         log_some(second, range(6, 10))
-    assert steps(connect(tracked.tracking_uri), run_logger.run_id, "loss") == list(range(10))
-    assert [row["step"] for row in second.metrics] == list(range(10))
+    assert steps(connect_to_store(tracked.tracking_uri), run_logger.run_id, "loss") == list(
+        range(10)
+    )
+    assert [row["step"] for row in second.metrics_rows] == list(range(10))
 
 
 def test_two_attempts_without_a_store_keep_everything_once(tracked: TrackedRun, away) -> None:
     with away():
         for attempt in (range(6), range(4, 9)):
-            with node_run(tracked, "train") as run_logger:
+            with open_node_run(tracked, "train") as run_logger:
                 log_some(run_logger, attempt)
-    [sentence] = deliver_saved(tracked)
+    [sentence] = deliver_saved_records(tracked)
     assert "18 records were delivered late" in sentence
-    assert steps(connect(tracked.tracking_uri), child(tracked, "train"), "loss") == list(range(9))
+    assert steps(connect_to_store(tracked.tracking_uri), child(tracked, "train"), "loss") == list(
+        range(9)
+    )
 
 
 def test_a_restart_of_the_run_delivers_what_waits(
     recipe: Recipe, execution: str, tracked: TrackedRun, away
 ) -> None:
-    with away(), node_run(tracked, "train") as run_logger:
+    with away(), open_node_run(tracked, "train") as run_logger:
         log_some(run_logger, range(3))
     assert start_run(recipe, execution) == tracked
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     assert steps(client, child(tracked, "train"), "loss") == [0, 1, 2]
     assert client.get_run(tracked.run_id).info.status == "RUNNING"
 
 
 def test_what_waits_is_kept_behind_a_uri_too(tracked: TrackedRun, away, tmp_path: Path) -> None:
     behind = tracked.model_copy(update={"folder": f"file://{tmp_path}/elsewhere/run"})
-    with away(), node_run(behind, "1.1 online") as run_logger:
+    with away(), open_node_run(behind, "1.1 online") as run_logger:
         log_some(run_logger, range(3))
         run_logger.log_file("bytes.bin", bytes(range(256)))
-    saved = pending.load(behind.folder, "1.1 online")
+    saved = pending.load_pending(behind.folder, "1.1 online")
     assert saved is not None
     assert [metric.step for metric in saved.metrics if metric.key == "loss"] == [0, 1, 2]
     assert saved.records[0].arguments["content"] == bytes(range(256))
-    deliver_saved(behind)
-    assert pending.load_all(behind.folder) == []
+    deliver_saved_records(behind)
+    assert pending.load_all_pending(behind.folder) == []
 
 
 def test_without_a_place_to_keep_them_they_are_lost_and_the_stage_is_not(
@@ -320,6 +326,6 @@ def test_without_a_place_to_keep_them_they_are_lost_and_the_stage_is_not(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     nowhere = tracked.model_copy(update={"folder": str(tmp_path / "file" / "run")})
-    with away(), node_run(nowhere, "train") as run_logger:
+    with away(), open_node_run(nowhere, "train") as run_logger:
         log_some(run_logger, range(3))
     assert "6 metrics and 0 other records are lost" in caplog.text

@@ -24,17 +24,17 @@ from ebbflow.data.pairs import PairError, read_pairs
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.prepare import copy_base, download_base
+from ebbflow.models.prepare import copy_base_folder, download_base_folder
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import load_recipe
 from ebbflow.rewards.combine import RewardError
 from ebbflow.rewards.weights import read_weights
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit, new_folder
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit_folder, write_new_folder
 from ebbflow.storage.tables import read_table
-from ebbflow.training.checkpoint import CheckpointError, restore
+from ebbflow.training.checkpoint import CheckpointError, restore_updater
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
-from ebbflow.training.start import write_start
+from ebbflow.training.start import write_start_policy
 from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[2]
@@ -221,7 +221,7 @@ def with_pickles(source: Path, folder: Path, plant, replace: bool) -> Path:
     if (folder / COMMIT).exists():
         for name in (MANIFEST, COMMIT):
             (folder / name).unlink()
-        commit(folder)
+        commit_folder(folder)
     return folder
 
 
@@ -243,7 +243,7 @@ def test_a_published_base_model(tiny_recipe, family, plant, tmp_path):
     with pytest.raises(ModelError, match=rf"{instead}.*safetensors"):
         load_model(instead, config)
     with pytest.raises(ModelError, match="safetensors"):
-        copy_base(instead, tmp_path / "copy", config)
+        copy_base_folder(instead, tmp_path / "copy", config)
     assert not (tmp_path / "copy").exists()
 
 
@@ -277,8 +277,8 @@ def test_only_parts_of_a_pipeline_are_downloaded(tiny_recipe, plant, tmp_path, m
     snapshot = with_pickles(
         Path(tiny_recipe("sd3").model.path), tmp_path / "snapshot", plant, replace=False
     )
-    monkeypatch.setattr("ebbflow.models.prepare.pretrained_folder", lambda *_: snapshot)
-    download_base("owner/name", "0" * 40, tmp_path / "base")
+    monkeypatch.setattr("ebbflow.models.prepare.locate_pretrained", lambda *_: snapshot)
+    download_base_folder("owner/name", "0" * 40, tmp_path / "base")
     endings = {path.suffix for path in (tmp_path / "base").rglob("*") if path.is_file()} - {""}
     assert endings <= {".json", ".safetensors", ".txt", ".model", ".jinja"}
 
@@ -287,19 +287,19 @@ def test_only_parts_of_a_pipeline_are_downloaded(tiny_recipe, plant, tmp_path, m
 def test_a_policy(model, make_recipe, plant, tmp_path, train):
     recipe = make_recipe(policy={"train": train})
     policy = Policy(model, recipe.policy, 0)
-    policy.ensure("old")
-    policy.save(
+    policy.ensure_copy("old")
+    policy.save_folder(
         tmp_path / "p",
         PolicyMetadata(
             base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",)
         ),
     )
-    policy.load(
+    policy.load_folder(
         with_pickles(tmp_path / "p", tmp_path / "beside", plant, replace=False), to_train=True
     )
     instead = with_pickles(tmp_path / "p", tmp_path / "instead", plant, replace=True)
     with pytest.raises(Exception, match=str(instead)):
-        policy.load(instead, to_train=True)
+        policy.load_folder(instead, to_train=True)
 
 
 def test_a_published_lora(base_folder, make_recipe, plant, tmp_path):
@@ -314,7 +314,7 @@ def test_a_published_lora(base_folder, make_recipe, plant, tmp_path):
                 Exception,
                 match=rf"policy\.start: .*{tmp_path}/lora.*safetensors|cannot be read as a LoRA",
             ):
-                write_start(recipe, base_folder, source, tmp_path / "start")
+                write_start_policy(recipe, base_folder, source, tmp_path / "start")
     assert not (tmp_path / "start").exists()
 
 
@@ -380,8 +380,8 @@ def test_a_recipe_in_yaml(flag, tmp_path):
 def test_a_checkpoint(model, make_recipe, plant, tmp_path):
     recipe = make_recipe()
     updater = PolicyUpdater(Policy(model, recipe.policy, 0), recipe.stages[0])
-    with new_folder(tmp_path / "step-00002") as unfinished:
+    with write_new_folder(tmp_path / "step-00002") as unfinished:
         for name in ("optimizer.pt", "parameters.bin", "policy.pkl", "state.pkl", "learner.pt"):
             plant(unfinished / name)
     with pytest.raises((CheckpointError, FileNotFoundError, IndexError)):
-        restore(tmp_path / "step-00002", updater)
+        restore_updater(tmp_path / "step-00002", updater)

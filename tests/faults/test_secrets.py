@@ -19,7 +19,7 @@ import pytest
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.recipe import load_recipe
-from ebbflow.recipe.secrets import redact
+from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 from tests.pipeline.conftest import run_pipeline
 
@@ -283,9 +283,9 @@ def test_what_has_no_secret_stays_as_it_is():
         "git+ssh://git@github.com:o/r.git@v1",
         "mail@host: a://b",
     ):
-        assert redact(text) == text
+        assert redact_secrets(text) == text
     assert (
-        redact("GET http://me:word@host:1/x?a=1&api_key=k failed")
+        redact_secrets("GET http://me:word@host:1/x?a=1&api_key=k failed")
         == "GET http://***@host:1/x?a=1&api_key=*** failed"
     )
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from solver_cases import DATA_MEAN, DATA_STD, affine_velocity, bent_velocity, schedule
 
-from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
-from ebbflow.flow.transition import transition
+from ebbflow.flow.dpm_solver import dpm_solver_step, shorten_schedule
+from ebbflow.flow.transition import compute_transition
 
 
 def exact_path(z, sigma):
@@ -73,7 +73,7 @@ def test_the_first_the_last_and_the_step_after_pure_noise_are_euler_and_no_other
     for step in range(6):
         velocity = bent_velocity(x, sigmas[step])
         after, clean_now = dpm_solver_step(x, velocity, clean, sigmas, step)
-        distance = (after - transition("ode", x, velocity, sigmas, step).mean).abs().max()
+        distance = (after - compute_transition("ode", x, velocity, sigmas, step).mean).abs().max()
         assert torch.allclose(clean_now, x - sigmas[step] * velocity, atol=1e-12)
         assert distance < 1e-12 if step in (0, 1, 5) else distance > 1e-3
         x = after
@@ -85,7 +85,7 @@ def test_it_can_start_at_any_step_and_is_euler_there():
     x = noise(2, 4)
     velocity = bent_velocity(x, sigmas[3])
     after, _ = dpm_solver_step(x, velocity, None, sigmas, 3)
-    assert torch.allclose(after, transition("ode", x, velocity, sigmas, 3).mean, atol=1e-12)
+    assert torch.allclose(after, compute_transition("ode", x, velocity, sigmas, 3).mean, atol=1e-12)
 
 
 def test_a_constant_clean_prediction_is_reached_exactly_whatever_the_steps():
@@ -141,16 +141,16 @@ def test_bf16_input_is_computed_in_float32():
 
 def test_a_shorter_schedule_by_hand():
     sigmas = torch.tensor([0.8, 0.6, 0.3, 0.1, 0.0])
-    assert shorter_schedule(sigmas, 0.5).tolist() == pytest.approx([0.8, 0.3, 0])
-    assert shorter_schedule(sigmas, 0.6).tolist() == pytest.approx([0.8, 0.5, 0.5 / 3, 0])
-    assert shorter_schedule(sigmas, 0.01).tolist() == pytest.approx([0.8, 0])
-    assert torch.equal(shorter_schedule(sigmas, 0.99), sigmas)
+    assert shorten_schedule(sigmas, 0.5).tolist() == pytest.approx([0.8, 0.3, 0])
+    assert shorten_schedule(sigmas, 0.6).tolist() == pytest.approx([0.8, 0.5, 0.5 / 3, 0])
+    assert shorten_schedule(sigmas, 0.01).tolist() == pytest.approx([0.8, 0])
+    assert torch.equal(shorten_schedule(sigmas, 0.99), sigmas)
 
 
 @given(st.integers(1, 60), st.floats(0.01, 0.99), st.floats(1, 6))
 def test_a_shorter_schedule_has_its_length_keeps_its_ends_and_descends(steps, share, shift):
     sigmas = schedule(steps, shift).float()
-    shorter = shorter_schedule(sigmas, share)
+    shorter = shorten_schedule(sigmas, share)
     assert len(shorter) - 1 == max(1, math.ceil(share * steps))
     assert shorter.dtype == torch.float32
     assert shorter[0] == sigmas[0]

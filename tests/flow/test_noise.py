@@ -4,28 +4,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.flow.noise import INITIAL, noise
-from ebbflow.seeding import Stream, derive_seed, generator, generators
+from ebbflow.flow.noise import INITIAL, generate_noise
+from ebbflow.seeding import Stream, derive_seed, iterate_generators, make_generator
 
 SHAPE = (1, 4, 6)
 natural = st.integers(0, 2**63 - 1)
 
 
 def draw(seed=1, prompt_id=2, sample=3, step=4, stream=Stream.ROLLOUT):
-    return noise(SHAPE, seed, [prompt_id], [sample], step, stream)[0]
+    return generate_noise(SHAPE, seed, [prompt_id], [sample], step, stream)[0]
 
 
 def test_the_same_key_gives_the_same_noise():
     assert torch.equal(draw(), draw())
     assert draw().dtype == torch.float32
-    assert torch.equal(noise(SHAPE, 1, [2], [3])[0], draw(step=INITIAL))
+    assert torch.equal(generate_noise(SHAPE, 1, [2], [3])[0], draw(step=INITIAL))
 
 
 def test_batch_and_order_do_not_matter():
     keys = [(5, 0), (5, 1), (9, 0), (0, 7)]
-    together = noise(SHAPE, 1, *zip(*keys, strict=True), step=2)
+    together = generate_noise(SHAPE, 1, *zip(*keys, strict=True), step=2)
     for order in ([3, 1, 0, 2], [2], [1, 1]):
-        again = noise(SHAPE, 1, [keys[i][0] for i in order], [keys[i][1] for i in order], step=2)
+        again = generate_noise(
+            SHAPE, 1, [keys[i][0] for i in order], [keys[i][1] for i in order], step=2
+        )
         assert torch.equal(again, together[order])
 
 
@@ -63,7 +65,7 @@ def test_swapping_parts_of_the_key_changes_the_noise():
 @given(natural, st.lists(natural, min_size=2, max_size=20, unique=True))
 def test_no_two_draws_of_a_grid_are_alike(seed, prompt_ids):
     first = {
-        generator(seed, prompt_id, sample, step).random()
+        make_generator(seed, prompt_id, sample, step).random()
         for prompt_id in prompt_ids
         for sample in (0, 1)
         for step in (0, 1)
@@ -72,7 +74,7 @@ def test_no_two_draws_of_a_grid_are_alike(seed, prompt_ids):
 
 
 def test_neighbouring_keys_are_independent_standard_normal():
-    draws = noise(
+    draws = generate_noise(
         (64,),
         0,
         [p for p in range(40) for _ in range(40)],
@@ -92,10 +94,10 @@ def test_generators_draw_as_new_ones_whatever_was_drawn_before():
     def drawn(random, count):
         return random.random(dtype=np.float32), random.standard_normal(count, dtype=np.float32)
 
-    shared = generators(3, [5, 5, 9], [0, 1, 0], 2, Stream.TRAINING)
+    shared = iterate_generators(3, [5, 5, 9], [0, 1, 0], 2, Stream.TRAINING)
     for count, found, key in zip((7, 1, 4), shared, [(5, 0), (5, 1), (9, 0)], strict=True):
         uniform, normal = drawn(found, count)
-        expected = drawn(generator(3, *key, 2, Stream.TRAINING), count)
+        expected = drawn(make_generator(3, *key, 2, Stream.TRAINING), count)
         assert uniform == expected[0]
         assert (normal == expected[1]).all()
 
@@ -108,7 +110,7 @@ def test_negative_keys_are_errors(key):
 
 def test_keys_and_samples_go_together():
     with pytest.raises(ValueError, match="zip"):
-        noise(SHAPE, 0, [1, 2], [1])
+        generate_noise(SHAPE, 0, [1, 2], [1])
 
 
 def test_derived_seeds_differ_by_run_and_place():

@@ -18,7 +18,7 @@ from ebbflow.algorithms.built_in.dgpo import DGPOConfig
 from ebbflow.algorithms.built_in.diffusion_dpo import DiffusionDPOConfig
 from ebbflow.algorithms.built_in.diffusion_nft import DiffusionNFTConfig
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.training_sigmas import schedule_points, training_sigmas
+from ebbflow.flow.training_sigmas import list_schedule_points, sample_training_sigmas
 from ebbflow.recipe.algorithms import SigmaConfig
 
 SAMPLES = 2000
@@ -38,7 +38,7 @@ def keys_of(samples, first=0):
 def draw(config, draws, schedule, samples=SAMPLES, visit=0, keys=None):
     """Sigmas [draws, samples] from independent uniform numbers."""
     uniform = torch.from_numpy(np.random.default_rng(0).random((draws, samples), dtype=np.float32))
-    return training_sigmas(config, schedule, keys or keys_of(samples), visit, uniform)
+    return sample_training_sigmas(config, schedule, keys or keys_of(samples), visit, uniform)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_draws_depend_on_the_sample_and_the_visit_alone(kind, stratified):
     config = SigmaConfig(kind=kind, stratified=stratified)
     schedule = sd3(10)
     uniform = torch.rand(3, 6, generator=torch.Generator().manual_seed(0))
-    whole = training_sigmas(config, schedule, keys_of(6), 2, uniform)
-    assert torch.equal(training_sigmas(config, schedule, keys_of(6), 2, uniform), whole)
-    alone = training_sigmas(config, schedule, keys_of(1, first=4), 2, uniform[:, 4:5])
+    whole = sample_training_sigmas(config, schedule, keys_of(6), 2, uniform)
+    assert torch.equal(sample_training_sigmas(config, schedule, keys_of(6), 2, uniform), whole)
+    alone = sample_training_sigmas(config, schedule, keys_of(1, first=4), 2, uniform[:, 4:5])
     assert torch.equal(alone[:, 0], whole[:, 4])
 
 
@@ -114,7 +114,7 @@ def test_another_visit_has_another_order():
     schedule = sd3(10)
     uniform = torch.zeros(9, 1)
     orders = {
-        tuple(training_sigmas(config, schedule, keys_of(1), visit, uniform)[:, 0].tolist())
+        tuple(sample_training_sigmas(config, schedule, keys_of(1), visit, uniform)[:, 0].tolist())
         for visit in range(20)
     }
     assert len(orders) == 20
@@ -137,10 +137,10 @@ def test_a_band_is_the_distribution_given_that_sigma_lies_in_it(kind, shift):
 
 def test_stratified_draws_take_equal_parts_and_others_the_whole():
     uniform = torch.rand(4, 500, generator=torch.Generator().manual_seed(0))
-    parts = training_sigmas(SigmaConfig(kind="uniform"), sd3(10), keys_of(500), 0, uniform)
+    parts = sample_training_sigmas(SigmaConfig(kind="uniform"), sd3(10), keys_of(500), 0, uniform)
     assert torch.equal(parts, (torch.arange(4)[:, None] + uniform) / 4)
     assert torch.equal(
-        training_sigmas(
+        sample_training_sigmas(
             SigmaConfig(kind="uniform", stratified=False), sd3(10), keys_of(500), 0, uniform
         ),
         uniform,
@@ -157,7 +157,7 @@ def test_every_schedule_gives_points_of_its_band(steps, draws, stratified, low):
     config = SigmaConfig(kind="schedule", min=low, stratified=stratified)
     sigmas = draw(config, draws, sd3(steps), samples=3)
     assert sigmas.shape == (draws, 3)
-    assert bool(torch.isin(sigmas, schedule_points(config, sd3(steps))).all())
+    assert bool(torch.isin(sigmas, list_schedule_points(config, sd3(steps))).all())
     assert sigmas.min() >= low
     assert sigmas.min() > 0
 
@@ -166,7 +166,7 @@ def test_a_band_without_a_point_names_the_schedule_and_the_ways_out():
     with pytest.raises(
         ValueError, match=r"schedule \(1, 0\.858, 0\.602, .*min = 0\.91.*max = 0\.95.*steps"
     ):
-        schedule_points(SigmaConfig(kind="schedule", min=0.91, max=0.95), sd3(4))
+        list_schedule_points(SigmaConfig(kind="schedule", min=0.91, max=0.95), sd3(4))
 
 
 @pytest.mark.parametrize(

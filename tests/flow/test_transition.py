@@ -8,7 +8,12 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from ebbflow.flow.transition import DEFAULT_ETA, log_prob, sample, transition
+from ebbflow.flow.transition import (
+    DEFAULT_ETA,
+    compute_log_prob,
+    compute_transition,
+    sample_next_latents,
+)
 
 STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
 SAMPLERS = ["ode", *STOCHASTIC]
@@ -51,10 +56,10 @@ def test_golden_table(shift_3, sampler, eta, step, mean, std, score):
     latents, velocity, after = (
         torch.full((2, 1, 4, 4), value, dtype=torch.float64) for value in (0.3, -0.5, 0.25)
     )
-    move = transition(sampler, latents, velocity, shift_3, step, eta)
+    move = compute_transition(sampler, latents, velocity, shift_3, step, eta)
     assert move.mean.flatten().tolist() == pytest.approx([mean] * 32, abs=1e-6)
     assert move.std.item() == pytest.approx(std, abs=1e-6)
-    assert log_prob(move, after).tolist() == pytest.approx([score] * 2, abs=1e-6)
+    assert compute_log_prob(move, after).tolist() == pytest.approx([score] * 2, abs=1e-6)
 
 
 def test_the_published_noise_levels_are_the_defaults(shift_3):
@@ -62,7 +67,7 @@ def test_the_published_noise_levels_are_the_defaults(shift_3):
     latents, velocity, _ = random_step()
     for sampler in SAMPLERS:
         left_out, given = (
-            transition(sampler, latents, velocity, shift_3, 2, eta)
+            compute_transition(sampler, latents, velocity, shift_3, 2, eta)
             for eta in (None, DEFAULT_ETA[sampler])
         )
         assert torch.equal(left_out.mean, given.mean)
@@ -120,7 +125,9 @@ PUBLISHED = {
 def test_the_one_transition_is_the_published_step(shift_3, sampler, eta):
     for step in range(len(shift_3) - 1):
         latents, velocity, noise = random_step(seed=step)
-        ours = sample(transition(sampler, latents, velocity, shift_3, step, eta), noise)
+        ours = sample_next_latents(
+            compute_transition(sampler, latents, velocity, shift_3, step, eta), noise
+        )
         assert ours.dtype == torch.float64
         assert (
             ours - PUBLISHED[sampler](latents, velocity, noise, shift_3, step, eta)
@@ -131,7 +138,7 @@ def test_the_one_transition_is_the_published_step(shift_3, sampler, eta):
 def test_std_is_scale_times_the_root_of_the_step(shift_3, sampler):
     latents, velocity, _ = random_step()
     for step in range(10):
-        move = transition(sampler, latents, velocity, shift_3, step)
+        move = compute_transition(sampler, latents, velocity, shift_3, step)
         assert move.dt.item() == pytest.approx(
             (shift_3[step + 1] - shift_3[step]).item(), abs=1e-15
         )
@@ -147,7 +154,7 @@ def test_ode_and_cps_keep_the_noise_level(shift_3, sampler, eta):
     # a: a^2 + b^2 = sigma'^2.
     eps = torch.ones(1, 4, dtype=torch.float64)
     for step in range(10):
-        move = transition(sampler, shift_3[step] * eps, eps, shift_3, step, eta)
+        move = compute_transition(sampler, shift_3[step] * eps, eps, shift_3, step, eta)
         kept = move.mean[0, 0] ** 2 + move.std**2
         assert kept.item() == pytest.approx(shift_3[step + 1].item() ** 2, abs=1e-14)
 
@@ -155,11 +162,14 @@ def test_ode_and_cps_keep_the_noise_level(shift_3, sampler, eta):
 @pytest.mark.parametrize("sampler", STOCHASTIC)
 def test_without_noise_every_sampler_is_the_ode_and_nears_it_as_eta_squared(shift_3, sampler):
     latents, velocity, _ = random_step()
-    ode = transition("ode", latents, velocity, shift_3, 3).mean
+    ode = compute_transition("ode", latents, velocity, shift_3, 3).mean
 
     def distance(eta):
         return (
-            (transition(sampler, latents, velocity, shift_3, 3, eta).mean - ode).abs().max().item()
+            (compute_transition(sampler, latents, velocity, shift_3, 3, eta).mean - ode)
+            .abs()
+            .max()
+            .item()
         )
 
     assert distance(0.0) < 1e-15
@@ -174,61 +184,67 @@ def test_mean_log_probability_is_the_negative_entropy(shift_3, sampler, step):
     latents, velocity, noise = (
         torch.randn(1, 200_000, dtype=torch.float64, generator=generator) for _ in range(3)
     )
-    move = transition(sampler, latents, velocity, shift_3, step)
+    move = compute_transition(sampler, latents, velocity, shift_3, step)
     expected = -math.log(move.std.item()) - HALF_LOG_2PI - 0.5
-    assert log_prob(move, sample(move, noise)).item() == pytest.approx(expected, abs=5e-3)
+    assert compute_log_prob(move, sample_next_latents(move, noise)).item() == pytest.approx(
+        expected, abs=5e-3
+    )
 
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)
 @pytest.mark.parametrize("step", [0, 2, 8])
 def test_a_sample_scores_as_the_density_of_its_noise(shift_3, sampler, step):
     latents, velocity, noise = random_step()
-    move = transition(sampler, latents, velocity, shift_3, step)
+    move = compute_transition(sampler, latents, velocity, shift_3, step)
     square = (noise**2).flatten(1).mean(1)
     density = (
         -(move.std**2) * square if sampler == "cps" else -square / 2 - HALF_LOG_2PI - move.std.log()
     )
-    assert torch.allclose(log_prob(move, sample(move, noise)), density, rtol=0, atol=1e-12)
+    assert torch.allclose(
+        compute_log_prob(move, sample_next_latents(move, noise)), density, rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
 def test_log_probability_times_the_elements_is_the_log_density(shift_3, sampler):
     latents, velocity, noise = random_step()
-    move = transition(sampler, latents, velocity, shift_3, 4)
-    after = sample(move, 1.3 * noise)
+    move = compute_transition(sampler, latents, velocity, shift_3, 4)
+    after = sample_next_latents(move, 1.3 * noise)
     density = torch.distributions.Normal(move.mean, move.std).log_prob(after).flatten(1).sum(1)
-    assert torch.allclose(log_prob(move, after) * 24, density, rtol=1e-12)
+    assert torch.allclose(compute_log_prob(move, after) * 24, density, rtol=1e-12)
 
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)
 def test_a_step_for_each_row_equals_the_steps_one_by_one(shift_3, sampler):
     latents, velocity, noise = random_step()
     steps = torch.tensor([0, 7, 3])
-    together = transition(sampler, latents, velocity, shift_3, steps)
-    after = sample(together, noise)
+    together = compute_transition(sampler, latents, velocity, shift_3, steps)
+    after = sample_next_latents(together, noise)
     for row, step in enumerate(steps.tolist()):
         one = slice(row, row + 1)
-        alone = transition(sampler, latents[one], velocity[one], shift_3, step)
+        alone = compute_transition(sampler, latents[one], velocity[one], shift_3, step)
         assert torch.equal(together.mean[one], alone.mean)
         assert torch.equal(together.std[row], alone.std)
         assert torch.equal(together.scale[row], alone.scale)
         assert torch.equal(together.dt[row], alone.dt)
-        assert torch.equal(after[one], sample(alone, noise[one]))
-        assert torch.equal(log_prob(together, after)[one], log_prob(alone, after[one]))
+        assert torch.equal(after[one], sample_next_latents(alone, noise[one]))
+        assert torch.equal(
+            compute_log_prob(together, after)[one], compute_log_prob(alone, after[one])
+        )
 
 
 def test_a_deterministic_step_has_no_log_probability(shift_3):
     latents, velocity, _ = random_step()
     for sampler, step in [("ode", 3), ("cps", 9), ("cps", torch.tensor([3, 9, 3]))]:
         with pytest.raises(ValueError, match=f"deterministic step of the {sampler} sampler"):
-            log_prob(transition(sampler, latents, velocity, shift_3, step), latents)
+            compute_log_prob(compute_transition(sampler, latents, velocity, shift_3, step), latents)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_bf16_input_is_computed_in_float32(shift_3, sampler):
     latents, velocity, _ = (value.bfloat16() for value in random_step())
-    low = transition(sampler, latents, velocity, shift_3, 2)
-    full = transition(sampler, latents.float(), velocity.float(), shift_3, 2)
+    low = compute_transition(sampler, latents, velocity, shift_3, 2)
+    full = compute_transition(sampler, latents.float(), velocity.float(), shift_3, 2)
     assert low.mean.dtype == low.std.dtype == torch.float32
     assert torch.equal(low.mean, full.mean)
 
@@ -278,7 +294,9 @@ def test_samples_follow_the_exact_moments_on_gaussian_data(shift_3, sampler):
     x = torch.randn(count, 1, dtype=torch.float64, generator=generator)
     for step, (mean, variance) in enumerate(exact_moments(sampler, shift_3, 0.7)[1:]):
         z = torch.randn(count, 1, dtype=torch.float64, generator=generator)
-        x = sample(transition(sampler, x, exact_velocity(x, shift_3[step]), shift_3, step, 0.7), z)
+        x = sample_next_latents(
+            compute_transition(sampler, x, exact_velocity(x, shift_3[step]), shift_3, step, 0.7), z
+        )
         assert abs(x.mean().item() - mean) < 4 * math.sqrt(variance / count)
         assert abs(x.var().item() - variance) < 4 * variance * math.sqrt(2 / count)
 
@@ -289,7 +307,9 @@ def final_moments(sampler, sigmas, eta):
     variance = 1.0
     points = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     for step in range(len(sigmas) - 1):
-        move = transition(sampler, points, exact_velocity(points, sigmas[step]), sigmas, step, eta)
+        move = compute_transition(
+            sampler, points, exact_velocity(points, sigmas[step]), sigmas, step, eta
+        )
         offset = move.mean[0, 0].item()
         slope = (move.mean[1, 0] - move.mean[0, 0]).item()
         mean = slope * mean + offset

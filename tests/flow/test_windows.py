@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.flow.windows import Plan, plan
+from ebbflow.flow.windows import Plan, plan_steps
 from ebbflow.recipe.choices import WINDOW_KEYS, SamplerConfig, WindowConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 
@@ -45,7 +45,7 @@ naturals = st.integers(0, 10**6)
 @given(windows(), naturals, naturals)
 def test_a_plan_is_never_empty_and_never_holds_the_last_step(case, step, seed):
     window, steps = case
-    made = plan(window, steps, step, seed)
+    made = plan_steps(window, steps, step, seed)
     assert len(made.trained) > 0
     assert list(made.stochastic) == sorted(set(made.stochastic))
     assert list(made.trained) == sorted(set(made.trained))
@@ -57,7 +57,7 @@ def test_a_plan_is_never_empty_and_never_holds_the_last_step(case, step, seed):
 @given(windows(CONTIGUOUS), naturals, naturals)
 def test_a_window_has_its_size_without_gaps_and_all_of_it_is_trained(case, step, seed):
     window, steps = case
-    made = plan(window, steps, step, seed)
+    made = plan_steps(window, steps, step, seed)
     assert made.trained == made.stochastic
     assert made.trained == tuple(range(made.trained[0], made.trained[0] + window.size))
     assert made.trained[0] >= window.start
@@ -66,27 +66,27 @@ def test_a_window_has_its_size_without_gaps_and_all_of_it_is_trained(case, step,
 @given(windows(), naturals, naturals)
 def test_the_tail_is_the_recipes(case, step, seed):
     window, steps = case
-    assert plan(window, steps, step, seed).tail == window.tail
+    assert plan_steps(window, steps, step, seed).tail == window.tail
 
 
 @given(windows(), naturals, naturals)
 def test_the_same_optimisation_step_and_seed_draw_the_same_plan(case, step, seed):
     window, steps = case
-    first = plan(window, steps, step, seed)
-    plan(window, steps, step + 1, seed)
-    assert plan(window, steps, step, seed) == first
+    first = plan_steps(window, steps, step, seed)
+    plan_steps(window, steps, step + 1, seed)
+    assert plan_steps(window, steps, step, seed) == first
 
 
 @given(st.integers(2, 50), naturals)
 def test_all_is_every_step_but_the_last(steps, step):
     every = tuple(range(steps - 1))
-    assert plan(WindowConfig(kind="all"), steps, step, seed=0) == Plan(every, every)
+    assert plan_steps(WindowConfig(kind="all"), steps, step, seed=0) == Plan(every, every)
 
 
 @given(windows(["fixed"]), naturals)
 def test_fixed_stays(case, step):
     window, steps = case
-    assert plan(window, steps, step, 0).trained[0] == window.start
+    assert plan_steps(window, steps, step, 0).trained[0] == window.start
 
 
 def starts(window, steps):
@@ -98,7 +98,7 @@ def starts(window, steps):
 
 
 def visited(window, steps, count):
-    return [plan(window, steps, step, seed=7).trained[0] for step in range(count)]
+    return [plan_steps(window, steps, step, seed=7).trained[0] for step in range(count)]
 
 
 def stays(window, steps, count):
@@ -118,13 +118,15 @@ def test_progressive_moves_by_its_stride_and_stays_its_time(case):
 
 def test_mixgrpo_on_six_steps():
     window = WindowConfig(kind="progressive", size=3, steps_per_window=10)
-    seen = [plan(window, 6, step, seed=0).trained for step in (0, 9, 10, 20, 29, 30)]
+    seen = [plan_steps(window, 6, step, seed=0).trained for step in (0, 9, 10, 20, 29, 30)]
     assert seen == [(0, 1, 2), (0, 1, 2), (1, 2, 3), (2, 3, 4), (2, 3, 4), (0, 1, 2)]
 
 
 def test_without_roll_over_the_last_window_stays_for_good():
     window = WindowConfig(kind="progressive", size=3, steps_per_window=10, roll_over=False)
-    assert [plan(window, 6, step, seed=0).trained[0] for step in (0, 10, 20, 30, 31, 10**6)] == [
+    assert [
+        plan_steps(window, 6, step, seed=0).trained[0] for step in (0, 10, 20, 30, 31, 10**6)
+    ] == [
         0,
         1,
         2,
@@ -182,14 +184,16 @@ def test_however_fast_it_decays_every_window_has_one_optimisation_step():
 def test_random_covers_its_range_and_nothing_else(case, seed):
     window, steps = case
     places = starts(window, steps)
-    seen = {plan(window, steps, step, seed).trained[0] for step in range(20 * len(places) + 20)}
+    seen = {
+        plan_steps(window, steps, step, seed).trained[0] for step in range(20 * len(places) + 20)
+    }
     assert seen == set(places)
 
 
 @given(windows(["share"]), naturals, naturals)
 def test_share_is_stochastic_everywhere_and_trains_its_share(case, step, seed):
     window, steps = case
-    made = plan(window, steps, step, seed)
+    made = plan_steps(window, steps, step, seed)
     assert made.stochastic == tuple(range(steps - 1))
     assert len(made.trained) == max(1, int(window.share * (steps - 1)))
 
@@ -199,7 +203,7 @@ def test_share_trains_every_step_equally_often():
     count = 10
     share = 0.6
     plans = [
-        plan(WindowConfig(kind="share", share=share), count + 1, step, seed=2)
+        plan_steps(WindowConfig(kind="share", share=share), count + 1, step, seed=2)
         for step in range(draws)
     ]
     often = np.bincount([start for made in plans for start in made.trained], minlength=count)
@@ -214,7 +218,7 @@ def test_a_draw_depends_on_the_seed_and_the_optimisation_step_alone(kind):
     )
 
     def sequence(seed, order):
-        return {step: plan(window, 20, step, seed).trained for step in order}
+        return {step: plan_steps(window, 20, step, seed).trained for step in order}
 
     forward = sequence(4, range(50))
     assert sequence(4, reversed(range(50))) == forward

@@ -18,7 +18,7 @@ from flytekit import PythonFunctionTask, Resources
 
 from tasks import flyte2
 from tasks.generate_rollouts import generate_rollouts
-from tasks.resources import training_group
+from tasks.resources import training_group_resources
 from tasks.score_rollouts import score_rollouts
 
 ROOT = Path(__file__).parents[2]
@@ -70,15 +70,15 @@ def test_flyte_migrate_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) ->
     """With flytekit alone, limits are requests."""
     one = Resources(cpu="2", mem="4Gi", gpu="1", ephemeral_storage="10Gi")
     monkeypatch.setattr(flyte2, "PLUGINS", None)
-    assert flyte2.limits_of(one) == one
+    assert flyte2.build_limits(one) == one
     known: dict[str, str] = {}
     plugins = SimpleNamespace(
         register_plugin=known.__setitem__, _transform_pytorch_config_v1_to_v2="Elastic's"
     )
     monkeypatch.setattr(flyte2, "PLUGINS", plugins)
-    assert flyte2.limits_of(one) == Resources(cpu="2", mem="4Gi", gpu="1")
-    flyte2.translate_elastic()
-    assert known == {type(training_group()["task_config"]).__name__: "Elastic's"}
+    assert flyte2.build_limits(one) == Resources(cpu="2", mem="4Gi", gpu="1")
+    flyte2.register_elastic_translation()
+    assert known == {type(training_group_resources()["task_config"]).__name__: "Elastic's"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from mlflow.entities import Run
 
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.promotion import MarginsConfig
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import ROOT
 from tests.pipeline.pods import Attempt, Cluster, Package, Values, execute
@@ -195,7 +195,7 @@ def test_what_it_returns_and_what_mlflow_keeps_is_in_the_store(
     for name in ("report", "summary"):
         assert cluster.store.exists(outputs[name].scalar.blob.uri)
     assert cluster.store.glob(f"{BUCKET}/mlflow/**/summary.json")
-    verify(recorded.policy)
+    verify_folder(recorded.policy)
 
 
 @pytest.mark.parametrize(

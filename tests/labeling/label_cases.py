@@ -19,13 +19,13 @@ import torch
 import uvicorn
 from PIL import Image
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
-from ebbflow.data.schema import PROMPTS, evaluation_schema, rollout_schema
+from ebbflow.data.schema import PROMPTS, build_evaluation_schema, build_rollout_schema
 from ebbflow.labeling import server
 from ebbflow.labeling.session import Session, Settings, open_session
 from ebbflow.labeling.sources import LabelTask, load_comparison
-from ebbflow.offline.shards import layout_metadata, rollout_batch
+from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch
 from ebbflow.storage.tables import write_table
 
 LATENT = (1, 16, 32)
@@ -33,7 +33,7 @@ LATENT = (1, 16, 32)
 
 
 def grey(level: int, height: int = 16, width: int = 32) -> bytes:
-    return encode_png(np.full((1, height, width, 3), level, np.uint8))[0]
+    return encode_pngs(np.full((1, height, width, 3), level, np.uint8))[0]
 
 
 def level(png: bytes) -> int:
@@ -60,7 +60,7 @@ def write_evaluation(
         | {"target": None, "image": grey(value, **size), "reward": 0.5, "failure": None}
         for index, value in enumerate(levels)
     ]
-    schema = evaluation_schema(["reward"])
+    schema = build_evaluation_schema(["reward"])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_table(
         path,
@@ -111,15 +111,15 @@ def write_rollouts(
         levels = [20 + 7 * prompt + 3 * sample for prompt, sample in keys]
         latents = torch.stack([torch.full(LATENT, value / 127.5 - 1) for value in levels])
         prompt_ids, samples = zip(*keys, strict=True)
-        batch = rollout_batch(
+        batch = build_rollout_batch(
             prompt_ids, samples, 4, latents, [grey(value) for value in levels], "float32"
         )
         path = folder / f"rollouts-{shard}.parquet"
         write_table(
             path,
-            rollout_schema(LATENT),
+            build_rollout_schema(LATENT),
             [batch],
-            {"stage": stage, "shard": shard} | layout_metadata(LATENT),
+            {"stage": stage, "shard": shard} | build_layout_metadata(LATENT),
         )
         paths.append(path)
     return paths, folder / "prompts.parquet"
@@ -127,15 +127,15 @@ def write_rollouts(
 
 def brighter(session: Session, rater: str, pair: str) -> str:
     """What a rater says who looks at the two sides and prefers the brighter one."""
-    left, right = (level(session.picture(rater, pair, side)) for side in ("left", "right"))
+    left, right = (level(session.picture_on_side(rater, pair, side)) for side in ("left", "right"))
     return "tie" if left == right else "left" if left > right else "right"
 
 
 def rate(session: Session, rater: str, count: int | None = None) -> int:
     """Let a rater answer the next pairs; returns how many there were."""
     done = 0
-    while (upcoming := session.upcoming(rater)) and done != count:
-        session.answer(rater, upcoming[0].key, brighter(session, rater, upcoming[0].key))
+    while (upcoming := session.list_upcoming_pairs(rater)) and done != count:
+        session.record_answer(rater, upcoming[0].key, brighter(session, rater, upcoming[0].key))
         done += 1
     return done
 
@@ -162,7 +162,9 @@ def serving(session: Session) -> Iterator[str]:
         server, "uvicorn", SimpleNamespace(Config=uvicorn.Config, Server=remember)
     ):
         thread = threading.Thread(
-            target=server.serve, args=(session, "127.0.0.1", 0, addresses.put), daemon=True
+            target=server.run_label_server,
+            args=(session, "127.0.0.1", 0, addresses.put),
+            daemon=True,
         )
         thread.start()
         try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ebbflow.labeling.agreement import krippendorff_alpha
+from ebbflow.labeling.agreement import compute_krippendorff_alpha
 
 
 def units(*raters: str) -> list[list[str]]:
@@ -23,7 +23,7 @@ def units(*raters: str) -> list[list[str]]:
     ],
 )
 def test_the_examples_of_krippendorff_2011(raters: tuple[str, ...], alpha: float) -> None:
-    assert krippendorff_alpha(units(*raters)) == pytest.approx(alpha, abs=5e-4)
+    assert compute_krippendorff_alpha(units(*raters)) == pytest.approx(alpha, abs=5e-4)
 
 
 def test_two_raters_without_gaps_are_scotts_pi_with_the_correction_for_few_units() -> None:
@@ -31,21 +31,21 @@ def test_two_raters_without_gaps_are_scotts_pi_with_the_correction_for_few_units
     second = np.where(np.random.default_rng(1).random(50) < 0.6, first, second)
     shares = np.bincount(np.concatenate([first, second])) / 100
     pi = ((first == second).mean() - (shares**2).sum()) / (1 - (shares**2).sum())
-    alpha = krippendorff_alpha(
+    alpha = compute_krippendorff_alpha(
         [list(unit) for unit in zip(first.tolist(), second.tolist(), strict=True)]
     )
     assert alpha == pytest.approx(1 - (1 - pi) * 99 / 100)
 
 
 def test_limits() -> None:
-    assert krippendorff_alpha(units("lrlrt", "lrlrt", "lrlrt")) == 1
-    assert krippendorff_alpha(units("lrlr", "rlrl")) < 0
+    assert compute_krippendorff_alpha(units("lrlrt", "lrlrt", "lrlrt")) == 1
+    assert compute_krippendorff_alpha(units("lrlr", "rlrl")) < 0
     chance = np.random.default_rng(2).integers(0, 2, (400, 3)).tolist()
-    assert krippendorff_alpha(chance) == pytest.approx(0, abs=0.1)
+    assert compute_krippendorff_alpha(chance) == pytest.approx(0, abs=0.1)
 
 
 @pytest.mark.parametrize(
     "answers", [[], [["left"], ["right"]], [["left", "left"], ["left", "left"]]]
 )
 def test_there_is_no_alpha_without_two_answers_that_could_differ(answers: list[list[str]]) -> None:
-    assert krippendorff_alpha(answers) is None
+    assert compute_krippendorff_alpha(answers) is None

@@ -106,7 +106,7 @@ def test_two_raters_at_once_say_what_they_see(page, new_page, tmp_path):
         for rater, its in zip(("Anna", "Ben"), pages, strict=True):
             begin(its, address, rater)
         assert [shown_pair(its) for its in pages] == [
-            session.order(rater)[0] for rater in ("Anna", "Ben")
+            session.order_of_pairs(rater)[0] for rater in ("Anna", "Ben")
         ]
         for step in range(3):  # in turns, so that both are under way at the same time
             assert [rate(its, 2) for its in pages] == [2, 2]
@@ -115,11 +115,12 @@ def test_two_raters_at_once_say_what_they_see(page, new_page, tmp_path):
         for its in pages:
             expect(its.locator("#count")).to_have_text("6 answered · 0 pairs left")
             expect(its.locator("#why")).to_contain_text("answered all pairs")
-        assert session.agreement() == 1
+        assert session.measure_agreement() == 1
         for rater in ("Anna", "Ben"):
-            assert {key: answer.preferred for key, answer in session.answers.of(rater).items()} == {
-                f"{index}-0": int(won) for index, won in enumerate(wins)
-            }
+            assert {
+                key: answer.preferred_picture
+                for key, answer in session.answers.answers_of_rater(rater).items()
+            } == {f"{index}-0": int(won) for index, won in enumerate(wins)}
         begin(third := new_page(), address, "Cleo")
         expect(third.locator("#agreement")).to_have_text("2 raters, agreement α = 1.00")
     evidence = json.loads((tmp_path / "a" / "evidence.json").read_text())
@@ -156,13 +157,15 @@ def test_a_reload_and_a_new_server_resume_in_the_same_order(page, tmp_path):
         with opened(task, tmp_path / "a") as session, serving(session) as address:
             begin(page, address, " anna  b ")
             assert answers(page) == count - 2
-            assert shown_pair(page) == session.order("anna b")[count - 2]
+            assert shown_pair(page) == session.order_of_pairs("anna b")[count - 2]
             assert rate(page, 1) == 1
             page.reload()
             wait_for_answers(page, count - 1)
-            assert shown_pair(page) == session.order("anna b")[count - 1]
+            assert shown_pair(page) == session.order_of_pairs("anna b")[count - 1]
             assert rate(page, 1) == 1
-    assert [answer.pair for answer in session.answers.standing] == session.order("anna b")[:4]
+    assert [answer.pair for answer in session.answers.standing] == session.order_of_pairs("anna b")[
+        :4
+    ]
 
 
 def test_keys(page, tmp_path):
@@ -202,7 +205,7 @@ def test_keys_that_come_too_fast_answer_no_pair_that_was_not_seen(page, tmp_path
             page.evaluate(hasty)
             wait_for_answers(page, 1)
             assert rate(page) == 19
-        assert list(session.answers.of("Anna")) == session.order("Anna")
+        assert list(session.answers.answers_of_rater("Anna")) == session.order_of_pairs("Anna")
 
 
 HOSTILE = [
@@ -317,8 +320,8 @@ def test_another_page_that_even_has_the_address_reads_and_writes_nothing(page, t
         opened(make_comparison(tmp_path, [True] * 5), tmp_path / "a") as session,
         serving(session) as address,
     ):
-        session.answer("anna", session.order("anna")[0], "tie")
-        pair = session.order("anna")[1]
+        session.record_answer("anna", session.order_of_pairs("anna")[0], "tie")
+        pair = session.order_of_pairs("anna")[1]
         script = ATTACK.replace("TARGET", json.dumps(address)).replace("PAIR", json.dumps(pair))
         (tmp_path / "index.html").write_text(
             f"<body><iframe src='{address}'></iframe><script>{script}</script>"

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from label_cases import grey, level, make_comparison, opened, rate, write_evaluation, write_rollouts
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.pairs import IMAGES, LATENTS, read_pairs
 from ebbflow.data.prompts import read_prompts
 from ebbflow.data.schema import ADVANTAGES
-from ebbflow.labeling.results import as_markdown, evidence, write_pairs, write_results
+from ebbflow.labeling.results import build_evidence, render_markdown, write_pairs, write_results
 from ebbflow.labeling.sources import load_comparison, load_rollouts
 from ebbflow.offline.pairs import import_pairs
 from ebbflow.offline.shards import read_latents
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
@@ -49,10 +49,10 @@ def test_the_majority_of_the_raters_chooses_and_ties_choose_nothing(tmp_path):
             "cleo": (0, None, None),
             "dan": (1, None, 0),
         }.items():
-            for key in session.order(rater):
+            for key in session.order_of_pairs(rater):
                 side = wanted[int(key.split("-")[0])]
-                left = session.left(rater, key)
-                session.answer(
+                left = session.picture_on_left(rater, key)
+                session.record_answer(
                     rater, key, "tie" if side is None else "left" if side == left else "right"
                 )
         assert write_pairs(session, tmp_path / "pairs.parquet") == 1
@@ -69,8 +69,8 @@ def test_without_a_decided_pair_there_is_no_file(tmp_path):
         rate(session, "anna", 1)
         write_results(session)
         assert (tmp_path / "a" / "pairs.parquet").exists()
-        session.undo("anna")
-        session.answer("anna", session.order("anna")[0], "tie")
+        session.undo_last_answer("anna")
+        session.record_answer("anna", session.order_of_pairs("anna")[0], "tie")
         write_results(session)
         assert not (tmp_path / "a" / "pairs.parquet").exists()
 
@@ -78,7 +78,7 @@ def test_without_a_decided_pair_there_is_no_file(tmp_path):
 def test_videos_without_latents_make_no_pairs_file(tmp_path, monkeypatch):
     def video(value, **size):
         frames = np.stack([np.full((16, 32, 3), value + step, np.uint8) for step in range(3)])
-        return encode_png(frames[None])[0]
+        return encode_pngs(frames[None])[0]
 
     monkeypatch.setattr("label_cases.grey", video)
     paths = [
@@ -132,7 +132,7 @@ def test_an_offline_stage_trains_on_the_preferences_of_people(ctx, model, tmp_pa
 
     recorder = MetricsRecorder()
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
     updater = PolicyUpdater(policy, ctx.offline)
     prompts = read_prompts(imported.prompts, "train")
@@ -140,7 +140,7 @@ def test_an_offline_stage_trains_on_the_preferences_of_people(ctx, model, tmp_pa
         ctx, model, updater, prompts, imported.rollouts, imported.advantages, recorder
     )
     assert (record.samples, record.optimizer_steps) == (16, 2)
-    assert all(np.isfinite(metrics["loss"]) for metrics in recorder.metrics)
+    assert all(np.isfinite(metrics["loss"]) for metrics in recorder.metrics_rows)
     assert any(not value.equal(before[name]) for name, value in policy.parameters.items())
 
 
@@ -163,9 +163,9 @@ def test_the_evidence_says_who_was_preferred_and_how_sure_it_is(tmp_path):
     assert set(found["raters"]) == {"anna", "ben"}
     assert found["raters"]["anna"]["candidate"] == 4
     assert found["sha256"] == {
-        "champion": sha256_of(tmp_path / "champion.parquet"),
-        "candidate": sha256_of(tmp_path / "candidate.parquet"),
-        "answers": sha256_of(tmp_path / "a" / "answers.jsonl"),
+        "champion": sha256_of_file(tmp_path / "champion.parquet"),
+        "candidate": sha256_of_file(tmp_path / "candidate.parquet"),
+        "answers": sha256_of_file(tmp_path / "a" / "answers.jsonl"),
     }
     page = (tmp_path / "a" / "evidence.md").read_text()
     assert (
@@ -182,7 +182,7 @@ def test_the_evidence_says_who_was_preferred_and_how_sure_it_is(tmp_path):
 def test_the_champion_can_win_and_nobody_can(tmp_path, wins, said):
     with opened(make_comparison(tmp_path, wins), tmp_path / "a") as session:
         rate(session, "anna")
-        assert said in as_markdown(evidence(session))
+        assert said in render_markdown(build_evidence(session))
 
 
 def test_pairs_of_one_policy_have_evidence_without_a_test(tmp_path):
@@ -190,10 +190,10 @@ def test_pairs_of_one_policy_have_evidence_without_a_test(tmp_path):
     with opened(task, tmp_path / "a") as session:
         for rater in ("anna", "ben"):
             rate(session, rater)
-        found = evidence(session)
+        found = build_evidence(session)
     assert (found["decision"], found["test"], found["krippendorff_alpha"]) == (None, None, 1)
     assert found["answers"]["first"] + found["answers"]["second"] == 8
-    assert "Pairs of one policy: nothing is tested." in as_markdown(found)
+    assert "Pairs of one policy: nothing is tested." in render_markdown(found)
 
 
 @pytest.mark.parametrize("label", ["<script>x</script>", "a | b", "![x](http://e)", "`x`\n# y"])
@@ -201,9 +201,9 @@ def test_names_of_policies_are_no_markup_in_the_evidence(tmp_path, label):
     champion = write_evaluation(tmp_path / "a.parquet", label, [1, 2])
     candidate = write_evaluation(tmp_path / "b.parquet", "b", [3, 4])
     with opened(load_comparison(champion, candidate, 9, 0), tmp_path / "a") as session:
-        found = evidence(session)
+        found = build_evidence(session)
     assert found["policies"]["champion"] == label
-    page = as_markdown(found)
+    page = render_markdown(found)
     (line,) = [line for line in page.splitlines() if line.startswith("| champion")]
     assert line.count("|") == 3
     assert not set(line.split("|")[2]) & set("<>`![]")

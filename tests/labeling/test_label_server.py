@@ -22,7 +22,7 @@ from label_cases import level, make_comparison, opened, rate, serving, write_eva
 
 from ebbflow.cli import main
 from ebbflow.labeling import server
-from ebbflow.labeling.server import make_app, serve
+from ebbflow.labeling.server import build_app, run_label_server
 from ebbflow.labeling.sources import LabelError, load_comparison
 from ebbflow.rewards import server_limits
 from ebbflow.storage.disk import DiskFullError
@@ -44,7 +44,7 @@ def session(tmp_path):
 
 @pytest.fixture
 def client(session):
-    with TestClient(make_app(session, "127.0.0.1", TOKEN), base_url=BASE) as client:
+    with TestClient(build_app(session, "127.0.0.1", TOKEN), base_url=BASE) as client:
         yield client
 
 
@@ -121,7 +121,7 @@ def test_what_a_rater_gets_does_not_depend_on_who_is_the_candidate(tmp_path):
         ]
         task = load_comparison(*paths, max_pairs=9, seed=0)
         with opened(task, tmp_path / f"answers {number}") as session:
-            with TestClient(make_app(session, "127.0.0.1", TOKEN), base_url=BASE) as client:
+            with TestClient(build_app(session, "127.0.0.1", TOKEN), base_url=BASE) as client:
                 now = state(client)
                 pictures = [
                     client.get(f"/{TOKEN}/picture/{now['pair']['key']}/{side}?rater=anna")
@@ -225,7 +225,7 @@ def test_this_machine_is_known_by_its_own_names(client, host):
     ],
 )
 def test_on_other_addresses_it_goes_by_them(session, bound, host, status):
-    with TestClient(make_app(session, bound, TOKEN), base_url=BASE) as client:
+    with TestClient(build_app(session, bound, TOKEN), base_url=BASE) as client:
         assert client.get(f"/{TOKEN}/", headers={"Host": host}).status_code == status
 
 
@@ -350,7 +350,7 @@ def test_the_address_has_a_new_token_each_time_and_is_announced(session, monkeyp
         lambda self, sockets: started.append((self.config, sockets[0].getsockname())),
     )
     for _ in range(2):
-        serve(session, "127.0.0.1", 0, addresses.append)
+        run_label_server(session, "127.0.0.1", 0, addresses.append)
     tokens = [
         re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", address) for address in addresses
     ]
@@ -373,15 +373,15 @@ def test_the_address_has_a_new_token_each_time_and_is_announced(session, monkeyp
 def test_the_address_has_a_name_that_the_server_goes_by(session, monkeypatch, host, name):
     addresses = []
     monkeypatch.setattr(server.uvicorn.Server, "run", lambda self, sockets: None)
-    serve(session, host, 0, addresses.append)
+    run_label_server(session, host, 0, addresses.append)
     named = urlsplit(addresses[0]).netloc
     assert named.rpartition(":")[0] == name
-    with TestClient(make_app(session, host, TOKEN), base_url=BASE) as client:
+    with TestClient(build_app(session, host, TOKEN), base_url=BASE) as client:
         assert client.get(f"/{TOKEN}/", headers={"Host": named}).status_code == 200
 
 
 def test_results_are_written_as_the_server_ends(session):
-    with TestClient(make_app(session, "127.0.0.1", TOKEN), base_url=BASE) as client:
+    with TestClient(build_app(session, "127.0.0.1", TOKEN), base_url=BASE) as client:
         answer(client)
         assert not (session.folder / "evidence.json").exists()
     assert json.loads((session.folder / "evidence.json").read_text())["pairs"]["answered"] == 1
@@ -427,9 +427,9 @@ def test_a_port_that_is_taken_is_an_error(session):
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(LabelError, match="cannot listen there"),
     ):
-        serve(session, "127.0.0.1", taken.getsockname()[1], str)
+        run_label_server(session, "127.0.0.1", taken.getsockname()[1], str)
     with pytest.raises(LabelError, match=r"host = 'nowhere\.invalid'"):
-        serve(session, "nowhere.invalid", 0, str)
+        run_label_server(session, "nowhere.invalid", 0, str)
 
 
 @pytest.fixture
@@ -439,7 +439,7 @@ def command(tmp_path, monkeypatch):
 
     def label(*arguments):
         monkeypatch.setattr(
-            "ebbflow.labeling.server.serve",
+            "ebbflow.labeling.server.run_label_server",
             lambda session, *address: sessions.append(
                 (session, rate(session, "anna", 3), address[:2])
             ),

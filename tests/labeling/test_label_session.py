@@ -13,7 +13,7 @@ import pytest
 from label_cases import brighter, make_comparison, opened, rate, write_rollouts
 
 from ebbflow.labeling import answers
-from ebbflow.labeling.session import OutOfTurnError, rater_name
+from ebbflow.labeling.session import OutOfTurnError, normalize_rater_name
 from ebbflow.labeling.sources import LabelError, load_rollouts
 from ebbflow.storage.disk import DiskFullError
 from ebbflow.storage.locks import FolderInUseError
@@ -29,20 +29,24 @@ def test_order_and_sides_depend_on_the_seed_and_the_rater_alone(tmp_path):
     task = make_comparison(tmp_path, HALF)
     with opened(task, tmp_path / "a") as session:
         seen = {
-            rater: [(key, session.left(rater, key)) for key in session.order(rater)]
+            rater: [
+                (key, session.picture_on_left(rater, key)) for key in session.order_of_pairs(rater)
+            ]
             for rater in ("anna", "ben")
         }
         rate(session, "anna", 7)
-        assert [pair.key for pair in session.upcoming("anna")] == [
+        assert [pair.key for pair in session.list_upcoming_pairs("anna")] == [
             key for key, _ in seen["anna"][7:]
         ]
     with opened(task, tmp_path / "a") as session:
-        assert [pair.key for pair in session.upcoming("anna")] == [
+        assert [pair.key for pair in session.list_upcoming_pairs("anna")] == [
             key for key, _ in seen["anna"][7:]
         ]
-        assert [(key, session.left("ben", key)) for key in session.order("ben")] == seen["ben"]
+        assert [
+            (key, session.picture_on_left("ben", key)) for key in session.order_of_pairs("ben")
+        ] == seen["ben"]
     with opened(task, tmp_path / "b", seed=1) as session:
-        assert session.order("anna") != [key for key, _ in seen["anna"]]
+        assert session.order_of_pairs("anna") != [key for key, _ in seen["anna"]]
     assert [key for key, _ in seen["anna"]] != [key for key, _ in seen["ben"]]
     assert {key for key, _ in seen["anna"]} == {pair.key for pair in task.pairs}
 
@@ -51,9 +55,9 @@ def test_the_candidate_is_on_each_side_about_as_often(tmp_path):
     task = make_comparison(tmp_path, [True] * 100)
     with opened(task, tmp_path / "a") as session:
         sides = Counter(
-            session.left(rater, key)
+            session.picture_on_left(rater, key)
             for rater in ("anna", "ben", "cleo", "dan")
-            for key in session.order(rater)
+            for key in session.order_of_pairs(rater)
         )
     assert 160 < sides[1] < 240
 
@@ -63,7 +67,7 @@ def test_every_answer_says_what_was_shown_and_what_was_preferred(tmp_path):
     task = make_comparison(tmp_path, wins)
     with opened(task, tmp_path / "a") as session:
         rate(session, "anna")
-        preferred = {answer.pair: answer.preferred for answer in session.answers.standing}
+        preferred = {answer.pair: answer.preferred_picture for answer in session.answers.standing}
     assert preferred == {f"{index}-0": int(won) for index, won in enumerate(wins)}
     assert [set(line) for line in kept(tmp_path / "a")] == [
         {"at", "rater", "pair", "answer", "left"}
@@ -86,34 +90,36 @@ def test_an_answer_is_on_the_disk_before_it_is_acknowledged(tmp_path, monkeypatc
 def test_undo_takes_back_one_answer_after_the_other(tmp_path):
     task = make_comparison(tmp_path, HALF)
     with opened(task, tmp_path / "a") as session:
-        order = session.order("anna")
+        order = session.order_of_pairs("anna")
         rate(session, "anna", 3)
         rate(session, "ben", 2)
-        session.undo("anna")
-        session.undo("anna")
-        assert [pair.key for pair in session.upcoming("anna")] == order[1:]
-        session.answer("anna", order[1], "tie")
-        assert [session.answers.of("anna")[key].preferred for key in order[1:2]] == [None]
-        assert len(session.answers.of("ben")) == 2
+        session.undo_last_answer("anna")
+        session.undo_last_answer("anna")
+        assert [pair.key for pair in session.list_upcoming_pairs("anna")] == order[1:]
+        session.record_answer("anna", order[1], "tie")
+        assert [
+            session.answers.answers_of_rater("anna")[key].preferred_picture for key in order[1:2]
+        ] == [None]
+        assert len(session.answers.answers_of_rater("ben")) == 2
     with opened(task, tmp_path / "a") as session:
-        assert list(session.answers.of("anna")) == order[:2]
-        session.undo("anna")
-        session.undo("anna")
+        assert list(session.answers.answers_of_rater("anna")) == order[:2]
+        session.undo_last_answer("anna")
+        session.undo_last_answer("anna")
         with pytest.raises(OutOfTurnError, match="anna has no answer to take back"):
-            session.undo("anna")
+            session.undo_last_answer("anna")
     assert [line["answer"] for line in kept(tmp_path / "a")].count("undo") == 4
 
 
 def test_only_the_pair_that_is_shown_can_be_answered(tmp_path):
     task = make_comparison(tmp_path, HALF)
     with opened(task, tmp_path / "a") as session:
-        first, second = session.order("anna")[:2]
+        first, second = session.order_of_pairs("anna")[:2]
         for pair in (second, "99-0"):
             with pytest.raises(OutOfTurnError):
-                session.answer("anna", pair, "left")
-        session.answer("anna", first, "left")
+                session.record_answer("anna", pair, "left")
+        session.record_answer("anna", first, "left")
         with pytest.raises(OutOfTurnError):
-            session.answer("anna", first, "right")
+            session.record_answer("anna", first, "right")
         assert len(kept(tmp_path / "a")) == 1
 
 
@@ -227,12 +233,12 @@ def test_the_test_stops_everybody_when_it_has_decided(tmp_path):
             rate(session, "ben") == 1
         )  # M = 2^8 / 9 > 20, if it was a pair that anna had not answered
         assert session.is_decided()
-        assert session.upcoming("anna") == session.upcoming("cleo") == []
+        assert session.list_upcoming_pairs("anna") == session.list_upcoming_pairs("cleo") == []
         with pytest.raises(OutOfTurnError):
-            session.answer("anna", session.order("anna")[7], "left")
+            session.record_answer("anna", session.order_of_pairs("anna")[7], "left")
         with pytest.raises(OutOfTurnError, match="the test has decided"):
-            session.undo("anna")
-        assert (session.test().preferred, session.test().decided_after) == ("candidate", 8)
+            session.undo_last_answer("anna")
+        assert (session.run_test().preferred, session.run_test().decided_after) == ("candidate", 8)
 
 
 def test_a_second_answer_on_a_pair_is_no_further_evidence(tmp_path):
@@ -241,40 +247,40 @@ def test_a_second_answer_on_a_pair_is_no_further_evidence(tmp_path):
         for rater in ("anna", "ben", "cleo"):
             assert rate(session, rater) == 7
         assert len(session.answers.standing) == 21
-        assert (session.test().candidate, session.is_decided()) == (7, False)
+        assert (session.run_test().candidate, session.is_decided()) == (7, False)
 
 
 def test_all_pairs_can_be_asked_for_although_the_test_has_decided(tmp_path):
     task = make_comparison(tmp_path, [True] * 30)
     with opened(task, tmp_path / "a", all_pairs=True) as session:
         assert rate(session, "anna") == 30
-        assert session.test().decided_after == 8
+        assert session.run_test().decided_after == 8
 
 
 def test_pairs_of_one_policy_have_no_test(tmp_path):
     task = load_rollouts(*write_rollouts(tmp_path, groups=8, group_size=4), max_pairs=100, seed=0)
     with opened(task, tmp_path / "a") as session:
         assert rate(session, "anna") == 16
-        assert session.test() is None
+        assert session.run_test() is None
 
 
 def test_agreement_compares_what_was_preferred_and_not_which_side(tmp_path):
     task = make_comparison(tmp_path, HALF)
     with opened(task, tmp_path / "a", all_pairs=True) as session:
-        assert session.agreement() is None
+        assert session.measure_agreement() is None
         for rater in ("anna", "ben"):
             rate(session, rater)
         sides = Counter(answer.answer for answer in session.answers.standing)
         assert min(sides["left"], sides["right"]) > 5
-        assert session.agreement() == 1
-        for key in session.order("contrary"):
-            session.answer(
+        assert session.measure_agreement() == 1
+        for key in session.order_of_pairs("contrary"):
+            session.record_answer(
                 "contrary",
                 key,
                 "left" if brighter(session, "contrary", key) == "right" else "right",
             )
-        assert session.agreement() == pytest.approx(0, abs=0.5)
-        assert session.agreement() < 0
+        assert session.measure_agreement() == pytest.approx(0, abs=0.5)
+        assert session.measure_agreement() < 0
 
 
 @pytest.mark.parametrize(
@@ -282,7 +288,7 @@ def test_agreement_compares_what_was_preferred_and_not_which_side(tmp_path):
     [(" Anna  B. ", "Anna B."), ("Zoe\u0301", "Zoé"), ("李雷", "李雷"), ("a@b.c", "a@b.c")],
 )
 def test_a_name_has_one_spelling(given, name):
-    assert rater_name(given) == name
+    assert normalize_rater_name(given) == name
 
 
 @pytest.mark.parametrize(
@@ -290,4 +296,4 @@ def test_a_name_has_one_spelling(given, name):
 )
 def test_what_is_no_name_is_refused(given):
     with pytest.raises(ValueError, match="a name has 1 to 40"):
-        rater_name(given)
+        normalize_rater_name(given)

@@ -14,8 +14,8 @@ from ebbflow.labeling.sources import (
     LabelError,
     find_comparison,
     load_comparison,
+    load_label_task,
     load_rollouts,
-    load_task,
 )
 from ebbflow.storage.tables import TableError, write_table
 
@@ -34,7 +34,7 @@ def test_a_comparison_has_the_champions_picture_first(tmp_path):
     ]
     assert [pair.prompt for pair in task.pairs] == ["prompt 0", "prompt 1", "prompt 2"]
     assert task.pairs[0].pictures[0].latent is None
-    assert set(task.digests) == {"champion", "candidate"}
+    assert set(task.file_digests) == {"champion", "candidate"}
 
 
 def test_pairs_with_the_same_picture_and_samples_of_one_side_are_counted(tmp_path):
@@ -149,18 +149,18 @@ def run(tmp_path):
 
 
 def test_a_run_is_compared_as_its_gate_did(run):
-    task = load_task([run], None, None, 100, 0)
+    task = load_label_task([run], None, None, 100, 0)
     assert task.names == ("before", "1.1 online")
     assert [level(picture.png) for picture in task.pairs[0].pictures] == [1, 7]
 
 
 def test_a_stage_of_a_run_is_compared_with_itself(run):
-    task = load_task([run], "1.2 offline", None, 100, 0)
+    task = load_label_task([run], "1.2 offline", None, 100, 0)
     assert (task.kind, len(task.pairs)) == ("pairs", 4)
     with pytest.raises(
         LabelError, match=r"no rollouts of a stage '2\.2 offline' .*: '1\.2 offline'"
     ):
-        load_task([run], "2.2 offline", None, 100, 0)
+        load_label_task([run], "2.2 offline", None, 100, 0)
 
 
 def test_a_run_without_a_summary_or_samples_says_so(run):
@@ -184,9 +184,9 @@ def test_the_sources_are_a_run_or_two_evaluations(tmp_path, count, stage, reason
         write_evaluation(tmp_path / f"{index}.parquet", "a", [index]) for index in range(count)
     ]
     with pytest.raises(LabelError, match=reason):
-        load_task(paths, stage, None, 100, 0)
+        load_label_task(paths, stage, None, 100, 0)
 
 
 def test_named_rollouts_need_the_option_prompts(tmp_path):
     shards, prompts = write_rollouts(tmp_path, groups=4, group_size=2)
-    assert len(load_task(shards, None, prompts, 100, 0).pairs) == 4
+    assert len(load_label_task(shards, None, prompts, 100, 0).pairs) == 4

@@ -7,7 +7,11 @@ from math import comb, exp
 import numpy as np
 import pytest
 
-from ebbflow.labeling.sequential import confidence_interval, log_mixture, sequential_test
+from ebbflow.labeling.sequential import (
+    compute_log_mixture,
+    find_confidence_interval,
+    run_sequential_test,
+)
 
 ERROR_RATE = 0.05
 FLIPS = 200
@@ -18,21 +22,21 @@ def simulated(p: float, seed: int) -> np.ndarray:
     """Whether each run ever decides, and for whom: [runs] of "candidate", "champion" or None."""
     flips = np.random.default_rng(seed).random((RUNS, FLIPS)) < p
     return np.array(
-        [sequential_test(run.tolist(), ERROR_RATE).preferred for run in flips], dtype=object
+        [run_sequential_test(run.tolist(), ERROR_RATE).preferred for run in flips], dtype=object
     )
 
 
 @pytest.mark.parametrize(("successes", "failures"), [(0, 0), (1, 0), (3, 5), (40, 2)])
 def test_the_mixture_is_the_closed_form(successes: int, failures: int) -> None:
     count = successes + failures
-    assert exp(log_mixture(successes, failures)) == pytest.approx(
+    assert exp(compute_log_mixture(successes, failures)) == pytest.approx(
         2**count / ((count + 1) * comb(count, successes))
     )
 
 
 def test_the_mixture_is_the_integral_over_the_prior() -> None:
     p = (np.arange(200_000) + 0.5) / 200_000
-    assert exp(log_mixture(7, 3, 0.3)) == pytest.approx(
+    assert exp(compute_log_mixture(7, 3, 0.3)) == pytest.approx(
         np.mean((p / 0.3) ** 7 * ((1 - p) / 0.7) ** 3), rel=1e-6
     )
 
@@ -41,9 +45,9 @@ def test_the_mixture_is_the_integral_over_the_prior() -> None:
 def test_the_mixture_is_a_martingale(p: float) -> None:
     for successes in range(6):
         for failures in range(6):
-            now = exp(log_mixture(successes, failures, p))
-            then = p * exp(log_mixture(successes + 1, failures, p)) + (1 - p) * exp(
-                log_mixture(successes, failures + 1, p)
+            now = exp(compute_log_mixture(successes, failures, p))
+            then = p * exp(compute_log_mixture(successes + 1, failures, p)) + (1 - p) * exp(
+                compute_log_mixture(successes, failures + 1, p)
             )
             assert then == pytest.approx(now)
 
@@ -76,7 +80,7 @@ def test_the_confidence_sequence_has_the_true_share_at_all_times(p: float) -> No
     for run in flips:
         heads = run.cumsum()
         intervals = [
-            confidence_interval(int(heads[n - 1]), n - int(heads[n - 1]), ERROR_RATE)
+            find_confidence_interval(int(heads[n - 1]), n - int(heads[n - 1]), ERROR_RATE)
             for n in range(1, 61)
         ]
         missed += any(not low <= p <= high for low, high in intervals)
@@ -89,7 +93,7 @@ def test_the_confidence_sequence_has_the_true_share_at_all_times(p: float) -> No
 def test_the_interval_leaves_out_one_half_exactly_when_the_mixture_is_large(
     outcomes: list[bool],
 ) -> None:
-    found = sequential_test(outcomes, ERROR_RATE)
+    found = run_sequential_test(outcomes, ERROR_RATE)
     assert (
         0
         <= found.low
@@ -97,17 +101,17 @@ def test_the_interval_leaves_out_one_half_exactly_when_the_mixture_is_large(
         <= found.high
         <= 1
     )
-    rejects = exp(log_mixture(found.candidate, found.champion)) >= 1 / ERROR_RATE
+    rejects = exp(compute_log_mixture(found.candidate, found.champion)) >= 1 / ERROR_RATE
     assert rejects == (not found.low <= 0.5 <= found.high)
 
 
 def test_nothing_is_known_before_the_first_outcome() -> None:
-    found = sequential_test([], ERROR_RATE)
+    found = run_sequential_test([], ERROR_RATE)
     assert (found.low, found.high, found.p_value, found.decided_after) == (0, 1, 1, None)
 
 
 def test_a_decision_stays_although_later_outcomes_are_others() -> None:
-    found = sequential_test([True] * 10 + [False] * 12, ERROR_RATE)
+    found = run_sequential_test([True] * 10 + [False] * 12, ERROR_RATE)
     # After n flips for one side M = 2^n / (n + 1), which first exceeds 20 at n = 8.
     assert (found.decided_after, found.preferred) == (8, "candidate")
     assert found.p_value == pytest.approx(11 / 2**10)
@@ -116,4 +120,4 @@ def test_a_decision_stays_although_later_outcomes_are_others() -> None:
 @pytest.mark.parametrize("error_rate", [0, 1, -0.1, 5])
 def test_an_error_rate_is_a_probability(error_rate: float) -> None:
     with pytest.raises(ValueError, match="not between 0 and 1"):
-        sequential_test([], error_rate)
+        run_sequential_test([], error_rate)

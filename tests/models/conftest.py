@@ -136,7 +136,7 @@ def open_peer(tiny_folder: Folder) -> OpenPipeline:
             parts["tokenizer"] = PreTrainedTokenizerFast.from_pretrained(path / "tokenizer")
         pipeline = DiffusionPipeline.from_pretrained(path, local_files_only=True, **parts)
         if name in ("flux2", "flux2_edit"):
-            pipeline.register_modules(tokenizer=TextProcessor.read(path))
+            pipeline.register_modules(tokenizer=TextProcessor.from_folder(path))
         pipeline.set_progress_bar_config(disable=True)
         if isinstance(pipeline, (WanPipeline, WanImageToVideoPipeline)):
             options = {"solver_order": 1, "disable_corrector": list(range(100))}

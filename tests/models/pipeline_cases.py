@@ -14,12 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import SampleKeys, noise
-from ebbflow.models.families import adapter_of
-from ebbflow.models.pipeline import PackedPipelineModel, PipelineModel, pack, unpack
+from ebbflow.flow.noise import SampleKeys, generate_noise
+from ebbflow.models.families import load_adapter
+from ebbflow.models.pipeline import PackedPipelineModel, PipelineModel, pack_latents, unpack_tokens
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 
 TINY = ("sd3", "flux", "qwen_image", "qwen_image_edit", "wan", "wan21")
 """The tiny folders that all tests of the families run on; the last two are versions 2.2 and 2.1 of
@@ -110,7 +110,7 @@ def edits(name: str) -> bool:
 
 
 def draws_videos(name: str) -> bool:
-    return adapter_of(family(name)).draws_videos
+    return load_adapter(family(name)).draws_videos
 
 
 def guidance(name: str) -> float:
@@ -175,8 +175,8 @@ def keys(wanted: Sequence[Prompt]) -> SampleKeys:
 
 
 def our_latents(model: PipelineModel, wanted: Sequence[Prompt], steps: int = 3) -> Tensor:
-    return generate(
-        model, model.encode(wanted), keys(wanted), SamplerConfig(name="ode", steps=steps)
+    return generate_samples(
+        model, model.encode_prompts(wanted), keys(wanted), SamplerConfig(name="ode", steps=steps)
     ).latents
 
 
@@ -188,7 +188,7 @@ def theirs(
     Returns:
         Latents, [N, *latent_shape], and pixels in the shape of ours, 0 to 255 and not rounded.
     """
-    noises = noise(
+    noises = generate_noise(
         model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted)
     )
     size = (
@@ -201,7 +201,7 @@ def theirs(
     one_frame = images.ndim == 5 and model.config.frames == 1
     if model.config.family in PACKED_PIXELS:
         latents = latents.mT.reshape(-1, *model.latent_shape)
-    return unpack(latents, model.latent_shape) if _packs(model) else latents, images[
+    return unpack_tokens(latents, model.latent_shape) if _packs(model) else latents, images[
         :, 0
     ] if one_frame else images
 
@@ -243,7 +243,7 @@ def _asked(model: PipelineModel, wanted: Sequence[Prompt], noises: Tensor) -> di
     kind = model.config.family
     guidance = model.config.guidance
     asked: dict[str, Any] = {"prompt": [prompt.prompt for prompt in wanted]}
-    asked["latents"] = pack(noises) if _packs(model) else noises
+    asked["latents"] = pack_latents(noises) if _packs(model) else noises
     if kind.startswith("qwen"):
         asked["true_cfg_scale"] = guidance
     else:

@@ -14,7 +14,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.recipe import parse_recipe
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
 from tests.parameters import move
 
@@ -52,9 +52,9 @@ def test_compiled_training_predicts_what_compiled_rollouts_did(model, config, pr
     keys = SampleKeys(2, [0, 1], [0, 0])
     sampler = SamplerConfig(name="flow_sde", steps=2)
     plan = Plan((0,), (0,))
-    eager = generate(model, conditioning, keys, sampler, plan).latents
+    eager = generate_samples(model, conditioning, keys, sampler, plan).latents
     compile_blocks(model)
-    rollouts = generate(model, conditioning, keys, sampler, plan)
+    rollouts = generate_samples(model, conditioning, keys, sampler, plan)
     assert (rollouts.latents - eager).abs().max() < (
         1e-4 if precision == "float32" else 0.1
     ) * eager.abs().max()

@@ -22,7 +22,12 @@ from pipeline_cases import (
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import Conditioning, ModelError, encoding
 from ebbflow.models.base import predict
-from ebbflow.models.encoding import embed, encode_once, open_embeddings, write_embeddings
+from ebbflow.models.encoding import (
+    build_prompt_lookup,
+    embed_prompts,
+    open_embeddings,
+    write_embeddings,
+)
 
 
 def given(count, length, negative=None, start=0):
@@ -51,18 +56,20 @@ def same(one, other):
 def test_rows_are_taken_everywhere_in_the_order_asked_for():
     conditioning = given(4, 5, negative=given(4, 3, start=10))
     assert len(conditioning) == 4
-    some = conditioning.rows(torch.tensor([2, 0, 2]))
+    some = conditioning.select_rows(torch.tensor([2, 0, 2]))
     assert len(some) == 3
     assert some["pooled"][:, 0].tolist() == [3, 1, 3]
     assert some["time"].tolist() == [3, 1, 3]
     assert some.negative["embeds"][:, 0, 0].tolist() == [13, 11, 13]
-    assert same(conditioning.rows(slice(1, 3)), conditioning.rows(torch.tensor([1, 2])))
+    assert same(
+        conditioning.select_rows(slice(1, 3)), conditioning.select_rows(torch.tensor([1, 2]))
+    )
     assert some.guidance == 3
 
 
 def test_parts_are_joined_and_shorter_prompts_padded():
     parts = [given(2, 5, given(2, 1, start=10)), given(1, 2, given(1, 4, start=12), start=2)]
-    joined = Conditioning.cat(parts)
+    joined = Conditioning.concatenate(parts)
     assert (len(joined), joined.guidance) == (3, 3)
     assert joined["embeds"].shape == (3, 5, 2)
     assert joined["embeds"][2, :, 0].tolist() == [3, 3, 0, 0, 0]
@@ -71,11 +78,11 @@ def test_parts_are_joined_and_shorter_prompts_padded():
     assert joined["pooled"].shape == (3, 3)
     assert joined["time"].tolist() == [1, 2, 3]
     assert joined.negative["mask"].sum(1).tolist() == [1, 1, 4]
-    assert same(Conditioning.cat([given(2, 5)]), given(2, 5))
+    assert same(Conditioning.concatenate([given(2, 5)]), given(2, 5))
 
 
 def test_the_negative_prompts_go_and_the_guidance_stays():
-    alone = given(2, 3, given(2, 3)).unguided()
+    alone = given(2, 3, given(2, 3)).without_guidance()
     assert alone.negative is None
     assert alone.guidance == 3
     assert same(alone, given(2, 3))
@@ -116,7 +123,7 @@ def test_negative_prompts_can_be_asked_for_without_guidance(tiny, name):
     """As guidance encodes them; a pass without guidance does not look at them."""
     model = tiny(name, guidance=1.0)
     wanted = prompts(name)
-    asked = embed(model, wanted, negatives=True)(wanted)
+    asked = embed_prompts(model, wanted, negatives=True)(wanted)
     guided = tiny(name).encode(wanted)
     assert asked.guidance == 1
     for one, other in ((asked, guided), (asked.negative, guided.negative)):
@@ -125,7 +132,7 @@ def test_negative_prompts_can_be_asked_for_without_guidance(tiny, name):
     latents = torch.randn(len(wanted), *model.latent_shape)
     sigma = torch.full((len(wanted),), 0.5)
     plain, with_negatives = (
-        predict(model, latents, sigma, each) for each in (asked.unguided(), asked)
+        predict(model, latents, sigma, each) for each in (asked.without_guidance(), asked)
     )
     assert torch.equal(plain, with_negatives)
     full = predict(model, latents, sigma, replace(asked, guidance=guided.guidance))
@@ -141,7 +148,7 @@ def test_a_family_without_guidance_has_no_negative_prompts(tiny):
             r" to 1"
         ),
     ):
-        embed(tiny("flux", guidance=1.0), prompts("flux"), negatives=True)
+        embed_prompts(tiny("flux", guidance=1.0), prompts("flux"), negatives=True)
 
 
 @pytest.mark.parametrize("name", NEWER_LATER)
@@ -158,7 +165,7 @@ def test_every_different_prompt_is_encoded_once(tiny):
     class Counting:
         transformer = model.transformer
 
-        def encode(self, wanted):
+        def encode_prompts(self, wanted):
             calls.append(list(wanted))
             return model.encode(wanted)
 
@@ -166,7 +173,7 @@ def test_every_different_prompt_is_encoded_once(tiny):
     other_image = replace(first, image=picture(48, 48, seed=9))
     other_negative = replace(first, negative_prompt="grey")
     renumbered = replace(first, prompt_id=7, target="A")
-    look_up = encode_once(
+    look_up = build_prompt_lookup(
         Counting(), iter([first, second, first, renumbered, other_image, other_negative])
     )
     assert len(calls) == 1
@@ -192,7 +199,7 @@ class Lengths:
     def __init__(self):
         self.calls = []
 
-    def encode(self, wanted):
+    def encode_prompts(self, wanted):
         self.calls.append([prompt.prompt for prompt in wanted])
         length = max(len(prompt.prompt) for prompt in wanted)
         embeds = torch.zeros(len(wanted), length, 2, dtype=torch.bfloat16)
@@ -216,9 +223,9 @@ TEXTS = [
 def test_prompts_in_several_files_are_padded_as_if_they_were_in_one(monkeypatch):
     model = Lengths()
     wanted = [TEXTS[row] for row in (4, 0, 3, 3, 1)]
-    together = embed(model, TEXTS, negatives=True)(wanted)
+    together = embed_prompts(model, TEXTS, negatives=True)(wanted)
     monkeypatch.setattr(encoding, "PROMPTS_PER_FILE", 2)
-    found = embed(model, TEXTS, negatives=True)(wanted)
+    found = embed_prompts(model, TEXTS, negatives=True)(wanted)
     assert same(found, together)
     assert found["embeds"].dtype == torch.bfloat16
     assert found["embeds"].shape == (5, 7, 2)
@@ -233,12 +240,12 @@ def test_every_process_encodes_its_own_files_and_reads_all(monkeypatch, tmp_path
     for rank, model in enumerate(models):
         assert write_embeddings(model, [*TEXTS, TEXTS[0]], tmp_path, rank=rank, world=2) == TEXTS
     assert [len(model.calls) for model in models] == [2, 1]
-    assert same(open_embeddings(tmp_path, TEXTS)(TEXTS), embed(Lengths(), TEXTS)(TEXTS))
+    assert same(open_embeddings(tmp_path, TEXTS)(TEXTS), embed_prompts(Lengths(), TEXTS)(TEXTS))
 
 
 def test_embeddings_are_on_the_disk_and_their_files_have_no_name(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    embeddings = embed(Lengths(), TEXTS)
+    embeddings = embed_prompts(Lengths(), TEXTS)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     mapped = [
         line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line

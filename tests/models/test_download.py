@@ -15,7 +15,7 @@ import pytest
 from ebbflow.models import ModelError, prepare
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.storage.artifacts import COMMIT as MARK
-from ebbflow.storage.artifacts import MANIFEST, ArtifactError, verify
+from ebbflow.storage.artifacts import MANIFEST, ArtifactError, verify_folder
 
 COMMIT = "1" * 40
 
@@ -34,7 +34,7 @@ def hub(monkeypatch, tmp_path, base_folder):
         asked.append((pretrained, patterns))
         return snapshot
 
-    monkeypatch.setattr(prepare, "pretrained_folder", pretrained_folder)
+    monkeypatch.setattr(prepare, "locate_pretrained", pretrained_folder)
     return snapshot, asked
 
 
@@ -52,8 +52,8 @@ def test_the_folder_holds_the_pipeline_and_no_links(hub, tmp_path):
     ):
         (snapshot / other).parent.mkdir(exist_ok=True)
         (snapshot / other).write_bytes(b"large")
-    prepare.download_base("owner/name", COMMIT, tmp_path / "base")
-    assert verify(tmp_path / "base")
+    prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
+    assert verify_folder(tmp_path / "base")
     found = [
         path
         for path in (tmp_path / "base").rglob("*")
@@ -85,8 +85,8 @@ def test_what_the_cache_holds_does_not_change_with_the_folder(hub, tmp_path):
     """
     snapshot, _ = hub
     before = (snapshot / "model_index.json").read_text()
-    prepare.download_base("owner/name", COMMIT, tmp_path / "base")
-    prepare.download_base("owner/name", COMMIT, tmp_path / "base")
+    prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
+    prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
     shutil.rmtree(tmp_path / "base")
     assert (snapshot / "model_index.json").read_text() == before
 
@@ -101,17 +101,17 @@ PUBLISHED = PretrainedSourceConfig(path="owner/name", revision=COMMIT)
 
 def test_a_cached_base_is_made_once(hub, cache, tmp_path):
     _, asked = hub
-    first = prepare.cached_base(PUBLISHED)
+    first = prepare.cache_base_folder(PUBLISHED)
     needed = len(asked)
     assert first.is_relative_to(tmp_path / "cache")
-    assert prepare.cached_base(PUBLISHED) == first
+    assert prepare.cache_base_folder(PUBLISHED) == first
     assert len(asked) == needed
-    assert verify(first)
+    assert verify_folder(first)
 
 
 def test_a_damaged_cached_base_is_found_and_never_committed_again(hub, cache):
     """It shares its files with the hub's cache, which would give the same damage again."""
-    folder = prepare.cached_base(PUBLISHED)
+    folder = prepare.cache_base_folder(PUBLISHED)
     weights = next(folder.rglob("*.safetensors"))
     content = weights.read_bytes()
     weights.unlink()  # the file is also that of the hub's cache, and of other tests
@@ -120,7 +120,7 @@ def test_a_damaged_cached_base_is_found_and_never_committed_again(hub, cache):
     with pytest.raises(
         ArtifactError, match=rf"{weights.name}.*; remove {folder} and .*models--owner--name"
     ):
-        prepare.cached_base(PUBLISHED)
+        prepare.cache_base_folder(PUBLISHED)
     assert (folder / MARK).read_text() == digest
 
 
@@ -129,14 +129,14 @@ def test_two_at_once_make_a_cached_base_once(hub, cache, monkeypatch):
     one made.
     """
     _, asked = hub
-    fetched = prepare.pretrained_folder
+    fetched = prepare.locate_pretrained
     locked = prepare.wait_for_lock
     both = threading.Barrier(2, timeout=60)
     others: list[Future[Path]] = []
 
     def pretrained_folder(pretrained, patterns):
         if not others:
-            others.append(pool.submit(prepare.cached_base, PUBLISHED))
+            others.append(pool.submit(prepare.cache_base_folder, PUBLISHED))
             both.wait()
         return fetched(pretrained, patterns)
 
@@ -145,13 +145,13 @@ def test_two_at_once_make_a_cached_base_once(hub, cache, monkeypatch):
             both.wait()
         return locked(file)
 
-    monkeypatch.setattr(prepare, "pretrained_folder", pretrained_folder)
+    monkeypatch.setattr(prepare, "locate_pretrained", pretrained_folder)
     monkeypatch.setattr(prepare, "wait_for_lock", wait_for_lock)
     with ThreadPoolExecutor(1) as pool:
-        first = prepare.cached_base(PUBLISHED)
+        first = prepare.cache_base_folder(PUBLISHED)
         assert others[0].result(60) == first
     assert len(asked) == 2  # the index, then the parts
-    assert verify(first)
+    assert verify_folder(first)
 
 
 def test_a_repository_without_a_pipeline_is_refused(hub, tmp_path):
@@ -161,7 +161,7 @@ def test_a_repository_without_a_pipeline_is_refused(hub, tmp_path):
         ModelError,
         match="owner/name at 1{40} has no model_index.json; name a repository for diffusers",
     ):
-        prepare.download_base("owner/name", COMMIT, tmp_path / "base")
+        prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
     assert not (tmp_path / "base").exists()
 
 

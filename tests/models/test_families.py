@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ebbflow.models import ModelError
-from ebbflow.models.families import adapter_of
+from ebbflow.models.families import load_adapter
 from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.tiny import TINY
 from ebbflow.recipe import RecipeError
-from ebbflow.recipe.algorithms import import_path
+from ebbflow.recipe.algorithms import import_object
 from ebbflow.recipe.families import FAMILIES
 
 ENGINE = Path(__file__).parents[2] / "containers" / "vllm_omni"
@@ -21,7 +21,7 @@ ENGINE = Path(__file__).parents[2] / "containers" / "vllm_omni"
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_record_names_an_adapter_that_agrees_with_it(family):
     record = FAMILIES[family]
-    adapter = adapter_of(family)
+    adapter = load_adapter(family)
     assert adapter.guided == record.guided
     assert ("vae" in adapter.text_parts) == record.edits_images
     assert issubclass(adapter, PipelineModel) == (family != "glyph")
@@ -29,7 +29,7 @@ def test_a_record_names_an_adapter_that_agrees_with_it(family):
 
 def test_tiny_models_have_a_name_each_and_a_builder():
     assert len(TINY) == sum(len(record.tiny) for record in FAMILIES.values())
-    assert all(callable(import_path(path)) for path in TINY.values())
+    assert all(callable(import_object(path)) for path in TINY.values())
     assert {family for family, record in FAMILIES.items() if not record.tiny} == {"glyph"}
 
 
@@ -50,6 +50,6 @@ def test_a_class_that_is_no_adapter_is_refused():
         ModelError,
         match=r"model.family = 'pathlib:Path' has no 'load'; .*ebbflow.models.base.Model",
     ):
-        adapter_of("pathlib:Path")
+        load_adapter("pathlib:Path")
     with pytest.raises(RecipeError, match="cannot be imported"):
-        adapter_of("nowhere:Model")
+        load_adapter("nowhere:Model")

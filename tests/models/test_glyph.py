@@ -20,14 +20,14 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.families.glyph import (
     ALPHABET,
     GlyphModel,
-    letter_tokenizer,
-    new_glyph,
-    to_latents,
+    build_glyph_model,
+    build_letter_tokenizer,
+    encode_grey_images,
 )
-from ebbflow.models.glyph_training.train import _batch, train_glyph_base
-from ebbflow.models.prepare import copy_base, train_base
+from ebbflow.models.glyph_training.train import _sample_training_batch, train_glyph_base
+from ebbflow.models.prepare import copy_base_folder, train_base_folder
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, verify
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, verify_folder
 
 GLYPH = ModelConfig()
 
@@ -38,7 +38,9 @@ TOKENIZER = "a14d6b265bdc8ab3"
 def velocity(model):
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model.velocity(latents, torch.tensor([0.9, 0.3]), model.encode_texts(["ABCD", "ZZ"]))
+        return model.predict_velocity(
+            latents, torch.tensor([0.9, 0.3]), model.encode_texts(["ABCD", "ZZ"])
+        )
 
 
 def test_diffusers_loads_the_folder(base_folder, open_pipeline, model):
@@ -75,7 +77,7 @@ def test_velocity_depends_on_everything_it_is_given(model):
 
     def at(x, sigma, text):
         with torch.no_grad():
-            return model.velocity(x, torch.tensor([sigma]), model.encode_texts([text]))
+            return model.predict_velocity(x, torch.tensor([sigma]), model.encode_texts([text]))
 
     here = at(latents, 0.5, "ABCD")
     for other in (
@@ -114,7 +116,7 @@ def test_encoding_is_by_row(model):
 @given(st.text(alphabet=st.characters(max_codepoint=0x2FFF), max_size=12))
 def test_the_tokenizer_knows_letters_and_nothing_else(text):
     letters = [letter.upper() for letter in text if letter.upper() in ALPHABET and letter.isascii()]
-    tokenizer = letter_tokenizer(16)
+    tokenizer = build_letter_tokenizer(16)
     tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
     assert tokens == ["<start>", *letters, "<end>"]
 
@@ -126,7 +128,7 @@ def test_the_tokenizer_knows_the_alphabets_that_it_was_given(text):
         ("capitals and small", ALPHABET + ALPHABET.lower()),
         ("with digits", ALPHABET + "0123456789"),
     ):
-        tokenizer = letter_tokenizer(16, known)
+        tokenizer = build_letter_tokenizer(16, known)
         read = (
             text
             if alphabet == "capitals and small"
@@ -139,7 +141,9 @@ def test_the_tokenizer_knows_the_alphabets_that_it_was_given(text):
 def test_the_tokenizer_of_capitals_is_what_it_was():
     """It is in the digest of every base model."""
     assert (
-        hashlib.sha256(letter_tokenizer(4).backend_tokenizer.to_str().encode()).hexdigest()[:16]
+        hashlib.sha256(build_letter_tokenizer(4).backend_tokenizer.to_str().encode()).hexdigest()[
+            :16
+        ]
         == TOKENIZER
     )
 
@@ -155,7 +159,7 @@ def test_quotes_and_case_do_not_matter_and_letters_do(model):
 def test_decode_is_the_inverse_of_to_latents(model):
     grey = np.random.default_rng(0).integers(0, 256, (3, 16, 32), dtype=np.uint8)
     grey[0].flat[:256] = np.arange(256)
-    images = model.decode(to_latents(grey))
+    images = model.decode(encode_grey_images(grey))
     assert (images.dtype, images.shape) == (np.uint8, (3, 16, 32, 3))
     for channel in range(3):
         assert np.array_equal(images[..., channel], grey)
@@ -231,11 +235,11 @@ def test_training_twice_gives_the_same_bytes(tmp_path):
     train_glyph_base(SHORT, tmp_path / "first")
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    train_base(SHORT, 1, tmp_path / "second")
+    train_base_folder(SHORT, 1, tmp_path / "second")
     assert torch.equal(torch.get_rng_state(), state)
-    assert verify(tmp_path / "first") == verify(tmp_path / "second")
+    assert verify_folder(tmp_path / "first") == verify_folder(tmp_path / "second")
     train_glyph_base(SHORT.model_copy(update={"seed": 1}), tmp_path / "third")
-    assert verify(tmp_path / "third") != verify(tmp_path / "first")
+    assert verify_folder(tmp_path / "third") != verify_folder(tmp_path / "first")
 
 
 def test_capitals_alone_are_drawn_as_always():
@@ -245,7 +249,7 @@ def test_capitals_alone_are_drawn_as_always():
     plain = np.random.default_rng(3)
     letters = plain.integers(26, size=(SHORT.batch, SHORT.letters))
     drawn = np.random.default_rng(3)
-    _, captions = _batch(SHORT, drawn, False)
+    _, captions = _sample_training_batch(SHORT, drawn, False)
     assert captions == ["".join(ALPHABET[index] for index in row) for row in letters]
     (
         plain.uniform(0.95, 1.05, SHORT.batch),
@@ -260,22 +264,25 @@ def test_each_string_is_of_one_alphabet_and_so_is_its_noise():
     )
     seen = set()
     for noisy in (False, True):
-        _, captions = _batch(config, np.random.default_rng(0), noisy)
+        _, captions = _sample_training_batch(config, np.random.default_rng(0), noisy)
         kinds = [
-            [known for known in config.characters if set(text) <= set(known)] for text in captions
+            [known for known in config.alphabet_characters if set(text) <= set(known)]
+            for text in captions
         ]
         assert {len(kind) for kind in kinds} == {1}
         seen |= {kind for (kind,) in kinds}
-    assert seen == set(config.characters)
+    assert seen == set(config.alphabet_characters)
 
 
 def test_a_model_of_several_alphabets_says_what_it_draws(tmp_path):
-    new_glyph(GlyphTrainingConfig(alphabets=["capitals", "digits", "lower_case"])).save(tmp_path)
+    build_glyph_model(GlyphTrainingConfig(alphabets=["capitals", "digits", "lower_case"])).save(
+        tmp_path
+    )
     model = load_model(tmp_path)
     assert isinstance(model, GlyphModel)
 
     def said(text):
-        return model.outside_training(Prompt(0, text, "", None, "", "", "{}"))
+        return model.describe_unseen_letters(Prompt(0, text, "", None, "", "", "{}"))
 
     assert [said(text) for text in ('"ABCD"', '"0123"', "abcd")] == [None] * 3
     assert (
@@ -291,14 +298,14 @@ def test_training_learns(tmp_path):
     """Twenty steps: the loss of the trained model is below that of the start, on strings of its
     own.
     """
-    from ebbflow.models.glyph_training.train import _loss
+    from ebbflow.models.glyph_training.train import _flow_matching_loss
 
     def loss(folder):
         model = load_model(folder)
-        clean, captions = _batch(config, np.random.default_rng(9), False)
+        clean, captions = _sample_training_batch(config, np.random.default_rng(9), False)
         torch.manual_seed(0)
         with torch.no_grad():
-            return _loss(model, clean, captions).item()
+            return _flow_matching_loss(model, clean, captions).item()
 
     config = GlyphTrainingConfig(steps=20, batch=16, ema=0.0)
     train_glyph_base(config.model_copy(update={"steps": 1, "lr": 1e-9}), tmp_path / "start")
@@ -325,14 +332,14 @@ def test_the_average_of_the_weights_is_saved(tmp_path):
 
 
 def test_a_copied_base_is_the_same_artifact(base_folder, tmp_path):
-    copy_base(base_folder, tmp_path / "copy", GLYPH)
-    assert verify(tmp_path / "copy") == verify(base_folder)
+    copy_base_folder(base_folder, tmp_path / "copy", GLYPH)
+    assert verify_folder(tmp_path / "copy") == verify_folder(base_folder)
     plain = tmp_path / "plain"
     shutil.copytree(base_folder, plain, ignore=shutil.ignore_patterns(MANIFEST, "COMMIT"))
-    copy_base(plain, tmp_path / "committed", GLYPH)
-    assert verify(tmp_path / "committed") == verify(base_folder)
+    copy_base_folder(plain, tmp_path / "committed", GLYPH)
+    assert verify_folder(tmp_path / "committed") == verify_folder(base_folder)
     with pytest.raises(ModelError):
-        copy_base(tmp_path / "nothing", tmp_path / "never", GLYPH)
+        copy_base_folder(tmp_path / "nothing", tmp_path / "never", GLYPH)
     assert not (tmp_path / "never").exists()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.models.hub import HubError, pretrained_folder
+from ebbflow.models.hub import HubError, locate_pretrained
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
 COMMIT = "1" * 40
@@ -185,8 +185,8 @@ def test_without_its_token_a_repository_is_refused(hub, tmp_path):
 def test_a_folder_or_a_file_is_taken_as_it_is(tmp_path):
     file = tmp_path / "head.pth"
     file.write_bytes(b"")
-    assert pretrained_folder(PretrainedSourceConfig(path=str(tmp_path))) == tmp_path
-    assert pretrained_folder(PretrainedSourceConfig(path=str(file)), ["*.json"]) == file
+    assert locate_pretrained(PretrainedSourceConfig(path=str(tmp_path))) == tmp_path
+    assert locate_pretrained(PretrainedSourceConfig(path=str(file)), ["*.json"]) == file
 
 
 @pytest.mark.parametrize("path", [None, "/no/such/folder", "s3://bucket/clip", "team/model"])
@@ -194,4 +194,4 @@ def test_a_path_that_leads_nowhere_is_named(path):
     with pytest.raises(
         HubError, match=f"path = {path!r} is not on this machine; .* give its commit as 'revision'"
     ):
-        pretrained_folder(PretrainedSourceConfig(path=path))
+        locate_pretrained(PretrainedSourceConfig(path=path))

@@ -23,12 +23,12 @@ from pipeline_cases import (
 from ebbflow.models import pipeline as pipelines
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import digest_of
+from ebbflow.storage.artifacts import digest_of_folder
 from ebbflow.training import parameter_files
 from ebbflow.training.export import export_pipeline, how_to_load_pipeline
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
-from ebbflow.training.start import lora_parameters
+from ebbflow.training.start import convert_lora_parameters
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=12)
 FULL = PolicyConfig(train="full")
@@ -41,7 +41,7 @@ def trained(model, config, folder, drawn_by=ModelConfig(), base="base"):
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    policy.save(
+    policy.save_folder(
         folder,
         PolicyMetadata(
             base_digest=base, recipe_digest="recipe", config=config, version=1, model=drawn_by
@@ -70,7 +70,7 @@ def test_the_pipeline_loads_our_adapter_and_draws_our_image(
     assert (ours - base).abs().max() > 1e-2
     # And we load it ourselves.
     again = Policy(open_tiny(name), LORA, seed=1)
-    again.load(tmp_path / "policy")
+    again.load_folder(tmp_path / "policy")
     assert all(
         torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
     )
@@ -116,7 +116,7 @@ def test_whole_weights_load_as_the_familys_transformer_from_several_files(
     model.transformer = loaded.eval()
     assert (our_latents(model, wanted) - image).abs().max() < 1e-4
     again = Policy(open_tiny(name), FULL, seed=0)
-    again.load(tmp_path / "policy")
+    again.load_folder(tmp_path / "policy")
     assert all(
         torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
     )
@@ -142,7 +142,9 @@ def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(
     )
     base = our_latents(model, wanted)
     policy = Policy(model, LORA, seed=0)
-    policy.assign(lora_parameters(model, LORA, policy.parameters, tmp_path / "published"))
+    policy.assign_parameters(
+        convert_lora_parameters(model, LORA, policy.parameters, tmp_path / "published")
+    )
     ours = our_latents(model, wanted)
     assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
     assert (ours - base).abs().max() > 1e-2
@@ -156,7 +158,7 @@ def test_an_exported_policy_is_a_pipeline_folder_in_shards(
     monkeypatch.setattr(pipelines, "SHARD", "100KB")
     model = open_tiny(name)
     wanted = prompts(name, SHORT[:1])
-    trained(model, config, tmp_path / "policy", model.config, digest_of(tiny_folder(name)))
+    trained(model, config, tmp_path / "policy", model.config, digest_of_folder(tiny_folder(name)))
     ours = our_latents(model, wanted)
     export_pipeline(tiny_folder(name), tmp_path / "policy", tmp_path / "exported")
     assert len(list((tmp_path / "exported" / "transformer").glob("*-of-*.safetensors"))) > 1

@@ -37,9 +37,9 @@ from torch import nn
 
 from ebbflow.models import ModelError, predict
 from ebbflow.models.base import Conditioning
-from ebbflow.models.pipeline import PipelineModel, pack, unpack
+from ebbflow.models.pipeline import PipelineModel, pack_latents, unpack_tokens
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 
 IMAGES = (
     "sd3",
@@ -136,7 +136,7 @@ def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
     model = open_tiny("ltx2", frames=9)
     wanted = prompts("ltx2", SHORT[:1])
     latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    conditioning = model.encode(wanted).unguided()
+    conditioning = model.encode(wanted).without_guidance()
 
     def with_sound(isolated):
         """Five tokens of noise, and the prompt for the sound."""
@@ -204,7 +204,7 @@ def test_unipc_is_the_published_solver_of_wan(tiny, open_peer):
         pipeline.scheduler.config, solver_order=2, disable_corrector=[]
     )
     latents, _ = theirs(pipeline, model, wanted, steps=5)
-    ours = generate(
+    ours = generate_samples(
         model, model.encode(wanted), keys(wanted), SamplerConfig(name="unipc", steps=5)
     ).latents
     assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
@@ -339,7 +339,7 @@ def test_stochastic_samples_have_the_size_of_deterministic_ones(tiny, name, samp
     model = tiny(name, guidance=1.0)
     wanted = prompts(name)
     exact = our_latents(model, wanted, steps=6)
-    noisy = generate(
+    noisy = generate_samples(
         model, model.encode(wanted), keys(wanted), SamplerConfig(name=sampler, steps=6)
     ).latents
     assert (noisy - exact).abs().max() > 0.1
@@ -381,7 +381,7 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     with torch.no_grad():
         pushed, alone = (
             predict(model, latents, sigma, given)
-            for given in (conditioning, conditioning.unguided())
+            for given in (conditioning, conditioning.without_guidance())
         )
     if not guided(name):
         assert conditioning.negative is None
@@ -391,9 +391,11 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
         negative = predict(model, latents, sigma, conditioning.negative)
     expected = negative + 4 * (alone - negative)
     if name.startswith("qwen"):
-        tokens = pack(expected)
-        length = pack(alone).norm(dim=-1, keepdim=True)
-        expected = unpack(tokens / tokens.norm(dim=-1, keepdim=True) * length, model.latent_shape)
+        tokens = pack_latents(expected)
+        length = pack_latents(alone).norm(dim=-1, keepdim=True)
+        expected = unpack_tokens(
+            tokens / tokens.norm(dim=-1, keepdim=True) * length, model.latent_shape
+        )
     if name == "lumina2":  # of every row of the latents
         expected = expected / expected.norm(dim=-1, keepdim=True) * alone.norm(dim=-1, keepdim=True)
     assert torch.allclose(pushed, expected, atol=1e-5)
@@ -402,9 +404,9 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
 
 def test_packing_is_undone_by_unpacking():
     latents = torch.randn(2, 3, 4, 6)
-    tokens = pack(latents)
+    tokens = pack_latents(latents)
     assert tokens.shape == (2, 6, 12)
-    assert torch.equal(unpack(tokens, (3, 4, 6)), latents)
+    assert torch.equal(unpack_tokens(tokens, (3, 4, 6)), latents)
     # The second token is the second patch of the first row: two by two elements of every channel.
     assert torch.equal(tokens[0, 1], latents[0, :, :2, 2:4].flatten())
 
@@ -506,10 +508,10 @@ def test_parts_are_on_the_device_only_while_they_are_called():
     model = SimpleNamespace(
         device="gpu", pipeline=SimpleNamespace(text=text, vae=vae, absent=None, other=other)
     )
-    with PipelineModel._on_device(model, "text", "absent", "vae"):
+    with PipelineModel._parts_on_device(model, "text", "absent", "vae"):
         assert text.places == vae.places == ["gpu"]
     assert text.places == vae.places == ["gpu", "cpu"]
-    with pytest.raises(KeyError), PipelineModel._on_device(model, "text"):
+    with pytest.raises(KeyError), PipelineModel._parts_on_device(model, "text"):
         raise KeyError
     assert text.places == ["gpu", "cpu"] * 2
     assert other.places == []
@@ -730,4 +732,4 @@ def test_attention_backends_are_those_of_diffusers(open_tiny, tiny, name):
 def test_an_embedded_guidance_stays_without_negative_prompts(tiny):
     conditioning = tiny("flux").encode(prompts("flux"))
     assert isinstance(conditioning, Conditioning)
-    assert conditioning.unguided().guidance == conditioning.guidance == 3.5
+    assert conditioning.without_guidance().guidance == conditioning.guidance == 3.5

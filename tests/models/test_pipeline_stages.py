@@ -13,8 +13,8 @@ from pipeline_cases import NEWEST_LATER, SHORT, TINY, few_tokens, prompts
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import predict
-from ebbflow.models.encoding import encode_once
-from ebbflow.online.local_workers import LocalWorkers, local_workers
+from ebbflow.models.encoding import build_prompt_lookup
+from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
@@ -22,9 +22,9 @@ from ebbflow.recipe import Recipe
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.training.batches import forward_batch, micro_batches
+from ebbflow.training.batches import build_forward_batch, count_micro_batches
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.glyph_stages import small_stage
@@ -63,8 +63,8 @@ def start(open_tiny):
         )
         ctx = StageContext(recipe, 0, 0)
         policy = Policy(model, recipe.policy, seed=0)
-        for name in ctx.following:
-            policy.ensure(name)
+        for name in ctx.following_copies:
+            policy.ensure_copy(name)
         return ctx, model, PolicyUpdater(policy, ctx.config)
 
     return begin
@@ -89,8 +89,10 @@ def test_an_online_step(start, name, lr, frames):
     before = values(updater.policy)
     recorder = MetricsRecorder()
     scorer = Scorer(((Brightness(), 1.0),))
-    run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts(name, SHORT[:2]), recorder)
-    (metrics,) = recorder.metrics
+    run_online_stage(
+        ctx, open_local_workers(ctx, updater, scorer), prompts(name, SHORT[:2]), recorder
+    )
+    (metrics,) = recorder.metrics_rows
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["reward/std"] > 0
     assert metrics["grad_norm"] > 0
@@ -115,9 +117,9 @@ def test_an_online_step_trains_both_experts(start):
     ctx, model, updater = start("wan_a14b", online, expert="both", guidance=1.0)
     before = values(updater.policy)
     recorder = MetricsRecorder()
-    workers = local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
+    workers = open_local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
     run_online_stage(ctx, workers, prompts("wan_a14b", SHORT[:2]), recorder)
-    (metrics,) = recorder.metrics
+    (metrics,) = recorder.metrics_rows
     assert metrics["ratio/deviation"] < 1e-6
     assert {name.split(".")[0] for name in changed(updater.policy, before)} == {
         "transformer",
@@ -143,7 +145,7 @@ def test_guided_rollouts_can_train_the_prediction_without_guidance(
         "optimizer": {"lr": 1e-3},
     }
     (ctx, model, updater), recorder, guided = start("sd3", online), MetricsRecorder(), []
-    velocity = model.velocity
+    velocity = model.predict_velocity
     before = values(updater.policy)
 
     def watched(latents, sigma, conditioning):
@@ -153,11 +155,11 @@ def test_guided_rollouts_can_train_the_prediction_without_guidance(
     monkeypatch.setattr(model, "velocity", watched)
     run_online_stage(
         ctx,
-        local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))),
+        open_local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))),
         prompts("sd3", SHORT[:2]),
         recorder,
     )
-    (metrics,) = recorder.metrics
+    (metrics,) = recorder.metrics_rows
     assert guided[:3] == [True] * 3
     assert set(guided[3:]) == {in_loss}
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
@@ -187,7 +189,7 @@ def test_longer_validation_prompts_are_not_felt(start):
         ctx, _, updater = start(
             "qwen_image", online | {"validation": {"prompts": 1}, "optimizer": {"lr": 1e-3}}
         )
-        placement = local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
+        placement = open_local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
         training = prompts("qwen_image", SHORT[:2])
         run_online_stage(ctx, placement, training, MetricsRecorder(), validation=watched)
         learnt.append(values(updater.policy))
@@ -223,7 +225,7 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
     scorer = Scorer(((Brightness(), 1.0),))
     placement = LocalWorkers(TrainingWorker(ctx, updater), scorer, RolloutWorker(engine))
     record = run_online_stage(ctx, placement, prompts("sd3", SHORT[:2]), recorder)
-    assert recorder.metrics[0]["parity/log_prob_max"] < 1e-5
+    assert recorder.metrics_rows[0]["parity/log_prob_max"] < 1e-5
     done = [
         (span["task"], span["step"])
         for span in json.loads(recorder.files["timeline.json"])["spans"]
@@ -251,15 +253,16 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
     clean = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     advantage = torch.tensor([5.0, -5.0, 1.0, -1.0])
     groups = np.array([0, 0, 1, 1])
-    batch = forward_batch(
+    batch = build_forward_batch(
         clean, conditioning, advantage, keys, groups, ctx.config.hyper, updater.schedule, visit=0
     )
     latents = batch.inputs.latents
     sigma = batch.inputs.sigma
-    rows = conditioning.rows(batch.inputs.sample_index)
+    rows = conditioning.select_rows(batch.inputs.sample_index)
     with torch.no_grad():
         plain, negative = (
-            predict(model, latents, sigma, each) for each in (rows.unguided(), rows.negative)
+            predict(model, latents, sigma, each)
+            for each in (rows.without_guidance(), rows.negative)
         )
     apart = ((plain - (negative + 4.5 * (plain - negative))) ** 2).flatten(1).mean(1)
     metrics = updater.update(batch, 2)
@@ -292,12 +295,14 @@ def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
     recorder = MetricsRecorder()
     run_online_stage(
         ctx,
-        local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))),
+        open_local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))),
         prompts("sd3", SHORT[:2]),
         recorder,
     )
-    assert all(np.isfinite(value) for metrics in recorder.metrics for value in metrics.values())
-    assert all(metrics["kl/reference"] > 0 for metrics in recorder.metrics)
+    assert all(
+        np.isfinite(value) for metrics in recorder.metrics_rows for value in metrics.values()
+    )
+    assert all(metrics["kl/reference"] > 0 for metrics in recorder.metrics_rows)
     assert len(changed(updater.policy, before)) > len(before) / 3
     # On policy for the first 75 steps, while the reference lags behind.
     assert all(
@@ -325,10 +330,10 @@ def test_an_offline_update(start, name):
     ctx, model, updater = start(name, offline)
     wanted = [prompt for prompt in prompts(name, SHORT[:2]) for _ in range(2)]
     keys = SampleKeys(ctx.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
-    conditioning = encode_once(model, wanted)(wanted)
-    clean = generate(model, conditioning, keys, ctx.config.sampler).latents
+    conditioning = build_prompt_lookup(model, wanted)(wanted)
+    clean = generate_samples(model, conditioning, keys, ctx.config.sampler).latents
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5])
-    batch = forward_batch(
+    batch = build_forward_batch(
         clean,
         conditioning,
         advantage,
@@ -340,7 +345,7 @@ def test_an_offline_update(start, name):
     )
     assert batch.inputs.conditioning.negative is None
     before = values(updater.policy)
-    metrics = updater.update(batch, micro_batches(batch.group_index, ctx.config.micro_batch))
+    metrics = updater.update(batch, count_micro_batches(batch.group_index, ctx.config.micro_batch))
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0
     assert len(changed(updater.policy, before)) > len(before) / 3

@@ -19,12 +19,12 @@ from pipeline_cases import (
     prompts,
 )
 
-from ebbflow.flow.transition import log_prob, transition
+from ebbflow.flow.transition import compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import DTYPES, predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
 
 SDE = SamplerConfig(name="flow_sde", steps=4)
@@ -63,9 +63,9 @@ def largest_change(model, conditioning, trajectory, micro_batch):
                 trajectory.sigmas[step].expand(len(latents)),
                 conditioning.rows(part),
             ).detach()
-            move = transition(SDE.name, latents, velocity, trajectory.sigmas, step)
+            move = compute_transition(SDE.name, latents, velocity, trajectory.sigmas, step)
             changes.append(
-                log_prob(move, trajectory.next_latents[part, column])
+                compute_log_prob(move, trajectory.next_latents[part, column])
                 - trajectory.log_probs[part, column]
             )
     return torch.cat(changes).abs().max().item()
@@ -82,7 +82,9 @@ def test_the_first_ratio_is_one(open_tiny, name, precision, train):
     model, _ = open_policy(open_tiny, name, precision, train)
     wanted = prompts(name, SHORT)
     conditioning = model.encode(wanted)
-    rollouts = generate(model, conditioning, keys(wanted), SDE, Plan(WINDOW, WINDOW), micro_batch=2)
+    rollouts = generate_samples(
+        model, conditioning, keys(wanted), SDE, Plan(WINDOW, WINDOW), micro_batch=2
+    )
     record = rollouts.trajectory
     tensors = (
         rollouts.latents,

@@ -9,14 +9,14 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from pipeline_cases import SHORT, prompts
 
-from ebbflow.estimate.run import estimate_of, trained_parameters
+from ebbflow.estimate.run import count_trained_parameters, estimate_from_sizes
 from ebbflow.models import predict
-from ebbflow.models.sizes import measure
+from ebbflow.models.sizes import measure_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata
-from ebbflow.training.start import lora_parameters
+from ebbflow.training.start import convert_lora_parameters
 
 FULL = {"train": "full"}
 QUERIES = {"train": "lora", "rank": 2, "alpha": 2, "targets": ["to_q"]}
@@ -88,14 +88,14 @@ def test_a_lora_of_unused_layers_is_no_start(model, open_peer, tmp_path):
             " without"
         ),
     ):
-        lora_parameters(model, config, policy.parameters, tmp_path / "published")
+        convert_lora_parameters(model, config, policy.parameters, tmp_path / "published")
 
 
 @pytest.mark.parametrize("policy", [FULL, QUERIES, {"train": "lora", "rank": 2}])
 def test_an_estimate_counts_what_is_trained(model, policy):
     recipe = Recipe.model_validate({"model": model.config.model_dump(), "policy": policy})
     trained = Policy(model, recipe.policy, 0).parameters
-    assert trained_parameters(recipe, measure(recipe.model)[0]) == sum(
+    assert count_trained_parameters(recipe, measure_model(recipe.model)[0]) == sum(
         value.numel() for value in trained.values()
     )
 
@@ -106,7 +106,7 @@ def test_a_policy_of_full_training_holds_the_whole_network(model, tmp_path):
     )
     policy = Policy(model, recipe.policy, 0)
     folder = tmp_path / "policy"
-    policy.save(
+    policy.save_folder(
         folder,
         PolicyMetadata(
             base_digest="base",
@@ -125,6 +125,6 @@ def test_a_policy_of_full_training_holds_the_whole_network(model, tmp_path):
     assert loaded.keys() == whole.keys()
     assert all(torch.equal(value, whole[name]) for name, value in loaded.items())
     # The estimate counts the copies that a stage has besides.
-    (work,) = estimate_of(recipe, 1, *measure(recipe.model)).work.values()
+    (work,) = estimate_from_sizes(recipe, 1, *measure_model(recipe.model)).work.values()
     copies = sum(value.nbytes for value in policy.parameters.values())
     assert (work.policy - sum(value.nbytes for value in whole.values())) % copies == 0

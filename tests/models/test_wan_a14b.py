@@ -11,11 +11,11 @@ from ebbflow.models import ModelError, predict
 from ebbflow.models.families.wan_a14b import EXPERTS
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import digest_of
+from ebbflow.storage.artifacts import digest_of_folder
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata
-from ebbflow.training.start import lora_parameters
+from ebbflow.training.start import convert_lora_parameters
 
 LORA = PolicyConfig(train="lora", rank=4, alpha=12)
 SIGMAS = torch.tensor([0.9, 0.5])
@@ -68,7 +68,7 @@ def test_the_pipeline_loads_an_adapter_of_the_other_transformer(open_tiny, open_
     metadata = PolicyMetadata(
         base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config
     )
-    changed(model).save(tmp_path / "policy", metadata)
+    changed(model).save_folder(tmp_path / "policy", metadata)
     pipeline.load_lora_weights(tmp_path / "policy", load_into_transformer_2=True)
     ours = our_latents(model, wanted)
     assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
@@ -110,7 +110,7 @@ def test_the_pipeline_loads_adapters_of_both(open_tiny, open_peer, tmp_path):
         base_digest="base", recipe_digest="recipe", config=LORA, version=1, model=model.config
     )
     policy = changed(model)
-    policy.save(tmp_path / "policy", metadata)
+    policy.save_folder(tmp_path / "policy", metadata)
     pipeline.load_lora_weights(tmp_path / "policy")
     one = theirs(pipeline, model, wanted)[0]
     pipeline.load_lora_weights(tmp_path / "policy" / "transformer_2", load_into_transformer_2=True)
@@ -118,7 +118,7 @@ def test_the_pipeline_loads_adapters_of_both(open_tiny, open_peer, tmp_path):
     assert (theirs(pipeline, model, wanted)[0] - ours).abs().max() < 1e-4
     assert min((ours - base).abs().max(), (ours - one).abs().max()) > 1e-2
     again = Policy(open_tiny("wan_a14b", expert="both"), LORA, seed=1)
-    again.load(tmp_path / "policy")
+    again.load_folder(tmp_path / "policy")
     assert all(
         torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
     )
@@ -136,13 +136,13 @@ def test_whole_weights_of_both_are_two_networks_of_diffusers(
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    digest = digest_of(tiny_folder("wan_a14b"))
+    digest = digest_of_folder(tiny_folder("wan_a14b"))
     metadata = PolicyMetadata(
         base_digest=digest, recipe_digest="recipe", config=full, version=1, model=model.config
     )
-    policy.save(tmp_path / "policy", metadata)
+    policy.save_folder(tmp_path / "policy", metadata)
     again = Policy(open_tiny("wan_a14b", expert="both"), full, seed=1)
-    again.load(tmp_path / "policy")
+    again.load_folder(tmp_path / "policy")
     assert all(
         torch.equal(value, policy.parameters[key]) for key, value in again.parameters.items()
     )
@@ -173,7 +173,7 @@ def test_a_published_lora_is_of_one_network(open_tiny, tmp_path):
         PolicyError,
         match="a LoRA of one network, and model.expert is both; start from a policy folder",
     ):
-        lora_parameters(model, LORA, {}, tmp_path)
+        convert_lora_parameters(model, LORA, {}, tmp_path)
 
 
 def test_an_expert_is_of_a_model_with_two(tiny_folder, open_tiny):

@@ -8,7 +8,7 @@ import pytest
 from offline_cases import Watched, write_rollouts
 
 from ebbflow.data.schema import ADVANTAGES
-from ebbflow.models.encoding import encode_once
+from ebbflow.models.encoding import build_prompt_lookup
 from ebbflow.offline import training as offline
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -73,8 +73,8 @@ def pretend(monkeypatch):
         monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(rank, world)))
         monkeypatch.setattr(
             offline,
-            "_encode_together",
-            lambda ctx, model, prompts, ranks: encode_once(model, prompts),
+            "_encode_prompts_together",
+            lambda ctx, model, prompts, ranks: build_prompt_lookup(model, prompts),
         )
 
     return one_of

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ebbflow.data.schema import rollout_schema, score_schema
-from ebbflow.offline.shards import layout_metadata, rollout_batch
+from ebbflow.data.schema import build_rollout_schema, build_score_schema
+from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch
 from ebbflow.storage.tables import nan_to_null, write_table
 
 ABOUT_SCORES = {"seconds": {"scoring": 2.0}, "weights": {"darkness": 1.0}}
@@ -20,7 +20,7 @@ def write_scores(path, keys, rewards):
     prompt_ids, samples = zip(*keys, strict=True)
     columns = [pa.array(prompt_ids), pa.array(samples), nan_to_null(rewards), nan_to_null(rewards)]
     failure = pa.array(["broken" if np.isnan(reward) else None for reward in rewards], pa.string())
-    schema = score_schema(["darkness"])
+    schema = build_score_schema(["darkness"])
     write_table(path, schema, [pa.record_batch([*columns, failure], schema=schema)], ABOUT_SCORES)
     return path
 
@@ -31,16 +31,16 @@ def write_rollouts(path, keys, shape=(1, 2, 2), precision="float32"):
     latents[:, 0, 0, :2] = torch.tensor(keys)
     prompt_ids, samples = zip(*keys, strict=True)
     batches = [
-        rollout_batch(
+        build_rollout_batch(
             prompt_ids[rows], samples[rows], 0, latents[rows], [b""] * len(latents[rows]), precision
         )
         for rows in (slice(start, start + 5) for start in range(0, len(keys), 5))
     ]
     write_table(
         path,
-        rollout_schema(shape, precision),
+        build_rollout_schema(shape, precision),
         batches,
-        {"seconds": {"rollout": 3.0}} | layout_metadata(shape, precision),
+        {"seconds": {"rollout": 3.0}} | build_layout_metadata(shape, precision),
     )
     return path
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from ebbflow.models import load_model
 from ebbflow.models.base import ModelError
-from ebbflow.models.context_parallel import require_shareable
+from ebbflow.models.context_parallel import require_shareable_tokens
 from ebbflow.models.sizes import check_shared_tokens
 from ebbflow.models.tiny import build_tiny
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import new_folder
+from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.checkpoint import Checkpoints
-from ebbflow.training.distributed import Ranks, process_group
+from ebbflow.training.distributed import Ranks, join_process_group
 from tests.glyph_stages import small_stage
 from tests.offline_stage import write_offline_stage
 from tests.two_processes import as_two_ranks
@@ -55,7 +55,7 @@ def begin(tmp_path, make_prompts, scorer):
 
     def begun(family: str) -> tuple[Path, Any, Path]:
         base = tmp_path / "base"
-        with new_folder(base) as unfinished:
+        with write_new_folder(base) as unfinished:
             build_tiny(family, unfinished)
         model = {"family": family, "path": str(base), "height": 64, "width": 64, "max_tokens": 32}
         stages = [small_stage({"kind": "online"}), small_stage(STAGE)]
@@ -72,7 +72,7 @@ def train(stage: tuple[Path, Any, Path], name: str, context_parallel: int) -> Me
     folder, recipe, base = stage
     ctx = StageContext(Recipe.model_validate(recipe), 0, 1)
     recorder = MetricsRecorder()
-    with process_group() as ranks, warnings.catch_warnings():
+    with join_process_group() as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train_offline_folder(
             ctx,
@@ -92,7 +92,7 @@ def train(stage: tuple[Path, Any, Path], name: str, context_parallel: int) -> Me
 def rows(recorder: MetricsRecorder) -> list[dict[str, float]]:
     return [
         {key: value for key, value in row.items() if not key.startswith(("seconds", "ms_per"))}
-        for row in recorder.metrics
+        for row in recorder.metrics_rows
     ]
 
 
@@ -119,13 +119,13 @@ def train_and_compare(stage: tuple[Path, Any, Path], alone: list[dict[str, float
 
 
 def test_ranks_that_share_tokens_have_one_number_among_those_with_rows():
-    assert [Ranks(rank, 8).of_rows(4) for rank in (0, 3, 4, 7)] == [
+    assert [Ranks(rank, 8).row_ranks(4) for rank in (0, 3, 4, 7)] == [
         Ranks(0, 2),
         Ranks(0, 2),
         Ranks(1, 2),
         Ranks(1, 2),
     ]
-    assert Ranks(5, 8).of_rows(1) == Ranks(5, 8)
+    assert Ranks(5, 8).row_ranks(1) == Ranks(5, 8)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_sent(
     config = tiny_recipe(family, keys).model
     model = load_model(Path(config.path), config)
     with pytest.raises(ModelError) as error:
-        require_shareable(model, ranks)
+        require_shareable_tokens(model, ranks)
     assert said in str(error.value)
 
 
@@ -174,7 +174,7 @@ def test_attention_that_cannot_be_shared_is_refused(tiny_recipe):
         ModelError,
         match="attention '_native_efficient' cannot share tokens; set model.attention to native",
     ):
-        require_shareable(model, 2)
+        require_shareable_tokens(model, 2)
 
 
 def test_a_compiled_network_is_refused(tiny_recipe):
@@ -183,7 +183,7 @@ def test_a_compiled_network_is_refused(tiny_recipe):
         ModelError,
         match="train_context_parallel = 2 is for a network that is not compiled; set model.comp",
     ):
-        require_shareable(load_model(Path(config.path), config), 2)
+        require_shareable_tokens(load_model(Path(config.path), config), 2)
 
 
 OFFLINE = [{"kind": "online"}, {"kind": "offline"}]

@@ -15,7 +15,7 @@ from ebbflow.data.schema import ADVANTAGES
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.tables import read_table, read_table_metadata, write_table
-from ebbflow.training.batches import forward_batch
+from ebbflow.training.batches import build_forward_batch
 
 
 def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, stored, run):
@@ -24,7 +24,7 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
     recorder = MetricsRecorder()
     record, seen = run(ctx, rollouts, advantages, recorder)
     per_epoch = len(seen) // 3
-    draws = ctx.config.hyper.noise_levels
+    draws = ctx.config.hyper_parameters.noise_levels
     for epoch in range(3):
         calls = seen[epoch * per_epoch : (epoch + 1) * per_epoch]
         samples = [call.keys[::draws] for call in calls]  # the draws of a sample are adjacent
@@ -37,7 +37,7 @@ def test_an_epoch_covers_every_kept_row_once_in_equal_batches(make_recipe, store
         for call in calls:
             assert call.passes == -(-len(call.keys) // 3)
             assert call.batch.advantage.tolist() == [100 * p + s for p, s in call.keys]
-    assert [(row["step"], row["epoch"]) for row in recorder.metrics] == [
+    assert [(row["step"], row["epoch"]) for row in recorder.metrics_rows] == [
         (i, i // per_epoch) for i in range(3 * per_epoch)
     ]
     assert record.optimizer_steps == len(seen)
@@ -183,7 +183,7 @@ def test_the_noise_of_a_sample_is_its_own(ctx, stored, run):
     conditioning = call.batch.inputs.conditioning.rows(first)
     clean = call.batch.clean[first]
     advantage = call.batch.advantage[first]
-    alone = forward_batch(
+    alone = build_forward_batch(
         clean,
         conditioning,
         advantage,

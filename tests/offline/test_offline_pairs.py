@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ebbflow.data.images import decode_png, encode_png
+from ebbflow.data.images import decode_pngs, encode_pngs
 from ebbflow.data.pairs import LATENTS, PairError, read_pairs
 from ebbflow.data.prompts import read_prompts
-from ebbflow.data.schema import ADVANTAGES, PROMPTS, rollout_schema
+from ebbflow.data.schema import ADVANTAGES, PROMPTS, build_rollout_schema
 from ebbflow.models.glyph_training.lettering import render_text
 from ebbflow.offline import pairs
 from ebbflow.offline.pairs import NOT_OURS, import_pairs, import_pairs_from_folder
@@ -34,7 +34,7 @@ def picture(text, height=16, width=32):
 
 
 def png(image):
-    return encode_png(image[None])[0]
+    return encode_pngs(image[None])[0]
 
 
 def image_rows(words=WORDS):
@@ -57,9 +57,9 @@ def by_key(imported, latent_shape):
     for row in read_table(imported.advantages, ADVANTAGES).to_pylist():
         advantages[row["prompt_id"], row["sample"]] = row["advantage"]
     for path in imported.rollouts:
-        table = read_table(path, rollout_schema(latent_shape))
+        table = read_table(path, build_rollout_schema(latent_shape))
         assert set(table["policy_version"].to_pylist()) == {NOT_OURS}
-        images = decode_png(table["image"].to_pylist())
+        images = decode_pngs(table["image"].to_pylist())
         for index, key in enumerate(
             zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True)
         ):
@@ -268,18 +268,18 @@ def trained_on_pairs(make_recipe, model, folder, rows, algorithm, **stage):
     )
     imported = import_pairs(ctx, model, write(folder / "p.parquet", rows), folder / "out")
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     recorder = MetricsRecorder()
     record = train_epochs(
         ctx,
         model,
-        PolicyUpdater(policy, ctx.offline),
+        PolicyUpdater(policy, ctx.offline_config),
         read_prompts(imported.prompts, "train"),
         imported.rollouts,
         imported.advantages,
         recorder,
     )
-    return recorder.metrics, record
+    return recorder.metrics_rows, record
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.training import samples_of_step, train_offline_folder
+from ebbflow.offline.training import find_samples_of_step, train_offline_folder
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.replay import ReplayError
@@ -39,21 +39,23 @@ def trained(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
     write_prompts(
         pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS), prompts
     )
-    write_base_policy(start, verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
-    shards = [tmp_path / f"stage-{index}.parquet" for index in range(ctx.offline.shards)]
-    scores = [tmp_path / f"stage-scores-{index}.parquet" for index in range(ctx.offline.shards)]
+    write_base_policy(start, verify_folder(base_folder), ctx.recipe.digest, ctx.recipe.policy)
+    shards = [tmp_path / f"stage-{index}.parquet" for index in range(ctx.offline_config.shards)]
+    scores = [
+        tmp_path / f"stage-scores-{index}.parquet" for index in range(ctx.offline_config.shards)
+    ]
     for index, (path, its_scores) in enumerate(zip(shards, scores, strict=True)):
         generate_shard_from_folders(ctx, base_folder, start, prompts, index, path)
         score_shard(ctx, scorer, read_prompts(prompts, "train"), path, its_scores)
     metrics = write_advantages(ctx, scores, tmp_path / "stage-advantages.parquet")
-    update = offline._update
+    update = offline._update_policy
 
     def watched(ctx, updater, part, ranks):
         keys = zip(part.keys.prompt_ids, part.keys.samples, strict=True)
         seen.append(dict(zip(keys, part.advantage.tolist(), strict=True)))
         return update(ctx, updater, part, ranks)
 
-    monkeypatch.setattr(offline, "_update", watched)
+    monkeypatch.setattr(offline, "_update_policy", watched)
     advantages = tmp_path / "stage-advantages.parquet"
     train_offline_folder(
         ctx,
@@ -109,13 +111,13 @@ def test_processes_divide_the_samples_as_in_training(trained, tmp_path):
     ctx, _, shards, *_ = trained
     advantages = tmp_path / "stage-advantages.parquet"
     alone, shared = (
-        [samples_of_step(ctx, shards, advantages, step, count) for step in range(NUM_STEPS)]
+        [find_samples_of_step(ctx, shards, advantages, step, count) for step in range(NUM_STEPS)]
         for count in (1, 2)
     )
     assert [sorted(rows.tolist()) for _, rows, _ in alone] == [
         sorted(rows.tolist()) for _, rows, _ in shared
     ]
-    assert samples_of_step(ctx, shards, advantages, 0, 1000) is None
+    assert find_samples_of_step(ctx, shards, advantages, 0, 1000) is None
 
 
 def test_pairs_of_a_file_have_no_samples(make_recipe, tmp_path):

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.disk import DiskFullError
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
-from ebbflow.training.distributed import process_group
+from ebbflow.training.distributed import join_process_group
 from ebbflow.training.policy_metadata import read_policy_metadata
 from ebbflow.training.stop_conditions import Preempted
 from ebbflow.training.update import PolicyUpdater
@@ -63,7 +63,7 @@ def train(
     folder, recipe, base = world
     ctx = StageContext(Recipe.model_validate(recipe), 0, 1)
     recorder = MetricsRecorder()
-    update = PolicyUpdater.update
+    update = PolicyUpdater.update_policy
 
     def doomed(updater: PolicyUpdater, *arguments: Any) -> dict[str, float]:
         if updater.updates == at and happens == "killed":
@@ -74,7 +74,7 @@ def train(
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        process_group(recipe["model"]["cpu_offload"]),
+        join_process_group(recipe["model"]["cpu_offload"]),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -125,13 +125,13 @@ CASES = {
 def test_a_killed_stage_ends_with_the_same_bytes(world, case):
     stage = world(*CASES[case])
     whole = train(stage, "whole")
-    assert [row["step"] for row in whole.metrics] == list(range(UPDATES))
+    assert [row["step"] for row in whole.metrics_rows] == list(range(UPDATES))
     for at in (1, 3, 4):
         name = f"killed-{at}"
         with pytest.raises(Killed):
             train(stage, name, at, "killed")
         again = train(stage, name)
-        assert verify(stage[0] / name) == verify(stage[0] / "whole"), name
+        assert verify_folder(stage[0] / name) == verify_folder(stage[0] / "whole"), name
         assert rows(again) == rows(whole), name
         assert kept(stage[0], name) == ["step-00004", "step-00006"], name
 
@@ -146,7 +146,7 @@ def test_a_stage_that_is_told_to_end_saves_after_the_step(world):
             train(stage, name, at, "preempted")
         assert kept(stage[0], name)[-1] == f"step-{at + 1:05d}", name
         again = train(stage, name)
-        assert verify(stage[0] / name) == verify(stage[0] / "whole"), name
+        assert verify_folder(stage[0] / name) == verify_folder(stage[0] / "whole"), name
         assert rows(again) == rows(whole), name
 
 
@@ -156,7 +156,7 @@ def test_preempted_in_the_last_step_it_is_over_and_the_next_one_leaves(world):
     with pytest.raises(Preempted, match="after 1 of 8 steps; a checkpoint is saved"):
         train(stage, "whole")
     assert preempted == rows(train(stage, "whole"))
-    assert verify(stage[0] / "preempted") == verify(stage[0] / "whole")
+    assert verify_folder(stage[0] / "preempted") == verify_folder(stage[0] / "whole")
 
 
 def test_a_full_disk_is_named_and_no_part_stays(world, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_full_disk_is_named_and_no_part_stays(world, monkeypatch):
 
 def test_a_spent_budget_ends_it_with_what_was_learnt(world):
     stage = world(offline={"max_hours": 1e-9})
-    assert len(train(stage, "short").metrics) == 1
+    assert len(train(stage, "short").metrics_rows) == 1
     assert read_policy_metadata(stage[0] / "short").version == 1
 
 
@@ -226,7 +226,7 @@ def test_two_processes_save_their_parts_and_any_number_goes_on(world, policy):
     }
     shutil.copytree(folder / "kept-again", folder / "kept-alone")
     as_two_ranks(as_a_rank, stage, "again", None, "")
-    assert verify(folder / "again") == verify(folder / "whole")
+    assert verify_folder(folder / "again") == verify_folder(folder / "whole")
     train(stage, "alone")
     for path in (folder / "whole").rglob("*.safetensors"):
         found = load_file(folder / "alone" / path.relative_to(folder / "whole"))

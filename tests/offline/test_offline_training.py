@@ -18,7 +18,7 @@ from ebbflow.offline.training import train_epochs, train_offline_folder
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import write_table
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
@@ -98,7 +98,7 @@ def generated(make_recipe, base_folder, scorer, make_prompts, tmp_path_factory):
     model = load_model(base_folder)
     tmp_path = tmp_path_factory.mktemp("generated")
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     rollouts = [tmp_path / f"r{i}" for i in range(2)]
     scores = [tmp_path / f"s{i}" for i in range(2)]
     for shard in range(2):
@@ -118,12 +118,12 @@ def test_every_forward_algorithm_trains_on_stored_samples(
     ctx = StageContext(make_recipe(offline={"algorithm": {"name": name}}), 0, 1)
     model = load_model(base_folder)
     policy = Policy(model, config, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     start = {key: value.detach().clone() for key, value in policy.parameters.items()}
     recorder = MetricsRecorder()
-    updater = PolicyUpdater(policy, ctx.offline)
+    updater = PolicyUpdater(policy, ctx.offline_config)
     record = train_epochs(ctx, model, updater, make_prompts(6), *generated, recorder)
-    logged = recorder.metrics
+    logged = recorder.metrics_rows
     assert record.label == "1.2 offline"
     assert record.algorithm == name
     assert record.samples == 16
@@ -145,19 +145,19 @@ def test_the_old_policy_is_where_training_began(ctx, base_folder, generated, mak
     model = load_model(base_folder)
     recorder = MetricsRecorder()
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     updater = PolicyUpdater(policy, ctx.offline)
     train_epochs(ctx, model, updater, make_prompts(6), *generated, recorder)
-    assert recorder.metrics[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
-    assert recorder.metrics[-1]["nft/old_deviation"] > 1e-9
+    assert recorder.metrics_rows[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
+    assert recorder.metrics_rows[-1]["nft/old_deviation"] > 1e-9
 
 
 def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generated, make_prompts):
     ctx = StageContext(make_recipe(offline={"drift_alarm": 1e-9}), 0, 1)
     model = load_model(base_folder)
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
-    updater = PolicyUpdater(policy, ctx.offline)
+    policy.ensure_copy("old")
+    updater = PolicyUpdater(policy, ctx.offline_config)
     with pytest.warns(UserWarning, match="velocity drift") as warned:
         record = train_epochs(ctx, model, updater, make_prompts(6), *generated, MetricsRecorder())
     assert len(warned) == len(record.alarms) == 1
@@ -166,7 +166,9 @@ def test_the_drift_alarm_stands_in_the_record(make_recipe, base_folder, generate
 @pytest.fixture
 def folders(ctx, base_folder, make_prompts, tmp_path):
     """The base policy folder and the prompt table."""
-    write_base_policy(tmp_path / "start", verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
+    write_base_policy(
+        tmp_path / "start", verify_folder(base_folder), ctx.recipe.digest, ctx.recipe.policy
+    )
     write_prompts(
         pa.Table.from_pylist([vars(prompt) for prompt in make_prompts(6)], PROMPTS),
         tmp_path / "prompts.parquet",
@@ -182,11 +184,11 @@ def test_the_stage_repeats_itself_byte_for_byte_and_hands_on_a_whole_folder(
         train_offline_folder(
             ctx, base_folder, start, prompts, *generated, tmp_path / name, MetricsRecorder()
         )
-    assert verify(tmp_path / "one") == verify(tmp_path / "two")
+    assert verify_folder(tmp_path / "one") == verify_folder(tmp_path / "two")
     metadata = read_policy_metadata(tmp_path / "one")
     assert (metadata.version, metadata.copies, metadata.stages) == (4, ("old",), ("1.2 offline",))
     assert metadata.progress == Progress(algorithm="diffusion_nft", steps=0, updates=4)
-    assert metadata.base_digest == verify(base_folder)
+    assert metadata.base_digest == verify_folder(base_folder)
     assert metadata.recipe_digest == ctx.recipe.digest
 
 
@@ -199,7 +201,7 @@ def test_the_next_stage_generates_with_what_this_one_trained(
     )
     following = StageContext(ctx.recipe, ctx.round + 1, ctx.stage)
     policy, _ = open_policy(following, load_model(base_folder), tmp_path / "trained")
-    with policy.using(following.algorithm.generates):
+    with policy.use_copy(following.algorithm.generates):
         generating = {name: value.detach().clone() for name, value in policy.parameters.items()}
     assert any(
         not torch.equal(value, policy.copies["reference"][name])

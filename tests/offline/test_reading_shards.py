@@ -83,8 +83,8 @@ def test_every_process_reads_its_own_rows_alone(make_recipe, stored, run, preten
 
 
 def test_a_stage_that_ends_early_reads_no_further(ctx, stored, reads):
-    shards = offline._trainable_shards(ctx, *stored(24, 12)[:2])
-    batches = offline._with_latents(offline._schedule(ctx, shards, Ranks(0, 1)), Ranks(0, 1))
+    shards = offline._list_trainable_shards(ctx, *stored(24, 12)[:2])
+    batches = offline._load_latents(offline._iterate_visits(ctx, shards, Ranks(0, 1)), Ranks(0, 1))
     next(batches)
     batches.close()
     assert len(reads) <= 2
@@ -112,7 +112,7 @@ def test_all_shards_are_joined_with_the_advantages_at_once(ctx, stored, monkeypa
         offline, "read_table", lambda *arguments: opened.append(arguments) or read(*arguments)
     )
     rollouts, advantages, kept = stored(7, 5, 3, 6)
-    shards = offline._trainable_shards(ctx, rollouts, advantages)
+    shards = offline._list_trainable_shards(ctx, rollouts, advantages)
     assert len(opened) == 1
     assert [list(zip(s.prompt_ids.tolist(), s.samples.tolist(), strict=True)) for s in shards] == [
         [key for key in kept if start <= 2 * key[0] + key[1] < end]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.data.images import encode_png
-from ebbflow.data.schema import rollout_schema
+from ebbflow.data.images import encode_pngs
+from ebbflow.data.schema import build_rollout_schema
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.shards import layout_metadata, rollout_batch, shard_identity
-from ebbflow.recipe.registry import reward
+from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch, build_shard_identity
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import StageContext
@@ -57,17 +57,19 @@ def test_groups_are_scored_whole(make_recipe, make_prompts, tmp_path, micro_batc
             latents[ids.index(broken) * 4] = torch.nan
         samples = [sample for _ in ids for sample in range(4)]
         batches.append(
-            rollout_batch(
-                np.repeat(ids, 4).tolist(), samples, 0, latents, encode_png(images), "float32"
+            build_rollout_batch(
+                np.repeat(ids, 4).tolist(), samples, 0, latents, encode_pngs(images), "float32"
             )
         )
     shard = tmp_path / "rollouts.parquet"
     scores = tmp_path / "scores.parquet"
     reward = Rank()
     about = (
-        shard_identity(ctx) | layout_metadata(LATENT) | {"shard": 0, "seconds": {"rollout": 1.0}}
+        build_shard_identity(ctx)
+        | build_layout_metadata(LATENT)
+        | {"shard": 0, "seconds": {"rollout": 1.0}}
     )
-    write_table(shard, rollout_schema(LATENT, "float32"), batches, about)
+    write_table(shard, build_rollout_schema(LATENT, "float32"), batches, about)
 
     score_shard(ctx, Scorer(((reward, 1.0),)), make_prompts(5), shard, scores)
 
@@ -107,18 +109,18 @@ def test_a_reward_of_latents_reads_those_of_the_shard(
     )
     latents = torch.arange(8.0)[:, None, None, None] * torch.ones(8, *LATENT)
     latents[5, 0, 0, 0] = torch.nan
-    images = encode_png(np.zeros((8, 8, 8, 3), np.uint8))
-    rows = rollout_batch(
+    images = encode_pngs(np.zeros((8, 8, 8, 3), np.uint8))
+    rows = build_rollout_batch(
         np.repeat([0, 1], 4).tolist(), [0, 1, 2, 3] * 2, 0, latents, images, precision
     )
     shard = tmp_path / "rollouts.parquet"
     scores = tmp_path / "scores.parquet"
     about = (
-        shard_identity(ctx)
-        | layout_metadata(LATENT, precision)
+        build_shard_identity(ctx)
+        | build_layout_metadata(LATENT, precision)
         | {"shard": 0, "seconds": {"rollout": 1.0}}
     )
-    write_table(shard, rollout_schema(LATENT, precision), [rows], about)
+    write_table(shard, build_rollout_schema(LATENT, precision), [rows], about)
     score_shard(ctx, Scorer(((Level(), 1.0),)), make_prompts(2), shard, scores)
     assert read_table(scores)["level"].to_pylist() == [0, 1, 2, 3, 4, None, 6, 7]
 
@@ -148,22 +150,24 @@ def test_a_reward_of_a_prompt_set_has_nulls_elsewhere_and_its_samples_advantages
     images = (
         np.arange(1, 9, dtype=np.uint8).reshape(8, 1, 1, 1).repeat(8, 1).repeat(8, 2).repeat(3, 3)
     )
-    rows = rollout_batch(
+    rows = build_rollout_batch(
         np.repeat([0, 1], 4).tolist(),
         [0, 1, 2, 3] * 2,
         0,
         torch.zeros(8, *LATENT),
-        encode_png(images),
+        encode_pngs(images),
         "float32",
     )
     shard = tmp_path / "rollouts.parquet"
     scores = tmp_path / "scores.parquet"
     about = (
-        shard_identity(ctx) | layout_metadata(LATENT) | {"shard": 0, "seconds": {"rollout": 1.0}}
+        build_shard_identity(ctx)
+        | build_layout_metadata(LATENT)
+        | {"shard": 0, "seconds": {"rollout": 1.0}}
     )
-    write_table(shard, rollout_schema(LATENT, "float32"), [rows], about)
+    write_table(shard, build_rollout_schema(LATENT, "float32"), [rows], about)
 
-    of_sets = {name: reward("ocr", prompts=[name]) for name in "ab"}
+    of_sets = {name: configure_reward("ocr", prompts=[name]) for name in "ab"}
     score_shard(
         ctx,
         Scorer(((Halved("a"), 1.0), (Halved("b"), 2.0)), of_sets=of_sets),

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ebbflow.data.images import decode_png, encode_png
-from ebbflow.data.schema import rollout_schema, score_schema
+from ebbflow.data.images import decode_pngs, encode_pngs
+from ebbflow.data.schema import build_rollout_schema, build_score_schema
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.offline.rollouts import generate_shard, prompts_of_shard
+from ebbflow.offline.rollouts import choose_shard_prompts, generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.shards import (
-    latent_values,
-    layout_metadata,
+    build_layout_metadata,
+    build_rollout_batch,
+    decode_latent,
     read_latent_parts,
     read_latents,
     read_layout,
-    rollout_batch,
 )
 from ebbflow.rewards.combine import RewardError
-from ebbflow.rollouts.generate import Rollouts, generate
+from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import (
     TableError,
@@ -45,7 +45,7 @@ def ctx(make_recipe):
 @pytest.fixture
 def policy(model, ctx):
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     return policy
 
 
@@ -64,11 +64,11 @@ def shards(ctx, model, policy, make_prompts, tmp_path):
     )
 )
 def test_png_is_lossless(images):
-    assert np.array_equal(decode_png(encode_png(images)), images)
+    assert np.array_equal(decode_pngs(encode_pngs(images)), images)
 
 
 def test_shards_hold_every_group_of_the_stage_once(ctx, model, shards):
-    tables = [read_table(path, rollout_schema(model.latent_shape)) for path in shards]
+    tables = [read_table(path, build_rollout_schema(model.latent_shape)) for path in shards]
     keys = [
         list(zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True))
         for table in tables
@@ -84,8 +84,8 @@ def test_shards_hold_every_group_of_the_stage_once(ctx, model, shards):
 def test_ids_lead_to_the_same_shards_as_prompts(ctx, make_prompts):
     prompts = make_prompts(6)
     for shard in range(2):
-        chosen = [prompt.prompt_id for prompt in prompts_of_shard(ctx, prompts, shard)]
-        assert prompts_of_shard(ctx, [prompt.prompt_id for prompt in prompts], shard) == chosen
+        chosen = [prompt.prompt_id for prompt in choose_shard_prompts(ctx, prompts, shard)]
+        assert choose_shard_prompts(ctx, [prompt.prompt_id for prompt in prompts], shard) == chosen
 
 
 def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_prompts):
@@ -93,13 +93,13 @@ def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_pro
         table = read_table(path)
         keys = SampleKeys(ctx.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
         texts = [make_prompts(6)[prompt_id].prompt for prompt_id in keys.prompt_ids]
-        expected = generate(
+        expected = generate_samples(
             model, model.encode_texts(texts), keys, ctx.config.sampler, micro_batch=8
         ).latents
         latents = read_latents(path)
         assert latents.dtype == torch.float32
         assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
-        assert np.array_equal(decode_png(table["image"].to_pylist()), model.decode(latents))
+        assert np.array_equal(decode_pngs(table["image"].to_pylist()), model.decode(latents))
 
 
 def test_the_old_copy_generates(ctx, model, policy, shards, make_prompts, tmp_path):
@@ -186,9 +186,9 @@ def test_an_exception_while_generating_leaves_nothing(
 
 def test_scores_are_those_of_the_stored_images(ctx, scorer, shards, make_prompts, tmp_path):
     score_shard(ctx, scorer, make_prompts(6), shards[0], tmp_path / "scores.parquet")
-    scores = read_table(tmp_path / "scores.parquet", score_schema(["brightness", "darkness"]))
+    scores = read_table(tmp_path / "scores.parquet", build_score_schema(["brightness", "darkness"]))
     rollouts = read_table(shards[0])
-    expected = 1 - decode_png(rollouts["image"].to_pylist()).mean((1, 2, 3)) / 255
+    expected = 1 - decode_pngs(rollouts["image"].to_pylist()).mean((1, 2, 3)) / 255
     for name in ("prompt_id", "sample"):
         assert scores[name].to_pylist() == rollouts[name].to_pylist()
     assert scores["reward"].to_pylist() == pytest.approx(expected, abs=1e-12)
@@ -259,7 +259,11 @@ def film(model, monkeypatch):
     """The model as one of videos: latents [C, frames, H, W], three frames that know nothing of each
     other.
     """
-    velocity, decode, (channels, height, width) = model.velocity, model.decode, model.latent_shape
+    velocity, decode, (channels, height, width) = (
+        model.predict_velocity,
+        model.decode,
+        model.latent_shape,
+    )
 
     def of_frames(latents, sigma, conditioning):
         return torch.stack(
@@ -280,14 +284,14 @@ def test_a_shard_of_videos_holds_their_latents_and_every_frame(
 ):
     rollouts = tmp_path / "rollouts.parquet"
     generate_shard(ctx, film, policy, 7, make_prompts(6), 0, rollouts)
-    table = read_table(rollouts, rollout_schema(film.latent_shape))
+    table = read_table(rollouts, build_rollout_schema(film.latent_shape))
     keys = SampleKeys(ctx.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
     conditioning = film.encode([make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids])
-    expected = generate(film, conditioning, keys, ctx.config.sampler, micro_batch=8).latents
+    expected = generate_samples(film, conditioning, keys, ctx.config.sampler, micro_batch=8).latents
     latents = read_latents(rollouts)
     assert latents.shape == (8, *film.latent_shape)
     assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
-    videos = decode_png(table["image"].to_pylist())
+    videos = decode_pngs(table["image"].to_pylist())
     assert videos.shape == (8, 3, *film.latent_shape[2:], 3)
     assert np.array_equal(videos, film.decode(latents))
 
@@ -302,9 +306,9 @@ def test_how_latents_lie_in_memory_makes_no_difference(
     ctx, model, policy, shards, make_prompts, tmp_path, monkeypatch
 ):
     def turned(*arguments, **options):
-        return Rollouts(generate(*arguments, **options).latents.mT.contiguous().mT, None)
+        return Rollouts(generate_samples(*arguments, **options).latents.mT.contiguous().mT, None)
 
-    monkeypatch.setattr("ebbflow.rollouts.engine.generate", turned)
+    monkeypatch.setattr("ebbflow.rollouts.engine.generate_samples", turned)
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "turned.parquet")
     assert torch.equal(read_latents(tmp_path / "turned.parquet"), read_latents(shards[0]))
 
@@ -314,10 +318,10 @@ def test_how_latents_lie_in_memory_makes_no_difference(
 def test_latents_of_any_rank_survive_the_round_trip(shape, precision, tmp_path):
     latents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     path = stored(tmp_path, latents, precision)
-    read_table(path, rollout_schema(shape, precision))
+    read_table(path, build_rollout_schema(shape, precision))
     assert torch.equal(read_latents(path), latents.to(getattr(torch, precision)).float())
     layout, (value, _) = read_layout(path), read_table(path)["latent"].to_pylist()
-    assert np.array_equal(latent_values(layout, value), read_latents(path)[0].numpy())
+    assert np.array_equal(decode_latent(layout, value), read_latents(path)[0].numpy())
 
 
 def stored(folder, latents, precision="float32", at_once=3):
@@ -327,12 +331,17 @@ def stored(folder, latents, precision="float32", at_once=3):
     for start in range(0, len(latents), at_once):
         rows = range(start, min(start + at_once, len(latents)))
         batches.append(
-            rollout_batch(
+            build_rollout_batch(
                 rows, rows, 0, latents[start : start + at_once], [b""] * len(rows), precision
             )
         )
     shape = latents.shape[1:]
-    write_table(path, rollout_schema(shape, precision), batches, layout_metadata(shape, precision))
+    write_table(
+        path,
+        build_rollout_schema(shape, precision),
+        batches,
+        build_layout_metadata(shape, precision),
+    )
     return path
 
 

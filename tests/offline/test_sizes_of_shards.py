@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from ebbflow.data.images import decode_png
+from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models import ModelError
@@ -13,11 +13,11 @@ from ebbflow.models.tiny import build_tiny
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.shards import read_layout, size_of
+from ebbflow.offline.shards import read_image_size, read_layout
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import TableError, read_table
 from ebbflow.training import update
 from ebbflow.training.checkpoint import Checkpoints
@@ -39,7 +39,7 @@ OFFLINE = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "flux"
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         build_tiny("flux", unfinished)
     return folder
 
@@ -67,7 +67,11 @@ def stored(base, make_prompts, scorer, tmp_path_factory):
         pa.Table.from_pylist([vars(p) for p in prompts], PROMPTS), folder / "prompts.parquet"
     )
     write_base_policy(
-        folder / "start", verify(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model
+        folder / "start",
+        verify_folder(base),
+        ctx.recipe.digest,
+        ctx.recipe.policy,
+        ctx.recipe.model,
     )
     for shard in range(3):
         rollouts = folder / f"rollouts-{shard}.parquet"
@@ -96,15 +100,15 @@ def train(ctx, base, folder, trained, checkpoints=None, rollouts=None, **rest):
         checkpoints,
         **rest,
     )
-    return [row["loss"] for row in recorder.metrics]
+    return [row["loss"] for row in recorder.metrics_rows]
 
 
 def test_a_shard_has_one_size_by_its_weight(stored):
     ctx, folder = stored
     for shard, size in enumerate([(32, 64), (64, 32), (64, 32)]):
         path = folder / f"rollouts-{shard}.parquet"
-        assert size_of(ctx, path) == ctx.size_of_shard(shard) == size
-        assert decode_png(read_table(path)["image"].to_pylist()).shape[1:3] == size
+        assert read_image_size(ctx, path) == ctx.image_size_of_shard(shard) == size
+        assert decode_pngs(read_table(path)["image"].to_pylist()).shape[1:3] == size
         assert read_layout(path).shape[1] * size[1] == read_layout(path).shape[2] * size[0]
 
 
@@ -127,7 +131,7 @@ def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(
     class Killed(Exception):
         """What the test ends a stage with."""
 
-    step = update.PolicyUpdater.update
+    step = update.PolicyUpdater.update_policy
 
     def doomed(updater, *arguments):
         if updater.updates == 3:
@@ -142,7 +146,7 @@ def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(
         train(ctx, base, folder, tmp_path / "resumed", Checkpoints(ctx, tmp_path / "kept"))
         == losses
     )
-    assert verify(tmp_path / "resumed") == verify(tmp_path / "whole")
+    assert verify_folder(tmp_path / "resumed") == verify_folder(tmp_path / "whole")
 
 
 def test_a_shard_of_another_size_is_refused(stored, base, tmp_path):

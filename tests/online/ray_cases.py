@@ -102,12 +102,12 @@ def with_a_dying_rank(folder: Path, flag: Path, rank: int) -> Path:
     """``folder``; once ``flag`` is there, the rank dies in the middle of an update, and the others
     wait for it.
     """
-    whole = PolicyUpdater.update
+    whole = PolicyUpdater.update_policy
 
     def update(self: PolicyUpdater, *arguments: Any) -> Any:
         if Ranks.current().rank == rank and flag.exists():
             die()
         return whole(self, *arguments)
 
-    PolicyUpdater.update = update  # type: ignore[method-assign]
+    PolicyUpdater.update_policy = update  # type: ignore[method-assign]
     return folder

@@ -10,8 +10,8 @@ import warnings
 import pytest
 
 from ebbflow.models import load_model
-from ebbflow.online.first_update_alarm import MAX_DEAD_SHARE, first_update_alarms
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.first_update_alarm import MAX_DEAD_SHARE, find_first_update_alarms
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.recipe.stages import OnlineStageConfig
@@ -36,7 +36,7 @@ def said(stage, corrected=True, **metrics):
     """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        alarms = first_update_alarms(stage, "float32", metrics, DIMS)
+        alarms = find_first_update_alarms(stage, "float32", metrics, DIMS)
     assert len(warned) == len(alarms)
     return [alarm for alarm in alarms if not (corrected and "nothing corrects" in alarm)]
 
@@ -128,13 +128,15 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         recipe = make_recipe(online=online)
         ctx = StageContext(recipe, 0, 0)
         recorder = MetricsRecorder()
-        updater = PolicyUpdater(Policy(load_model(base_folder), recipe.policy, 0), ctx.online)
+        updater = PolicyUpdater(
+            Policy(load_model(base_folder), recipe.policy, 0), ctx.online_config
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             record = run_online_stage(
-                ctx, local_workers(ctx, updater, scorer), make_prompts(6), recorder
+                ctx, open_local_workers(ctx, updater, scorer), make_prompts(6), recorder
             )
-        return recorder.metrics[0], [
+        return recorder.metrics_rows[0], [
             alarm for alarm in record.alarms if "gradient" in alarm or "ratio" in alarm
         ]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, flow_matching_error
+from ebbflow.algorithms.base import Algorithm, compute_flow_matching_error
 from ebbflow.flow.windows import Plan
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import GlyphModel
 from ebbflow.online import loop
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.messages import build_training_batch
 from ebbflow.online.prompt_sampler import PromptSampler
@@ -23,8 +23,8 @@ from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
-from ebbflow.rewards.groups import win_rates
-from ebbflow.rollouts.generate import generate, join
+from ebbflow.rewards.groups import compute_win_rates
+from ebbflow.rollouts.generate import generate_samples, join_rollouts
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
@@ -50,10 +50,10 @@ class Imitation(ForwardConfig):
 OWN = Algorithm(
     Imitation,
     lambda rows, config: (
-        config.strength * flow_matching_error(rows, rows.velocity),
+        config.strength * compute_flow_matching_error(rows, rows.velocity),
         {"own/advantage": rows.advantage},
     ),
-    select=grouping.groups,
+    select=grouping.select_groups,
 )
 
 
@@ -66,7 +66,7 @@ def collect(ctx, updater, scorer, prompts, step):
     """(the batch of a step, its rollouts)."""
 
     async def run():
-        workers = local_workers(ctx, updater, scorer)
+        workers = open_local_workers(ctx, updater, scorer)
         sampler = PromptSampler(ctx, prompts)
         queue = RolloutQueue(
             ctx, workers, sampler, await workers.training.call_first("encode", prompts), step
@@ -75,7 +75,7 @@ def collect(ctx, updater, scorer, prompts, step):
         return await queue.next_batch(step)
 
     batch = asyncio.run(run())
-    return batch, join([part.rollouts for part in batch.parts])
+    return batch, join_rollouts([part.rollouts for part in batch.parts])
 
 
 @pytest.fixture
@@ -90,16 +90,18 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         policy = Policy(model, recipe.policy, 0)
         before = values(policy)
         policy.copies["teacher"] = moved(policy, 0.02)
-        for name in ctx.following:
-            policy.ensure(name)
+        for name in ctx.following_copies:
+            policy.ensure_copy(name)
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
 
-        updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
+        updater = PolicyUpdater(policy, ctx.online_config, optimizer=optimizer)
         record = run_online_stage(
-            ctx, local_workers(ctx, updater, judge), prompts or make_prompts(6), recorder
+            ctx, open_local_workers(ctx, updater, judge), prompts or make_prompts(6), recorder
         )
-        assert [metrics["step"] for metrics in recorder.metrics] == list(range(ctx.online.steps))
-        return policy, before, recorder.metrics, record
+        assert [metrics["step"] for metrics in recorder.metrics_rows] == list(
+            range(ctx.online_config.steps)
+        )
+        return policy, before, recorder.metrics_rows, record
 
     return stage
 
@@ -360,7 +362,7 @@ class Darkest:
 
     def compare(self, images, prompt):
         light = images.mean((1, 2, 3))
-        return RewardResult(win_rates(np.sign(light[None] - light[:, None]) / 2 + 0.5))
+        return RewardResult(compute_win_rates(np.sign(light[None] - light[:, None]) / 2 + 0.5))
 
 
 def test_a_reward_that_compares_trains_on_whole_groups(run, scorer):
@@ -412,7 +414,7 @@ def test_distillation_learns_whatever_the_reward_says(run, turned, name):
 
 def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, model, scorer):
     ctx = StageContext(make_recipe(), 0, 0)
-    updater = PolicyUpdater(Policy(model, ctx.recipe.policy, 0), ctx.online)
+    updater = PolicyUpdater(Policy(model, ctx.recipe.policy, 0), ctx.online_config)
     both = [collect(ctx, updater, scorer, make_prompts(2), step) for step in (0, 1)]
     batches = [build_training_batch(step, np.zeros(8), np.ones(8, bool)) for step, _ in both]
     for (step, rollouts), batch in zip(both, batches, strict=True):
@@ -429,8 +431,8 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
     (_, rollouts), (_, later) = both
     assert rollouts.trajectory.steps.tolist() == [0, 1]
     assert later.trajectory.steps.tolist() == [1, 2]
-    conditioning = batches[0].conditioning.rows(torch.from_numpy(batches[0].sample_index))
-    again = generate(
+    conditioning = batches[0].conditioning.select_rows(torch.from_numpy(batches[0].sample_index))
+    again = generate_samples(
         model,
         conditioning,
         batches[0].keys,
@@ -445,14 +447,14 @@ def test_the_old_policy_generates_where_there_is_one(make_recipe, make_prompts, 
     for algorithm, same in ((NFT, True), ({}, False)):
         ctx = StageContext(make_recipe(online=algorithm), 0, 0)
         policy = Policy(model, ctx.recipe.policy, 0)
-        policy.ensure("old")
-        before = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[
+        policy.ensure_copy("old")
+        before = collect(ctx, PolicyUpdater(policy, ctx.online_config), scorer, make_prompts(6), 0)[
             1
         ].latents
         with torch.no_grad():
             for parameter in policy.parameters.values():
                 parameter += 0.02
-        after = collect(ctx, PolicyUpdater(policy, ctx.online), scorer, make_prompts(6), 0)[
+        after = collect(ctx, PolicyUpdater(policy, ctx.online_config), scorer, make_prompts(6), 0)[
             1
         ].latents
         assert torch.equal(before, after) == same
@@ -525,7 +527,7 @@ def test_direct_align_knows_the_noise_that_each_sample_came_from(run, monkeypatc
         with torch.no_grad():
             for step in range(3):
                 conditioning = batch.inputs.conditioning.rows(batch.inputs.sample_index)
-                velocity = policy.model.velocity(
+                velocity = policy.model.predict_velocity(
                     latents, sigmas[step].expand(len(latents)), conditioning
                 )
                 latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
@@ -551,7 +553,9 @@ def test_samples_of_a_prompt_can_share_an_initial_noise_that_is_new_in_every_ste
             0,
             0,
         )
-        updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+        updater = PolicyUpdater(
+            Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online_config
+        )
         steps = [
             collect(ctx, updater, scorer, make_prompts(6), step)[1]
             .trajectory.latents[:, 0]
@@ -716,7 +720,7 @@ class LatentDarkness:
         return 1 - PIXELS(None, latents).mean((1, 2, 3))
 
 
-PIXELS = GlyphModel.pixels
+PIXELS = GlyphModel.decode_with_gradient
 
 
 @pytest.mark.parametrize("name", ["mix_grpo", "draft"])

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.workers import LocalWorker, ResultLost, rollout_pool
+from ebbflow.online.workers import LocalWorker, ResultLost, build_rollout_pool
 from ebbflow.recipe import RecipeError
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
@@ -37,9 +37,9 @@ def run(make_recipe, make_prompts, base_folder, scorer):
         online = {"prompts_per_step": 3, "micro_batch": 4, **online}
         ctx = StageContext(make_recipe(online=online, policy=policy or {}, **(keys or {})), 0, 0)
         trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
-        for name in ctx.following:
-            trained.ensure(name)
-        placement = local_workers(ctx, PolicyUpdater(trained, ctx.online), judge)
+        for name in ctx.following_copies:
+            trained.ensure_copy(name)
+        placement = open_local_workers(ctx, PolicyUpdater(trained, ctx.online_config), judge)
         asked = []
         recorder = MetricsRecorder(None)
         generate = placement.rollout_worker.generate
@@ -57,7 +57,7 @@ def run(make_recipe, make_prompts, base_folder, scorer):
 
         placement.rollout_worker.generate = watched
         run_online_stage(ctx, around(placement), make_prompts(9), recorder)
-        return trained, recorder.metrics, asked
+        return trained, recorder.metrics_rows, asked
 
     return stage
 
@@ -205,7 +205,7 @@ def with_a_straggler(workers):
 
     workers.publish = noted
     straggling = Straggler(workers.rollout_worker, workers)
-    workers.rollout = rollout_pool([straggling, LocalWorker(workers.rollout_worker, 1)], None)
+    workers.rollout = build_rollout_pool([straggling, LocalWorker(workers.rollout_worker, 1)], None)
     return workers
 
 
@@ -248,7 +248,7 @@ def with_a_slow_first_step(workers):
             return made
 
     workers.reward.call = call
-    workers.rollout = rollout_pool(
+    workers.rollout = build_rollout_pool(
         [Slow(workers.rollout_worker), LocalWorker(workers.rollout_worker, 1)], None
     )
     return workers

@@ -16,20 +16,20 @@ import pytest
 import torch
 from PIL import Image
 
-from ebbflow.data.images import decode_png
+from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.sampling import SamplingError
 from ebbflow.data.schema import PROMPTS
-from ebbflow.evaluation.evaluate import evaluate
+from ebbflow.evaluation.evaluate import evaluate_on_prompts
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import LocalWorkers, local_workers
+from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.monitor import validation_prompts
+from ebbflow.online.monitor import read_validation_prompts
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.timeline import Timeline
 from ebbflow.online.tracing import TaskTimer, TraceSpan
 from ebbflow.online.training_worker import TrainingWorker
-from ebbflow.plots.charts import Span, timeline
+from ebbflow.plots.charts import Span, plot_timeline
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.online import ResourcesConfig
 from ebbflow.rewards.base import RewardResult
@@ -130,16 +130,20 @@ def run(make_recipe, make_prompts, base_folder, scorer, validation):
         ctx = StageContext(make_recipe(online=online, policy=policy or {}, **(keys or {})), 0, 0)
         trained = opened(ctx, base_folder)
         metrics_logger = metrics_logger or Shown()
-        updater = PolicyUpdater(trained, ctx.online)
+        updater = PolicyUpdater(trained, ctx.online_config)
         judge = judge or Scorer(scorer.rewards, (Redness(),))
-        placement = local_workers(ctx, updater, judge)
+        placement = open_local_workers(ctx, updater, judge)
         if own_weights:
             engine = Diffusers(ctx, Policy(load_model(base_folder), ctx.recipe.policy, 0))
             placement = LocalWorkers(TrainingWorker(ctx, updater), judge, RolloutWorker(engine))
         recorder = MetricsRecorder(metrics_logger)
-        wanted = validation[: ctx.online.validation.prompts] if ctx.online.validation else []
+        wanted = (
+            validation[: ctx.online_config.validation.prompts]
+            if ctx.online_config.validation
+            else []
+        )
         record = run_online_stage(ctx, placement, prompts or make_prompts(6), recorder, wanted)
-        return ctx, trained, metrics_logger, recorder.metrics, record
+        return ctx, trained, metrics_logger, recorder.metrics_rows, record
 
     return stage
 
@@ -147,9 +151,9 @@ def run(make_recipe, make_prompts, base_folder, scorer, validation):
 def opened(ctx, base_folder):
     policy = Policy(load_model(base_folder), ctx.recipe.policy, 0)
     for name in ctx.following:
-        policy.ensure(name)
+        policy.ensure_copy(name)
     if ctx.recipe.policy.ema:
-        policy.ensure("ema")
+        policy.ensure_copy("ema")
     return policy
 
 
@@ -158,7 +162,7 @@ def evaluated(ctx, policy, scorer, prompts, tmp_path):
     held_out = [Prompt(**{**vars(prompt), "split": "held_out"}) for prompt in prompts]
     judge = Scorer(scorer.rewards, (Redness(),))
     path = tmp_path / "samples.parquet"
-    found = evaluate(ctx.recipe, policy.model, policy, 0, judge, held_out, "peer", path)
+    found = evaluate_on_prompts(ctx.recipe, policy.model, policy, 0, judge, held_out, "peer", path)
     return found.held_out, read_table(path).to_pylist()
 
 
@@ -211,7 +215,7 @@ def test_a_validation_is_an_evaluation_of_what_would_be_served(
     assert set(metrics_logger.images) == {("validation", 0), ("validation", 2), ("validation", 3)}
     assert len(kept) == 4
     for step, peer in ((0, opened(ctx, base_folder)), (3, trained)):
-        with peer.using("ema" if policy else "current"):
+        with peer.use_copy("ema" if policy else "current"):
             means, samples = evaluated(ctx, peer, scorer, validation[:3], tmp_path)
         logged = metrics_logger.validated()[step]
         assert logged.pop("scored_share") == pytest.approx(2 / 3)
@@ -250,14 +254,14 @@ def test_validation_prompts_are_the_first_of_their_split(
         return StageContext(make_recipe(online={"validation": {"prompts": count}}), 0, 0)
 
     everything = table([*make_prompts(6), *validation])
-    assert validation_prompts(StageContext(make_recipe(), 0, 0), everything) == []
-    assert validation_prompts(ctx(3), everything) == validation[:3]
+    assert read_validation_prompts(StageContext(make_recipe(), 0, 0), everything) == []
+    assert read_validation_prompts(ctx(3), everything) == validation[:3]
     with pytest.warns(
         UserWarning, match=r"validation.prompts = 16 and the split 'validation' has 4"
     ):
-        assert validation_prompts(ctx(16), everything) == validation
+        assert read_validation_prompts(ctx(16), everything) == validation
     with pytest.raises(SamplingError, match="set prompts.validation"):
-        validation_prompts(ctx(3), table(make_prompts(6)))
+        read_validation_prompts(ctx(3), table(make_prompts(6)))
 
 
 def test_dumps_hold_the_first_samples_and_all_about_them(run, make_prompts):
@@ -285,7 +289,7 @@ def test_dumps_hold_the_first_samples_and_all_about_them(run, make_prompts):
         lines = metrics_logger.lines(f"dumps/step-0000{step}/rollouts")
         assert len(lines) == 6
         for index, line in enumerate(lines):
-            (image,) = decode_png(
+            (image,) = decode_pngs(
                 [metrics_logger.files[f"dumps/step-0000{step}/rollouts/{line['image']}"]]
             )
             failed = line["prompt_id"] == 2
@@ -353,11 +357,11 @@ def test_profiles_are_of_the_named_steps_and_roles(run):
 def test_of_a_step_a_worker_profiles_the_first_task_and_says_what_that_took():
     timer = TaskTimer("reward", 2)
     for step in (3, 3, 4):
-        with timer.task("scoring", step, profiled=True):
+        with timer.time_task("scoring", step, profiled=True):
             torch.ones(3) + 1
-    with timer.task("scoring", 5):
+    with timer.time_task("scoring", 5):
         pass
-    spans = [(busy.task, busy.step, set(busy.files)) for busy in timer.drain()]
+    spans = [(busy.task, busy.step, set(busy.files)) for busy in timer.drain_spans()]
     profiled = {step: [("scoring", step, {"json.gz"}), ("profile", step, set())] for step in (3, 4)}
     assert spans == [*profiled[3], ("scoring", 3, set()), *profiled[4], ("scoring", 5, set())]
 
@@ -416,7 +420,7 @@ def test_utilisation_is_the_busy_share_of_a_steps_own_time():
     """Two rollout workers. Work that spans two steps counts in both, as much as lies in each."""
     watched = Timeline(ResourcesConfig.model_validate({"rollout": {"count": 2}}))
     watched.steps = {0: (10.0, 20.0), 1: (20.0, 24.0)}
-    watched.add(
+    watched.add_spans(
         [
             TraceSpan("training", 0, "training", 0, 14.0, 19.0),
             TraceSpan("rollout", 0, "rollout", 0, 10.0, 14.0),
@@ -424,13 +428,13 @@ def test_utilisation_is_the_busy_share_of_a_steps_own_time():
             TraceSpan("rollout", 0, "validation", 1, 9.0, 10.0),
         ]
     )
-    assert watched.utilisation(0, 1) == pytest.approx(
+    assert watched.compute_utilisation(0, 1) == pytest.approx(
         {"utilisation/training": 0.5, "utilisation/rollout": 0.4, "utilisation/reward": 0}
     )
-    assert watched.utilisation(1, 1) == pytest.approx(
+    assert watched.compute_utilisation(1, 1) == pytest.approx(
         {"utilisation/training": 0, "utilisation/rollout": 0.25, "utilisation/reward": 0}
     )
-    assert watched.utilisation(-1, 1) == {}
+    assert watched.compute_utilisation(-1, 1) == {}
     assert watched.seconds == pytest.approx({"training": 5, "rollout": 10, "validation": 1})
 
 
@@ -453,7 +457,7 @@ def test_a_timeline_shows_the_last_steps_and_a_row_for_each_worker():
         for worker in (0, 1)
     ]
     steps = {step: (10.0 * step, 10.0 * step + 10) for step in range(30)}
-    one, both = (Image.open(io.BytesIO(timeline(some, steps))) for some in (spans[::2], spans))
+    one, both = (Image.open(io.BytesIO(plot_timeline(some, steps))) for some in (spans[::2], spans))
     assert one.width == both.width == 1200
     assert both.height > one.height
     orange = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ebbflow.models import load_model
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.rewards.combine import NO_PICTURE, RewardError
 from ebbflow.rollouts.engine import Diffusers
@@ -35,9 +35,11 @@ def broken(monkeypatch):
 def run(make_recipe, make_prompts, base_folder, scorer):
     def train(**keys):
         ctx = StageContext(make_recipe(online={"dumps": {"every": 1, "samples": 8}}, **keys), 0, 0)
-        updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+        updater = PolicyUpdater(
+            Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online_config
+        )
         recorder = Files()
-        run_online_stage(ctx, local_workers(ctx, updater, scorer), make_prompts(6), recorder)
+        run_online_stage(ctx, open_local_workers(ctx, updater, scorer), make_prompts(6), recorder)
         return recorder
 
     return train

@@ -17,7 +17,7 @@ from ebbflow.online.loop import train_online_folder
 from ebbflow.online.replay import replay_online_step
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.replay import ReplayError
@@ -65,7 +65,7 @@ def train(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch)
             make_recipe(online={"steps": STEPS, **watched, **fast, **online}, policy=policy), 0, 0
         )
         write_base_policy(
-            tmp_path / "start", verify(base_folder), ctx.recipe.digest, ctx.recipe.policy
+            tmp_path / "start", verify_folder(base_folder), ctx.recipe.digest, ctx.recipe.policy
         )
         checkpoints = Checkpoints(ctx, tmp_path / "checkpoints")
         files = Files()
@@ -106,13 +106,13 @@ def test_it_starts_at_a_checkpoint_and_leaves_it_as_it_was(train, monkeypatch):
     assert newest
     assert newest[0].name == "step-00002"
     trained = []
-    train_on = replay._ReplayLoop._train_on
+    train_on = replay._ReplayLoop._train_on_batch
 
     async def watched(self, batch, advantages):
         trained.append(batch.step)
         return await train_on(self, batch, advantages)
 
-    monkeypatch.setattr(replay._ReplayLoop, "_train_on", watched)
+    monkeypatch.setattr(replay._ReplayLoop, "_train_on_batch", watched)
     assert replay_online_step(ctx, *folders, 3, checkpoints=checkpoints).pngs == dumped(files, 3)[1]
     assert trained == [2, 3], "from the checkpoint on"
     assert {

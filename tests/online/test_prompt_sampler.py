@@ -10,15 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ebbflow.algorithms.advantages import compute_advantages, reward_moments, varied_prompts
-from ebbflow.data.sampling import prompt_batch
-from ebbflow.flow.noise import initial_noise
+from ebbflow.algorithms.advantages import (
+    compute_advantages,
+    compute_reward_moments,
+    find_varied_prompts,
+)
+from ebbflow.data.sampling import sample_prompts
+from ebbflow.flow.noise import generate_initial_noise
 from ebbflow.models import load_model
-from ebbflow.offline.rollouts import prompts_of_shard
+from ebbflow.offline.rollouts import choose_shard_prompts
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
-from ebbflow.online.local_workers import LocalWorkers, local_workers
+from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.prompt_sampler import PromptSampler, curriculum_weights
+from ebbflow.online.prompt_sampler import PromptSampler, compute_curriculum_weights
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
@@ -26,7 +30,7 @@ from ebbflow.online.workers import StageError
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.choices import AdvantagesConfig
 from ebbflow.recipe.online import CurriculumConfig
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.parity import ParityError
@@ -52,8 +56,10 @@ def sampler_of(make_recipe, make_prompts):
 def test_without_further_keys_it_is_the_batch_of_the_step(sampler_of, make_prompts):
     sampler = sampler_of(9, steps=5)
     for step in range(5):
-        assert sampler.batch(step) == prompt_batch(make_prompts(9), 2, step, sampler.ctx.seed)
-    assert sampler.all_steps() == [prompt for step in range(5) for prompt in sampler.batch(step)]
+        assert sampler.batch(step) == sample_prompts(make_prompts(9), 2, step, sampler.ctx.seed)
+    assert sampler.list_possible_prompts() == [
+        prompt for step in range(5) for prompt in sampler.batch(step)
+    ]
 
 
 def test_as_many_other_prompts_are_drawn_as_say_nothing(sampler_of):
@@ -80,7 +86,7 @@ def test_a_prompt_varies_if_it_has_advantages(combine):
     config = AdvantagesConfig(combine=combine)
     scores = {"a": np.array([0, 1, 5, 5, 0, 1, 2, np.nan]), "b": np.array([0, 0, 0, 0, 1, 0, 0, 1])}
     weights = {"a": 1.0, "b": 1.0}
-    varied = varied_prompts(scores, weights, prompt_ids, config)
+    varied = find_varied_prompts(scores, weights, prompt_ids, config)
     assert varied == ([1] if combine == "sum" else [1, 3])
     assert (
         varied
@@ -111,11 +117,16 @@ def run(make_recipe, make_prompts, base_folder):
     def stage(reward, **online):
         ctx = StageContext(make_recipe(online={"group_size": 2, "micro_batch": 16, **online}), 0, 0)
         recorder = MetricsRecorder()
-        updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
-        run_online_stage(
-            ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), make_prompts(8), recorder
+        updater = PolicyUpdater(
+            Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online_config
         )
-        return recorder.metrics
+        run_online_stage(
+            ctx,
+            open_local_workers(ctx, updater, Scorer(((reward, 1.0),))),
+            make_prompts(8),
+            recorder,
+        )
+        return recorder.metrics_rows
 
     return stage
 
@@ -147,14 +158,14 @@ def test_every_step_has_the_shares_of_the_mixture(mixed, keys):
     ctx, prompts = mixed(steps=6, refill_rounds=1, **keys)
     sampler = PromptSampler(ctx, prompts)
     for step in range(6):
-        batch = sampler.batch(step)
+        batch = sampler.sample_batch(step)
         assert (len(set(ids(batch))), of_b(batch)) == (4, 1)
         varied = [prompt.prompt_id for prompt in batch if prompt.source == "a.txt"][:2]
-        further = sampler.further(step, batch, varied)
+        further = sampler.sample_replacements(step, batch, varied)
         assert (len(further), of_b(further)) == (2, 1)
     if not keys:
         assert sorted(
-            ids([p for step in range(2) for p in sampler.batch(step) if p.source == "a.txt"])
+            ids([p for step in range(2) for p in sampler.sample_batch(step) if p.source == "a.txt"])
         ) == [1, 2, 4, 5, 7, 8]
 
 
@@ -164,13 +175,13 @@ def test_a_shard_of_an_offline_stage_has_the_shares_too(mixed):
     chosen = [
         prompt
         for shard in range(2)
-        for prompt in prompts_of_shard(ctx, prompts, shard, [p.source for p in prompts])
+        for prompt in choose_shard_prompts(ctx, prompts, shard, [p.source for p in prompts])
     ]
     assert (len(set(ids(chosen))), of_b(chosen)) == (4, 1)
     by_id = [
         i
         for shard in range(2)
-        for i in prompts_of_shard(ctx, ids(prompts), shard, [p.source for p in prompts])
+        for i in choose_shard_prompts(ctx, ids(prompts), shard, [p.source for p in prompts])
     ]
     assert by_id == ids(chosen)
 
@@ -180,7 +191,7 @@ def test_a_stage_trains_on_a_mixture(mixed, base_folder):
     reward = VariedReward(set(range(9)))
     updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
     run_online_stage(
-        ctx, local_workers(ctx, updater, Scorer(((reward, 1.0),))), prompts, MetricsRecorder()
+        ctx, open_local_workers(ctx, updater, Scorer(((reward, 1.0),))), prompts, MetricsRecorder()
     )
     assert [sum(prompt % 3 == 0 for prompt in seen) for seen in reward.seen] == [1, 1]
     assert updater.updates == 2
@@ -189,7 +200,7 @@ def test_a_stage_trains_on_a_mixture(mixed, base_folder):
 def moments_of(rewards):
     """(prompts, moments) of the rewards of each prompt."""
     prompt_ids = np.repeat(list(rewards), [len(found) for found in rewards.values()])
-    return reward_moments(
+    return compute_reward_moments(
         np.concatenate([np.array(found, float) for found in rewards.values()]), prompt_ids
     )
 
@@ -229,7 +240,7 @@ def test_a_first_pass_tries_a_choice_of_the_prompts(sampler_of):
     some = sampler_of(40, prompt_filter={"prompts": 9, "max_reward": 1})
     assert len(set(ids(some.prompts))) == 9
     assert ids(some.prompts) == sorted(ids(some.prompts)) != list(range(9))
-    assert some.all_steps() == some.prompts == some.left
+    assert some.list_possible_prompts() == some.prompts == some.left
 
 
 def test_running_rewards_follow_the_groups_and_survive_a_checkpoint(sampler_of):
@@ -253,10 +264,10 @@ def test_running_rewards_follow_the_groups_and_survive_a_checkpoint(sampler_of):
 def test_weights_of_a_curriculum(weight, expected):
     """Prompt 7 is new, and counts as much as the best."""
     state = StageState(prompt_rewards={4: (1.0, 0.4), 5: (0.5, 0.2), 6: (0.0, 0.0)})
-    assert curriculum_weights(
+    assert compute_curriculum_weights(
         CurriculumConfig(weight=weight), [4, 5, 6, 7], state
     ) == pytest.approx(expected)
-    assert curriculum_weights(
+    assert compute_curriculum_weights(
         CurriculumConfig(weight=weight), [4, 5], StageState()
     ) == pytest.approx([1, 1])
 
@@ -299,9 +310,9 @@ def test_rollouts_in_flight_keep_their_prompts(
     """A curriculum that has learnt since would draw others for the same step."""
     ctx = StageContext(make_recipe(online={"steps": 3, "curriculum": {"floor": 1e-9}}), 0, 0)
     prompts = make_prompts(8)
-    workers = local_workers(
+    workers = open_local_workers(
         ctx,
-        PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online),
+        PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online_config),
         scorer,
     )
     sampler = PromptSampler(ctx, prompts)
@@ -314,14 +325,16 @@ def test_rollouts_in_flight_keep_their_prompts(
         await queue.start()
         await save_in_flight(tmp_path, queue)
         before = await queue.next_batch(1)
-        sampler.state.prompt_rewards |= dict.fromkeys(ids(before.prompts), (0.5, 0.0)) | {
+        sampler.state.prompt_rewards |= dict.fromkeys(ids(before.distinct_prompts), (0.5, 0.0)) | {
             7: (0.5, 0.1)
         }
         load_in_flight(tmp_path, resumed)
         return before, await resumed.next_batch(1)
 
     before, after = asyncio.run(interrupted())
-    assert ids(after.prompts) == ids(before.prompts) != ids(sampler.batch(1))
+    assert (
+        ids(after.distinct_prompts) == ids(before.distinct_prompts) != ids(sampler.sample_batch(1))
+    )
     assert np.array_equal(after.scores.reward, before.scores.reward)
 
 
@@ -366,9 +379,14 @@ def test_the_samples_of_a_first_pass_start_as_those_of_a_step(make_recipe, make_
     prompts = make_prompts(4)
     workers = SimpleNamespace(steps_before=0)
     queue = RolloutQueue(ctx, workers, PromptSampler(ctx, prompts), lambda wanted: None)
-    for requests in (queue.requests(0, prompts=prompts), queue.first_pass(prompts, 3)):
+    for requests in (
+        queue.build_requests(0, prompts=prompts),
+        queue.build_filter_requests(prompts, 3),
+    ):
         for request in requests:
-            different = {tuple(noise) for noise in initial_noise((4,), request.keys).tolist()}
+            different = {
+                tuple(noise) for noise in generate_initial_noise((4,), request.keys).tolist()
+            }
             assert len(different) == (len(set(ids(request.prompts))) if shared else len(request))
 
 
@@ -386,8 +404,10 @@ def test_an_engine_passes_the_gate_before_it_makes_the_first_pass(
     ctx = StageContext(make_recipe(online=keys), 0, 0)
     reward = VariedReward(set(range(8)))
     policy, other = (Policy(load_model(base_folder), ctx.recipe.policy, 0) for _ in range(2))
-    other.assign({name: 1.5 * value.detach() for name, value in other.parameters.items()})
-    trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online))
+    other.assign_parameters(
+        {name: 1.5 * value.detach() for name, value in other.parameters.items()}
+    )
+    trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online_config))
     engine = RolloutWorker(Stale(ctx, other))
     with pytest.raises(ParityError, match="log-probs"):
         run_online_stage(
@@ -459,13 +479,13 @@ def test_a_stage_trains_on_prompt_sets_with_their_own_rewards(mixed, base_folder
     )
     rewards = [OfItsSet("a"), OfItsSet("b")]
     recorder = MetricsRecorder()
-    of_sets = {name: reward("ocr", prompts=[f"{name}.txt"]) for name in "ab"}
+    of_sets = {name: configure_reward("ocr", prompts=[f"{name}.txt"]) for name in "ab"}
     scorer = Scorer(((rewards[0], 1.0), (rewards[1], 2.0)), of_sets=of_sets)
     updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
-    run_online_stage(ctx, local_workers(ctx, updater, scorer), prompts, recorder)
+    run_online_stage(ctx, open_local_workers(ctx, updater, scorer), prompts, recorder)
     assert [[prompt % 3 == 0 for prompt in seen] for seen in rewards[0].seen] == [[False] * 3] * 2
     assert [[prompt % 3 == 0 for prompt in seen] for seen in rewards[1].seen] == [[True]] * 2
-    for step in recorder.metrics:
+    for step in recorder.metrics_rows:
         assert step["reward/scored_share"] == 1
         assert step["group/dropped_samples"] == 0
         assert step["group/refilled"] == 0

@@ -33,7 +33,7 @@ from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
 from ebbflow.online import ray_workers
 from ebbflow.online.loop import OnlineLoop, train_online_folder
-from ebbflow.online.ray_actor import Folders, stay_on
+from ebbflow.online.ray_actor import Folders, pin_to_cores
 from ebbflow.online.ray_workers import (
     NoReplacement,
     RayWorker,
@@ -43,11 +43,11 @@ from ebbflow.online.ray_workers import (
     TrainingDied,
 )
 from ebbflow.online.workers import StageError, WorkerDied
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, WeightsVersion
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -145,7 +145,7 @@ def start(base_folder, tmp_path_factory):
 
     def write(ctx: StageContext) -> Path:
         folder = tmp_path_factory.mktemp("start") / "policy"
-        write_base_policy(folder, verify(base_folder), ctx.recipe.digest, ctx.recipe.policy)
+        write_base_policy(folder, verify_folder(base_folder), ctx.recipe.digest, ctx.recipe.policy)
         return folder
 
     return write
@@ -160,7 +160,7 @@ def train(base_folder, start, tmp_path):
     def run(ctx: StageContext, prompts: list[Prompt], base: Any = None) -> Ran:
         folder = start(ctx)
         recorder = MetricsRecorder()
-        trained = tmp_path / f"trained-{ctx.online.placement}"
+        trained = tmp_path / f"trained-{ctx.online_config.placement}"
         write_prompts(
             pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS),
             tmp_path / "prompts.parquet",
@@ -175,12 +175,12 @@ def train(base_folder, start, tmp_path):
 
 
 def ran(folder: Path, recorder: MetricsRecorder, record: StageRecord) -> Ran:
-    verify(folder)
+    verify_folder(folder)
     kept_metrics = [
-        {k: v for k, v in row.items() if not k.startswith(TIMED)} for row in recorder.metrics
+        {k: v for k, v in row.items() if not k.startswith(TIMED)} for row in recorder.metrics_rows
     ]
     parameters = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    return Ran(parameters, kept_metrics, recorder.metrics[-1]["workers/replaced"], record)
+    return Ran(parameters, kept_metrics, recorder.metrics_rows[-1]["workers/replaced"], record)
 
 
 def assert_same(one: Ran, other: Ran) -> None:
@@ -209,13 +209,13 @@ def wait_until_gone(pids: list[int]) -> None:
 def rollouts(monkeypatch):
     """The rollouts that the stages of a test train on, part by part."""
     seen: list[Rollouts] = []
-    train_on = OnlineLoop._train_on
+    train_on = OnlineLoop._train_on_batch
 
     async def watched(loop, batch, advantages):
         seen.extend([await loop.workers.fetch(part.rollouts) for part in batch.parts])
         return await train_on(loop, batch, advantages)
 
-    monkeypatch.setattr(OnlineLoop, "_train_on", watched)
+    monkeypatch.setattr(OnlineLoop, "_train_on_batch", watched)
     return seen
 
 
@@ -250,7 +250,7 @@ def test_three_rollout_workers_generate_what_one_does(
 @pytest.mark.exhaustive
 def test_a_reward_of_latents_gets_them_from_the_rollout_worker(context_of, train, prompts):
     contexts = [context_of(workers) for workers in (None, {})]
-    rewards = {"rewards": [reward("ray_cases:Level")]}
+    rewards = {"rewards": [configure_reward("ray_cases:Level")]}
     one, other = (
         train(replace(ctx, recipe=ctx.recipe.model_copy(update=rewards)), prompts)
         for ctx in contexts
@@ -389,7 +389,7 @@ def test_hanging_rewards_are_replaced_and_in_the_end_masked(context_of, train, p
 def test_damaged_weights_are_not_generated_with(
     context_of, train, prompts, base_folder, tmp_path, monkeypatch
 ):
-    whole = RayWorkers.publish
+    whole = RayWorkers.publish_weights
 
     async def damaged(workers: RayWorkers, version: int, copy: str | None = None) -> WeightsVersion:
         weights = await whole(workers, version, copy)
@@ -424,7 +424,7 @@ def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(
 ):
     ctx = context_of(workers)
     with pytest.raises(StageError, match=words):
-        RayWorkers(ctx, Folders.at(base_folder, start(ctx)))
+        RayWorkers(ctx, Folders.from_paths(base_folder, start(ctx)))
     wait_until_gone([])
 
 
@@ -444,7 +444,7 @@ def test_what_a_lost_machine_means(context_of, role, error, means):
     """
     worker = RayWorker.__new__(RayWorker)
     worker.role, worker.index, worker.workers = role, 0, SimpleNamespace(ctx=context_of({}), step=2)
-    cause = worker._cause(error)
+    cause = worker._explain_error(error)
     assert type(cause) is means
     assert issubclass(means, RecoverableStageError) is (means is not WorkerDied)
 
@@ -471,18 +471,18 @@ def test_a_worker_for_whom_there_is_no_room_any_more(context_of, role, monkeypat
         worker.stop = lambda: stopped.append(index)
         return worker
 
-    workers._start = start
+    workers._start_worker = start
     asked = {"rollout": "7 CPU", "reward": "0.1 CPU and 1 GPU"}[role]
     says = (
         rf"{role} worker 3 of 1.1 online is gone, .* no machine had room .* asks for {asked},"
         r" .*count"
     )
     with pytest.raises(NoReplacement, match=says):
-        asyncio.run(workers._replacement(role, 3))
+        asyncio.run(workers._replace_worker(role, 3))
     assert f"{role} worker 3 waits for {asked}" in caplog.text
     assert stopped == [3]
 
 
 def test_cores_that_are_not_there_are_named():
     with pytest.raises(StageError, match=r"resources.rollout.cores = \[4000\].*may use \["):
-        stay_on([4000], "rollout")
+        pin_to_cores([4000], "rollout")

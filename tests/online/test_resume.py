@@ -16,7 +16,7 @@ from ebbflow.online.loop import train_online_folder
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.stop_conditions import Preempted
@@ -67,7 +67,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
         )
         ctx = StageContext(recipe, 0, 0)
         start = tmp_path / f"start-{name}"
-        write_base_policy(start, verify(base_folder), recipe.digest, recipe.policy)
+        write_base_policy(start, verify_folder(base_folder), recipe.digest, recipe.policy)
         checkpoints = Checkpoints(ctx, tmp_path / name)
         recorder = MetricsRecorder()
         with monkeypatch.context() as patch:
@@ -93,10 +93,10 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
             )
         untimed = [
             {key: value for key, value in row.items() if not key.startswith(TIMED)}
-            for row in recorder.metrics
+            for row in recorder.metrics_rows
         ]
         return (
-            verify(trained),
+            verify_folder(trained),
             untimed,
             sorted(path.name for path in (tmp_path / name).glob("step-*")),
         )
@@ -216,17 +216,17 @@ def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypa
     a restart.
     """
     scores = {0: 9.0, 2: 0.7, 4: 0.3, 6: 0.5}
-    means = monitor.means
+    means = monitor.average_metrics
     running = {"advantages": {"running": True}}
     watched = running | {
         "checkpoints": {"every": 2, "keep": 1},
         "validation": {"every": 2, "prompts": 4, "best": True},
     }
-    validate = monitor.StageMonitor.validate
+    validate = monitor.StageMonitor.validate_policy
 
     async def made_up(self, version, last=False):
         monkeypatch.setattr(
-            monitor, "means", lambda table: means(table) | {"reward": scores[version]}
+            monitor, "average_metrics", lambda table: means(table) | {"reward": scores[version]}
         )
         return await validate(self, version, last)
 
@@ -282,14 +282,14 @@ def test_how_often_there_is_a_checkpoint_changes_nothing(attempt, mode):
 
 
 def test_rollouts_in_flight_are_not_generated_again(attempt, monkeypatch):
-    roll_out = RolloutQueue._roll_out
+    roll_out = RolloutQueue._start_request
     steps = []
 
     def note(queue, request, weights):
         steps.append((request.step, weights.version))
         return roll_out(queue, request, weights)
 
-    monkeypatch.setattr(RolloutQueue, "_roll_out", note)
+    monkeypatch.setattr(RolloutQueue, "_start_request", note)
     with pytest.raises(Killed):
         attempt("killed", kill=3, mode="one_step_off")
     assert steps == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]

@@ -14,7 +14,7 @@ import torch
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.models.compile import compile_blocks
-from ebbflow.online.local_workers import local_workers
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts import generate as rollouts_module
@@ -78,7 +78,7 @@ def train(make_prompts, scorer, monkeypatch):
         updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
         recorder = MetricsRecorder()
         step = updater.optimizer.step
-        update = updater.update
+        update = updater.update_policy
 
         def note_gradients():
             gradients.append({name: p.grad.clone() for name, p in policy.parameters.items()})
@@ -96,14 +96,16 @@ def train(make_prompts, scorer, monkeypatch):
 
         updater.optimizer.step = note_gradients
         if ctx.online.reuse_rollout_forward:
-            updater.update = without_graphs
+            updater.update_policy = without_graphs
         with monkeypatch.context() as patch:
             for module in (rollouts_module, update_module):
                 patch.setattr(module, "predict", counted)
-            run_online_stage(ctx, local_workers(ctx, updater, judge), make_prompts(6), recorder)
+            run_online_stage(
+                ctx, open_local_workers(ctx, updater, judge), make_prompts(6), recorder
+            )
         untimed = [
             {key: value for key, value in row.items() if not key.startswith(TIMED)}
-            for row in recorder.metrics
+            for row in recorder.metrics_rows
         ]
         return values(policy), gradients, untimed, passes
 
@@ -181,7 +183,7 @@ def test_rows_that_are_not_trained_have_no_gradient_and_keep_no_memory(
     graphs of others are gone.
     """
     graphs = []
-    denoise = rollouts_module._denoise
+    denoise = rollouts_module._denoise_micro_batch
 
     def noted(*arguments):
         if len(graphs) % 2 == 0:
@@ -191,7 +193,7 @@ def test_rows_that_are_not_trained_have_no_gradient_and_keep_no_memory(
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollouts_module, "_denoise", noted)
+        patch.setattr(rollouts_module, "_denoise_micro_batch", noted)
         reused = train(
             contexts("glyph", "full", **REUSED), judge=Scorer(((Flat(), 1.0),)), sgd=0.01
         )

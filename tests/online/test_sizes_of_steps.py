@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ebbflow.models import ModelError, load_model
-from ebbflow.models.base import in_size
+from ebbflow.models.base import generate_in_size
 from ebbflow.models.tiny import build_tiny
-from ebbflow.online.local_workers import LocalWorkers, local_workers
+from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import OnlineLoop, run_online_stage
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.model import resized
+from ebbflow.recipe.model import resize_model
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training import update
 from ebbflow.training.checkpoint import Checkpoints
@@ -66,8 +66,8 @@ def context(folder, stage):
 def workers_of(ctx, folder, scorer) -> LocalWorkers:
     policy = Policy(load_model(folder, ctx.recipe.model), ctx.recipe.policy, seed=0)
     for name in ctx.following:
-        policy.ensure(name)
-    return local_workers(ctx, PolicyUpdater(policy, ctx.config), scorer)
+        policy.ensure_copy(name)
+    return open_local_workers(ctx, PolicyUpdater(policy, ctx.config), scorer)
 
 
 def parameters(workers):
@@ -84,14 +84,14 @@ def with_seed(folder, seed):
 
 def test_steps_have_sizes_by_their_weights_and_the_seed(flux):
     ctx = with_seed(flux, 0)
-    found = Counter(ctx.size_of_step(step) for step in range(2000))
+    found = Counter(ctx.image_size_of_step(step) for step in range(2000))
     assert found.keys() == {(32, 64), (64, 32), (64, 64)}
     assert found[64, 32] == pytest.approx(1000, abs=100)
     assert found[32, 64] == pytest.approx(500, abs=80)
     again, other = (
-        [with_seed(flux, seed).size_of_step(step) for step in range(50)] for seed in (0, 1)
+        [with_seed(flux, seed).image_size_of_step(step) for step in range(50)] for seed in (0, 1)
     )
-    assert again == [ctx.size_of_step(step) for step in range(50)] != other
+    assert again == [ctx.image_size_of_step(step) for step in range(50)] != other
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(
     recorder = MetricsRecorder()
     trained = []
     drawn = []
-    sizes = [ctx.size_of_step(step) for step in range(3)]
+    sizes = [ctx.image_size_of_step(step) for step in range(3)]
     assert len(set(sizes)) > 1
     workers = workers_of(ctx, flux, scorer)
     model = workers.trainer.updater.policy.model
     predict = update.predict
-    decode = type(model).decode
+    decode = type(model).decode_latents
 
     def watched_decode(self, latents):
         images = decode(self, latents)
@@ -134,37 +134,37 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(
         shape == (model.latent_shape[0], height // pixels, width // pixels)
         for shape, (height, width) in trained
     )
-    assert [(row["size/height"], row["size/width"]) for row in recorder.metrics] == sizes
+    assert [(row["size/height"], row["size/width"]) for row in recorder.metrics_rows] == sizes
     assert (model.height, model.width) == (64, 64)
     assert any(not torch.equal(before[name], value) for name, value in parameters(workers).items())
     if stage in (
         TRAJECTORIES,
         REUSED,
     ):  # the same schedule in rollout and training, whose shift depends on the size
-        assert all(row["ratio/first_deviation"] < 1e-5 for row in recorder.metrics)
+        assert all(row["ratio/first_deviation"] < 1e-5 for row in recorder.metrics_rows)
 
 
 def test_the_shift_of_the_schedule_follows_the_size(flux, scorer):
     ctx = context(flux, TRAJECTORIES)
     updater = workers_of(ctx, flux, scorer).trainer.updater
     model = updater.policy.model
-    own = updater.schedule
-    with in_size(model, (128, 128)):
-        large = updater.schedule
-    direct = load_model(flux, resized(ctx.recipe.model, 128, 128)).sigmas(3)
+    own = updater.sampler_sigmas
+    with generate_in_size(model, (128, 128)):
+        large = updater.sampler_sigmas
+    direct = load_model(flux, resize_model(ctx.recipe.model, 128, 128)).compute_sigmas(3)
     assert torch.equal(large, direct)
     assert not torch.equal(large, own)
-    assert torch.equal(updater.schedule, own)
+    assert torch.equal(updater.sampler_sigmas, own)
 
 
 def test_a_size_that_cannot_be_drawn_leaves_the_model_as_it_was(flux):
     model = load_model(flux, context(flux, TRAJECTORIES).recipe.model)
-    with pytest.raises(ModelError, match="model.height = 40"), in_size(model, (40, 64)):
+    with pytest.raises(ModelError, match="model.height = 40"), generate_in_size(model, (40, 64)):
         pass
     assert (model.height, model.width, model.latent_shape[1:]) == (64, 64, model.latent_shape[1:])
     with (
         pytest.raises(ModelError, match="SimpleNamespace has no resize"),
-        in_size(SimpleNamespace(), (64, 64)),
+        generate_in_size(SimpleNamespace(), (64, 64)),
     ):
         pass
 
@@ -194,7 +194,9 @@ def test_a_killed_stage_of_several_sizes_ends_with_the_same_bytes(
             asyncio.run(
                 OnlineLoop(ctx, workers, make_prompts(8), recorder, checkpoints=checkpoints).run()
             )
-        return parameters(workers), [(row["loss"], row["size/height"]) for row in recorder.metrics]
+        return parameters(workers), [
+            (row["loss"], row["size/height"]) for row in recorder.metrics_rows
+        ]
 
     whole, rows = run("whole")
     with pytest.raises(Killed):

@@ -16,7 +16,7 @@ from ebbflow.models import load_model
 from ebbflow.online import loop
 from ebbflow.online.loop import train_online_folder
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy
@@ -43,7 +43,9 @@ def folders(base_folder, make_prompts, tmp_path):
     )
 
     def of(recipe):
-        write_base_policy(tmp_path / "start", verify(base_folder), recipe.digest, recipe.policy)
+        write_base_policy(
+            tmp_path / "start", verify_folder(base_folder), recipe.digest, recipe.policy
+        )
         return tmp_path / "start"
 
     return tmp_path / "prompts.parquet", of
@@ -55,7 +57,7 @@ def test_windows_and_statistics_go_on_in_the_next_stage(
     prompts, start = folders
     ctx = StageContext(make_recipe(online={"steps": 2, "advantages": {"running": True}}), 0, 0)
     seen = []
-    plan = StageContext.plan
+    plan = StageContext.plan_window
 
     def watched(ctx, step):
         seen.append(step)
@@ -91,18 +93,21 @@ def distilled(make_recipe, base_folder, folders, tmp_path):
             make_recipe(online={**stage, "optimizer": {"lr": 1e-3}, "steps": 8}, **recipe), 0, 0
         )
         metadata = PolicyMetadata(
-            base_digest=verify(base_folder), recipe_digest="r", config=ctx.recipe.policy, version=5
+            base_digest=verify_folder(base_folder),
+            recipe_digest="r",
+            config=ctx.recipe.policy,
+            version=5,
         )
         for copy, size in sizes.items():
             teacher = Policy(load_model(base_folder), ctx.recipe.policy, 0)
             move(teacher, size)
-            teacher.save(tmp_path / copy, metadata)
+            teacher.save_folder(tmp_path / copy, metadata)
         recorder = MetricsRecorder()
         teachers = {copy: tmp_path / copy for copy in sizes}
         train_online_folder(
             ctx, base_folder, start(ctx.recipe), prompts, tmp_path / "trained", recorder, teachers
         )
-        return recorder.metrics
+        return recorder.metrics_rows
 
     return run
 
@@ -151,11 +156,11 @@ def test_a_stage_hands_on_the_average_and_what_to_go_on_from(
     metadata = read_policy_metadata(trained)
     assert (metadata.version, metadata.copies) == (record.optimizer_steps, ("old", "iterate"))
     assert metadata.progress == Progress(
-        algorithm="diffusion_nft", steps=ctx.online.steps, updates=record.optimizer_steps
+        algorithm="diffusion_nft", steps=ctx.online_config.steps, updates=record.optimizer_steps
     )
     policy, _ = open_policy(ctx, load_model(base_folder), trained)
     served = Policy(load_model(base_folder), ctx.recipe.policy, 0)
-    served.load(trained)
+    served.load_folder(trained)
     assert all(
         torch.equal(value, served.parameters[name]) for name, value in policy.copies["ema"].items()
     )

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ebbflow.evaluation.image_statistics import STATISTICS, no_statistics
-from ebbflow.online.local_workers import local_workers
+from ebbflow.evaluation.image_statistics import STATISTICS, create_missing_statistics
+from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.statistics_alarm import watch_statistics
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -92,7 +92,9 @@ def test_a_checkpoint_keeps_what_it_compares_with(ctx):
 
 def test_it_can_be_switched_off_and_images_that_nobody_saw_do_not_count(ctx):
     state = StageState()
-    assert watch_statistics(ctx(), state, step(no_statistics(4))) == {"alarm/statistics": 0.0}
+    assert watch_statistics(ctx(), state, step(create_missing_statistics(4))) == {
+        "alarm/statistics": 0.0
+    }
     watch_statistics(ctx(statistics_alarm=None), state, step({"brightness": 0.5 + 0.1 * DRAWS}))
     lost = np.where(np.arange(200) < 20, np.nan, 0.9 + 0.1 * DRAWS)
     metrics = watch_statistics(ctx(statistics_alarm=None), state, step({"brightness": lost}))
@@ -153,11 +155,11 @@ def test_a_stage_logs_the_statistics_of_its_rollouts(ctx, base_folder, make_prom
     policy = Policy(model, context.recipe.policy, 0)
     run_online_stage(
         context,
-        local_workers(context, PolicyUpdater(policy, context.online), scorer),
+        open_local_workers(context, PolicyUpdater(policy, context.online), scorer),
         make_prompts(6),
         recorder,
     )
-    for row in recorder.metrics:
+    for row in recorder.metrics_rows:
         assert {f"statistic/{name}" for name in STATISTICS} <= row.keys()
         assert row["statistic/brightness"] == pytest.approx(1 - row["score/darkness"], abs=0.01)
-    assert recorder.metrics[0]["statistic_shift/brightness"] == 0
+    assert recorder.metrics_rows[0]["statistic_shift/brightness"] == 0

@@ -15,7 +15,7 @@ from ebbflow.online import loop
 from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
 
 SHIPPED = Path(__file__).parents[2] / "workflows" / "recipes" / "glyph_few_steps.yaml"
@@ -43,7 +43,7 @@ def train(base_folder, make_prompts, scorer, tmp_path, monkeypatch):
     def run(recipe):
         folders = [tmp_path / "start"]
         metrics = []
-        write_base_policy(folders[0], verify(base_folder), recipe.digest, recipe.policy)
+        write_base_policy(folders[0], verify_folder(base_folder), recipe.digest, recipe.policy)
         for stage in range(len(recipe.stages)):
             recorder = MetricsRecorder()
             folders.append(tmp_path / f"policy-{stage}")
@@ -51,7 +51,7 @@ def train(base_folder, make_prompts, scorer, tmp_path, monkeypatch):
             train_online_folder(
                 ctx, base_folder, folders[-2], tmp_path / "prompts.parquet", folders[-1], recorder
             )
-            metrics.append(recorder.metrics)
+            metrics.append(recorder.metrics_rows)
         return folders[1:], metrics
 
     return run
@@ -77,7 +77,7 @@ def test_the_student_of_the_shipped_recipe_learns_on(train):
     assert kept == [("old",), ("fake",), ("old",)]
     assert all(step["fake/loss"] > 0 and step["matching/gradient"] > 0 for step in metrics[1])
     assert all(step["nft/better_error"] > 0 for step in metrics[2])
-    assert len({verify(folder) for folder in folders}) == 3
+    assert len({verify_folder(folder) for folder in folders}) == 3
 
 
 def test_a_policy_gradient_trains_a_student_with_the_sampler_of_its_distillation(train):

@@ -28,11 +28,11 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import Rollouts, generate
+from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.rollouts.weights import TransferError
 from ebbflow.stage import StageContext
-from ebbflow.training.batches import num_micro_batches, shard_for_rank
-from ebbflow.training.distributed import Ranks, process_group
+from ebbflow.training.batches import count_shared_micro_batches, shard_for_rank
+from ebbflow.training.distributed import Ranks, join_process_group
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.conftest import Darkness
@@ -128,13 +128,15 @@ def recipe_of(case: str) -> Recipe:
 def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[TrainingBatch, Rollouts]:
     """A step's rollouts by the untouched base model: the same in every process."""
     model = load_model(base)
-    config = ctx.online
+    config = ctx.online_config
     sample_index = np.arange(5).repeat(3)
-    keys = SampleKeys(ctx.seed, sample_index.tolist(), [*range(3)] * 5)
+    keys = SampleKeys(ctx.stage_seed, sample_index.tolist(), [*range(3)] * 5)
     conditioning = model.encode_texts(TEXTS)
     rows = conditioning.rows(torch.from_numpy(sample_index))
     chosen = Plan((0, 1), (0, 1)) if config.window else None
-    rollouts = generate(model, rows, keys, config.sampler, chosen, 4, config.rollout_precision)
+    rollouts = generate_samples(
+        model, rows, keys, config.sampler, chosen, 4, config.rollout_precision
+    )
     if case in LEFT:
         left = [rollouts.trajectory.log_probs[row].clone() for row in LEFT[case]]
         rollouts.trajectory.log_probs.add_(1)
@@ -153,15 +155,15 @@ def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Traini
 
 def trainer_of(base: Path, ctx: StageContext, ranks: Ranks) -> TrainingWorker:
     policy = Policy(load_model(base), ctx.recipe.policy, 0, shard=ranks.world > 1)
-    for name in ctx.following:
-        policy.ensure(name)
+    for name in ctx.following_copies:
+        policy.ensure_copy(name)
     if ctx.starts_as_teacher:
         policy.copies["teacher"] = {
             key: p.detach() + 0.1 for key, p in policy.parameters.items()
         }  # not the policy itself
     # Adam's first step is a sign, which turns rounding into full steps.
     updater = PolicyUpdater(
-        policy, ctx.online, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05)
+        policy, ctx.online_config, optimizer=torch.optim.SGD(policy.parameters.values(), lr=0.05)
     )
     return TrainingWorker(ctx, updater, rank=ranks.rank, scorer=Scorer(((Darkness(), 1.0),)))
 
@@ -187,7 +189,7 @@ def two_steps(base: Path, case: str, file: Path, ranks: Ranks) -> dict[str, Any]
 
 
 def train_as_a_rank(base: Path, output: Path) -> None:
-    with process_group() as ranks:
+    with join_process_group() as ranks:
         said = {
             case: two_steps(base, case, output / f"{case}.safetensors", ranks) for case in CASES
         }
@@ -289,7 +291,7 @@ def test_workers_generate_with_the_weights_that_the_trainer_publishes(base_folde
     )
     worker = RolloutWorker(Diffusers(ctx, Policy(load_model(base_folder), ctx.recipe.policy, 0)))
     request = RolloutRequest(
-        0, [], batch.conditioning, batch.sample_index, batch.keys, ctx.online.sampler, None
+        0, [], batch.conditioning, batch.sample_index, batch.keys, ctx.online_config.sampler, None
     )
     latents = [rollouts.latents]
     for version in (1, 2):
@@ -314,7 +316,7 @@ def test_workers_generate_with_the_weights_that_the_trainer_publishes(base_folde
 def test_every_rank_has_a_part_of_every_pass(count, world, draws, size):
     units = [np.array([2 * number, 2 * number + 1]) for number in range(count)]
     shares = [shard_for_rank(units, Ranks(rank, world)) for rank in range(world)]
-    passes = num_micro_batches(units, world, draws, size)
+    passes = count_shared_micro_batches(units, world, draws, size)
     assert 1 <= passes <= min(map(len, shares)) * draws
     times = np.unique(np.concatenate([np.concatenate(mine) for mine in shares]), return_counts=True)
     assert times[0].tolist() == list(range(2 * count))

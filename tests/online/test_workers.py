@@ -23,8 +23,8 @@ from ebbflow.online.workers import (
     TrainingGroup,
     WorkerDied,
     WorkerPool,
-    reward_pool,
-    rollout_pool,
+    build_reward_pool,
+    build_rollout_pool,
 )
 from ebbflow.recipe.online import ScoringConfig
 from ebbflow.rewards.combine import RewardError
@@ -108,11 +108,11 @@ def work():
 
 
 def rollouts(crew, count):
-    return rollout_pool([crew.worker(index) for index in range(count)], crew.start)
+    return build_rollout_pool([crew.worker(index) for index in range(count)], crew.start)
 
 
 def rewards(crew, count, **scoring):
-    return reward_pool(
+    return build_reward_pool(
         [crew.worker(index) for index in range(count)], crew.start, ScoringConfig(**scoring)
     )
 
@@ -177,7 +177,7 @@ def test_a_request_that_kills_every_worker_ends_the_stage(work):
                 r" request.*killed.*micro_batch"
             ),
         ):
-            asyncio.run(RolloutQueue.generate(Queue(), 7, lambda: None))
+            asyncio.run(RolloutQueue.generate_request(Queue(), 7, lambda: None))
     finally:
         Hand.call = whole
 
@@ -216,10 +216,10 @@ def test_what_a_checkpoint_does_not_find_is_generated_again():
         step = StepInFlight(
             3, [asyncio.ensure_future(done(part)) for part in (gone, found)], weights="version 2"
         )
-        return [await queue.fetch(step, index) for index in range(2)]
+        return [await queue.fetch_part(step, index) for index in range(2)]
 
     queue.workers = SimpleNamespace(fetch=fetch)
-    queue._roll_out = roll_out
+    queue._start_request = roll_out
     assert asyncio.run(run()) == [(again, "again", "again"), (found, "found", "found")]
     assert started == [(request, "version 2")]
 
@@ -386,4 +386,4 @@ def test_the_modes_differ_in_the_steps_that_run_ahead(make_recipe):
         ({"mode": "one_step_off"}, 1),
         ({"mode": "async", "staleness": 3}, 3),
     ):
-        assert rollout_queue.max_steps_ahead(make_recipe(online=keys).stages[0]) == ahead
+        assert rollout_queue.count_steps_ahead(make_recipe(online=keys).stages[0]) == ahead

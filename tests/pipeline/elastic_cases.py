@@ -31,11 +31,9 @@ def rank(said: str) -> None:
 
 if __name__ == "__main__":
     elastic.SPAWN_HELPER = rank
-    assert elastic.preload(Recipe())
-    assert elastic.preload(Recipe()), "the second time there is one"
+    assert elastic.preload_fork_server(Recipe())
+    assert elastic.preload_fork_server(Recipe()), "the second time there is one"
     os.environ["LATE"] = "after the server"
     given = (os.getcwd(), dict(os.environ), sys.argv[1])
-    multiprocessing.get_context("forkserver").Process(
-        target=elastic._as_spawned, args=given
-    ).start()
+    multiprocessing.get_context("forkserver").Process(target=elastic._run_rank, args=given).start()
     time.sleep(600)

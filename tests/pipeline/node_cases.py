@@ -22,7 +22,7 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from tasks.elastic import GracefulElastic
 from tasks.files import open_checkpoints
-from tasks.preemption import retry_on
+from tasks.preemption import retry_on_errors
 
 GROUP = GracefulElastic(
     nnodes=2,
@@ -38,25 +38,25 @@ def train(recipe: Recipe, folder: str, name: str, dies: str) -> str:
     from ebbflow.compute import set_up_process
     from ebbflow.offline.training import train_offline_folder
     from ebbflow.stage import MetricsRecorder, StageContext
-    from ebbflow.training.distributed import PeerLost, process_group
+    from ebbflow.training.distributed import PeerLost, join_process_group
     from ebbflow.training.stop_conditions import Preempted
 
     set_up_process(recipe)
     ctx = StageContext(recipe, 0, 1)
     here = Path(folder)
     recorder = MetricsRecorder()
-    with retry_on(Preempted, PeerLost), process_group() as ranks:
-        if dies and ranks.node == 1:
+    with retry_on_errors(Preempted, PeerLost), join_process_group() as ranks:
+        if dies and ranks.node_rank == 1:
             end_at(int(dies.partition(" ")[0]), dies.partition(" ")[2])
         checkpoints = open_checkpoints(tracked(here, name), ctx, ranks.rank, ranks.local_rank)
-        ranks.barrier()
+        ranks.wait_for_all()
         inputs = (
             here / "start",
             here / "prompts.parquet",
             sorted(here.glob("rollouts-*")),
             here / "advantages.parquet",
         )
-        replicas = ranks.nodes if "HYBRID" in os.environ else 1
+        replicas = ranks.num_nodes if "HYBRID" in os.environ else 1
         train_offline_folder(
             ctx,
             Path((here / "base").read_text()),
@@ -66,7 +66,7 @@ def train(recipe: Recipe, folder: str, name: str, dies: str) -> str:
             checkpoints,
             replicas,
         )
-    return json.dumps([row["loss"] for row in recorder.metrics])
+    return json.dumps([row["loss"] for row in recorder.metrics_rows])
 
 
 def tracked(folder: Path, name: str) -> TrackedRun:
@@ -79,7 +79,7 @@ def end_at(step: int, how: str) -> None:
     """
     from ebbflow.training.update import PolicyUpdater
 
-    update = PolicyUpdater.update
+    update = PolicyUpdater.update_policy
 
     def doomed(updater: PolicyUpdater, *arguments: object) -> dict[str, float]:
         if updater.updates == step:
@@ -90,7 +90,7 @@ def end_at(step: int, how: str) -> None:
             )
         return update(updater, *arguments)  # type: ignore[arg-type]
 
-    PolicyUpdater.update = doomed  # type: ignore[method-assign, assignment]
+    PolicyUpdater.update_policy = doomed  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import pytest
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.storage.artifacts import ArtifactError, verify
+from ebbflow.storage.artifacts import ArtifactError, verify_folder
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.store import connect
+from ebbflow.tracking.store import connect_to_store
 from tasks.copy_base_model import copy_base_model
 
 
@@ -29,13 +29,13 @@ def test_what_lies_at_the_path_now_is_copied(
     source = shutil.copytree(base_folder, tmp_path / "base")
     for mark in ("manifest.json", "COMMIT"):
         (source / mark).unlink(missing_ok=True)
-    first = verify(
+    first = verify_folder(
         Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download())
     )
     index = json.loads((source / "model_index.json").read_text())
     (source / "model_index.json").write_text(json.dumps(index | {"changed": [None, None]}))
     assert (
-        verify(
+        verify_folder(
             Path(copy_base_model(model=ModelConfig(path=str(source)), run=run).folder.download())
         )
         != first
@@ -50,4 +50,4 @@ def test_a_committed_folder_that_was_damaged_is_refused_and_the_run_fails(
     (source / "model_index.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"does not match its manifest \(model_index.json\)"):
         copy_base_model(model=ModelConfig(path=str(source)), run=run)
-    assert connect(run.tracking_uri).get_run(run.run_id).info.status == "FAILED"
+    assert connect_to_store(run.tracking_uri).get_run(run.run_id).info.status == "FAILED"

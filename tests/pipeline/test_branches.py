@@ -28,7 +28,7 @@ from ebbflow.storage.tables import write_table
 from ebbflow.tracking import child_run, nodes
 from ebbflow.training.policy_metadata import read_policy_metadata
 from tasks import distill_branches_ray
-from tasks.branches import first_step, teacher_locations, with_branches
+from tasks.branches import add_branch_stages, first_logged_step, locate_teachers
 from tasks.choose_specialist import choose_specialist
 from tasks.files import open_checkpoints
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, SpecialistPolicy, TrainedPolicy
@@ -208,12 +208,12 @@ def test_a_branch_hands_on_what_its_gate_passed(
     def decide(
         view: Recipe, candidate: Evaluation, champion: Evaluation, *samples: pa.Table
     ) -> GateDecision:
-        compared.extend([view.prompts.labels, candidate.label, champion.label])
+        compared.extend([view.prompts.prompt_set_labels, candidate.label, champion.label])
         return decision(promote)
 
-    monkeypatch.setattr(gate, "decide", decide)
+    monkeypatch.setattr(gate, "decide_by_gate", decide)
     monkeypatch.setattr(nodes, "log_decision", lambda *_: None)
-    monkeypatch.setattr(child_run, "system_metrics", lambda *_: nullcontext())
+    monkeypatch.setattr(child_run, "log_system_metrics", lambda *_: nullcontext())
     monkeypatch.setattr(child_run, "RunLogger", lambda *_: MagicMock())
     history = [
         evaluated(folder(tmp_path, name), name, reward)
@@ -244,7 +244,7 @@ def test_a_stage_learns_from_the_policies_of_branches(recipe: Recipe, tmp_path: 
             branch="words", policy=policy(folder(tmp_path, "words")), decision=decision(True)
         )
     ]
-    located = teacher_locations(StageContext(recipe, 0, 1), specialists)
+    located = locate_teachers(StageContext(recipe, 0, 1), specialists)
     assert located == {
         "teacher:words": str(tmp_path / "words"),
         "teacher:signs": "s3://bucket/signs",
@@ -279,7 +279,7 @@ def test_a_refused_branch_is_an_alarm_of_what_learns_from_it(tmp_path: Path) -> 
         SpecialistPolicy(branch=name, policy=policy(tmp_path), decision=decision(name == "signs"))
         for name in NAMES
     )
-    record = with_branches(policy(tmp_path), [refused, passed]).record
+    record = add_branch_stages(policy(tmp_path), [refused, passed]).record
     assert record
     assert record.alarms == [
         "earlier",
@@ -295,7 +295,7 @@ def test_what_the_stages_of_branches_did_is_kept_for_the_report(tmp_path: Path) 
         )
         for name in NAMES
     ]
-    found = with_branches(policy(tmp_path, label="1.3 online"), specialists).finished_stages
+    found = add_branch_stages(policy(tmp_path, label="1.3 online"), specialists).finished_stages
     assert [stage.record.label for stage in found] == [
         "1.1 online words",
         "1.1 online signs",
@@ -304,7 +304,9 @@ def test_what_the_stages_of_branches_did_is_kept_for_the_report(tmp_path: Path) 
 
 
 def test_curves_of_branches_are_not_mixed(recipe: Recipe, tmp_path: Path) -> None:
-    steps = [first_step(StageContext(recipe, 0, stage), policy(tmp_path, 7)) for stage in range(4)]
+    steps = [
+        first_logged_step(StageContext(recipe, 0, stage), policy(tmp_path, 7)) for stage in range(4)
+    ]
     assert steps == [None, None, None, 7]
 
 

@@ -13,10 +13,10 @@ from tasks.deployment import (
     DeploymentConfig,
     DeploymentError,
     TolerationConfig,
-    pod_environment,
+    build_pod_environment,
     read_deployment,
 )
-from tasks.images import cpu_image
+from tasks.images import build_cpu_image
 from tests.pipeline.conftest import ROOT
 from tests.pipeline.test_resources import KINDS
 
@@ -45,7 +45,7 @@ def test_a_pod_reads_what_differs_from_the_defaults_back(tmp_path: Path) -> None
         tmp_path,
         "training_group: {shared_memory: null}\naccelerated: {image: 'a:1', grace_period: 30}",
     )
-    assert read_deployment(pod_environment(deployment)) == deployment != DeploymentConfig()
+    assert read_deployment(build_pod_environment(deployment)) == deployment != DeploymentConfig()
 
 
 def test_the_example_names_every_key_and_only_images_that_have_a_dockerfile() -> None:
@@ -160,5 +160,7 @@ def test_the_image_registry_serves_the_kinds_without_an_image(
 ) -> None:
     deployment = _read(tmp_path, "image_registry: localhost:30000\nscorer: {image: 'reward:1'}")
     monkeypatch.setattr(resources, "DEPLOYMENT", deployment)
-    assert resources.scorer()["container_image"] == "reward:1"
-    assert resources.light()["container_image"].id == cpu_image("localhost:30000").id
+    assert resources.scorer_resources()["container_image"] == "reward:1"
+    assert (
+        resources.light_resources()["container_image"].id == build_cpu_image("localhost:30000").id
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.estimate.run import Estimate, estimate
+from ebbflow.estimate.run import Estimate, estimate_recipe
 from ebbflow.models.base import ModelError
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.choices import OptimizerConfig
@@ -23,7 +23,7 @@ from tasks.deployment import (
     DeploymentError,
     TrainingGroupConfig,
 )
-from tasks.fit import _changes, compare, machine_of
+from tasks.fit import _iterate_changes, compare_needs, find_machine
 from workflows.post_training import dry_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -112,15 +112,18 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(
 
 def test_what_is_proposed_fits() -> None:
     small = DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, gpu_memory="16Gi"))
-    made = estimate(load_recipe(RECIPES[0].with_name("sd35_medium_ocr.yaml")))
-    (misfit,) = [line for line in compare(made, small)[1] if line.startswith("1.1 online training")]
+    made = estimate_recipe(load_recipe(RECIPES[0].with_name("sd35_medium_ocr.yaml")))
+    (misfit,) = [
+        line for line in compare_needs(made, small)[1] if line.startswith("1.1 online training")
+    ]
     (size,) = re.findall(r"set stages\.0\.micro_batch: (\d+) ", misfit)
     (stage,) = made.recipe.stages
     changed = made.recipe.model_copy(
         update={"stages": [stage.model_copy(update={"micro_batch": int(size)})]}
     )
     assert not any(
-        line.startswith("1.1 online training") for line in compare(estimate(changed), small)[1]
+        line.startswith("1.1 online training")
+        for line in compare_needs(estimate_recipe(changed), small)[1]
     )
 
 
@@ -133,7 +136,7 @@ def offline_wan(**model: object) -> Estimate:
         "model": recipe.model.model_dump() | model,
         "stages": [{"kind": "offline", "algorithm": {"name": "diffusion_nft"}}],
     }
-    return estimate(Recipe.model_validate(data), processes=8)
+    return estimate_recipe(Recipe.model_validate(data), processes=8)
 
 
 def misfit(made: Estimate, role: str, **keys: object) -> list[str]:
@@ -143,7 +146,9 @@ def misfit(made: Estimate, role: str, **keys: object) -> list[str]:
         accelerated=AcceleratedConfig(gpus=1, gpu_memory="70Gi", **keys),
         training_group=group,
     )
-    return [line for line in compare(made, small)[1] if line.startswith(f"1.1 offline {role}")]
+    return [
+        line for line in compare_needs(made, small)[1] if line.startswith(f"1.1 offline {role}")
+    ]
 
 
 def test_offloading_is_proposed_where_main_memory_holds_what_it_offloads() -> None:
@@ -163,7 +168,9 @@ def test_what_the_optimizer_cannot_do_is_not_proposed() -> None:
         recipe = made.recipe.model_copy(
             update={"stages": [stage.model_copy(update={"optimizer": OptimizerConfig(name=name)})]}
         )
-        changes = list(_changes(replace(made, recipe=recipe, processes=1), "1.1 offline training"))
+        changes = list(
+            _iterate_changes(replace(made, recipe=recipe, processes=1), "1.1 offline training")
+        )
         return {words.partition(":")[0] for _, words in changes} & {
             "train_processes",
             "model.cpu_offload",
@@ -191,23 +198,25 @@ def test_actors_share_the_main_memory_of_a_pod_by_their_gpus() -> None:
     training = {"training": {"count": 4, "gpus": 1}}
     stages = [{"kind": "online", "placement": "ray", "resources": training}]
     data = {"model": recipe.model.model_dump() | {"cpu_offload": True}, "stages": stages}
-    made = estimate(Recipe.model_validate(data))
+    made = estimate_recipe(Recipe.model_validate(data))
 
     def shares(gpus: int) -> float:
         workers = [{"gpus": gpus, "mem": "64Gi"}]
         deployment = DeploymentConfig.model_validate(
             {"ray_cluster": {"accelerator": "nvidia-h100", "workers": workers}}
         )
-        return machine_of(made, "1.1 online training", deployment).main_memory / 2**30
+        return find_machine(made, "1.1 online training", deployment).main_memory / 2**30
 
     assert (shares(1), shares(2), shares(8)) == (64, 32, 16)
 
 
 def test_a_gpu_of_unknown_kind_is_not_judged_and_one_of_a_given_size_is() -> None:
-    made = estimate(load_recipe(WAN))
+    made = estimate_recipe(load_recipe(WAN))
 
     def verdict(**keys: object) -> str:
-        lines, _ = compare(made, DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, **keys)))
+        lines, _ = compare_needs(
+            made, DeploymentConfig(accelerated=AcceleratedConfig(gpus=1, **keys))
+        )
         return next(line for line in lines if "1.1 online training" in line)
 
     assert verdict().endswith("unknown")
@@ -216,11 +225,11 @@ def test_a_gpu_of_unknown_kind_is_not_judged_and_one_of_a_given_size_is() -> Non
 
 
 def test_a_training_group_is_compared_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = estimate(load_recipe(RECIPES[0].with_name("tiny.yaml")), processes=4)
+    made = estimate_recipe(load_recipe(RECIPES[0].with_name("tiny.yaml")), processes=4)
     group = TrainingGroupConfig(mem="1Gi")
     offline = next(name for name in made.memory if name.endswith("offline training"))
     assert (
-        machine_of(made, offline, DeploymentConfig(train_processes=4, training_group=group)).bytes
+        find_machine(made, offline, DeploymentConfig(train_processes=4, training_group=group)).bytes
         == 2**30 / 4
     )
 

@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError, dynamic
 from tasks.elastic import (
     GracefulElastic,
     GracefulElasticTask,
-    _fast_rendezvous,
-    _keep_sockets_in_a_short_folder,
-    _lost,
+    _create_socket_folder,
+    _explain_lost_node,
+    _skip_method_name_search,
 )
 from tasks.train_offline import train_offline
 
@@ -85,7 +85,7 @@ def test_its_processes_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_offline, "terminated", False)
     ranks = [MagicMock(), MagicMock()]
     monkeypatch.setattr("tasks.elastic.multiprocessing.active_children", lambda: ranks)
-    train_offline._pass_on(signal.SIGTERM, None)
+    train_offline._forward_signal(signal.SIGTERM, None)
     assert [rank.terminate.call_count for rank in ranks] == [1, 1]
 
 
@@ -97,7 +97,7 @@ def test_without_processes_nobody_would_save_and_flyte_starts_it_again(
     with pytest.raises(
         FlyteRecoverableException, match="train_offline was terminated before it had processes"
     ):
-        train_offline._pass_on(signal.SIGTERM, None)
+        train_offline._forward_signal(signal.SIGTERM, None)
 
 
 def a_task(recipe: str) -> None:
@@ -123,7 +123,7 @@ def test_the_rendezvous_finds_the_name_of_a_caller_as_torch_does() -> None:
         return named()
 
     slow = dynamic_rendezvous.get_method_name
-    with _fast_rendezvous():
+    with _skip_method_name_search():
         assert caller() == "caller"
         assert dynamic_rendezvous.get_method_name is not slow
     assert dynamic_rendezvous.get_method_name is slow
@@ -151,7 +151,7 @@ def failed(exitcode: int) -> FlyteUserRuntimeException:
     ],
 )
 def test_what_another_attempt_may_not_meet(error: Exception, words: str | None) -> None:
-    lost = _lost(error)
+    lost = _explain_lost_node(error)
     assert words in lost if words and lost else lost is words
 
 
@@ -162,6 +162,6 @@ def test_sockets_have_short_paths_however_long_the_output_is(
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.delitem(process.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
-    _keep_sockets_in_a_short_folder()
+    _create_socket_folder()
     assert len(util.get_temp_dir()) < 40
     assert tempfile.gettempdir() == str(folder)

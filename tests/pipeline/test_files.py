@@ -23,10 +23,10 @@ from ebbflow.stage import StageContext
 from ebbflow.storage.disk import PathError, atomic_write, write_text
 from tasks.files import (
     delete_checkpoints,
+    fetch_artifact_once,
     fetch_folder,
     fetch_once_per_machine,
-    fetch_shared,
-    node_output,
+    make_node_output,
     open_checkpoints,
 )
 
@@ -58,7 +58,7 @@ def ctx(make_recipe) -> StageContext:
 
 def save(checkpoints, *steps):
     for step in steps:
-        with checkpoints.saving(step, {"done": step}) as folder:
+        with checkpoints.save_step(step, {"done": step}) as folder:
             (folder / "part").write_text("weights")
 
 
@@ -69,11 +69,11 @@ def names(folder: Path) -> list[str]:
 def test_the_next_attempt_finds_what_the_last_one_saved(run, ctx, local):
     kept = local / "checkpoints" / "1.1-online"
     first = open_checkpoints(run, ctx)
-    assert first.newest() is None
+    assert first.find_newest() is None
     save(first, 2, 4, 6)
     assert names(kept) == ["step-00004", "step-00006"]
     again = open_checkpoints(run, ctx)
-    folder, state = again.newest()
+    folder, state = again.find_newest()
     assert (folder.name, state, (folder / "part").read_text()) == (
         "step-00006",
         {"done": 6},
@@ -86,13 +86,13 @@ def test_the_next_attempt_finds_what_the_last_one_saved(run, ctx, local):
 def test_an_attempt_that_saved_nothing_hides_nothing(run, ctx):
     save(open_checkpoints(run, ctx), 2)
     open_checkpoints(run, ctx)
-    assert open_checkpoints(run, ctx).newest()[1] == {"done": 2}
+    assert open_checkpoints(run, ctx).find_newest()[1] == {"done": 2}
 
 
 def test_a_half_uploaded_checkpoint_is_passed_over(run, ctx, local, caplog):
     save(open_checkpoints(run, ctx), 2, 4)
     (local / "checkpoints" / "1.1-online" / "step-00004" / "part").unlink()
-    assert open_checkpoints(run, ctx).newest()[1] == {"done": 2}
+    assert open_checkpoints(run, ctx).find_newest()[1] == {"done": 2}
     assert re.search("passed over.*step-00004.*part", caplog.text)
 
 
@@ -101,7 +101,7 @@ def test_another_process_of_the_machine_finds_what_the_first_one_brought(run, ct
     first = open_checkpoints(run, ctx)
     second = open_checkpoints(run, ctx, 1, 1)
     assert first.folder == second.folder
-    assert first.newest() == second.newest()
+    assert first.find_newest() == second.find_newest()
 
 
 def test_what_another_user_made_first_is_not_used(tmp_path, monkeypatch):
@@ -152,27 +152,27 @@ def test_attempts_at_a_node_leave_one_folder(run, local):
     """
 
     def in_the_middle(name: str, create) -> None:
-        path = node_output(run, "1.1 online", name)
+        path = make_node_output(run, "1.1 online", name)
         with atomic_write(path, create=create) as partial:
             (partial / "part" if partial.is_dir() else partial).write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def not_by_us() -> None:
-        path = node_output(run, "1.1 online", "policy")
+        path = make_node_output(run, "1.1 online", "policy")
         path.mkdir()
         (path / "left").write_text("by a stage of a user")
         os.kill(os.getpid(), signal.SIGKILL)
 
     if "://" in run.folder:
-        assert node_output(run, "start", "policy") != node_output(run, "start", "policy")
+        assert make_node_output(run, "start", "policy") != make_node_output(run, "start", "policy")
         assert not (local).exists()
         return
-    write_text(node_output(run, "start", "policy"), "finished")
+    write_text(make_node_output(run, "start", "policy"), "finished")
     kill_in(lambda: in_the_middle("policy", Path.mkdir))
     kill_in(lambda: in_the_middle("metrics.json", Path.touch))
     kill_in(not_by_us)
     for name in ("policy", "metrics.json"):
-        write_text(node_output(run, "1.1 online", name), "whole")
+        write_text(make_node_output(run, "1.1 online", name), "whole")
     found = {str(path.relative_to(local)) for path in (local).rglob("*") if path.is_file()}
     assert found == {
         "nodes/start/policy",
@@ -197,14 +197,16 @@ def test_the_ranks_of_a_machine_download_an_artifact_once(tmp_path, monkeypatch,
     file = there / "weights" if kind is FlyteDirectory else there
     file.parent.mkdir(parents=True)
     file.write_bytes(b"first")
-    shared = fetch_shared(kind(f"file://{there}"))
+    shared = fetch_artifact_once(kind(f"file://{there}"))
     found = shared / "weights" if kind is FlyteDirectory else shared
     before = found.stat()
     assert found.read_bytes() == b"first"
     file.write_bytes(b"never read")
-    assert fetch_shared(kind(f"file://{there}")) == shared
+    assert fetch_artifact_once(kind(f"file://{there}")) == shared
     assert (found.read_bytes(), found.stat().st_mtime_ns) == (b"first", before.st_mtime_ns)
-    assert fetch_shared(kind(str(there))) == there, "what is on this machine stays where it is"
+    assert fetch_artifact_once(kind(str(there))) == there, (
+        "what is on this machine stays where it is"
+    )
 
 
 def test_ranks_that_fetch_at_the_same_time_download_once(tmp_path, monkeypatch):
@@ -229,7 +231,7 @@ def test_ranks_that_fetch_at_the_same_time_download_once(tmp_path, monkeypatch):
             try:
                 together.wait(timeout=60)
                 os._exit(
-                    fetch_shared(FlyteDirectory(f"file://{tmp_path}/base"))
+                    fetch_artifact_once(FlyteDirectory(f"file://{tmp_path}/base"))
                     .joinpath("weights")
                     .read_bytes()
                     != b"weights"

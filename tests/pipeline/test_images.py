@@ -14,7 +14,7 @@ from flytekit.core.python_auto_container import update_image_spec_copy_handling
 from flytekit.image_spec.default_builder import create_docker_context
 from packaging.requirements import Requirement
 
-from tasks.images import cpu_image
+from tasks.images import build_cpu_image
 from tests.pipeline.conftest import ROOT
 
 DOCKERFILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
@@ -109,7 +109,7 @@ def test_the_images_stand_on_one_exact_tag() -> None:
     stands_on = {
         rest for file in DOCKERFILES for name, rest in _instructions(file) if name == "FROM"
     }
-    assert stands_on == {cpu_image("localhost:1").base_image}
+    assert stands_on == {build_cpu_image("localhost:1").base_image}
     assert re.fullmatch(r"python:3\.11\.\d+-slim-[a-z]+", stands_on.pop())
 
 
@@ -175,7 +175,7 @@ def test_flyte_builds_the_cpu_image_from_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    create_docker_context(cpu_image("localhost:30000"), tmp_path)
+    create_docker_context(build_cpu_image("localhost:30000"), tmp_path)
     written = (tmp_path / "Dockerfile").read_text()
     base = "\n".join(
         " ".join(instruction)
@@ -197,9 +197,13 @@ def test_flyte_builds_the_cpu_image_from_the_same_files(
 
 
 def test_a_pod_knows_the_cpu_image_that_was_built_when_registering() -> None:
-    registered = cpu_image("localhost:30000")
+    registered = build_cpu_image("localhost:30000")
     settings = SerializationSettings(
         ImageConfig.auto(img_name="ebbflow:test"), source_root="/somewhere/else"
     )
     update_image_spec_copy_handling(registered, settings)
-    assert registered.id == cpu_image("localhost:30000").id != cpu_image("localhost:30001").id
+    assert (
+        registered.id
+        == build_cpu_image("localhost:30000").id
+        != build_cpu_image("localhost:30001").id
+    )

@@ -106,7 +106,9 @@ def test_a_plan_notifies_those_whom_the_deployment_names(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         launch_plans, "DEPLOYMENT", DeploymentConfig.model_validate({"notifications": said})
     )
-    email, slack = (notification.to_flyte_idl() for notification in launch_plans._notifications())
+    email, slack = (
+        notification.to_flyte_idl() for notification in launch_plans._build_notifications()
+    )
     assert list(email.email.recipients_email) == said["email"]
     assert list(slack.slack.recipients_email) == said["slack"]
     assert list(email.phases) == list(slack.phases) == [WorkflowExecutionPhase.FAILED]
@@ -137,7 +139,7 @@ def test_the_recipe_is_named_when_registering(
 ) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine\npromotion: {approval: 5}\n")
     monkeypatch.setenv("EBBFLOW_RECIPE", str(tmp_path / "mine.yaml"))
-    recipe = launch_plans._recipe()
+    recipe = launch_plans._read_recipe_with_approval()
     assert (recipe.name, recipe.promotion.approval) == ("mine", 5)
 
 
@@ -291,7 +293,7 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(write_report, "_task_function", report)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr(
-        "ebbflow.tracking.child_run.node_run", lambda run, node: nullcontext(MagicMock())
+        "ebbflow.tracking.child_run.open_node_run", lambda run, node: nullcontext(MagicMock())
     )
     return done
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ebbflow.recipe import Recipe
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from tests.forked import ROOT, ForkedProgram
 from tests.offline_stage import write_offline_stage
 
@@ -97,7 +97,7 @@ def test_two_nodes_learn_the_bytes_of_one_and_resume_with_them_when_one_dies(
     assert not (tmp_path / "again").exists()
     assert parts(tmp_path, "again") == parts(tmp_path, "whole") != set()
     assert sorted(launch("again")) == ["IgnoreOutputs ", "done"]
-    assert verify(tmp_path / "again") == verify(tmp_path / "whole")
+    assert verify_folder(tmp_path / "again") == verify_folder(tmp_path / "whole")
 
 
 @pytest.mark.exhaustive
@@ -110,7 +110,7 @@ def test_a_node_that_is_taken_away_ends_all_of_them_and_they_resume(
     assert len(first) == (2 if "preempted" in dies else 1)
     assert all(said.startswith(LOST) for said in first), first
     assert sorted(launch(name)) == ["IgnoreOutputs ", "done"]
-    assert verify(tmp_path / name) == verify(tmp_path / "whole")
+    assert verify_folder(tmp_path / name) == verify_folder(tmp_path / "whole")
 
 
 @pytest.mark.exhaustive
@@ -131,7 +131,7 @@ def test_four_ranks_on_two_nodes_are_four_ranks_on_one_also_with_replicas(
     four = {"PER_NODE": "2"}
     launch("whole", nodes=1, **four)
     assert sorted(launch("nodes", **four)) == ["IgnoreOutputs ", "done"]
-    assert verify(tmp_path / "nodes") == verify(tmp_path / "whole")
+    assert verify_folder(tmp_path / "nodes") == verify_folder(tmp_path / "whole")
     launch("hybrid", **four, HYBRID="1")
     assert len(parts(tmp_path, "whole")) == 2 * len(parts(tmp_path, "hybrid")) > 0
     for path in (tmp_path / "whole").rglob("*.safetensors"):

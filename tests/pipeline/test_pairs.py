@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.models.glyph_training.lettering import render_text
 from tests.glyph_stages import small_stage
 from tests.pipeline.conftest import run_pipeline
@@ -22,7 +22,7 @@ WORDS = ("GATE", "LAMP", "MOON", "RIVE", "SALT", "TUNE", "VASE", "WOLF", "YARN")
 
 
 def _picture(text: str) -> bytes:
-    return encode_png(np.repeat(render_text(text, 16, 32)[None, ..., None], 3, axis=3))[0]
+    return encode_pngs(np.repeat(render_text(text, 16, 32)[None, ..., None], 3, axis=3))[0]
 
 
 def _write_pairs(path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from ebbflow.run_list import list_runs
-from ebbflow.tracking.replay import replay
+from ebbflow.tracking.replay import replay_step
 from ebbflow.tracking.verification import verify_version
 from tests.metrics_page import unexplained
 from tests.pipeline.conftest import run_pipeline
@@ -274,7 +274,7 @@ def test_the_version_verifies_itself(workplace: Path, first: dict[str, Any]) -> 
 def test_a_training_step_is_replayed_as_it_was_logged(
     first: dict[str, Any], tmp_path: Path, stage: str
 ) -> None:
-    done = replay(str(first["folder"]), stage, 1, tmp_path / "replayed")
+    done = replay_step(str(first["folder"]), stage, 1, tmp_path / "replayed")
     assert done.logged["reward/mean"] == done.samples.metrics["reward/mean"]
     assert done.differing == []
 

@@ -21,7 +21,7 @@ from s3fs import S3FileSystem
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.recipe import Recipe
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.policy_metadata import write_base_policy
 from tests.pipeline.pods import Package
@@ -76,7 +76,7 @@ def stage_of(
             name="ray-cluster",
         )
         inputs = f"{BUCKET}/inputs/{name}"
-        write_base_policy(folder / name, verify(base_folder), recipe.digest, recipe.policy)
+        write_base_policy(folder / name, verify_folder(base_folder), recipe.digest, recipe.policy)
         for path, called in (
             (base_folder, "base"),
             (folder / name, "policy"),

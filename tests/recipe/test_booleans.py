@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.registry import ALGORITHMS, REWARDS, reward
+from ebbflow.recipe.registry import ALGORITHMS, REWARDS, configure_reward
 from tasks.deployment import DeploymentConfig, DeploymentError, read_deployment
 
 WRONG = {
@@ -111,5 +111,5 @@ def test_no_field_of_any_model_takes_true_for_a_number(model):
 
 def test_the_field_is_named_where_a_user_calls_the_model_alone():
     with pytest.raises(ValidationError) as error:
-        reward("remote", url="http://127.0.0.1:1", timeout=True)
+        configure_reward("remote", url="http://127.0.0.1:1", timeout=True)
     assert error.value.errors()[0]["loc"] == ("remote", "timeout")

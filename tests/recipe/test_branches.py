@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.branches import taught_by
+from ebbflow.recipe.branches import branches_teaching
 from ebbflow.stage import StageContext
 
 MIXTURE = [{"name": name, "source": f"{name}.txt"} for name in ("words", "signs")]
@@ -44,7 +44,10 @@ def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
         "2.5 online",
     ]
     shown = [
-        (ctx.own_recipe.prompts.labels, [reward.name for reward in ctx.own_recipe.rewards])
+        (
+            ctx.branch_recipe.prompts.prompt_set_labels,
+            [reward.name for reward in ctx.branch_recipe.rewards],
+        )
         for ctx in (StageContext(recipe, 0, index) for index in range(3))
     ]
     assert shown == [
@@ -52,8 +55,14 @@ def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
         (["words"], ["ocr"]),
         (["signs"], ["jpeg_compressibility"]),
     ]
-    assert StageContext(recipe, 0, 1).own_recipe.prompts.counts(8) == {"words": 8}
-    assert [taught_by(stage) for stage in recipe.stages] == [[], [], [], [], ["words", "signs"]]
+    assert StageContext(recipe, 0, 1).branch_recipe.prompts.count_by_prompt_set(8) == {"words": 8}
+    assert [branches_teaching(stage) for stage in recipe.stages] == [
+        [],
+        [],
+        [],
+        [],
+        ["words", "signs"],
+    ]
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
@@ -85,7 +94,7 @@ def test_stages_that_do_not_wait_for_a_branch_run_beside_it() -> None:
 def test_a_recipe_without_branches_is_what_it_was() -> None:
     """Its digest is in every artifact."""
     stage = {"kind": "online", "algorithm": {"name": "distillation", "teacher": "x"}}
-    text = Recipe.model_validate({"stages": [stage, {"kind": "offline"}]}).canonical
+    text = Recipe.model_validate({"stages": [stage, {"kind": "offline"}]}).canonical_json
     assert "branch" not in text
     assert "teachers" not in text
 
@@ -96,7 +105,9 @@ def test_branches_are_read_from_a_file(tmp_path: Path) -> None:
         " online, branch: a}\n  - {kind: online, algorithm: {name: distillation, teachers: {a:"
         " branch:a}}}\n"
     )
-    assert load_recipe(tmp_path / "recipe.yaml").stages[1].hyper.teachers == {"a": "branch:a"}
+    assert load_recipe(tmp_path / "recipe.yaml").stages[1].hyper_parameters.teachers == {
+        "a": "branch:a"
+    }
 
 
 WRONG = {
@@ -179,7 +190,7 @@ def test_a_branch_has_the_rewards_and_guardrails_of_its_sets() -> None:
         branched(STAGES, own_sets, rewards=rewards, guardrails=guardrails)
     )
     for name in sets:
-        own = recipe.of_branch(name)
+        own = recipe.select_branch(name)
         assert [config.column for config in (*own.rewards, *own.guardrails)] == [
             f"like_{name}",
             f"reads_{name}",

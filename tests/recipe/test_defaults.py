@@ -9,9 +9,14 @@ from click.testing import CliRunner
 
 from ebbflow.cli import main
 from ebbflow.recipe import defaults
-from ebbflow.recipe.algorithms import EmaScheduleConfig, Published, SigmaConfig
+from ebbflow.recipe.algorithms import EmaScheduleConfig, PublishedSetting, SigmaConfig
 from ebbflow.recipe.choices import LearningRateScheduleConfig
-from ebbflow.recipe.defaults import PAGE, default_values, defaults_page, defaults_table
+from ebbflow.recipe.defaults import (
+    PAGE,
+    list_default_values,
+    write_defaults_page,
+    write_defaults_table,
+)
 from ebbflow.recipe.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
@@ -47,13 +52,13 @@ def test_a_default_is_the_published_value_or_the_deviation_has_a_reason(name, ke
         assert row.deviation
         assert row.ours != row.value
     else:
-        assert (default_values(ALGORITHMS[name])[key] == row.value) == (not row.deviation)
+        assert (list_default_values(ALGORITHMS[name])[key] == row.value) == (not row.deviation)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_default_that_an_algorithm_sets_has_a_source(name):
     config = ALGORITHMS[name]
-    values = default_values(ALGORITHMS[name])
+    values = list_default_values(ALGORITHMS[name])
     touched = {key for key in values if key not in UNTOUCHED or values[key] != UNTOUCHED[key]}
     hyper = {
         key
@@ -71,7 +76,7 @@ def test_every_default_that_an_algorithm_sets_has_a_source(name):
 
 def test_the_committed_page_is_the_codes_own():
     printed = CliRunner().invoke(main, ["defaults"]).output
-    assert printed == defaults_page() == (ROOT / PAGE).read_text(), (
+    assert printed == write_defaults_page() == (ROOT / PAGE).read_text(), (
         f"run: ebbflow defaults > {PAGE}"
     )
 
@@ -79,8 +84,8 @@ def test_the_committed_page_is_the_codes_own():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_prints_the_table_of_one_algorithm(name):
     printed = CliRunner().invoke(main, ["defaults", name]).output
-    assert printed == defaults_table(name)
-    assert printed in defaults_page()
+    assert printed == write_defaults_table(name)
+    assert printed in write_defaults_page()
     assert printed.startswith(f"## {name}\n")
 
 
@@ -96,12 +101,14 @@ def test_a_row_shows_ours_beside_the_published_value(monkeypatch):
         ALGORITHMS["flow_grpo"],
         "published",
         {
-            "window.tail": Published(0.4, "a/b c.sh", "off in d.sh", deviation="it is slower"),
-            "a habit": Published("theirs", "a/b", deviation="no key has it", ours="ours"),
-            "algorithm.clip_range": Published(1e-4, "a/b e.py"),
+            "window.tail": PublishedSetting(
+                0.4, "a/b c.sh", "off in d.sh", deviation="it is slower"
+            ),
+            "a habit": PublishedSetting("theirs", "a/b", deviation="no key has it", ours="ours"),
+            "algorithm.clip_range": PublishedSetting(1e-4, "a/b e.py"),
         },
     )
-    assert defaults.defaults_table("flow_grpo").splitlines()[4:] == [
+    assert defaults.write_defaults_table("flow_grpo").splitlines()[4:] == [
         "| setting | default | published | source | remarks |",
         "|---|---|---|---|---|",
         "| `algorithm.clip_range` | 0.0001 | 0.0001 | a/b e.py | |",

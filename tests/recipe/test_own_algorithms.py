@@ -12,7 +12,7 @@ from ebbflow.recipe.choices import (
     SamplerConfig,
     WindowConfig,
 )
-from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.plugins import import_object
 
 
 class OwnForward(ForwardConfig):
@@ -58,7 +58,7 @@ class Defaults(TrajectoryConfig):
     stage_defaults = {"sampler": {"name": "flow_sde", "steps": 9}, "window": {"size": 2}}
 
 
-FORWARD_ONE = Algorithm(OwnForward, lambda rows, config: (None, {}), select=grouping.groups)
+FORWARD_ONE = Algorithm(OwnForward, lambda rows, config: (None, {}), select=grouping.select_groups)
 TRAJECTORY_ONE = Algorithm(OwnTrajectory, lambda rows, config: (None, {}))
 EVERYWHERE = Algorithm(Everywhere, lambda rows, config: (None, {}))
 OF_DENSITIES = Algorithm(OfDensities, lambda rows, config: (None, {}))
@@ -86,7 +86,7 @@ def test_a_users_own_algorithm_is_as_good_as_a_built_in_one():
             "algorithm": own("FORWARD_ONE", options={"strength": 2.0, "noise_levels": 3}),
         }
     )
-    assert stage.hyper == OwnForward(strength=2.0, noise_levels=3)
+    assert stage.hyper_parameters == OwnForward(strength=2.0, noise_levels=3)
     assert (stage.reference.weight, stage.reference.penalty, stage.sampler.steps) == (
         0.3,
         "velocity",
@@ -130,7 +130,7 @@ def test_a_sampler_without_densities_is_refused_to_those_that_need_them():
 
 def test_a_teacher_needs_a_key_that_says_where_it_is():
     stage = resolved(online(algorithm=own("TAUGHT", options={"teacher": "s3://bucket/teacher"})))
-    assert stage.hyper == Taught(teacher="s3://bucket/teacher")
+    assert stage.hyper_parameters == Taught(teacher="s3://bucket/teacher")
     text = problem(online(algorithm=own("UNTAUGHT")))
     assert f"{HERE}:UNTAUGHT asks for the copy 'teacher'" in text
     assert "give OwnTrajectory a field 'teacher: str'" in text
@@ -140,7 +140,7 @@ def test_what_goes_wrong_inside_a_users_module_comes_through(tmp_path, monkeypat
     (tmp_path / "half_written.py").write_text("import math\n\nTURN = math.tau_of_two\n")
     monkeypatch.syspath_prepend(tmp_path)
     for imported in (
-        import_path,
+        import_object,
         lambda path: resolved(online(algorithm={"name": "custom", "path": path})),
     ):
         with pytest.raises(AttributeError, match="module 'math' has no attribute 'tau_of_two'"):

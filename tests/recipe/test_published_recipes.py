@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ebbflow.data.prepare import branch_prompts, prepare
+from ebbflow.data.prepare import prepare_prompt_table, select_branch_prompts
 from ebbflow.data.prompt_files import QUOTED, read_prompt_file
-from ebbflow.flow.windows import plan
+from ebbflow.flow.windows import plan_steps
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.algorithms import EmaScheduleConfig, SigmaConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.paths import local_path
+from ebbflow.recipe.paths import resolve_local_path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "workflows" / "recipes").glob("*.yaml"))
@@ -375,7 +375,9 @@ def test_the_resolved_recipe_has_the_published_numbers(name):
 def test_specialists_are_trained_as_published_and_merged(name):
     recipe = recipe_of(name)
     published = recipe_of(SPECIALISTS[name])
-    assert [(stage.kind, stage.branch, stage.hyper.name) for stage in recipe.stages[:2]] == [
+    assert [
+        (stage.kind, stage.branch, stage.hyper_parameters.name) for stage in recipe.stages[:2]
+    ] == [
         ("offline", None, "sft"),
         ("offline", None, "diffusion_dpo"),
     ]
@@ -391,12 +393,17 @@ def test_specialists_are_trained_as_published_and_merged(name):
         published.evaluation,
     )
     assert recipe.branches["signs"].rewards == published.rewards
-    assert recipe.stages[-1].hyper.teachers == {"signs": "branch:signs", "scenes": "branch:scenes"}
+    assert recipe.stages[-1].hyper_parameters.teachers == {
+        "signs": "branch:signs",
+        "scenes": "branch:scenes",
+    }
     for stage in recipe.stages[:2]:
-        keys = [key for key, value in stage.hyper.published.items() if key != "group_size"]
-        assert stage.group_size == stage.hyper.published["group_size"].value
+        keys = [
+            key for key, value in stage.hyper_parameters.published.items() if key != "group_size"
+        ]
+        assert stage.group_size == stage.hyper_parameters.published["group_size"].value
         assert all(
-            value_at(stage, key) == stage.hyper.published[key].value
+            value_at(stage, key) == stage.hyper_parameters.published[key].value
             for key in keys
             if not key.startswith("updates")
         )
@@ -410,19 +417,22 @@ def value_at(stage, key):
 @pytest.mark.parametrize("name", SPECIALISTS)
 def test_the_prompts_of_specialists_are_there_and_are_enough(name):
     recipe = recipe_of(name)
-    table, _ = prepare(recipe, *map(local_path, recipe.prompts.sources))
+    table, _ = prepare_prompt_table(recipe, *map(resolve_local_path, recipe.prompts.source_files))
     assert table["split"].to_pylist().count("train") == 2 * 320 - 64 - 128
     for branch in recipe.branches:
-        assert branch_prompts(recipe, table, branch)["split"].to_pylist().count("held_out") >= 12
+        assert (
+            select_branch_prompts(recipe, table, branch)["split"].to_pylist().count("held_out")
+            >= 12
+        )
 
 
 def test_copies_follow_as_published():
     nft = recipe_of("sd35_medium_nft")
-    old = nft.stages[0].hyper.old
-    assert [old.decay(step) for step in (1, 100, 500, 2000)] == pytest.approx(
+    old = nft.stages[0].hyper_parameters.old
+    assert [old.decay_after_step(step) for step in (1, 100, 500, 2000)] == pytest.approx(
         [0.001, 0.1, 0.5, 0.5]
     )
-    assert nft.policy.ema.decay(1000) == 0.9
+    assert nft.policy.ema.decay_after_step(1000) == 0.9
     # What the header gives for OCR, by rollout steps of two gradient steps n: published code has
     # min(.0075 (n - 75), .999).
     header = (ROOT / "workflows" / "recipes" / "sd35_medium_nft.yaml").read_text()
@@ -430,9 +440,9 @@ def test_copies_follow_as_published():
     ocr = EmaScheduleConfig.model_validate(yaml.safe_load(given[1]))
     for step in range(1, 200):
         published = min(0.0075 * max(2 * step - 75, 0), 0.999)
-        assert ocr.decay(step) == pytest.approx(published, abs=0.0075 + 1e-9)
+        assert ocr.decay_after_step(step) == pytest.approx(published, abs=0.0075 + 1e-9)
     for name in ("sd35_medium_ocr_512", "flux_dev", "z_image", "flux_kontext"):
-        assert recipe_of(name).policy.ema.decay(1000) ** 8 == pytest.approx(
+        assert recipe_of(name).policy.ema.decay_after_step(1000) ** 8 == pytest.approx(
             0.9, abs=2e-3
         )  # .9 after every eighth update
 
@@ -455,7 +465,7 @@ def test_copies_follow_as_published():
 )
 def test_windows_start_where_they_were_published_to(name, trained, starts):
     stage = recipe_of(name).stages[0]
-    plans = [plan(stage.window, stage.sampler.steps, step, seed=0) for step in range(200)]
+    plans = [plan_steps(stage.window, stage.sampler.steps, step, seed=0) for step in range(200)]
     assert {len(chosen.trained) for chosen in plans} == {trained}
     assert {chosen.trained[0] for chosen in plans} == starts
     if len(starts) > 1:
@@ -507,7 +517,7 @@ def test_the_prompts_are_there_and_are_enough(name):
         "ebbflow:datasets/signs/prompts.txt",
         "ebbflow:datasets/scenes/prompts.txt",
     )
-    table, _ = prepare(recipe, local_path(recipe.prompts.source))
+    table, _ = prepare_prompt_table(recipe, resolve_local_path(recipe.prompts.source))
     assert table["split"].to_pylist().count("train") == 320 - 32 - 64
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.base import Strict, field_docs
+from ebbflow.recipe.base import Strict, read_field_docs
 from ebbflow.recipe.promotion import GuardrailToleranceConfig
 from ebbflow.recipe.prompts import PromptsConfig
 from tests.nested import paths, replaced
@@ -327,7 +327,7 @@ def test_a_new_key_leaves_the_digest_as_it_was(recipe, digest):
     keys that came later are left out of it at their defaults. Where a default changes on purpose,
     the changelog says that digests change.
     """
-    assert recipe.digest == digest, recipe.canonical
+    assert recipe.digest == digest, recipe.canonical_json
 
 
 def test_the_digest_tells_a_tree_that_is_left_out_from_the_default_one():
@@ -336,8 +336,8 @@ def test_the_digest_tells_a_tree_that_is_left_out_from_the_default_one():
         Recipe.model_validate({"stages": [stage | given]}) for given in ({}, {"tree": None})
     )
     assert with_tree.digest != without.digest
-    assert Recipe.model_validate_json(without.canonical) == without
-    assert Recipe.model_validate_json(with_tree.canonical) == with_tree
+    assert Recipe.model_validate_json(without.canonical_json) == without
+    assert Recipe.model_validate_json(with_tree.canonical_json) == with_tree
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
@@ -450,7 +450,7 @@ def test_docstrings_of_fields_are_in_the_schema_also_where_a_class_inherits_or_r
         changed: int = 2
         own: int = 3
 
-    assert field_docs(Derived) == {"kept": "What it is for.", "changed": "Redefined\nbelow."}
+    assert read_field_docs(Derived) == {"kept": "What it is for.", "changed": "Redefined\nbelow."}
     described = {
         name: about.get("description")
         for name, about in Derived.model_json_schema()["properties"].items()
@@ -471,8 +471,8 @@ def test_docstrings_of_fields_are_in_the_schema_also_where_a_class_inherits_or_r
 def test_prompt_sets_have_whole_shares(weights, prompts, counts):
     """3.5, 2.1 and 1.4 of 7: the largest remainder is the first's."""
     sets = [{"source": f"{index}.txt", "weight": weight} for index, weight in enumerate(weights)]
-    assert list(PromptsConfig(mixture=sets).counts(prompts).values()) == counts
-    assert PromptsConfig().counts(prompts) == {}
+    assert list(PromptsConfig(mixture=sets).count_by_prompt_set(prompts).values()) == counts
+    assert PromptsConfig().count_by_prompt_set(prompts) == {}
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_every_prompt_set_may_have_its_own_teacher():
     recipe = Recipe.model_validate(
         taught({"words": "s3://bucket/a", "signs": "b"}, "signs", "words")
     )
-    assert recipe.stages[0].hyper.teachers == {"words": "s3://bucket/a", "signs": "b"}
+    assert recipe.stages[0].hyper_parameters.teachers == {"words": "s3://bucket/a", "signs": "b"}
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
@@ -542,7 +542,7 @@ def test_a_stage_of_pairs_takes_no_share_of_a_mixture():
     recipe = Recipe.model_validate(
         {"prompts": mixture, "stages": [stage | {"pairs": "pairs.jsonl"}]}
     )
-    assert recipe.prompts.counts(64) == {"a.txt": 64, "b.txt": 0}
+    assert recipe.prompts.count_by_prompt_set(64) == {"a.txt": 64, "b.txt": 0}
 
 
 def rewarded(rewards, *sets, **rest):
@@ -560,7 +560,7 @@ def test_prompt_sets_may_have_their_own_rewards():
     recipe = Recipe.model_validate(rewarded(rewards, "words", "signs"))
     assert [config.applies_to("signs") for config in recipe.rewards] == [False, True]
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
-    assert '"prompts":[' not in Recipe().canonical, (
+    assert '"prompts":[' not in Recipe().canonical_json, (
         "the digest of a recipe without such rewards stays what it was"
     )
 

@@ -96,7 +96,7 @@ def test_teachers_of_prompt_sets_are_looked_for_next_to_the_recipe(
     (tmp_path / "there" / "recipe.yaml").write_text(
         yaml.safe_dump({"prompts": {"mixture": mixture}, "stages": [stage]})
     )
-    found = load_recipe(tmp_path / "there" / "recipe.yaml").stages[0].hyper
+    found = load_recipe(tmp_path / "there" / "recipe.yaml").stages[0].hyper_parameters
     assert found.teachers == teachers | {"path": "there/teacher"}
 
 

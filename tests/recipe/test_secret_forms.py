@@ -10,7 +10,7 @@ import yaml
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import iter_leaves, require_no_secrets
-from ebbflow.recipe.secrets import is_secret_option, names_a_secret, redact
+from ebbflow.recipe.secrets import is_secret_name, is_secret_option, redact_secrets
 from tasks.deployment import DeploymentError, read_deployment
 from tests.cpu_time import at_most_cpu_seconds
 
@@ -50,7 +50,7 @@ IN_URIS = {
 
 @pytest.mark.parametrize("text", IN_URIS.values(), ids=IN_URIS)
 def test_secrets_in_uris_and_connection_strings(text):
-    shown = redact(f"cannot reach {text} now")
+    shown = redact_secrets(f"cannot reach {text} now")
     assert "SECRET" not in shown
     assert "***" in shown
     for recipe in (
@@ -92,7 +92,7 @@ ISSUED = {
 
 @pytest.mark.parametrize("secret", ISSUED.values(), ids=ISSUED)
 def test_texts_that_look_like_secrets_wherever_they_are(secret):
-    shown = redact(f"refused ({secret}); ask again")
+    shown = redact_secrets(f"refused ({secret}); ask again")
     assert LETTERS[:16] not in shown
     assert "ABCDEFGHIJKLMNOP" not in shown
     assert shown.startswith("refused (")
@@ -209,7 +209,7 @@ HONEST_NAMES = [
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_options_that_are_secrets_by_their_names(name):
-    assert names_a_secret(name)
+    assert is_secret_name(name)
     for options in (
         {name: "SECRET"},
         {"client": {name: "SECRET"}},
@@ -223,7 +223,7 @@ def test_options_that_are_secrets_by_their_names(name):
 
 @pytest.mark.parametrize("name", HONEST_NAMES)
 def test_options_that_only_sound_like_secrets(name):
-    assert not names_a_secret(name)
+    assert not is_secret_name(name)
     Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": {name: "x"}}]})
 
 
@@ -324,7 +324,7 @@ HONEST = [
 
 @pytest.mark.parametrize("text", HONEST)
 def test_nothing_honest_is_mangled(text):
-    assert redact(text) == text
+    assert redact_secrets(text) == text
     Recipe.model_validate({"rewards": [{"name": "a.b:C", "options": {"x": text, "y": {text: 1}}}]})
 
 
@@ -341,7 +341,9 @@ def written() -> list[Path]:
 @pytest.mark.parametrize("path", written(), ids=lambda path: path.stem)
 def test_no_text_of_a_shipped_recipe_is_mangled(path):
     leaves = iter_leaves(yaml.safe_load(path.read_text()))
-    assert [value for _, value in leaves if isinstance(value, str) and redact(value) != value] == []
+    assert [
+        value for _, value in leaves if isinstance(value, str) and redact_secrets(value) != value
+    ] == []
     require_no_secrets(leaves)
 
 
@@ -352,7 +354,7 @@ def test_no_text_of_a_shipped_recipe_is_mangled(path):
 )
 def test_prose_and_prompts_keep_their_lines(path):
     lines = path.read_text().splitlines()
-    changed = [line for line in lines if redact(line) != line]
+    changed = [line for line in lines if redact_secrets(line) != line]
     assert all("TOKEN" in line or "KEY" in line for line in changed), changed
 
 
@@ -389,5 +391,5 @@ REPEATED = [
 )
 def test_redaction_takes_linear_time(part):
     with at_most_cpu_seconds(60):
-        redact(part * (2**18 // len(part)))
-        redact("x://" + part * (2**18 // len(part)))
+        redact_secrets(part * (2**18 // len(part)))
+        redact_secrets("x://" + part * (2**18 // len(part)))

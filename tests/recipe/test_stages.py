@@ -634,7 +634,7 @@ def test_a_resolved_recipe_reloads_to_itself(name, kind):
     again = Recipe.model_validate_json(recipe.model_dump_json())
     assert again == recipe == Recipe.model_validate(recipe.model_dump())
     assert again.digest == recipe.digest
-    assert type(again.stages[0].hyper) is CONFIGS[name]
+    assert type(again.stages[0].hyper_parameters) is CONFIGS[name]
 
 
 stages = st.fixed_dictionaries(
@@ -760,9 +760,9 @@ def test_the_default_thresholds_agree_with_each_other(unit, squared):
 def test_a_following_copy_lags_ever_more_up_to_a_limit(flat, slope, limits, step):
     least, most = sorted(limits)
     following = EmaScheduleConfig(warmup=flat, min_decay=least, slope=slope, max_decay=most)
-    assert least <= following.decay(step) <= following.decay(step + 1) <= most
+    assert least <= following.decay_after_step(step) <= following.decay_after_step(step + 1) <= most
     if step <= flat:
-        assert following.decay(step) == least
+        assert following.decay_after_step(step) == least
 
 
 def test_a_reference_is_guided_only_where_the_family_has_guidance():
@@ -776,7 +776,7 @@ def test_a_reference_is_guided_only_where_the_family_has_guidance():
         assert (
             not Recipe.model_validate({"stages": [online("crd", reference=reference)]})
             .stages[0]
-            .reference.guided
+            .reference.needs_guidance
         )
     assert resolved(online("crd")).reference == ReferenceConfig(
         weight=0.1, guidance=4.5, adaptive=True
@@ -804,6 +804,6 @@ def test_a_decay_that_begins_above_its_limit_is_refused():
     ],
 )
 def test_the_published_schedules(keys, expected):
-    assert {step: EmaScheduleConfig(**keys).decay(step) for step in expected} == pytest.approx(
-        expected
-    )
+    assert {
+        step: EmaScheduleConfig(**keys).decay_after_step(step) for step in expected
+    } == pytest.approx(expected)

@@ -211,5 +211,5 @@ def test_a_student_of_few_steps_is_no_teacher_through_a_branch(rest, stages, say
 def test_a_student_learns_with_guidance_from_a_named_teacher():
     stage = online("dmd2", algorithm={"name": "dmd2", "teacher": "elsewhere", "guidance": 4.5})
     recipe = Recipe.model_validate({"model": GUIDED, "rounds": 2, "stages": [stage]})
-    assert recipe.stages[0].guides_a_copy
-    assert not resolved(online("dmd2")).guides_a_copy
+    assert recipe.stages[0].needs_guided_copy
+    assert not resolved(online("dmd2")).needs_guided_copy

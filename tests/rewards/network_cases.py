@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.tiny.tokenizers import qwen_tokenizer
-from ebbflow.recipe.registry import reward
+from ebbflow.models.tiny.tokenizers import build_qwen_tokenizer
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.built_in.geneval import CLASSES
 
@@ -62,22 +62,24 @@ def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
     folder.mkdir(parents=True, exist_ok=True)
     if name in ("pickscore", "clipscore"):
         write_clip(folder)
-        return reward(name, path=str(folder), **keys)
+        return configure_reward(name, path=str(folder), **keys)
     if name == "aesthetic":
         write_clip(folder / "clip")
         head = folder / "sac+logos+ava1-l14-linearMSE.pth"
         torch.save(head_weights(CLIP_WIDTH), head)
-        return reward(name, path=str(folder / "clip"), head={"path": str(head)}, **keys)
+        return configure_reward(name, path=str(folder / "clip"), head={"path": str(head)}, **keys)
     if name == "hps":
         write_hps_processor(folder / "processor")
         torch.save(
             {"epoch": 1, "state_dict": open_clip_weights()}, folder / "HPS_v2.1_compressed.pt"
         )
-        return reward(name, path=str(folder), processor={"path": str(folder / "processor")}, **keys)
+        return configure_reward(
+            name, path=str(folder), processor={"path": str(folder / "processor")}, **keys
+        )
     if name == "hpsv3":
         write_qwen_processor(folder / "processor")
         save_file(qwen_weights(("<|Reward|>",), HPSV3_HEAD), folder / "HPSv3.safetensors")
-        return reward(
+        return configure_reward(
             name,
             path=str(folder),
             **{"processor": {"path": str(folder / "processor")}, "precision": "float32", **keys},
@@ -90,15 +92,17 @@ def make_reward(name: str, folder: Path, **keys) -> RewardConfig:
             "precision": "float32",
             "frame_rate": 8,
         }
-        return reward(name, path=str(folder), **given | keys)
+        return configure_reward(name, path=str(folder), **given | keys)
     if name == "geneval":
         write_clip(folder / "clip")
         write_detector(folder)
-        return reward(name, path=str(folder), clip={"path": str(folder / "clip")}, **keys)
+        return configure_reward(name, path=str(folder), clip={"path": str(folder / "clip")}, **keys)
     write_bert_tokenizer(folder / "tokenizer")
     torch.save(blip_weights(), folder / "ImageReward.pt")
     (folder / "med_config.json").write_text(json.dumps(MED_CONFIG))
-    return reward(name, path=str(folder), tokenizer={"path": str(folder / "tokenizer")}, **keys)
+    return configure_reward(
+        name, path=str(folder), tokenizer={"path": str(folder / "tokenizer")}, **keys
+    )
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -272,7 +276,7 @@ HPSV3_HEAD = {0: (20, QWEN_WIDTH), 3: (6, 20), 5: (2, 6)}
 
 def write_qwen_processor(folder: Path) -> None:
     """Of the repository of a Qwen2-VL, what its rewards need."""
-    tokenizer = qwen_tokenizer()
+    tokenizer = build_qwen_tokenizer()
     tokenizer.save_pretrained(folder)
     ids = {
         "image_token_id": "<|image_pad|>",
@@ -298,7 +302,7 @@ def qwen_weights(
     """
     width = QWEN_WIDTH
     eye = QWEN_EYE
-    words = len(qwen_tokenizer()) + len(tokens)
+    words = len(build_qwen_tokenizer()) + len(tokens)
     shapes: dict[str, tuple[int, ...]] = {
         "visual.patch_embed.proj.weight": (eye, 3, 2, 14, 14),
         **_norm("visual.merger.ln_q", eye),

@@ -16,8 +16,8 @@ from typing import Any
 import uvicorn
 
 from ebbflow.rewards.base import Reward
-from ebbflow.rewards.server import make_app
-from ebbflow.rewards.server_limits import server_options
+from ebbflow.rewards.server import build_app
+from ebbflow.rewards.server_limits import build_server_options
 
 Behaviour = Callable[[BaseHTTPRequestHandler], None]
 TRICKLE = 0.02
@@ -126,7 +126,7 @@ def serving(reward: Reward, token: str | None = None) -> Iterator[str]:
     """Our own server with a reward: its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(make_app(reward, token), log_config=None, **server_options())
+        uvicorn.Config(build_app(reward, token), log_config=None, **build_server_options())
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTokenizer
 
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.clip import load_clip
 from ebbflow.rewards.combine import RewardError, load_reward
 
@@ -62,8 +62,8 @@ def logits(folder) -> np.ndarray:
 
 def test_clipscore_is_the_cosine_and_pickscore_its_multiple(folder):
     scale = float(load_file(folder / "model.safetensors")["logit_scale"].exp())
-    clipscore = load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values
-    pickscore = load_reward(reward("pickscore", path=str(folder)))(IMAGES, PROMPTS).values
+    clipscore = load_reward(configure_reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values
+    pickscore = load_reward(configure_reward("pickscore", path=str(folder)))(IMAGES, PROMPTS).values
     assert np.allclose(clipscore, logits(folder) / scale, rtol=0, atol=1e-6)
     assert np.allclose(pickscore, logits(folder) / 26, rtol=0, atol=1e-6)
     assert np.abs(clipscore).max() > 0.05
@@ -104,10 +104,10 @@ def test_weights_in_half_precision_are_scored_in_float32(folder, tmp_path):
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**said, "dtype": "float16"}))
     assert {weight.dtype for weight in load_clip(tmp_path).model.parameters()} == {torch.float32}
-    values = load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS).values
+    values = load_reward(configure_reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS).values
     assert np.allclose(
         values,
-        load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values,
+        load_reward(configure_reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values,
         rtol=0,
         atol=5e-3,
     )
@@ -119,9 +119,9 @@ def test_positions_that_older_files_hold_do_no_harm(folder, tmp_path):
         "text_model.embeddings.position_ids": torch.arange(77)[None]
     }
     save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
-    values = load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS).values
+    values = load_reward(configure_reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS).values
     assert np.array_equal(
-        values, load_reward(reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values
+        values, load_reward(configure_reward("clipscore", path=str(folder)))(IMAGES, PROMPTS).values
     )
 
 
@@ -146,14 +146,14 @@ def test_weights_of_another_network_are_refused(change, tmp_path):
     with pytest.raises(
         RewardError, match=r"does not fit this CLIPModel: 1 weights differ, first .*(visual|vision)"
     ):
-        load_reward(reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS)
+        load_reward(configure_reward("clipscore", path=str(tmp_path)))(IMAGES, PROMPTS)
 
 
 def test_a_pickle_in_the_place_of_the_weights_is_not_read(tmp_path):
     write_clip(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     half = (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
-    made = load_reward(reward("pickscore", path=str(tmp_path)))
+    made = load_reward(configure_reward("pickscore", path=str(tmp_path)))
     with pytest.raises(RewardError, match="'pickscore' cannot be loaded: .*model.safetensors"):
         made(IMAGES, PROMPTS)
     half.unlink()
@@ -181,7 +181,7 @@ def test_another_tokenizer_and_a_broken_file_are_named(tmp_path):
 
 
 def test_the_features_of_a_clip_reward_are_its_image_embeddings(folder):
-    clipscore = load_reward(reward("clipscore", path=str(folder), batch=2))
+    clipscore = load_reward(configure_reward("clipscore", path=str(folder), batch=2))
     with torch.no_grad():
         expected = load_clip(folder).embed_images(IMAGES).numpy()
     assert np.allclose(clipscore.features(IMAGES), expected, rtol=0, atol=1e-6)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from reward_cases import as_prompt
 
 from ebbflow.recipe import RecipeError
-from ebbflow.recipe.registry import REWARDS, reward
+from ebbflow.recipe.registry import REWARDS, configure_reward
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import (
@@ -21,8 +21,8 @@ from ebbflow.rewards.combine import (
     ScoreTable,
     load_reward,
     load_scorer,
-    require_scored,
-    scored_frames,
+    require_scored_share,
+    select_scored_frames,
 )
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
@@ -108,18 +108,18 @@ def test_images_and_prompts_must_go_together(images, prompts, message):
 def test_too_many_failures_stop_the_stage():
     failed = Fixed("one", [np.nan, np.nan, 1], failures={0: "timeout", 1: "timeout"})
     table = Scorer(((failed, 1.0),))(IMAGES, PROMPTS)
-    require_scored(table, limit=0.67)
+    require_scored_share(table, limit=0.67)
     with pytest.raises(
         RewardError, match=r"2 of 3 images \(66.7%\).*max_failed_share = 5.0%.*one: timeout$"
     ):
-        require_scored(table, limit=0.05)
+        require_scored_share(table, limit=0.05)
 
 
 def test_no_images_are_no_failure():
-    table = load_scorer([reward("ocr")], [reward("similarity")])(IMAGES[:0], [])
+    table = load_scorer([configure_reward("ocr")], [configure_reward("similarity")])(IMAGES[:0], [])
     assert list(table.metrics) == ["ocr", "exact_match", "similarity"]
     assert table.reward.shape == (0,)
-    require_scored(table, limit=0.0)
+    require_scored_share(table, limit=0.0)
 
 
 def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
@@ -130,7 +130,10 @@ def test_guards_that_cannot_run_are_left_out_with_one_warning(monkeypatch):
     )
     monkeypatch.setattr("ebbflow.rewards.built_in.ocr.Ocr", lambda config: Fixed("ocr", [1, 1, 1]))
     with pytest.warns(UserWarning, match="tesseract: not on the PATH") as caught:
-        scorer = load_scorer([reward("ocr")], [reward("tesseract"), reward("similarity")])
+        scorer = load_scorer(
+            [configure_reward("ocr")],
+            [configure_reward("tesseract"), configure_reward("similarity")],
+        )
     assert len(caught) == 1
     assert scorer.left_out == {"tesseract": "not on the PATH"}
     with warnings.catch_warnings():
@@ -144,7 +147,7 @@ def test_a_trained_term_that_cannot_run_is_an_error(monkeypatch):
     with pytest.raises(
         RewardError, match="'tesseract' is trained on and cannot run here: not on the PATH"
     ):
-        load_scorer([reward("tesseract")], [])
+        load_scorer([configure_reward("tesseract")], [])
 
 
 def test_every_reward_of_the_recipe_has_its_code():
@@ -154,18 +157,19 @@ def test_every_reward_of_the_recipe_has_its_code():
         required = {
             key: given[key] for key, field in config.model_fields.items() if field.is_required()
         }
-        made = load_reward(reward(name, **required))
+        made = load_reward(configure_reward(name, **required))
         assert callable(getattr(made, "compare", getattr(made, "score_videos", made)))
         assert made.name == name
     with pytest.raises(
         ValidationError, match="Take aesthetic, .* or give package.module:name of your own"
     ):
-        reward("beauty")
+        configure_reward("beauty")
 
 
 def test_scores_are_called_by_the_label():
     scorer = load_scorer(
-        [reward("similarity", label="letters", weight=2.0)], [reward("similarity")]
+        [configure_reward("similarity", label="letters", weight=2.0)],
+        [configure_reward("similarity")],
     )
     assert list(scorer(IMAGES, PROMPTS).metrics) == ["letters", "similarity"]
     assert scorer.reward_weights == {"letters": 2.0}
@@ -183,7 +187,9 @@ def test_a_path_leads_to_a_reward_of_ones_own():
     images = np.stack(
         [np.zeros((8, 8, 3)), np.full((8, 8, 3), 255), np.full((8, 8, 3), 51)]
     ).astype(np.uint8)
-    scorer = load_scorer([reward("reward_cases:Brightness", weight=3.0)], [reward("similarity")])
+    scorer = load_scorer(
+        [configure_reward("reward_cases:Brightness", weight=3.0)], [configure_reward("similarity")]
+    )
     table = scorer(images, PROMPTS)
     assert table.reward == pytest.approx([0, 3, 0.6])
     assert list(table.metrics) == ["Brightness", "similarity"]
@@ -194,12 +200,12 @@ def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
     with pytest.warns(
         UserWarning, match="guardrails left out of this run: Absent: not on this machine"
     ):
-        scorer = load_scorer([reward("ocr")], [reward("reward_cases:Absent")])
+        scorer = load_scorer([configure_reward("ocr")], [configure_reward("reward_cases:Absent")])
     assert scorer.left_out == {"Absent": "not on this machine"}
     with pytest.raises(
         RewardError, match="'Absent' is trained on and cannot run here: not on this machine"
     ):
-        load_scorer([reward("reward_cases:Absent")], [])
+        load_scorer([configure_reward("reward_cases:Absent")], [])
 
 
 @pytest.mark.parametrize(
@@ -220,14 +226,14 @@ def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
 )
 def test_a_path_that_leads_to_no_reward_says_so(path, error, message):
     with pytest.raises(error, match=message):
-        load_scorer([reward(path)], [])
+        load_scorer([configure_reward(path)], [])
 
 
 def test_real_rewards_on_clean_renderings(clean):
     images, prompts = clean
-    table = load_scorer([reward("ocr", weight=0.5), reward("similarity", weight=2.0)], [])(
-        images[:6], prompts[:6]
-    )
+    table = load_scorer(
+        [configure_reward("ocr", weight=0.5), configure_reward("similarity", weight=2.0)], []
+    )(images[:6], prompts[:6])
     assert np.allclose(table.reward, 0.5 * table.metrics["ocr"] + 2 * table.metrics["similarity"])
     assert table.reward.mean() > 2.3
     assert table.failures == [None] * 6
@@ -284,7 +290,7 @@ def test_of_a_long_video_evenly_spaced_frames_are_scored():
 
 @given(st.integers(1, 400))
 def test_scored_frames_are_each_once_and_evenly_spaced(count):
-    shown = scored_frames(count)
+    shown = select_scored_frames(count)
     assert len(shown) == min(count, FRAMES_SCORED)
     assert (shown[0], shown[-1]) == (0, count - 1)
     steps = np.diff(shown)
@@ -318,9 +324,9 @@ def test_a_frame_that_failed_fails_its_video_and_is_named():
         f"grey: frame 4: {text}",
         f"grey: frame 4: {text} (and 1 more of 8 frames)",
     ]
-    require_scored(table, limit=0.67)
+    require_scored_share(table, limit=0.67)
     with pytest.raises(RewardError, match=r"2 of 3 images .*frame 4: black"):
-        require_scored(table, limit=0.66)
+        require_scored_share(table, limit=0.66)
 
 
 def test_no_videos_are_no_failure():
@@ -331,7 +337,10 @@ def test_no_videos_are_no_failure():
 
 def test_real_rewards_score_a_still_video_as_its_image(clean):
     images, prompts = (part[:3] for part in clean)
-    scorer = load_scorer([reward("ocr")], [reward("similarity"), reward("jpeg_compressibility")])
+    scorer = load_scorer(
+        [configure_reward("ocr")],
+        [configure_reward("similarity"), configure_reward("jpeg_compressibility")],
+    )
     still = scorer(images, prompts)
     moving = scorer(np.repeat(images[:, None], 3, axis=1), prompts)
     assert list(moving.metrics) == list(still.metrics)
@@ -343,7 +352,7 @@ def test_tables_of_parts_are_the_table_of_all():
     scorer = Scorer(((Watched(), 2.0),))
     images = as_videos([[3], [0], [200]])[:, 0]
     parts = [scorer(images[:2], PROMPTS[:2]), scorer(images[2:], PROMPTS[2:])]
-    together = ScoreTable.cat(parts)
+    together = ScoreTable.concatenate(parts)
     expected = scorer(images, PROMPTS)
     assert np.array_equal(together.reward, expected.reward, equal_nan=True)
     assert together.metrics.keys() == expected.metrics.keys()
@@ -384,8 +393,8 @@ def of_two_sets(*sources):
     """
     rewards = [OfTheirImages(name) for name in ("spells", "pleases", "always")]
     of_sets = {
-        "spells": reward("ocr", prompts=["words"]),
-        "pleases": reward("ocr", prompts=["signs"]),
+        "spells": configure_reward("ocr", prompts=["words"]),
+        "pleases": configure_reward("ocr", prompts=["signs"]),
     }
     prompts = [
         dataclasses.replace(as_prompt(index, None), source=source)
@@ -408,7 +417,7 @@ def test_a_prompt_set_has_rewards_of_its_own():
     table = scorer(images, prompts)
     assert [made.asked for made in rewards] == [[[0, 2]], [[1, 3]], []]
     assert np.array_equal(table.reward, [2.0, 6.0, np.nan, np.nan], equal_nan=True)
-    assert table.scored.tolist() == [True, True, False, False]
+    assert table.scored_rows.tolist() == [True, True, False, False]
     assert np.array_equal(
         table.metrics["spells_half"], [0.5, np.nan, np.nan, np.nan], equal_nan=True
     )
@@ -442,7 +451,7 @@ def test_the_gradient_of_a_sample_is_of_the_rewards_of_its_set():
         .clone()
         .requires_grad_()
     )
-    total = scorer.with_gradient(images, prompts)
+    total = scorer.score_with_gradient(images, prompts)
     assert total.tolist() == [3.0, 8.0, 12.0]
     assert [made.asked for made in rewards] == [[[0, 2]], [[1]], [[0, 1, 2]]]
     (gradient,) = torch.autograd.grad(total.sum(), images)
@@ -450,7 +459,9 @@ def test_the_gradient_of_a_sample_is_of_the_rewards_of_its_set():
 
 
 def test_the_sets_of_a_scorer_are_those_of_the_recipe():
-    scorer = load_scorer([reward("similarity"), reward("ocr", prompts=["words"])], [])
+    scorer = load_scorer(
+        [configure_reward("similarity"), configure_reward("ocr", prompts=["words"])], []
+    )
     assert list(scorer.of_sets) == ["ocr"]
 
 
@@ -474,7 +485,7 @@ class Motion:
 
 
 def test_a_reward_of_videos_gets_all_frames_beside_one_of_frames():
-    made = load_reward(reward(f"{__name__}:Motion", label="motion"))
+    made = load_reward(configure_reward(f"{__name__}:Motion", label="motion"))
     greys = 1 + np.arange(20) * np.array([[1], [3], [0]])
     table = Scorer(((made, 1.0), (Watched(), 2.0)))(as_videos(greys), PROMPTS)
     assert made.shapes == [(3, 20, 4, 6, 3)]
@@ -514,7 +525,7 @@ LATENTS = np.arange(12.0).reshape(3, 2, 2).astype(np.float32)
 
 
 def test_a_reward_of_latents_gets_them_beside_one_of_images():
-    made = load_reward(reward(f"{__name__}:Level", label="level", options={"lost": 2}))
+    made = load_reward(configure_reward(f"{__name__}:Level", label="level", options={"lost": 2}))
     scorer = Scorer(((made, 2.0),), (Fixed("watched", [1, 2, 3]),))
     assert scorer.reads_latents
     assert not Scorer((), (Fixed("watched", []),)).reads_latents
@@ -546,12 +557,12 @@ def test_latents_that_are_missing_or_not_finite():
 
 def test_what_makes_a_reward_of_latents_must_be_the_class():
     """Workers learn from the path whether they have to send latents."""
-    assert reward(f"{__name__}:Level").reads_latents
-    assert not reward("ocr").reads_latents
+    assert configure_reward(f"{__name__}:Level").reads_latents
+    assert not configure_reward("ocr").reads_latents
     with pytest.raises(
         RewardError, match="make_level leads to what makes a reward of latents; name the class with"
     ):
-        load_reward(reward(f"{__name__}:make_level"))
+        load_reward(configure_reward(f"{__name__}:make_level"))
 
 
 def make_level():
@@ -568,10 +579,10 @@ def test_a_gradient_of_latents_decodes_only_for_rewards_of_images():
     latents = torch.tensor(LATENTS, requires_grad=True)
     alone = Scorer(((Level(), 2.0),))
     alone.require_gradients("refl")
-    assert alone.of_latents_with_gradient(latents, PROMPTS, decode).tolist() == [3, 11, 19]
+    assert alone.score_latents_with_gradient(latents, PROMPTS, decode).tolist() == [3, 11, 19]
     assert decoded == []
     both = Scorer(((Level(), 2.0), (OfTheirImages("first"), 10.0)))
-    total = both.of_latents_with_gradient(latents, PROMPTS, decode)
+    total = both.score_latents_with_gradient(latents, PROMPTS, decode)
     assert total.tolist() == [3, 11 + 40, 19 + 80]
     assert decoded == [3]
     (gradient,) = torch.autograd.grad(total.sum(), latents)

@@ -10,8 +10,8 @@ from served_cases import Behaviour, answering, says
 
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.registry import reward
-from ebbflow.rewards.built_in.dpg import NO_QUESTIONS, Question, dpg_score, read_questions
+from ebbflow.recipe.registry import configure_reward
+from ebbflow.rewards.built_in.dpg import NO_QUESTIONS, Question, compute_dpg_score, read_questions
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.http import NoAnswer
 
@@ -45,7 +45,9 @@ def answer(text: str, finish: str = "stop") -> Behaviour:
 def judged(prompts, *behaviours: Behaviour):
     with answering(*behaviours) as server:
         made = load_reward(
-            reward("dpg", url=server.url, model="judge", timeout=5, concurrency=1, attempts=1)
+            configure_reward(
+                "dpg", url=server.url, model="judge", timeout=5, concurrency=1, attempts=1
+            )
         )
         return made(IMAGES[: len(prompts)], prompts), [asked.json for asked in server.asked]
 
@@ -71,12 +73,15 @@ def test_questions_come_from_the_published_columns(prompt):
     ],
 )
 def test_a_question_counts_only_if_those_that_it_depends_on_do(prompt, answers, score):
-    assert dpg_score(read_questions(prompt.metadata), dict(enumerate(answers, start=1))) == score
+    assert (
+        compute_dpg_score(read_questions(prompt.metadata), dict(enumerate(answers, start=1)))
+        == score
+    )
 
 
 def test_a_no_goes_on_to_what_depends_on_what_depends_on_it():
     chain = [Question(1, (), "a"), Question(2, (1,), "b"), Question(3, (2,), "c")]
-    assert dpg_score(chain, {1: 0.0, 2: 1.0, 3: 1.0}) == 0
+    assert compute_dpg_score(chain, {1: 0.0, 2: 1.0, 3: 1.0}) == 0
 
 
 def test_every_question_is_asked_about_the_image(prompt):

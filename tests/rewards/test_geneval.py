@@ -25,11 +25,11 @@ from ebbflow.rewards.built_in.geneval import (
     COLORS,
     ColorNamer,
     Detection,
-    by_class,
-    detections,
-    judge,
+    extract_detections,
+    find_relations,
+    group_by_class,
+    judge_objects,
     read_rules,
-    relations,
 )
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 
@@ -51,8 +51,8 @@ def judged(
 ) -> tuple[float, float, float]:
     """(correct, strict, soft)"""
     colors = {id(one): color for one, color in things}
-    objects = by_class([one for one, _ in things], threshold)
-    found = judge(objects, read_rules(json.dumps(metadata)), lambda one: colors[id(one)])
+    objects = group_by_class([one for one, _ in things], threshold)
+    found = judge_objects(objects, read_rules(json.dumps(metadata)), lambda one: colors[id(one)])
     return found.correct, found.strict, found.soft
 
 
@@ -150,7 +150,7 @@ def test_a_position_relative_to_what_does_not_hold_is_not_there():
 
 def test_centres_must_differ_by_a_tenth_of_both_sizes():
     def shifted(x: float, y: float = 0) -> set[str]:
-        return relations((x, y, x + 10, y + 10), (0, 0, 10, 10))
+        return find_relations((x, y, x + 10, y + 10), (0, 0, 10, 10))
 
     # What is left of a shift x along one axis is x - 2, and that must be more than x / 2.
     assert shifted(2) == shifted(4) == set()
@@ -161,20 +161,20 @@ def test_centres_must_differ_by_a_tenth_of_both_sizes():
     assert shifted(50, -50) == {"right of", "above"}
     # Steeper than 60 degrees, a little of x is left and less than half of the length.
     assert shifted(20, 50) == {"below"}
-    assert relations((0, 0, 10, 10), (4.5, 0, 44.5, 10)) == {"left of"}
-    assert relations((0, 0, 10, 10), (-7, 0, 33, 10)) == set()
+    assert find_relations((0, 0, 10, 10), (4.5, 0, 44.5, 10)) == {"left of"}
+    assert find_relations((0, 0, 10, 10), (-7, 0, 33, 10)) == set()
 
 
 def test_of_each_class_the_most_confident_sixteen_above_the_threshold_count():
     found = [Detection("dog", 0.3 + number / 100, SQUARE) for number in range(40)] + [
         Detection("cat", 0.31, SQUARE)
     ]
-    objects = by_class(found, 0.3)
+    objects = group_by_class(found, 0.3)
     assert [one.confidence for one in objects["dog"]] == pytest.approx(
         [0.3 + number / 100 for number in range(39, 23, -1)]
     )
     assert len(objects["cat"]) == 1
-    assert by_class(found, 0.69) == {}
+    assert group_by_class(found, 0.69) == {}
 
 
 def logits(label: int, confidence: float) -> torch.Tensor:
@@ -194,13 +194,13 @@ def test_detections_are_masks_with_their_boxes_and_confidences():
     classes = torch.stack(
         [logits(CLASSES.index("dog"), 0.9), logits(CLASSES.index("cat"), 0.31), logits(0, 0.99)]
     )
-    (found,) = detections(classes, masks, (8, 8))
+    (found,) = extract_detections(classes, masks, (8, 8))
     quality = 1 / (1 + math.exp(-inside))
     assert (found.name, found.box) == ("dog", (1, 2, 6, 4))
     assert found.confidence == pytest.approx(0.9 * quality)
     assert found.mask[2:4, 1:6].all()
     assert found.mask.sum() == 10
-    (larger,) = detections(classes[:1], masks[:1], (16, 32))
+    (larger,) = extract_detections(classes[:1], masks[:1], (16, 32))
     assert larger.mask.shape == (16, 32)
     assert larger.box == pytest.approx((4, 4, 24, 8), abs=2)
 
@@ -208,7 +208,7 @@ def test_detections_are_masks_with_their_boxes_and_confidences():
 def test_one_query_may_be_of_several_classes():
     both = torch.full((1, 81), -50.0)
     both[0, 15] = both[0, 16] = 0.0
-    found = detections(both, torch.full((1, 4, 4), 9.0), (4, 4))
+    found = extract_detections(both, torch.full((1, 4, 4), 9.0), (4, 4))
     assert {one.name for one in found} == {CLASSES[15], CLASSES[16]}
 
 
@@ -245,7 +245,7 @@ def test_a_color_is_asked_of_the_object_alone_on_grey():
     image[2:6, 3:9] = (200, 0, 0)
     eye = Eye()
     namer = ColorNamer(eye)
-    assert namer.name(image, Detection("dog", 0.9, (3, 2, 9, 6), mask)) == "red"
+    assert namer.name_color(image, Detection("dog", 0.9, (3, 2, 9, 6), mask)) == "red"
     (seen,) = eye.seen
     assert seen.shape == (4, 6, 3)
     assert seen[0, 0].tolist() == [0x99] * 3
@@ -256,7 +256,7 @@ def test_a_color_is_asked_of_the_object_alone_on_grey():
         "a photo of a red object",
     ]
     assert len(eye.asked) == 3 * len(COLORS)
-    namer.name(image, Detection("dog", 0.9, (3, 2, 9, 6), mask))
+    namer.name_color(image, Detection("dog", 0.9, (3, 2, 9, 6), mask))
     assert len(eye.asked) == 3 * len(COLORS)
 
 
@@ -375,7 +375,7 @@ def test_the_score_is_chosen_and_the_others_are_metrics(config, reward):
 def test_counting_asks_for_more_confidence(reward, monkeypatch):
     monkeypatch.setattr(
         geneval,
-        "detections",
+        "extract_detections",
         lambda classes, masks, size: [
             Detection("dog", 0.5, SQUARE),
             Detection("dog", 0.95, SQUARE),
@@ -387,7 +387,7 @@ def test_counting_asks_for_more_confidence(reward, monkeypatch):
 
 
 def test_a_detector_that_is_not_finite_fails_the_image(reward, monkeypatch):
-    detector = reward._score.args[0]
+    detector = reward._score_function.args[0]
     broken = SimpleNamespace(
         class_queries_logits=torch.full((1, 4, 81), float("nan")),
         masks_queries_logits=torch.zeros(1, 4, 8, 8),

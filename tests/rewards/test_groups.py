@@ -20,12 +20,12 @@ from served_cases import answering
 
 from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import server
 from ebbflow.rewards.base import NO_TARGET, RewardError, RewardResult
-from ebbflow.rewards.built_in.pairwise_judge import PairwiseJudge, balanced_pairs
+from ebbflow.rewards.built_in.pairwise_judge import PairwiseJudge, list_balanced_pairs
 from ebbflow.rewards.combine import Scorer, load_reward, load_scorer
-from ebbflow.rewards.groups import ALONE, score_groups, win_rates
+from ebbflow.rewards.groups import ALONE, compute_win_rates, score_groups
 from ebbflow.rewards.trial import try_reward
 
 NAN = float("nan")
@@ -47,7 +47,7 @@ class Brighter:
         self.groups.append((prompt.prompt_id, len(images)))
         light = images.mean((1, 2, 3))
         failures = {int(index): "black" for index in np.flatnonzero(light == 0)}
-        values = win_rates(np.sign(light[:, None] - light[None]) / 2 + 0.5)
+        values = compute_win_rates(np.sign(light[:, None] - light[None]) / 2 + 0.5)
         values[list(failures)] = NAN
         return RewardResult(values, {"light": light}, failures)
 
@@ -85,11 +85,11 @@ def prompts(*ids):
 
 def test_win_rates_are_the_share_of_the_comparisons_that_were_won():
     wins = np.array([[NAN, 1, 1, 0.75], [0, NAN, 1, NAN], [0, 0, NAN, NAN], [0.25, NAN, NAN, NAN]])
-    assert np.array_equal(win_rates(wins), [2.75 / 3, 0.5, 0, NAN], equal_nan=True)
+    assert np.array_equal(compute_win_rates(wins), [2.75 / 3, 0.5, 0, NAN], equal_nan=True)
     complete = np.random.default_rng(0).random((5, 5))
     complete = np.triu(complete, 1) + np.tril(1 - complete.T, -1)
-    assert win_rates(complete).mean() == pytest.approx(0.5)
-    assert win_rates(complete)[2] == pytest.approx(complete[2, [0, 1, 3, 4]].mean())
+    assert compute_win_rates(complete).mean() == pytest.approx(0.5)
+    assert compute_win_rates(complete)[2] == pytest.approx(complete[2, [0, 1, 3, 4]].mean())
 
 
 def test_a_group_is_all_images_of_a_prompt_wherever_they_are():
@@ -107,7 +107,7 @@ def test_the_scorer_adds_it_to_rewards_of_single_images_and_keeps_failures():
     assert np.array_equal(table.reward, [2 + 4, NAN, 4, 2 + 4], equal_nan=True)
     assert list(table.metrics) == ["brighter", "light", "tall"]
     assert table.failures == [None, "brighter: black", None, None]
-    assert scorer.compares
+    assert scorer.compares_groups
 
 
 def test_of_videos_frames_of_the_same_time_are_compared():
@@ -146,21 +146,21 @@ def test_a_validation_scores_single_images_without_it():
     ],
 )
 def test_what_breaks_the_contract_is_named(kind, message):
-    broken = load_reward(reward(f"{__name__}:{kind}"))
+    broken = load_reward(configure_reward(f"{__name__}:{kind}"))
     with pytest.raises(RewardError, match=message):
         Scorer(((broken, 1.0),))(grey(1, 2), prompts(0, 0))
 
 
 def test_a_users_own_is_found_by_its_method_and_tried_on_two_images_of_each_prompt():
-    config = reward(f"{__name__}:Brighter")
+    config = configure_reward(f"{__name__}:Brighter")
     assert config.compares
-    assert not reward(f"{__name__}:Tall").compares
+    assert not configure_reward(f"{__name__}:Tall").compares
     try_reward(config, prompts(3, 4), 8, 8)
     with pytest.raises(
         RewardError,
         match="fails on 4 images of 8 x 8 pixels: RewardError: .*'NotNumbers' returned a ndarray",
     ):
-        try_reward(reward(f"{__name__}:NotNumbers"), prompts(3, 4), 8, 8)
+        try_reward(configure_reward(f"{__name__}:NotNumbers"), prompts(3, 4), 8, 8)
 
 
 def made_by_a_function():
@@ -172,7 +172,7 @@ def test_a_function_that_makes_one_is_refused():
         RewardError,
         match="made_by_a_function leads to what makes a reward that compares; name the class",
     ):
-        load_reward(reward(f"{__name__}:made_by_a_function"))
+        load_reward(configure_reward(f"{__name__}:made_by_a_function"))
 
 
 def test_it_is_no_guardrail():
@@ -181,7 +181,7 @@ def test_it_is_no_guardrail():
     ):
         Recipe.model_validate({"guardrails": [PAIRWISE]})
     with pytest.raises(RewardError, match="guardrails: Brighter compares the images of a prompt"):
-        load_scorer([], [reward(f"{__name__}:Brighter")])
+        load_scorer([], [configure_reward(f"{__name__}:Brighter")])
 
 
 def test_an_evaluation_needs_another_reward():
@@ -209,15 +209,15 @@ def test_requests_to_a_server_hold_single_images():
         RewardError,
         match="'Brighter' compares images, and requests hold single images; name it in the recipe",
     ):
-        server.serve(reward(f"{__name__}:Brighter"), "127.0.0.1", 0)
+        server.run_reward_server(configure_reward(f"{__name__}:Brighter"), "127.0.0.1", 0)
     with pytest.raises(
         RewardError, match="'Motion' scores videos, and requests hold single images"
     ):
-        server.serve(reward("test_combine:Motion"), "127.0.0.1", 0)
+        server.run_reward_server(configure_reward("test_combine:Motion"), "127.0.0.1", 0)
     with pytest.raises(
         RewardError, match="'Level' scores latents, and requests hold single images"
     ):
-        server.serve(reward("test_combine:Level"), "127.0.0.1", 0)
+        server.run_reward_server(configure_reward("test_combine:Level"), "127.0.0.1", 0)
 
 
 LEVELS = (40, 200, 120, 10)
@@ -263,7 +263,7 @@ def shows(said):
 def judged(said, **keys):
     """(the result of comparing ``LEVELS``, what was asked)."""
     with answering(shows(said)) as served:
-        config = reward("pairwise_judge", url=served.url, model="eyes", timeout=5, **keys)
+        config = configure_reward("pairwise_judge", url=served.url, model="eyes", timeout=5, **keys)
         result = PairwiseJudge(config, sleep=lambda seconds: None).compare(
             grey(*LEVELS), as_prompt(3, "AB")
         )
@@ -341,7 +341,7 @@ def test_words_are_taken_to_the_letter(text, answer):
 
 
 def test_a_question_about_the_target_needs_one():
-    config = reward(
+    config = configure_reward(
         "pairwise_judge",
         url="http://127.0.0.1:9",
         model="eyes",
@@ -355,7 +355,7 @@ def test_a_question_about_the_target_needs_one():
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9])
 def test_each_image_is_first_in_half_of_its_comparisons(count):
-    pairs = balanced_pairs(count)
+    pairs = list_balanced_pairs(count)
     assert {frozenset(pair) for pair in pairs} == {
         frozenset(pair) for pair in combinations(range(count), 2)
     }

@@ -117,7 +117,7 @@ def test_the_template_is_the_published_one():
 
 def test_it_is_kept_in_bfloat16_as_published_with_its_head_in_float32(config):
     rough = load_reward(config.model_copy(update={"precision": "bfloat16"}))
-    judge = rough._score.args[0]
+    judge = rough._score_function.args[0]
     assert {weight.dtype for weight in judge.model.parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in judge.head.parameters()} == {torch.float32}
     exact = load_reward(config)(IMAGES, as_prompts(*TEXTS)).values

@@ -3,8 +3,12 @@ import pytest
 from PIL import Image
 from reward_cases import as_prompt
 
-from ebbflow.recipe.registry import reward
-from ebbflow.rewards.built_in.jpeg import JpegCompressibility, JpegIncompressibility, kilobytes
+from ebbflow.recipe.registry import configure_reward
+from ebbflow.rewards.built_in.jpeg import (
+    JpegCompressibility,
+    JpegIncompressibility,
+    measure_kilobytes,
+)
 from ebbflow.rewards.combine import load_scorer
 
 
@@ -30,7 +34,7 @@ def test_the_size_is_that_of_pillows_file_at_quality_95(images, tmp_path):
     for index, image in enumerate(images):
         Image.fromarray(image).save(tmp_path / f"{index}.jpg", quality=95)
     sizes = [(tmp_path / f"{index}.jpg").stat().st_size for index in range(3)]
-    assert kilobytes(images) == pytest.approx(np.array(sizes) / 1000, abs=0)
+    assert measure_kilobytes(images) == pytest.approx(np.array(sizes) / 1000, abs=0)
     assert JpegIncompressibility()(images, prompts(3)).values == pytest.approx(
         np.array(sizes) / 1000 / 500
     )
@@ -56,7 +60,7 @@ def test_neither_the_batch_nor_the_prompt_matters(images):
 
 def test_a_view_counts_like_its_copy(images):
     mirrored = images[:, :, ::-1]
-    assert kilobytes(mirrored).tolist() == kilobytes(mirrored.copy()).tolist()
+    assert measure_kilobytes(mirrored).tolist() == measure_kilobytes(mirrored.copy()).tolist()
 
 
 def test_no_images_have_no_sizes(images):
@@ -65,7 +69,8 @@ def test_no_images_have_no_sizes(images):
 
 def test_a_recipe_can_name_both(images):
     table = load_scorer(
-        [reward("jpeg_compressibility", weight=2.0)], [reward("jpeg_incompressibility")]
+        [configure_reward("jpeg_compressibility", weight=2.0)],
+        [configure_reward("jpeg_incompressibility")],
     )(images, prompts(3))
     assert np.array_equal(table.reward, -2 * table.metrics["jpeg_incompressibility"])
     assert table.failures == [None] * 3

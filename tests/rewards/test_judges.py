@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from reward_cases import as_prompt
 from served_cases import Behaviour, answering, says
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.built_in.edit_judge import NO_SOURCE
-from ebbflow.rewards.built_in.pairwise_judge import read_shares, read_verdict
+from ebbflow.rewards.built_in.pairwise_judge import parse_score_shares, parse_verdict
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.templates import FOLDER, fill_template, read_template
 
@@ -36,7 +36,7 @@ def judged(name: str, prompts, *behaviours: Behaviour, **keys):
     """Result of as many images as prompts, and what the server was asked."""
     with answering(*behaviours) as server:
         made = load_reward(
-            reward(
+            configure_reward(
                 name, url=server.url, model="judge", timeout=5, concurrency=1, attempts=1, **keys
             )
         )
@@ -58,7 +58,7 @@ def pictures(request) -> list[np.ndarray]:
 
 
 def edit(
-    instruction: str = "make it {red}", image: bytes | None = encode_png(SOURCE[None])[0]
+    instruction: str = "make it {red}", image: bytes | None = encode_pngs(SOURCE[None])[0]
 ) -> Prompt:
     return Prompt(0, instruction, "", None, "test", "train", "{}", image)
 
@@ -130,7 +130,7 @@ def test_another_answer_of_unified_reward_is_a_failure(said):
     ],
 )
 def test_a_verdict_is_the_last_one(said, share):
-    assert read_verdict(said) == share
+    assert parse_verdict(said) == share
 
 
 def scores(*firsts: float, total: float = 1.0) -> str:
@@ -142,17 +142,17 @@ def scores(*firsts: float, total: float = 1.0) -> str:
 
 
 def test_shares_are_averaged():
-    assert read_shares(scores(0.4357, 0.418, 0.4079)) == pytest.approx(
+    assert parse_score_shares(scores(0.4357, 0.418, 0.4079)) == pytest.approx(
         (0.4357 + 0.418 + 0.4079) / 3
     )
-    assert read_shares(scores(0.4, 0.4)) is None
-    assert read_shares(scores(0.4, 0.4, 0.4, total=1.2)) is None
-    assert read_shares(scores(0.4, 0.4, 1.4)) is None
+    assert parse_score_shares(scores(0.4, 0.4)) is None
+    assert parse_score_shares(scores(0.4, 0.4, 0.4, total=1.2)) is None
+    assert parse_score_shares(scores(0.4, 0.4, 1.4)) is None
 
 
 def test_pairs_are_asked_about_with_the_published_question():
     with answering(answer(scores(0.8, 0.7, 0.6))) as server:
-        config = reward(
+        config = configure_reward(
             "pairwise_judge",
             url=server.url,
             model="judge",
@@ -169,7 +169,7 @@ def test_pairs_are_asked_about_with_the_published_question():
 @pytest.mark.parametrize("keys", [{"question": "Which?"}, {"answer": "choice"}])
 def test_a_template_has_its_own_question(keys):
     with pytest.raises(ValidationError, match="has its own question and answer; leave"):
-        reward(
+        configure_reward(
             "pairwise_judge",
             url="http://127.0.0.1:1",
             model="judge",

@@ -13,7 +13,7 @@ from network_cases import TEXTS, as_prompts, make_reward, some_images
 
 from ebbflow.models import hub
 from ebbflow.models.hub import HubError
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import templates
 from ebbflow.rewards.base import DifferentiableReward
 from ebbflow.rewards.built_in import hpsv3
@@ -95,9 +95,11 @@ def test_no_images_have_no_scores(made):
 
 def test_the_network_is_frozen_and_nothing_is_recorded(made, monkeypatch):
     recorded = []
-    inner = made._score
+    inner = made._score_function
     monkeypatch.setattr(
-        made, "_score", lambda images, texts: recorded.append(inner(images, texts)) or recorded[-1]
+        made,
+        "_score_function",
+        lambda images, texts: recorded.append(inner(images, texts)) or recorded[-1],
     )
     assert torch.is_grad_enabled()
     score(made)
@@ -118,7 +120,7 @@ def test_it_is_loaded_at_the_first_image_and_kept(config, tmp_path, monkeypatch)
 def test_a_number_that_is_none_is_a_failure(made, monkeypatch):
     monkeypatch.setattr(
         made,
-        "_score",
+        "_score_function",
         lambda images, texts: torch.tensor([1.0, float("nan"), float("inf")])[: len(images)],
     )
     result = made(IMAGES[:2], PROMPTS[:2])
@@ -154,8 +156,8 @@ def test_a_repository_is_fetched_at_its_commit_and_no_sooner_than_needed(name, m
         asked.append((pretrained.path, pretrained.revision))
         raise HubError("no hub in this test")
 
-    monkeypatch.setattr(hub, "pretrained_folder", refuse)
-    pinned = load_reward(reward(name, **PINNED, **PARTS.get(name, {})))
+    monkeypatch.setattr(hub, "locate_pretrained", refuse)
+    pinned = load_reward(configure_reward(name, **PINNED, **PARTS.get(name, {})))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_scorer([pinned.config], [])
@@ -167,8 +169,8 @@ def test_a_repository_is_fetched_at_its_commit_and_no_sooner_than_needed(name, m
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repository_without_its_commit_is_not_fetched(name):
-    path = reward(name, **PARTS.get(name, {})).path
-    reason = load_reward(reward(name, **PARTS.get(name, {}))).unavailable()
+    path = configure_reward(name, **PARTS.get(name, {})).path
+    reason = load_reward(configure_reward(name, **PARTS.get(name, {}))).unavailable()
     assert (
         reason
         == f"path = {path!r} is not a folder here; for a Hugging Face repository give the commit as"

@@ -22,7 +22,7 @@ def test_is_not_told_the_alphabet():
     # Were it restricted to capitals it would find some in here.
     texts = ["ab12", "x-7", "50%"]
     images = as_rgb(np.stack([render_text(text, 32, 64) for text in texts]))
-    assert ppocr.read(images) == texts
+    assert ppocr.read_lines_of_text(images) == texts
 
 
 @pytest.mark.parametrize("alphabet", CHARACTERS.values(), ids=CHARACTERS)
@@ -54,23 +54,25 @@ def test_finds_nothing_where_nothing_is(empty):
 
 def test_scores_do_not_depend_on_the_batch(clean):
     images, _ = clean
-    texts = ppocr.read(images)
+    texts = ppocr.read_lines_of_text(images)
     order = np.random.default_rng(0).permutation(len(images))
-    assert ppocr.read(images[order]) == [texts[index] for index in order]
-    assert [ppocr.read(images[index : index + 1])[0] for index in range(5)] == texts[:5]
-    assert ppocr.read(images[:0]) == []
+    assert ppocr.read_lines_of_text(images[order]) == [texts[index] for index in order]
+    assert [ppocr.read_lines_of_text(images[index : index + 1])[0] for index in range(5)] == texts[
+        :5
+    ]
+    assert ppocr.read_lines_of_text(images[:0]) == []
 
 
 @pytest.mark.parametrize(("height", "width"), [(24, 96), (64, 128), (96, 96), (64, 24)])
 def test_reads_images_of_other_shapes(height, width):
     text = "OK" if width <= height else "HELLO"
-    assert ppocr.read(as_rgb(render_text(text, height, width)[None])) == [text]
+    assert ppocr.read_lines_of_text(as_rgb(render_text(text, height, width)[None])) == [text]
 
 
 def test_prepared_images_are_bgr_in_unit_range_and_at_least_square():
     images = np.zeros((1, 32, 16, 3), np.uint8)
     images[..., 0] = 255
-    prepared = ppocr.prepare(images)
+    prepared = ppocr.prepare_line_images(images)
     assert (prepared.shape, prepared.dtype) == ((1, 3, 48, 48), np.float32)
     assert np.allclose(prepared[0, :, 0, 0], [-1, -1, 1])
     assert np.allclose(prepared[0, :, 0, 40], [1, 1, 1])
@@ -78,14 +80,14 @@ def test_prepared_images_are_bgr_in_unit_range_and_at_least_square():
 
 def test_decoding_agrees_with_rapidocr():
     decoder = pytest.importorskip("rapidocr.ch_ppocr_rec.utils").CTCLabelDecode
-    _, characters = ppocr._recogniser()
+    _, characters = ppocr._load_recogniser()
     theirs = decoder(character=list(characters[1:-1]))
     assert theirs.character[1:] == characters[1:]
     rng = np.random.default_rng(0)
     classes = rng.choice([0, 0, 1, 30, 31, len(characters) - 1], (200, 12))
     scores = np.zeros((200, 12, len(characters)), np.float32)
     np.put_along_axis(scores, classes[..., None], 1.0, axis=2)
-    assert ppocr.decode(classes, characters) == [text for text, _ in theirs(scores)[0]]
+    assert ppocr.decode_ctc(classes, characters) == [text for text, _ in theirs(scores)[0]]
 
 
 def test_says_what_is_missing(monkeypatch):

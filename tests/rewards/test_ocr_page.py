@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 from reward_cases import as_prompt
 
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import ppocr
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.text import NO_TARGET
@@ -41,7 +41,7 @@ def poster(size, lines, ink=(30, 20, 80), paper=(240, 225, 190)):
 
 def score(images, targets):
     prompts = [as_prompt(index, target) for index, target in enumerate(targets)]
-    return load_reward(reward("ocr", layout="page"))(np.stack(images), prompts)
+    return load_reward(configure_reward("ocr", layout="page"))(np.stack(images), prompts)
 
 
 @functools.cache
@@ -84,14 +84,14 @@ def test_a_prompt_without_a_target_is_a_failure():
 
 
 def test_an_accident_with_one_image_is_its_failure_alone(monkeypatch):
-    reader = ppocr._page_reader()
+    reader = ppocr._load_page_reader()
 
     def accident(image):
         if image.max() == 0:
             raise ValueError("inhomogeneous\nshape")
         return reader(image)
 
-    monkeypatch.setattr(ppocr, "_page_reader", lambda: accident)
+    monkeypatch.setattr(ppocr, "_load_page_reader", lambda: accident)
     result = score(
         [np.zeros((256, 256, 3), np.uint8), poster(256, [("HELLO", 40)])], ["HELLO", "HELLO"]
     )
@@ -123,12 +123,12 @@ def test_reading_order_is_lines_from_top_to_bottom_each_from_left_to_right():
         box(200, 10, 330, 82),
         box(0, 200, 9, 210),
     ]
-    assert ppocr.reading_order(np.array(boxes)) == [2, 3, 1, 0, 4]
+    assert ppocr.sort_into_reading_order(np.array(boxes)) == [2, 3, 1, 0, 4]
 
 
 def test_reading_order_takes_lines_of_small_letters_apart():
     boxes = [box(50, 9, 90, 17), box(5, 0, 40, 8), box(5, 9, 40, 17), box(50, 0, 90, 8)]
-    assert ppocr.reading_order(np.array(boxes)) == [1, 3, 2, 0]
+    assert ppocr.sort_into_reading_order(np.array(boxes)) == [1, 3, 2, 0]
 
 
 def test_reads_two_columns_of_a_line_in_order():
@@ -142,20 +142,20 @@ def test_reads_two_columns_of_a_line_in_order():
 
 
 def test_needs_the_detector_too(monkeypatch):
-    real = ppocr.model_file
+    real = ppocr.find_model_file
 
     def without_detector(part):
         if part == ppocr.DETECTOR:
             raise FileNotFoundError("no detector")
         return real(part)
 
-    monkeypatch.setattr(ppocr, "model_file", without_detector)
-    assert load_reward(reward("ocr", layout="page")).unavailable() == "no detector"
-    assert load_reward(reward("ocr")).unavailable() is None
+    monkeypatch.setattr(ppocr, "find_model_file", without_detector)
+    assert load_reward(configure_reward("ocr", layout="page")).unavailable() == "no detector"
+    assert load_reward(configure_reward("ocr")).unavailable() is None
 
 
 def test_threads_wait_without_spinning_as_those_of_the_line_reader():
-    reader = ppocr._page_reader()
+    reader = ppocr._load_page_reader()
     ppocr.read_pages(np.full((1, 64, 64, 3), 255, np.uint8))
     options = reader.text_det.session.session.get_session_options()
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"

@@ -6,10 +6,10 @@ import torch
 from network_cases import some_images
 from PIL import Image
 
-from ebbflow.rewards.pixels import MEAN, STD, resized_bytes, resized_floats
+from ebbflow.rewards.pixels import MEAN, STD, resize_as_bytes, resize_as_floats
 
 CPU = torch.device("cpu")
-BOTH = pytest.mark.parametrize("resized", [resized_bytes, resized_floats])
+BOTH = pytest.mark.parametrize("resized", [resize_as_bytes, resize_as_floats])
 
 
 def values(pixels: torch.Tensor) -> np.ndarray:
@@ -50,14 +50,14 @@ def test_bytes_are_resized_by_pillow():
         np.asarray(Image.fromarray(image).resize((41, 32), Image.Resampling.BICUBIC))[:, 4:36]
         for image in images
     ]
-    assert np.allclose(values(resized_bytes(images, 32, CPU)), np.stack(wanted) / 255, atol=1e-6)
+    assert np.allclose(values(resize_as_bytes(images, 32, CPU)), np.stack(wanted) / 255, atol=1e-6)
 
 
 def test_numbers_are_antialiased_and_may_leave_their_range():
     stripes = np.zeros((1, 128, 128, 3), np.uint8)
     stripes[:, :, ::4] = 255
-    assert np.abs(values(resized_floats(stripes, 32, CPU))[0, 4:-4, 4:-4] - 0.25).max() < 0.01
+    assert np.abs(values(resize_as_floats(stripes, 32, CPU))[0, 4:-4, 4:-4] - 0.25).max() < 0.01
     edge = np.zeros((1, 16, 16, 3), np.uint8)
     edge[:, :, 8:] = 255
-    assert values(resized_floats(edge, 32, CPU)).max() > 1.02
-    assert values(resized_bytes(edge, 32, CPU)).max() <= 1 + 1e-6
+    assert values(resize_as_floats(edge, 32, CPU)).max() > 1.02
+    assert values(resize_as_bytes(edge, 32, CPU)).max() <= 1 + 1e-6

@@ -32,7 +32,9 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         training.open_recognizer.cache_clear()
-        training.train_recognizer(*SIZE, training.cache_folder() / training._key(*SIZE), steps=100)
+        training.train_recognizer(
+            *SIZE, training.cache_folder() / training._cache_key(*SIZE), steps=100
+        )
         yield folder
     training.open_recognizer.cache_clear()
 
@@ -97,7 +99,9 @@ def test_the_gradient_is_that_of_finite_differences():
 
 def test_the_gradient_is_of_the_score_and_targets_of_different_lengths_keep_their_places(cache):
     narrow = (16, 16, 1)
-    training.train_recognizer(*narrow, training.cache_folder() / training._key(*narrow), steps=1)
+    training.train_recognizer(
+        *narrow, training.cache_folder() / training._cache_key(*narrow), steps=1
+    )
     images = pictures(["AB", "CC", "QX"])
     targets = ["AB", "C", "QX"]
     found = Recognizer().with_gradient(
@@ -136,7 +140,7 @@ def test_a_recogniser_is_trained_once_and_a_damaged_one_is_an_error(cache, monke
     assert [record.message.split(",")[0] for record in caplog.records] == [
         "trained a recogniser of 3 letters in 16x24 pixels"
     ]
-    weights = training.cache_folder() / training._key(*shape) / training.WEIGHTS
+    weights = training.cache_folder() / training._cache_key(*shape) / training.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1])
     training.open_recognizer.cache_clear()
     with pytest.raises(ArtifactError):
@@ -146,7 +150,7 @@ def test_a_recogniser_is_trained_once_and_a_damaged_one_is_an_error(cache, monke
 @pytest.mark.parametrize("shape", [(16, 16, 1), (24, 80, 7), (64, 256, 16)])
 def test_networks_fit_every_size_of_the_glyph_model(shape):
     height, width, letters = shape
-    found = training.new_recognizer(*shape)(torch.rand(2, 1, height, width))
+    found = training.build_recognizer(*shape)(torch.rand(2, 1, height, width))
     assert found.shape == (2, letters, 26)
     torch.testing.assert_close(found.exp().sum(2), torch.ones(2, letters))
 

@@ -15,12 +15,12 @@ from reward_cases import as_prompt
 from served_cases import answering, hangs, hangs_up, says, serving, trickles
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import http
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
 from ebbflow.rewards.built_in.remote import Remote
-from ebbflow.rewards.combine import RewardError, load_reward, load_scorer, require_scored
+from ebbflow.rewards.combine import RewardError, load_reward, load_scorer, require_scored_share
 
 TOKEN = "s3cret-Token.of~46+characters/that/nobody-sees=="
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 16, 24, 3), dtype=np.uint8)
@@ -41,7 +41,9 @@ def client(waits):
     """``client(url, timeout=0.2)``: a remote reward that does not wait between its attempts."""
 
     def make(url, **keys):
-        return Remote(reward("remote", url=url, **{"timeout": 5, **keys}), sleep=waits.append)
+        return Remote(
+            configure_reward("remote", url=url, **{"timeout": 5, **keys}), sleep=waits.append
+        )
 
     return make
 
@@ -215,7 +217,7 @@ def test_attempts_end(client, waits):
 
 
 def test_waits_stop_growing():
-    waits = http._waits(10)
+    waits = http._list_waits(10)
     assert all(0.5 <= wait / min(60, 2**past) <= 1 for past, wait in enumerate(waits))
     assert len(set(waits)) == 9
 
@@ -412,17 +414,19 @@ def test_failures_are_masked_and_counted_in_a_run():
     with answering(
         says({"reward": "geneval", "ready": True}), says({"scores": [None, 0.5]})
     ) as server:
-        scorer = load_scorer([reward("remote", url=server.url, label="geneval")], [])
+        scorer = load_scorer([configure_reward("remote", url=server.url, label="geneval")], [])
         table = scorer(TWO, TWO_PROMPTS)
     assert np.array_equal(table.metrics["geneval"], [np.nan, 0.5], equal_nan=True)
     assert table.failures == ["geneval: the server gave no reason", None]
     with pytest.raises(RewardError, match="50.0%"):
-        require_scored(table, 0.1)
+        require_scored_share(table, 0.1)
 
 
 def test_metrics_are_called_after_the_label():
     with answering(says({**GOOD, "metrics": {"count": [1, 2]}})) as server:
-        remote = load_reward(reward("remote", url=server.url, label="geneval", metrics=["count"]))
+        remote = load_reward(
+            configure_reward("remote", url=server.url, label="geneval", metrics=["count"])
+        )
         assert remote(TWO, TWO_PROMPTS).metrics.keys() == {"geneval_count"}
 
 
@@ -440,7 +444,7 @@ def test_metrics_are_called_after_the_label():
 )
 def test_a_url_that_is_no_base_is_refused(url):
     with pytest.raises(ValidationError):
-        reward("remote", url=url)
+        configure_reward("remote", url=url)
 
 
 @pytest.fixture

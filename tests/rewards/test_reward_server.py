@@ -21,12 +21,12 @@ from reward_cases import Absent, as_prompt
 from served_cases import serving
 
 from ebbflow.cli import main
-from ebbflow.data.images import encode_png
-from ebbflow.recipe.registry import reward
+from ebbflow.data.images import encode_pngs
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import server, server_limits
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
-from ebbflow.rewards.built_in.remote import Remote, as_request
+from ebbflow.rewards.built_in.remote import Remote, build_request
 from ebbflow.rewards.combine import RewardError
 
 TOKEN = "s3cret"
@@ -89,7 +89,7 @@ def test_no_images_are_no_scores(url):
 WHOLE = png()
 NOISE, HALF = (
     base64.b64encode(file).decode()
-    for noise in encode_png(
+    for noise in encode_pngs(
         np.random.default_rng(0).integers(0, 256, (1, 40, 60, 3), dtype=np.uint8)
     )
     for file in (noise, noise[: len(noise) // 2])
@@ -218,7 +218,7 @@ class Infinite:
     ],
 )
 def test_a_reward_that_crashes_is_an_error_and_the_server_goes_on(broken, reason):
-    body = as_request(IMAGE, [as_prompt(0, "A")]).model_dump_json().encode()
+    body = build_request(IMAGE, [as_prompt(0, "A")]).model_dump_json().encode()
     with serving(broken) as url:
         for _ in range(2):
             status, said = post(url, body)
@@ -248,7 +248,7 @@ def test_one_request_is_scored_at_a_time_and_each_gets_its_own_answer():
     counting = Counting()
     images = np.arange(12, dtype=np.uint8)[:, None, None, None] * np.ones((8, 8, 3), np.uint8)
     with serving(counting) as url, ThreadPoolExecutor(6) as pool:
-        remote = Remote(reward("remote", url=url))
+        remote = Remote(configure_reward("remote", url=url))
         results = list(
             pool.map(
                 lambda index: remote(images[index : index + 1], [as_prompt(index, "A")]), range(12)
@@ -267,19 +267,19 @@ def started(monkeypatch):
 
 
 def test_the_network_is_not_served_without_a_token(started):
-    config = reward("jpeg_compressibility")
+    config = configure_reward("jpeg_compressibility")
     for host in ("0.0.0.0", "::", "10.0.0.7", ""):
         with pytest.raises(RewardError, match="set a token"):
-            server.serve(config, host, 8000)
-    server.serve(config, "0.0.0.0", 8000, TOKEN)
-    server.serve(config, "127.0.0.1", 8000)
+            server.run_reward_server(config, host, 8000)
+    server.run_reward_server(config, "0.0.0.0", 8000, TOKEN)
+    server.run_reward_server(config, "127.0.0.1", 8000)
     assert [keys["host"] for keys in started] == ["0.0.0.0", "127.0.0.1"]
 
 
 def test_a_reward_that_cannot_run_is_not_served(started, monkeypatch):
     monkeypatch.setattr(server, "load_reward", lambda config: named(Absent(), "absent"))
     with pytest.raises(RewardError, match="'absent' cannot run here: not on this machine"):
-        server.serve(reward("jpeg_compressibility"), "127.0.0.1", 8000)
+        server.run_reward_server(configure_reward("jpeg_compressibility"), "127.0.0.1", 8000)
     assert not started
 
 
@@ -291,7 +291,7 @@ def named(made, name):
 @pytest.mark.parametrize("given", ["ocr", '{"name": "ocr", "layout": "page", "label": "poster"}'])
 def test_the_command_serves_a_reward_by_name_or_by_json(started, monkeypatch, given):
     served = []
-    monkeypatch.setattr(server, "make_app", lambda reward, token: served.append((reward, token)))
+    monkeypatch.setattr(server, "build_app", lambda reward, token: served.append((reward, token)))
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     command = [
         "serve-reward",
@@ -311,7 +311,7 @@ def test_the_command_serves_a_reward_by_name_or_by_json(started, monkeypatch, gi
     )
     assert (token, started) == (
         TOKEN,
-        [{"host": "0.0.0.0", "port": 9000} | server_limits.server_options()],
+        [{"host": "0.0.0.0", "port": 9000} | server_limits.build_server_options()],
     )
 
 
@@ -336,7 +336,7 @@ def test_the_command_says_what_is_wrong(started, arguments, reason):
 def test_every_size_that_a_client_sends_is_taken(url):
     images = np.random.default_rng(0).integers(0, 256, (2, 40, 60, 3), dtype=np.uint8)
     body = {
-        "images": [base64.b64encode(file).decode() for file in encode_png(images)],
+        "images": [base64.b64encode(file).decode() for file in encode_pngs(images)],
         "prompts": [PROMPT] * 2,
     }
     assert post(url, body)[1]["scores"] == JpegCompressibility()(images, []).values.tolist()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.base import RewardError, RewardResult
 from ebbflow.rewards.trial import try_reward
 
@@ -49,7 +49,7 @@ class Brightness:
 
 
 def tried(**options: Any) -> None:
-    try_reward(reward(f"{__name__}:Brightness", options=options), PROMPTS, 16, 32)
+    try_reward(configure_reward(f"{__name__}:Brightness", options=options), PROMPTS, 16, 32)
 
 
 @pytest.mark.parametrize("answer", [None, "failed"])
@@ -95,10 +95,10 @@ class Motion(Brightness):
 def test_one_of_videos_is_tried_on_videos_where_the_model_draws_such() -> None:
     CALLS.clear()
     for frames in (4, 81):
-        try_reward(reward(f"{__name__}:Motion"), PROMPTS, 16, 32, frames)
+        try_reward(configure_reward(f"{__name__}:Motion"), PROMPTS, 16, 32, frames)
     assert CALLS == [(2, 4, 16, 32, 3)] * 2 + [(2, 8, 16, 32, 3)] * 2
     with pytest.raises(
         RewardError,
         match="fails on 2 images of 16 x 32 pixels: RewardError: .*scores videos and got images",
     ):
-        try_reward(reward(f"{__name__}:Motion"), PROMPTS, 16, 32)
+        try_reward(configure_reward(f"{__name__}:Motion"), PROMPTS, 16, 32)

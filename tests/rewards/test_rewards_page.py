@@ -46,7 +46,7 @@ def test_the_messages_are_those_of_the_protocol():
     request, answer, health = MESSAGES
     asked = ScoreRequest.model_validate_json(request)
     answered = ScoreAnswer.model_validate_json(answer)
-    assert server._decoded(asked.images).shape == (1, 8, 8, 3)
+    assert server._decode_images(asked.images).shape == (1, 8, 8, 3)
     assert answered.failures.keys() == {0}
     assert json.loads(health) == Health(reward="geneval", ready=True).model_dump()
     for message in (ScoreRequest, ScoreAnswer, Health):

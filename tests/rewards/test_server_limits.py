@@ -26,7 +26,7 @@ from fastapi import HTTPException
 from PIL import Image
 from served_cases import serving
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.rewards import server, server_limits
 from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
@@ -35,7 +35,7 @@ from ebbflow.rewards.protocol import MAX_JSON_VALUES, count_values
 TOKEN = "s3cret"
 MIB = 2**20
 PROMPT = {"prompt": "a cat"}
-NOISE = encode_png(np.random.default_rng(0).integers(0, 256, (1, 8, 8, 3), dtype=np.uint8))[0]
+NOISE = encode_pngs(np.random.default_rng(0).integers(0, 256, (1, 8, 8, 3), dtype=np.uint8))[0]
 
 
 def chunk(name: bytes, data: bytes) -> bytes:
@@ -89,8 +89,8 @@ def test_compressed_text_in_images_is_not_unpacked(form):
     bomb = with_chunks(*(form(number, bytes(MIB - 1)) for number in range(63)))
     assert len(bomb) < 0.1 * MIB
     with peak() as most:
-        pixels = server._decoded([bomb] * 3)
-    assert np.array_equal(pixels, server._decoded([base64.b64encode(NOISE).decode()] * 3))
+        pixels = server._decode_images([bomb] * 3)
+    assert np.array_equal(pixels, server._decode_images([base64.b64encode(NOISE).decode()] * 3))
     assert most[0] < 8  # and not the 189 MiB of the text
 
 
@@ -108,22 +108,23 @@ def test_a_colour_profile_and_other_chunks_change_no_pixel():
         exif=b"Exif\0\0x",
     )
     assert np.array_equal(
-        server._decoded([base64.b64encode(buffer.getvalue()).decode()])[0], np.asarray(picture)
+        server._decode_images([base64.b64encode(buffer.getvalue()).decode()])[0],
+        np.asarray(picture),
     )
 
 
 def test_an_animation_is_scored_by_its_first_frame():
     frames = np.random.default_rng(0).integers(0, 256, (1, 3, 8, 8, 3), dtype=np.uint8)
-    pixels = server._decoded([base64.b64encode(encode_png(frames)[0]).decode()])
+    pixels = server._decode_images([base64.b64encode(encode_pngs(frames)[0]).decode()])
     assert np.array_equal(pixels, frames[:, 0])
 
 
 @pytest.mark.parametrize("name", [b"IDAT", b"tEXt", b"zzzz"])
 def test_the_chunks_of_all_images_are_counted(monkeypatch, name):
     monkeypatch.setattr(server, "MAX_CHUNKS", 3 * 20)
-    server._decoded([with_chunks(*[chunk(b"tEXt", b"")] * 17)] * 3)
+    server._decode_images([with_chunks(*[chunk(b"tEXt", b"")] * 17)] * 3)
     with pytest.raises(HTTPException) as refused:
-        server._decoded([with_chunks(*[chunk(name, b"")] * 18)] * 3)
+        server._decode_images([with_chunks(*[chunk(name, b"")] * 18)] * 3)
     assert (refused.value.status_code, "more than 60 PNG chunks" in refused.value.detail) == (
         413,
         True,
@@ -147,7 +148,7 @@ BOMBS = {
 @pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
 @pytest.mark.parametrize("chunked", [False, True])
 def test_json_of_many_values_is_refused_before_it_is_parsed(monkeypatch, body, chunked):
-    monkeypatch.setattr(server, "_parsed", lambda body: pytest.fail("parsed"))
+    monkeypatch.setattr(server, "_parse_request", lambda body: pytest.fail("parsed"))
     with serving(JpegCompressibility()) as url:
         headers = {"Transfer-Encoding": "chunked"} if chunked else {}
         status, answer = ask(
@@ -177,7 +178,7 @@ AT_THE_LIMIT = {
 def test_json_that_is_parsed_takes_bounded_memory(body):
     assert count_values(body) <= MAX_JSON_VALUES
     with peak() as most, pytest.raises(HTTPException) as refused:
-        server._parsed(bytearray(body))
+        server._parse_request(bytearray(body))
     assert refused.value.status_code == 422
     assert most[0] < 128
 
@@ -203,13 +204,13 @@ def test_as_many_images_as_a_request_may_have_are_far_from_the_limit_of_values()
 
 def test_the_server_answers_others_while_it_parses_a_request(monkeypatch):
     others_answered = threading.Event()
-    parse = server._parsed
+    parse = server._parse_request
 
     def slowly(body):
         assert others_answered.wait(60)
         return parse(body)
 
-    monkeypatch.setattr(server, "_parsed", slowly)
+    monkeypatch.setattr(server, "_parse_request", slowly)
     answers = []
     with serving(JpegCompressibility()) as url:
         asking = threading.Thread(
@@ -380,13 +381,13 @@ def test_token_and_size_are_checked_before_the_body_arrives(head, status):
 def test_bodies_beyond_the_memory_for_them_wait_until_older_ones_are_scored(monkeypatch):
     monkeypatch.setattr(server_limits, "MAX_HELD", 1000)
     held = []
-    release = server_limits.BodyReader._release
+    release = server_limits.BodyReader._release_memory
 
     async def noted(self, ticket, size):
         held.append(self._held)
         await release(self, ticket, size)
 
-    monkeypatch.setattr(server_limits.BodyReader, "_release", noted)
+    monkeypatch.setattr(server_limits.BodyReader, "_release_memory", noted)
     body = json.dumps({"images": [], "prompts": []}).encode().ljust(900)
     with serving(JpegCompressibility(), TOKEN) as url:
         halves = [opened(url, HEAD + b"Content-Length: 900\r\n\r\n" + body[:600]) for _ in range(5)]

@@ -30,11 +30,11 @@ def test_finds_nothing_where_nothing_is(empty):
 @needs_tesseract
 def test_scores_do_not_depend_on_the_neighbours(clean, empty):
     mixed = np.concatenate([clean[0][:4], empty[:2], clean[0][4:6]])
-    together, _ = tesseract.read(mixed)
+    together, _ = tesseract.read_lines_of_text(mixed)
     assert together == [
-        tesseract.read(mixed[index : index + 1])[0][0] for index in range(len(mixed))
+        tesseract.read_lines_of_text(mixed[index : index + 1])[0][0] for index in range(len(mixed))
     ]
-    assert tesseract.read(mixed[::-1])[0] == together[::-1]
+    assert tesseract.read_lines_of_text(mixed[::-1])[0] == together[::-1]
 
 
 @needs_tesseract
@@ -54,8 +54,8 @@ def test_words_go_to_their_pages_and_a_page_that_is_missing_is_no_reading():
         "1\t2\t0\t0\t0\t0\t0\t0\t168\t104\t-1\t",
         "5\t2\t1\t1\t1\t1\t0\t0\t165\t104\t0.000000\ta",
     ]
-    assert tesseract.words_of_pages("\n".join(table), 3) == ['WX "YZ', "", None]
-    assert tesseract.words_of_pages("", 2) == [None, None]
+    assert tesseract.join_words_of_pages("\n".join(table), 3) == ['WX "YZ', "", None]
+    assert tesseract.join_words_of_pages("", 2) == [None, None]
 
 
 def timed_out(*args, **kwargs):
@@ -91,11 +91,11 @@ def test_an_accident_is_nan_with_a_reason_and_never_zero(clean, monkeypatch, acc
 
 def test_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(tesseract.shutil, "which", lambda name: None)
-    assert "apt-get install tesseract-ocr" in tesseract._unavailable.__wrapped__()
+    assert "apt-get install tesseract-ocr" in tesseract._explain_unavailable.__wrapped__()
 
 
 def test_says_when_it_has_no_english(monkeypatch):
     monkeypatch.setattr(tesseract.shutil, "which", lambda name: "/bin/tesseract")
     listed = subprocess.CompletedProcess([], 0, "List of available languages (1):\nosd\n", "")
     monkeypatch.setattr(tesseract.subprocess, "run", lambda *args, **kwargs: listed)
-    assert "tesseract-ocr-eng" in tesseract._unavailable.__wrapped__()
+    assert "tesseract-ocr-eng" in tesseract._explain_unavailable.__wrapped__()

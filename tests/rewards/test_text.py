@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from reward_cases import as_prompt
 
-from ebbflow.recipe.registry import reward
-from ebbflow.rewards.text import exact, judge_readings, text_similarity
+from ebbflow.recipe.registry import configure_reward
+from ebbflow.rewards.text import compute_text_similarity, is_exact_match, score_readings
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ from ebbflow.rewards.text import exact, judge_readings, text_similarity
     ],
 )
 def test_similarity_follows_the_convention(read, target, score):
-    assert text_similarity(read, target) == score
-    assert exact(read, target) == float(score == 1.0)
+    assert compute_text_similarity(read, target) == score
+    assert is_exact_match(read, target) == float(score == 1.0)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,12 @@ def test_similarity_follows_the_convention(read, target, score):
 def test_contained_forgives_what_stands_around_the_target_and_nothing_else(
     read, target, exact_score, contained_score
 ):
-    assert text_similarity(read, target) == text_similarity(read, target, "exact") == exact_score
-    assert text_similarity(read, target, "contained") == contained_score
+    assert (
+        compute_text_similarity(read, target)
+        == compute_text_similarity(read, target, "exact")
+        == exact_score
+    )
+    assert compute_text_similarity(read, target, "contained") == contained_score
 
 
 @given(
@@ -53,36 +57,41 @@ def test_the_two_matches_differ_only_where_the_target_is_inside_a_longer_reading
     around, read, target
 ):
     before, after = around
-    assert text_similarity(before + target + after, target, "contained") == 1
+    assert compute_text_similarity(before + target + after, target, "contained") == 1
     if target not in read or read == target:
-        assert text_similarity(read, target, "contained") == text_similarity(read, target)
+        assert compute_text_similarity(read, target, "contained") == compute_text_similarity(
+            read, target
+        )
 
 
 @given(read=st.text(max_size=12), target=st.text(min_size=1, max_size=12).filter(str.strip))
 def test_similarity_is_a_share_and_one_only_for_equal_texts(read, target):
-    score = text_similarity(read, target)
+    score = compute_text_similarity(read, target)
     assert 0 <= score <= 1
-    assert (score == 1) == bool(exact(read, target))
+    assert (score == 1) == bool(is_exact_match(read, target))
 
 
 def test_case_matters_where_it_is_kept():
-    assert (text_similarity("OPeN", "open"), exact("OPeN", "open")) == (1.0, 1.0)
-    assert (text_similarity("OPeN", "open", case="kept"), exact("OPeN", "open", case="kept")) == (
+    assert (compute_text_similarity("OPeN", "open"), is_exact_match("OPeN", "open")) == (1.0, 1.0)
+    assert (
+        compute_text_similarity("OPeN", "open", case="kept"),
+        is_exact_match("OPeN", "open", case="kept"),
+    ) == (
         0.25,
         0.0,
     )
-    kept = judge_readings(["O pen"], [as_prompt(0, "open")], "same", case="kept")
+    kept = score_readings(["O pen"], [as_prompt(0, "open")], "same", case="kept")
     assert (kept.values[0], kept.metrics["same"][0]) == (0.75, 0.0)
 
 
 def test_a_blank_target_is_an_error():
     with pytest.raises(ValueError, match="blank"):
-        text_similarity("A", " ")
+        compute_text_similarity("A", " ")
 
 
 def test_failed_readings_and_missing_targets_are_nan_with_a_reason():
     prompts = [as_prompt(0, "AB"), as_prompt(1, "AB"), as_prompt(2, None)]
-    result = judge_readings(["ab", None, "ab"], prompts, "hit", {1: "broken"})
+    result = score_readings(["ab", None, "ab"], prompts, "hit", {1: "broken"})
     assert np.array_equal(result.values, [1, np.nan, np.nan], equal_nan=True)
     assert np.array_equal(result.metrics["hit"], [1, np.nan, np.nan], equal_nan=True)
     assert result.failures[1] == "broken"
@@ -90,7 +99,7 @@ def test_failed_readings_and_missing_targets_are_nan_with_a_reason():
 
 
 def test_an_exact_match_stays_exact_whatever_scores_one():
-    result = judge_readings(["open daily"], [as_prompt(0, "OPEN")], "hit", match="contained")
+    result = score_readings(["open daily"], [as_prompt(0, "OPEN")], "hit", match="contained")
     assert (result.values[0], result.metrics["hit"][0]) == (1.0, 0.0)
 
 
@@ -103,7 +112,7 @@ def test_every_reward_that_reads_takes_the_match_of_its_configuration(monkeypatc
     image = np.zeros((1, 8, 8, 3), np.uint8)
     prompts = [as_prompt(0, "OPEN")]
     scores = [
-        reward(name, **keys).build()(image, prompts).values[0]
+        configure_reward(name, **keys).build()(image, prompts).values[0]
         for keys in ({}, {"match": "exact"}, {"match": "contained"})
     ]
     assert scores == [0, 0, 1]
@@ -111,10 +120,10 @@ def test_every_reward_that_reads_takes_the_match_of_its_configuration(monkeypatc
 
 def test_the_page_layout_takes_it_too(monkeypatch):
     monkeypatch.setattr("ebbflow.rewards.ppocr.read_pages", lambda images: (["OPEN DAILY"], {}))
-    config = reward("ocr", layout="page", match="contained")
+    config = configure_reward("ocr", layout="page", match="contained")
     assert config.build()(np.zeros((1, 8, 8, 3), np.uint8), [as_prompt(0, "OPEN")]).values[0] == 1
 
 
 def test_another_match_is_rejected_with_the_choices():
     with pytest.raises(ValidationError, match="'exact' or 'contained'"):
-        reward("ocr", match="contains")
+        configure_reward("ocr", match="contains")

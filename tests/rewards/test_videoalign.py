@@ -25,7 +25,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGen
 
 from ebbflow.rewards.base import DifferentiableReward, VideoReward
 from ebbflow.rewards.built_in import videoalign
-from ebbflow.rewards.built_in.videoalign import VideoAlignConfig, seen_frames
+from ebbflow.rewards.built_in.videoalign import VideoAlignConfig, select_seen_frames
 from ebbflow.rewards.combine import RewardError, Scorer, load_reward
 from ebbflow.rewards.pixels import MEAN, STD
 from ebbflow.rewards.templates import fill_template
@@ -185,7 +185,7 @@ def test_no_videos_are_no_scores(config):
 )
 def test_two_frames_of_each_second_are_looked_at(count, rate, shown):
     """As ``smart_nframes`` and the uniform sampling of the published code."""
-    assert seen_frames(count, rate, 2.0).tolist() == shown
+    assert select_seen_frames(count, rate, 2.0).tolist() == shown
 
 
 def test_the_template_is_the_published_one():

@@ -16,10 +16,10 @@ from reward_cases import as_prompt
 from served_cases import answering, hangs, says
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.recipe.registry import reward
+from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import http
 from ebbflow.rewards.built_in.vision_judge import VisionJudge
-from ebbflow.rewards.chat import base_url
+from ebbflow.rewards.chat import build_base_url
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.text import NO_TARGET
 
@@ -29,7 +29,7 @@ TOKEN = "sk-nobody-should-ever-read-this-1234"
 
 
 def judge(url, **keys):
-    config = reward("vision_judge", url=url, model="eyes-7b", **{"timeout": 5, **keys})
+    config = configure_reward("vision_judge", url=url, model="eyes-7b", **{"timeout": 5, **keys})
     return VisionJudge(config, sleep=lambda seconds: None)
 
 
@@ -249,7 +249,7 @@ def test_braces_in_a_prompt_are_text(prompt):
 )
 def test_a_question_with_other_braces_is_refused_when_the_recipe_is_read(question):
     with pytest.raises(ValidationError, match="all that may stand in braces"):
-        reward("vision_judge", url="http://localhost", model="m", question=question)
+        configure_reward("vision_judge", url="http://localhost", model="m", question=question)
 
 
 def test_a_prompt_without_a_target_is_a_failure_where_the_question_names_it():
@@ -339,7 +339,7 @@ def test_hosts_and_tokens_are_those_of_every_served_reward(monkeypatch):
     ],
 )
 def test_the_url_is_that_of_the_host_or_of_the_api(url, base):
-    assert base_url(judge(url).config.url) == base
+    assert build_base_url(judge(url).config.url) == base
 
 
 @pytest.mark.parametrize(
@@ -363,5 +363,7 @@ def test_unavailable_asks_for_the_model(answer, reason):
 
 
 def test_is_what_a_recipe_names():
-    config = reward("vision_judge", url="http://localhost:8000", model="m", label="poster")
+    config = configure_reward(
+        "vision_judge", url="http://localhost:8000", model="m", label="poster"
+    )
     assert load_reward(config).name == "poster"

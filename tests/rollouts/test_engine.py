@@ -12,7 +12,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
 from tests.glyph_stages import small_stage
 from tests.parameters import move
@@ -28,7 +28,7 @@ def test_adapters_are_merged_where_training_has_no_ratio(model, make_keys, plan)
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(3)
     sampler = SamplerConfig(name="flow_sde", steps=3)
-    expected = generate(model, conditioning, keys, sampler, plan).latents
+    expected = generate_samples(model, conditioning, keys, sampler, plan).latents
     found = (
         Diffusers(SimpleNamespace(config=stage), policy)
         .generate(conditioning, keys, sampler, plan)[0]
@@ -37,4 +37,4 @@ def test_adapters_are_merged_where_training_has_no_ratio(model, make_keys, plan)
     difference = (found - expected).abs().max()
     assert difference < 1e-5 * expected.abs().max()
     assert (difference == 0) == (plan is not None)
-    assert torch.equal(generate(model, conditioning, keys, sampler, plan).latents, expected)
+    assert torch.equal(generate_samples(model, conditioning, keys, sampler, plan).latents, expected)

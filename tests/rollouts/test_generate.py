@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.flow.dpm_solver import dpm_solver_step, shorter_schedule
-from ebbflow.flow.noise import SampleKeys, noise
-from ebbflow.flow.transition import log_prob, sample, transition
+from ebbflow.flow.dpm_solver import dpm_solver_step, shorten_schedule
+from ebbflow.flow.noise import SampleKeys, generate_noise
+from ebbflow.flow.transition import compute_log_prob, compute_transition, sample_next_latents
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 
 TEXTS = ["ABCD", "ABCD", "WXYZ", "WXYZ", "QQQQ", "QQQQ", "MNOP"]
 ODE = SamplerConfig(name="ode", steps=5)
@@ -41,10 +41,10 @@ class GaussianModel:
     def __init__(self):
         self.evaluated_at = []
 
-    def sigmas(self, steps):
+    def compute_sigmas(self, steps):
         return torch.linspace(1, 0, steps + 1)
 
-    def velocity(self, latents, sigma, conditioning):
+    def predict_velocity(self, latents, sigma, conditioning):
         self.evaluated_at.append(sigma[0].item())
         return exact_velocity(latents, sigma[0])
 
@@ -74,13 +74,13 @@ def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model,
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
     for steps in (4, 10):
-        ours = generate(
+        ours = generate_samples(
             model, conditioning, keys, SamplerConfig(name="ode", steps=steps), micro_batch=3
         ).latents
         theirs = open_pipeline(base_folder)(
             prompt_embeds=conditioning["embeds"],
             pooled_prompt_embeds=conditioning["pooled"],
-            latents=noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples),
+            latents=generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples),
             sigmas=np.linspace(1, 1 / steps, steps).tolist(),
             num_inference_steps=steps,
             guidance_scale=1,
@@ -98,9 +98,9 @@ def test_the_ode_is_the_pipeline_of_diffusers(base_folder, open_pipeline, model,
 def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys, plan):
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
-    whole = generate(model, conditioning, keys, SDE, plan, micro_batch=64)
+    whole = generate_samples(model, conditioning, keys, SDE, plan, micro_batch=64)
     for size in (1, 3, 7):
-        parts = generate(model, conditioning, keys, SDE, plan, micro_batch=size)
+        parts = generate_samples(model, conditioning, keys, SDE, plan, micro_batch=size)
         assert torch.allclose(parts.latents, whole.latents, rtol=0, atol=1e-5)
         if plan:
             assert torch.equal(parts.trajectory.sigmas, whole.trajectory.sigmas)
@@ -113,7 +113,7 @@ def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys
                     atol=1e-5,
                 )
     order = [6, 2, 0]
-    some = generate(
+    some = generate_samples(
         model, conditioning.rows(torch.tensor(order)), keys.take(np.array(order)), SDE, plan
     )
     assert torch.allclose(some.latents, whole.latents[order], rtol=0, atol=1e-5)
@@ -122,10 +122,11 @@ def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys
 def test_the_same_call_gives_the_same_bits_and_another_seed_other_ones(model, make_keys):
     conditioning = model.encode_texts(TEXTS)
     first, again = (
-        generate(model, conditioning, make_keys(7), SDE, window(0, 1)).latents for _ in range(2)
+        generate_samples(model, conditioning, make_keys(7), SDE, window(0, 1)).latents
+        for _ in range(2)
     )
     assert torch.equal(first, again)
-    other = generate(model, conditioning, make_keys(7, seed=4), SDE, window(0, 1)).latents
+    other = generate_samples(model, conditioning, make_keys(7, seed=4), SDE, window(0, 1)).latents
     assert (other - first).abs().flatten(1).max(1).values.min() > 0.1
 
 
@@ -139,7 +140,7 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
     sampler = SamplerConfig(name=name, steps=5)
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
-    rollouts = generate(model, conditioning, keys, sampler, plan)
+    rollouts = generate_samples(model, conditioning, keys, sampler, plan)
     record = rollouts.trajectory
     sigmas = model.sigmas(5)
     assert record.steps.tolist() == list(plan.trained)
@@ -149,21 +150,21 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
         assert getattr(record, index).shape == (7, len(plan.trained), *model.latent_shape)
     assert all(getattr(record, index).dtype == torch.float32 for index in RECORDS)
 
-    latents = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
+    latents = generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
     for step in range(5):
         with torch.no_grad():
-            velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
-        move = transition(
+            velocity = model.predict_velocity(latents, sigmas[step].expand(7), conditioning)
+        move = compute_transition(
             name if step in plan.stochastic else "ode", latents, velocity, sigmas, step
         )
-        z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
-        after = sample(move, z)
+        z = generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
+        after = sample_next_latents(move, z)
         if step in plan.trained:
             index = plan.trained.index(step)
             assert torch.equal(record.latents[:, index], latents)
             assert torch.equal(record.means[:, index], move.mean)
             assert torch.equal(record.next_latents[:, index], after)
-            assert torch.equal(record.log_probs[:, index], log_prob(move, after))
+            assert torch.equal(record.log_probs[:, index], compute_log_prob(move, after))
         latents = after
     assert torch.equal(rollouts.latents, latents)
 
@@ -174,31 +175,33 @@ def test_without_a_plan_all_steps_but_the_last_are_stochastic_and_nothing_is_rec
 ):
     conditioning = model.encode_texts(TEXTS)
     sampler = SamplerConfig(name=name, steps=5)
-    rollouts = generate(model, conditioning, make_keys(7), sampler)
+    rollouts = generate_samples(model, conditioning, make_keys(7), sampler)
     assert rollouts.trajectory is None
     assert torch.equal(
         rollouts.latents,
-        generate(model, conditioning, make_keys(7), sampler, window(0, 1, 2, 3)).latents,
+        generate_samples(model, conditioning, make_keys(7), sampler, window(0, 1, 2, 3)).latents,
     )
     assert not torch.allclose(
-        rollouts.latents, generate(model, conditioning, make_keys(7), ODE).latents, atol=1e-2
+        rollouts.latents,
+        generate_samples(model, conditioning, make_keys(7), ODE).latents,
+        atol=1e-2,
     )
 
 
 def test_little_noise_is_nearly_the_ode(model, make_keys):
     conditioning = model.encode_texts(TEXTS)
-    ode = generate(model, conditioning, make_keys(7), ODE).latents
+    ode = generate_samples(model, conditioning, make_keys(7), ODE).latents
     for name in STOCHASTIC:
         sampler = SamplerConfig(name=name, steps=5, eta=1e-5)
         assert torch.allclose(
-            generate(model, conditioning, make_keys(7), sampler).latents, ode, atol=1e-3
+            generate_samples(model, conditioning, make_keys(7), sampler).latents, ode, atol=1e-3
         )
 
 
 @pytest.mark.parametrize("name", ["ode", "dpm_solver", "unipc"])
 def test_a_plan_for_a_deterministic_sampler_is_an_error(model, make_keys, name):
     with pytest.raises(ValueError, match=f"{name}' has no log-probability"):
-        generate(
+        generate_samples(
             model,
             model.encode_texts(TEXTS),
             make_keys(7),
@@ -209,7 +212,7 @@ def test_a_plan_for_a_deterministic_sampler_is_an_error(model, make_keys, name):
 
 def test_nothing_needs_a_gradient(model, make_keys):
     model.transformer.requires_grad_(True)
-    rollouts = generate(model, model.encode_texts(TEXTS), make_keys(7), SDE, window(0, 1))
+    rollouts = generate_samples(model, model.encode_texts(TEXTS), make_keys(7), SDE, window(0, 1))
     assert not rollouts.latents.requires_grad
     assert not any(getattr(rollouts.trajectory, name).requires_grad for name in RECORDS)
 
@@ -220,13 +223,13 @@ def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
     model = GaussianModel()
     sampler = SamplerConfig(name=name, steps=6)
     keys = SampleKeys(3, list(range(count)), [0] * count)
-    images = generate(model, nothing(count), keys, sampler, micro_batch=500).latents
+    images = generate_samples(model, nothing(count), keys, sampler, micro_batch=500).latents
     # The mean follows the data's under every sampler; the variance by x' = slope x + b z + offset.
-    sigmas = model.sigmas(6).double()
+    sigmas = model.compute_sigmas(6).double()
     variance = 1.0
     points = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     for step in range(6):
-        move = transition(
+        move = compute_transition(
             name if step < 5 else "ode", points, exact_velocity(points, sigmas[step]), sigmas, step
         )
         variance = (move.mean[1] - move.mean[0]).item() ** 2 * variance + move.std.item() ** 2
@@ -239,26 +242,30 @@ def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
     sigmas = model.sigmas(6)
-    rollouts = generate(model, conditioning, keys, SamplerConfig(name="dpm_solver", steps=6))
+    rollouts = generate_samples(
+        model, conditioning, keys, SamplerConfig(name="dpm_solver", steps=6)
+    )
     assert rollouts.trajectory is None
-    latents = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
+    latents = generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
     clean = None
     for step in range(6):
         with torch.no_grad():
-            velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
+            velocity = model.predict_velocity(latents, sigmas[step].expand(7), conditioning)
         latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
     assert torch.equal(rollouts.latents, latents)
 
 
 def test_dpm_solver_ends_nearer_to_the_exact_flow_than_the_ode_with_as_many_evaluations(make_keys):
     keys = make_keys(40)
-    exact = DATA_MEAN + DATA_STD * noise(
+    exact = DATA_MEAN + DATA_STD * generate_noise(
         GaussianModel.latent_shape, keys.seed, keys.prompt_ids, keys.samples
     )
 
     def error(name):
         model = GaussianModel()
-        images = generate(model, nothing(40), keys, SamplerConfig(name=name, steps=10)).latents
+        images = generate_samples(
+            model, nothing(40), keys, SamplerConfig(name=name, steps=10)
+        ).latents
         assert len(model.evaluated_at) == 10
         return (images - exact).pow(2).mean().sqrt()
 
@@ -283,14 +290,14 @@ def test_a_tail_is_shorter_and_leaves_the_window_as_it_is(make_keys, plan, tail_
     end = plan.stochastic[-1] + 1
     slow = GaussianModel()
     fast = GaussianModel()
-    full = generate(slow, nothing(6), keys, sampler, window(*plan.trained))
-    short = generate(fast, nothing(6), keys, sampler, plan)
+    full = generate_samples(slow, nothing(6), keys, sampler, window(*plan.trained))
+    short = generate_samples(fast, nothing(6), keys, sampler, plan)
     for name in ("steps", *RECORDS):
         assert torch.equal(getattr(short.trajectory, name), getattr(full.trajectory, name))
-    sigmas = slow.sigmas(25)
+    sigmas = slow.compute_sigmas(25)
     assert torch.equal(
         short.trajectory.sigmas,
-        torch.cat([sigmas[:end], shorter_schedule(sigmas[end:], plan.tail)]),
+        torch.cat([sigmas[:end], shorten_schedule(sigmas[end:], plan.tail)]),
     )
     assert torch.equal(short.trajectory.sigmas[1], sigmas[1])
     assert fast.evaluated_at == short.trajectory.sigmas[:-1].tolist()
@@ -303,10 +310,10 @@ def test_samples_that_share_their_start_have_one_initial_noise_and_their_own_lat
 ):
     conditioning = model.encode_texts(TEXTS[:6])
     keys = SampleKeys(3, [5, 5, 5, 5, 9, 9], [4, 5, 6, 7, 4, 6])
-    shared = generate(
+    shared = generate_samples(
         model, conditioning, replace(keys, sharing=[2]), SDE, window(0, 1)
     ).trajectory.latents[:, 0]
-    apart = generate(model, conditioning, keys, SDE, window(0, 1)).trajectory.latents[:, 0]
+    apart = generate_samples(model, conditioning, keys, SDE, window(0, 1)).trajectory.latents[:, 0]
     assert torch.equal(shared, apart[[0, 0, 2, 2, 4, 5]])
     assert not torch.equal(apart[0], apart[1])
 
@@ -314,10 +321,12 @@ def test_samples_that_share_their_start_have_one_initial_noise_and_their_own_lat
 def test_a_shared_start_leaves_the_noise_of_the_steps_alone(model, make_keys):
     conditioning = model.encode_texts([TEXTS[0]] * 4)
     keys = SampleKeys(3, [5] * 4, [0, 1, 2, 3])
-    record = generate(model, conditioning, replace(keys, sharing=[4]), SDE, window(0, 1)).trajectory
+    record = generate_samples(
+        model, conditioning, replace(keys, sharing=[4]), SDE, window(0, 1)
+    ).trajectory
     assert torch.equal(record.latents[0, 0], record.latents[3, 0])
     drawn = (record.next_latents[:, 0] - record.means[:, 0]).flatten(1)
-    own = noise(model.latent_shape, 3, [5] * 4, [0, 1, 2, 3], step=1).flatten(1)
+    own = generate_noise(model.latent_shape, 3, [5] * 4, [0, 1, 2, 3], step=1).flatten(1)
     assert torch.nn.functional.cosine_similarity(drawn, own).min() > 0.999
 
 
@@ -327,19 +336,19 @@ def test_after_the_window_the_tail_is_dpm_solver_with_the_history_of_the_window(
     """
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
-    rollouts = generate(
+    rollouts = generate_samples(
         model, conditioning, keys, SamplerConfig(name="cps", steps=12), window(1, 2, tail=0.5)
     )
     sigmas = rollouts.trajectory.sigmas
     record = rollouts.trajectory
     latents = rollouts.trajectory.next_latents[:, -1]
     with torch.no_grad():
-        clean = record.latents[:, -1] - sigmas[2] * model.velocity(
+        clean = record.latents[:, -1] - sigmas[2] * model.predict_velocity(
             record.latents[:, -1], sigmas[2].expand(7), conditioning
         )
     for step in range(3, len(sigmas) - 1):
         with torch.no_grad():
-            velocity = model.velocity(latents, sigmas[step].expand(7), conditioning)
+            velocity = model.predict_velocity(latents, sigmas[step].expand(7), conditioning)
         latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
     assert torch.equal(rollouts.latents, latents)
 
@@ -349,8 +358,8 @@ def test_a_tail_ends_close_to_where_all_the_steps_end(make_keys, tail):
     sampler = SamplerConfig(name="flow_sde", steps=25)
     keys = make_keys(40)
     model = GaussianModel()
-    full = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3)).latents
-    short = generate(model, nothing(40), keys, sampler, window(0, 1, 2, 3, tail=tail))
+    full = generate_samples(model, nothing(40), keys, sampler, window(0, 1, 2, 3)).latents
+    short = generate_samples(model, nothing(40), keys, sampler, window(0, 1, 2, 3, tail=tail))
     sigmas = short.trajectory.sigmas
     entry = short.trajectory.next_latents[:, -1]
     exact = DATA_MEAN + DATA_STD * (entry - (1 - sigmas[4]) * DATA_MEAN) / spread(sigmas[4])
@@ -369,8 +378,10 @@ def test_a_tail_changes_the_images_of_the_network_little(model, make_keys):
     sampler = SamplerConfig(name="flow_sde", steps=25)
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
-    full = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3)).latents
-    short = generate(model, conditioning, keys, sampler, window(0, 1, 2, 3, tail=0.4)).latents
+    full = generate_samples(model, conditioning, keys, sampler, window(0, 1, 2, 3)).latents
+    short = generate_samples(
+        model, conditioning, keys, sampler, window(0, 1, 2, 3, tail=0.4)
+    ).latents
     assert 0 < (short - full).pow(2).mean().sqrt() < 0.05 * full.std()
     assert (short - full).abs().max() < 0.2 * full.std()
 
@@ -379,7 +390,9 @@ def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
     sigmas = model.sigmas(5)
-    rollouts = generate(model, conditioning, keys, SDE, window(0, 1, 2, 3), precision="bfloat16")
+    rollouts = generate_samples(
+        model, conditioning, keys, SDE, window(0, 1, 2, 3), precision="bfloat16"
+    )
     record = rollouts.trajectory
     assert rollouts.latents.dtype == torch.float32
     assert all(getattr(record, name).dtype == torch.float32 for name in RECORDS)
@@ -388,11 +401,11 @@ def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make
         before = record.latents[:, index]
         after = record.next_latents[:, index]
         with torch.no_grad():
-            velocity = model.velocity(before, sigmas[step].expand(7), conditioning)
-        move = transition("flow_sde", before, velocity, sigmas, step)
+            velocity = model.predict_velocity(before, sigmas[step].expand(7), conditioning)
+        move = compute_transition("flow_sde", before, velocity, sigmas, step)
         # The record is consistent in itself: its log-prob is the density of its own mean, not of
         # the float32 one.
-        z = noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
+        z = generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1)
         assert torch.equal(record.means[:, index] + move.std * z, after)
         own = (
             torch.distributions.Normal(record.means[:, index], move.std)
@@ -402,7 +415,7 @@ def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make
         )
         assert torch.allclose(record.log_probs[:, index], own, rtol=0, atol=1e-5)
         assert 0 < (record.means[:, index] - move.mean).abs().max() < 0.02
-        difference = (record.log_probs[:, index] - log_prob(move, after)).abs()
+        difference = (record.log_probs[:, index] - compute_log_prob(move, after)).abs()
         assert 0 < difference.max() < 2e-3
 
 
@@ -411,7 +424,7 @@ def test_bfloat16_images_are_close_to_those_of_float32(model, make_keys):
     keys = make_keys(7)
     for sampler in (ODE, SDE, SamplerConfig(name="dpm_solver", steps=5)):
         full, low = (
-            generate(model, conditioning, keys, sampler, precision=name).latents
+            generate_samples(model, conditioning, keys, sampler, precision=name).latents
             for name in ("float32", "bfloat16")
         )
         assert 0 < (full - low).abs().max() < 0.05
@@ -419,6 +432,6 @@ def test_bfloat16_images_are_close_to_those_of_float32(model, make_keys):
 
 def test_keys_by_slice_and_by_position():
     keys = SampleKeys(7, [4, 5, 6], [0, 1, 2])
-    assert keys.rows(slice(1, 3)) == SampleKeys(7, [5, 6], [1, 2])
-    assert keys.take(np.array([2, 0])) == SampleKeys(7, [6, 4], [2, 0])
+    assert keys.select_slice(slice(1, 3)) == SampleKeys(7, [5, 6], [1, 2])
+    assert keys.select_samples(np.array([2, 0])) == SampleKeys(7, [6, 4], [2, 0])
     assert len(keys) == 3

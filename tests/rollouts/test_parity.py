@@ -13,8 +13,8 @@ from ebbflow.models import load_model
 from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import generate
-from ebbflow.rollouts.parity import ParityError, parity_bar
+from ebbflow.rollouts.generate import generate_samples
+from ebbflow.rollouts.parity import ParityError, compute_parity_bar
 from ebbflow.training.policy import Policy
 
 TEXTS = ["ABCD", "EFGH", "IJKL", "MNOP", "QRST", "UVWX"]
@@ -35,7 +35,7 @@ class Other:
 
     def generate(self, conditioning, keys, sampler, plan=None):
         self.asked.append((len(keys), sampler, plan))
-        rollouts = self.change(generate(self.model, conditioning, keys, sampler, plan))
+        rollouts = self.change(generate_samples(self.model, conditioning, keys, sampler, plan))
         return rollouts, np.zeros((len(keys), 1, 1, 3), np.uint8)
 
 
@@ -191,7 +191,7 @@ def test_an_engine_may_be_off_by_the_clip_range(ask, policy, other, clip_range, 
     stage = OnlineStageConfig.model_validate(
         {"algorithm": {"name": "flow_grpo", "clip_range": clip_range}}
     )
-    bar = parity_bar(stage, dims=512)
+    bar = compute_parity_bar(stage, dims=512)
     engine = Other(other, off_by(2e-4))
     parity = ParityConfig(samples=4, bar=bar)
     if passes:
@@ -213,4 +213,4 @@ def test_an_engine_may_be_off_by_the_clip_range(ask, policy, other, clip_range, 
 )
 def test_the_bar_follows_the_algorithm_unless_given(stage, bar):
     stage = OnlineStageConfig.model_validate({"engine": "vllm_omni", **stage})
-    assert parity_bar(stage, dims=512) == pytest.approx(bar)
+    assert compute_parity_bar(stage, dims=512) == pytest.approx(bar)

@@ -27,10 +27,10 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.rollouts import vllm_omni
 from ebbflow.rollouts.engine import Diffusers
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.rollouts.vllm_omni import VARIABLE, EngineError, VllmOmni
-from ebbflow.rollouts.weights import checksum
-from ebbflow.rollouts.wire import Task, pack_rollouts, serve
+from ebbflow.rollouts.weights import compute_checksum
+from ebbflow.rollouts.wire import Task, pack_rollouts, serve_calls
 from ebbflow.stage import StageContext
 from ebbflow.training.policy import Policy
 
@@ -69,13 +69,15 @@ class Generating:
     def take(self, header, tensors):
         self.calls.append(header)
         self.files.append(load_file(header["file"]))
-        return {"sha256": checksum(self.files[-1])}, {}
+        return {"sha256": compute_checksum(self.files[-1])}, {}
 
     def generate(self, header, tensors):
-        task = Task.unpack(header, tensors)
+        task = Task.unpack_message(header, tensors)
         self.calls.append({"call": "generate", "rows": len(task.keys)})
-        rollouts = generate(self.model, task.conditioning, task.keys, task.sampler, task.plan)
-        return {}, pack_rollouts(rollouts, self.model.decode(rollouts.latents))
+        rollouts = generate_samples(
+            self.model, task.conditioning, task.keys, task.sampler, task.plan
+        )
+        return {}, pack_rollouts(rollouts, self.model.decode_latents(rollouts.latents))
 
     def start(self, python, log):
         ours, theirs = vllm_omni.socket.socketpair()
@@ -85,7 +87,7 @@ class Generating:
             "load_weights": self.take,
             "generate": self.generate,
         }
-        threading.Thread(target=serve, args=(theirs, calls), daemon=True).start()
+        threading.Thread(target=serve_calls, args=(theirs, calls), daemon=True).start()
         return ours, subprocess.Popen([sys.executable, "-c", ""])
 
 
@@ -94,7 +96,7 @@ def other(monkeypatch):
     """The side that generates; engines opened in the test talk to it."""
     side = Generating()
     monkeypatch.setenv(VARIABLE, sys.executable)
-    monkeypatch.setattr(vllm_omni, "_start", side.start)
+    monkeypatch.setattr(vllm_omni, "_start_process", side.start)
     return side
 
 
@@ -144,7 +146,7 @@ def test_a_request_is_cut_and_comes_back_as_from_the_reference(other, ctx, plan)
     engine = open_engine(ctx)
     model = load_model(vllm_omni.Path(ctx.recipe.model.path), ctx.recipe.model)
     reference = Diffusers(ctx, Policy(model, ctx.recipe.policy, 0))
-    conditioning = model.encode(prompts(TEXTS))
+    conditioning = model.encode_prompts(prompts(TEXTS))
     keys = SampleKeys(3, [4, 5, 6, 7, 8], [1, 1, 1, 1, 2])
     assert conditioning.negative is not None
     found, images = engine.generate(conditioning, keys, SDE, plan)
@@ -193,7 +195,9 @@ def test_lora_is_one_file_with_its_rank_and_alpha_and_does_not_stay(other, ctx):
 
 def test_full_weights_go_in_buckets_and_the_last_one_says_so(other, ctx, monkeypatch):
     monkeypatch.setattr(
-        vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()]
+        vllm_omni,
+        "split_into_buckets",
+        lambda weights: [{name: values} for name, values in weights.items()],
     )
     engine = open_engine(ctx(policy={"train": "full"}))
     weights = {name: torch.randn(3) for name in "abc"}
@@ -219,8 +223,8 @@ def test_what_was_changed_on_the_way_is_never_generated_with(other, ctx, monkeyp
     monkeypatch.setattr(vllm_omni, "save_file", spoil)
     with pytest.raises(EngineError, match="load_weights.*checksum") as error:
         engine.load(weights)
-    assert checksum(weights)[:12] in str(error.value)
-    assert checksum(other.files[-1])[:12] in str(error.value)
+    assert compute_checksum(weights)[:12] in str(error.value)
+    assert compute_checksum(other.files[-1])[:12] in str(error.value)
     with pytest.raises(EngineError, match="generate: the engine was closed"):
         engine.generate(nothing(), SampleKeys(0, [0], [0]), SDE)
 
@@ -234,7 +238,9 @@ def test_an_interrupted_push_leaves_no_engine_with_half_of_the_weights(other, ct
     save = vllm_omni.save_file
     monkeypatch.setattr(vllm_omni, "save_file", interrupt)
     monkeypatch.setattr(
-        vllm_omni, "bucketize", lambda weights: [{name: values} for name, values in weights.items()]
+        vllm_omni,
+        "split_into_buckets",
+        lambda weights: [{name: values} for name, values in weights.items()],
     )
     engine = open_engine(ctx(policy={"train": "full"}))
     with pytest.raises(OSError, match="no space"):
@@ -251,7 +257,7 @@ def test_an_interrupted_call_does_not_leave_its_answer_to_the_next_one(stand_in,
     stand_in("take(); give({}); take(); give({})")
     engine = open_engine(ctx())
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_omni, "receive", interrupt)
+        patch.setattr(vllm_omni, "receive_message", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(nothing(), SampleKeys(0, [0], [0]), SDE)
     with pytest.raises(EngineError, match="generate: the engine was closed"):

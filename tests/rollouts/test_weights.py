@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from ebbflow.rollouts import weights
-from ebbflow.rollouts.weights import TransferError, WeightsVersion, bucketize, checksum
+from ebbflow.rollouts.weights import (
+    TransferError,
+    WeightsVersion,
+    compute_checksum,
+    split_into_buckets,
+)
 
 SENT = {name: torch.arange(6.0).reshape(2, 3) + number for number, name in enumerate("abcd")}
 
@@ -29,14 +34,16 @@ def hashed_at_once(request, monkeypatch):
     ids=["shape", "type", "bytes", "exchanged", "missing", "names"],
 )
 def test_a_change_is_found_on_arrival(changed):
-    buckets = tuple(bucketize(changed, 30))
+    buckets = tuple(split_into_buckets(changed, 30))
     with pytest.raises(TransferError, match="version 3 arrived as"):
-        WeightsVersion(3, checksum(SENT), buckets).receive(lambda bucket: bucket)
+        WeightsVersion(3, compute_checksum(SENT), buckets).receive_tensors(lambda bucket: bucket)
 
 
 def test_neither_order_nor_memory_layout_counts():
     turned = {name: SENT[name].T.contiguous().T for name in reversed(SENT)}
     assert (
-        WeightsVersion(3, checksum(SENT), (turned,)).receive(lambda bucket: bucket).keys()
+        WeightsVersion(3, compute_checksum(SENT), (turned,))
+        .receive_tensors(lambda bucket: bucket)
+        .keys()
         == SENT.keys()
     )

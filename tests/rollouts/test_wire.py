@@ -21,9 +21,9 @@ from ebbflow.rollouts.wire import (
     LENGTHS,
     Task,
     pack_rollouts,
-    receive,
-    send,
-    serve,
+    receive_message,
+    send_message,
+    serve_calls,
     unpack_rollouts,
 )
 
@@ -38,9 +38,9 @@ def pair():
 def through(pair, header, tensors):
     """What arrives of a message; it is sent beside, for a socket holds little."""
     ours, theirs = pair
-    sender = threading.Thread(target=send, args=(ours, header, tensors))
+    sender = threading.Thread(target=send_message, args=(ours, header, tensors))
     sender.start()
-    found = receive(theirs)
+    found = receive_message(theirs)
     sender.join()
     return found
 
@@ -73,7 +73,7 @@ def test_negative_prompts_that_guide_nothing_stay_behind():
         SamplerConfig(name="ode", steps=3),
         None,
     )
-    header, tensors = task.pack()
+    header, tensors = task.pack_message()
     assert header["guidance"] == [1.0]
     assert len(tensors) == len(task.conditioning.tensors)
 
@@ -84,7 +84,9 @@ def test_a_task_arrives_as_it_was(pair, negative, plan):
     conditioning = encoded(3, 4.5, encoded(3) if negative else None)
     keys = SampleKeys(2**62 + 1, np.array([7, 8, 9]), [np.int64(4), 5, 2**40], sharing=[3])
     sampler = SamplerConfig(name="cps", steps=7, eta=0.3)
-    task = Task.unpack(*through(pair, *Task(conditioning, keys, sampler, plan).pack()))
+    task = Task.unpack_message(
+        *through(pair, *Task(conditioning, keys, sampler, plan).pack_message())
+    )
     same(task.conditioning, conditioning)
     assert task.keys == SampleKeys(2**62 + 1, [7, 8, 9], [4, 5, 2**40], sharing=[3])
     assert (task.sampler, task.plan) == (sampler, plan)
@@ -127,14 +129,14 @@ def test_a_failed_call_is_answered_and_the_next_one_served(pair):
         "refuse": refuse,
         "double": lambda header, tensors: ({"n": 2 * header["n"]}, {"x": 2 * tensors["x"]}),
     }
-    server = threading.Thread(target=serve, args=(theirs, calls))
+    server = threading.Thread(target=serve_calls, args=(theirs, calls))
     server.start()
-    send(ours, {"call": "refuse"})
-    assert receive(ours)[0] == {"error": "ValueError: made to fail"}
-    send(ours, {"call": "unheard of"})
-    assert receive(ours)[0] == {"error": "KeyError: 'unheard of'"}
-    send(ours, {"call": "double", "n": 4}, {"x": torch.tensor([1.5])})
-    header, tensors = receive(ours)
+    send_message(ours, {"call": "refuse"})
+    assert receive_message(ours)[0] == {"error": "ValueError: made to fail"}
+    send_message(ours, {"call": "unheard of"})
+    assert receive_message(ours)[0] == {"error": "KeyError: 'unheard of'"}
+    send_message(ours, {"call": "double", "n": 4}, {"x": torch.tensor([1.5])})
+    header, tensors = receive_message(ours)
     assert header == {"n": 8}
     assert tensors["x"].tolist() == [3.0]
     ours.close()
@@ -147,4 +149,4 @@ def test_half_a_message_is_the_end(pair):
     ours.sendall(LENGTHS.pack(10, 0) + b"{}")
     ours.close()
     with pytest.raises(EOFError):
-        receive(theirs)
+        receive_message(theirs)

@@ -15,12 +15,12 @@ from ebbflow.storage.artifacts import (
     COMMIT,
     MANIFEST,
     ArtifactError,
-    commit,
-    new_folder,
-    require_replaceable,
-    verify,
+    check_replaceable,
+    commit_folder,
+    verify_folder,
+    write_new_folder,
 )
-from ebbflow.storage.disk import sha256_of
+from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.locks import try_lock
 
 FILES = {
@@ -48,7 +48,7 @@ def everything(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    with new_folder(tmp_path / "artifact") as partial:
+    with write_new_folder(tmp_path / "artifact") as partial:
         write(partial)
     return tmp_path / "artifact"
 
@@ -59,7 +59,7 @@ def test_a_new_folder_is_committed_and_in_place(folder, tmp_path):
     assert (
         found.pop(COMMIT).decode()
         == hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-        == verify(folder)
+        == verify_folder(folder)
     )
     assert found == FILES
     assert manifest == {
@@ -69,14 +69,14 @@ def test_a_new_folder_is_committed_and_in_place(folder, tmp_path):
 
 
 def test_the_digest_is_that_of_the_content(folder, tmp_path):
-    with new_folder(tmp_path / "elsewhere") as partial:
+    with write_new_folder(tmp_path / "elsewhere") as partial:
         write(partial, dict(reversed(FILES.items())))
-    assert verify(tmp_path / "elsewhere") == verify(folder)
-    with new_folder(tmp_path / "other") as partial:
+    assert verify_folder(tmp_path / "elsewhere") == verify_folder(folder)
+    with write_new_folder(tmp_path / "other") as partial:
         write(partial, FILES | {"a.txt": b"First"})
-    assert verify(tmp_path / "other") != verify(folder)
+    assert verify_folder(tmp_path / "other") != verify_folder(folder)
     shutil.copytree(folder, tmp_path / "copy")
-    assert verify(tmp_path / "copy") == verify(folder)
+    assert verify_folder(tmp_path / "copy") == verify_folder(folder)
 
 
 names = st.sampled_from([*FILES, MANIFEST, COMMIT])
@@ -89,7 +89,7 @@ def test_any_changed_byte_is_found(tmp_path, name, data):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     write(folder)
-    commit(folder)
+    commit_folder(folder)
     content = bytearray((folder / name).read_bytes())
     if content:
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
@@ -97,7 +97,7 @@ def test_any_changed_byte_is_found(tmp_path, name, data):
         content = bytearray(b"x")
     (folder / name).write_bytes(content)
     with pytest.raises(ArtifactError, match=r"changed.*(make it again|copy it again)"):
-        verify(folder)
+        verify_folder(folder)
 
 
 @in_place
@@ -107,11 +107,11 @@ def test_any_truncated_file_is_found(tmp_path, name, data):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     write(folder, FILES | {"deep/er/c": b"something"})
-    commit(folder)
+    commit_folder(folder)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(ArtifactError):
-        verify(folder)
+        verify_folder(folder)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST, COMMIT])
@@ -120,7 +120,7 @@ def test_any_missing_file_is_found(folder, name):
     with pytest.raises(
         ArtifactError, match="no COMMIT" if name in (MANIFEST, COMMIT) else name.replace(".", r"\.")
     ):
-        verify(folder)
+        verify_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_any_missing_file_is_found(folder, name):
 def test_any_added_file_is_found(folder, name):
     (folder / name).write_bytes(b"")
     with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
-        verify(folder)
+        verify_folder(folder)
 
 
 def test_swapped_files_are_found(folder):
@@ -140,17 +140,17 @@ def test_swapped_files_are_found(folder):
     first.write_bytes(other)
     second.write_bytes(one)
     with pytest.raises(ArtifactError, match=r"a\.txt, deep/b\.bin"):
-        verify(folder)
+        verify_folder(folder)
 
 
 def test_what_is_not_there_is_no_artifact(tmp_path):
     for folder in (tmp_path / "missing", tmp_path):
         with pytest.raises(ArtifactError, match="no COMMIT"):
-            verify(folder)
+            verify_folder(folder)
 
 
 def fail_half_way(folder):
-    with new_folder(folder) as partial:
+    with write_new_folder(folder) as partial:
         write(partial, {"a.txt": b"second"})
         raise RuntimeError("half way")
 
@@ -167,24 +167,24 @@ def test_an_exception_leaves_what_was_there_before(folder, tmp_path):
         fail_half_way(folder)
     assert everything(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
-    verify(folder)
+    verify_folder(folder)
 
 
 def test_a_new_folder_takes_the_place_of_the_old_one(folder):
-    with new_folder(folder) as partial:
+    with write_new_folder(folder) as partial:
         assert not list(partial.iterdir())
         write(partial, {"only": b"this"})
-    verify(folder)
+    verify_folder(folder)
     assert everything(folder).keys() == {"only", MANIFEST, COMMIT}
 
 
 def test_it_does_not_exist_before_it_is_whole(tmp_path):
-    with new_folder(tmp_path / "deep" / "artifact") as partial:
+    with write_new_folder(tmp_path / "deep" / "artifact") as partial:
         write(partial)
         assert not (tmp_path / "deep" / "artifact").exists()
         with pytest.raises(ArtifactError):
-            verify(partial)
-    verify(tmp_path / "deep" / "artifact")
+            verify_folder(partial)
+    verify_folder(tmp_path / "deep" / "artifact")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_what_is_not_ours_is_never_replaced(tmp_path, there):
         write(target, there)
     with (
         pytest.raises(ArtifactError, match="Nothing was deleted; name a new or empty folder"),
-        new_folder(target),
+        write_new_folder(target),
     ):
         raise AssertionError("nothing is written first")
     assert target.read_text() == "a file" if there is None else everything(target) == there
@@ -207,7 +207,7 @@ def test_what_is_not_ours_is_never_replaced(tmp_path, there):
 def test_an_empty_folder_and_a_committed_one_are_replaced(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for target in (folder, tmp_path / "empty"):
-        with new_folder(target) as partial:
+        with write_new_folder(target) as partial:
             write(partial, {"new": b"1"})
         assert everything(target)["new"] == b"1"
 
@@ -216,7 +216,7 @@ def test_an_empty_folder_and_a_committed_one_are_replaced(folder, tmp_path):
 def test_a_committed_folder_that_was_changed_is_never_replaced(folder, name):
     (folder / name).write_bytes(b"years of work")
     before = everything(folder)
-    for refuse in (lambda: require_replaceable(folder), lambda: fail_half_way(folder)):
+    for refuse in (lambda: check_replaceable(folder), lambda: fail_half_way(folder)):
         with pytest.raises(
             ArtifactError,
             match=rf"manifest \({name}\).*Nothing was deleted; name a new or empty folder",
@@ -230,7 +230,7 @@ def test_what_a_user_puts_there_meanwhile_is_never_replaced(folder, tmp_path, th
     target = folder if there == "a committed folder" else tmp_path / "target"
     if there == "an empty folder":
         target.mkdir()
-    with pytest.raises(ArtifactError, match="Nothing was deleted"), new_folder(target):
+    with pytest.raises(ArtifactError, match="Nothing was deleted"), write_new_folder(target):
         write(target, {"notes.txt": b"years of work"})
     assert everything(target)["notes.txt"] == b"years of work"
     assert {path.name for path in tmp_path.iterdir()} == {"artifact", target.name}
@@ -242,24 +242,24 @@ def test_what_a_link_names_is_replaced_and_the_link_stays(folder, tmp_path):
     for target in (tmp_path / "disk", folder):
         link.unlink(missing_ok=True)
         link.symlink_to(target, target_is_directory=True)
-        with new_folder(link) as partial:
+        with write_new_folder(link) as partial:
             write(partial, {"new": b"1"})
         assert link.readlink() == target
         assert everything(target)["new"] == b"1"
 
 
 def test_only_a_new_or_empty_folder_is_written_unless_that_may_be_overwritten(folder, tmp_path):
-    require_replaceable(folder)
+    check_replaceable(folder)
     (tmp_path / "empty").mkdir()
     for free in ("nothing", "empty"):
-        require_replaceable(tmp_path / free, overwrite=False)
+        check_replaceable(tmp_path / free, overwrite=False)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for used in (folder, folder / "a.txt", tmp_path / "dangling"):
         with pytest.raises(ArtifactError, match="exists and is no empty folder; name a new one"):
-            require_replaceable(used, overwrite=False)
+            check_replaceable(used, overwrite=False)
         with (
             pytest.raises(ArtifactError, match="name a new one"),
-            new_folder(used, overwrite=False),
+            write_new_folder(used, overwrite=False),
         ):
             raise AssertionError("nothing is written first")
 
@@ -269,38 +269,40 @@ def test_links_that_a_manifest_cannot_hold_are_found(folder, tmp_path):
     (tmp_path / "elsewhere" / "weights").write_bytes(b"any")
     (folder / "more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     with pytest.raises(ArtifactError, match="holds 'more', which is neither a file nor a folder"):
-        verify(folder)
+        verify_folder(folder)
     (folder / "more").unlink()
     (folder / "more").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ArtifactError, match="holds 'more'"):
-        verify(folder)
+        verify_folder(folder)
 
 
 def test_contents_are_read_once_and_again_after_any_change(folder, monkeypatch):
     monkeypatch.setattr(artifacts, "CLOCK_TICK", 0)
     read = []
     monkeypatch.setattr(
-        artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path)
+        artifacts, "sha256_of_file", lambda path: read.append(path.name) or sha256_of_file(path)
     )
-    digest = verify(folder)
+    digest = verify_folder(folder)
     assert sorted(read) == sorted(["manifest.json", "a.txt", "b.bin", "c", "manifest.json.txt"])
     read.clear()
-    assert verify(folder) == digest
+    assert verify_folder(folder) == digest
     assert read == []
     times = (folder / "a.txt").stat()
     (folder / "a.txt").write_bytes(b"First")  # as long as before
     os.utime(folder / "a.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ArtifactError, match=r"does not match its manifest \(a.txt\)"):
-        verify(folder)
+        verify_folder(folder)
 
 
 def test_a_folder_that_changes_within_a_tick_of_the_clock_is_read_again(folder, monkeypatch):
-    verify(folder)
-    frozen = artifacts._state(folder)
-    monkeypatch.setattr(artifacts, "_state", lambda _: frozen)  # as a coarse clock would show it
+    verify_folder(folder)
+    frozen = artifacts._read_file_states(folder)
+    monkeypatch.setattr(
+        artifacts, "_read_file_states", lambda _: frozen
+    )  # as a coarse clock would show it
     (folder / "a.txt").write_bytes(b"First")
     with pytest.raises(ArtifactError, match="does not match its manifest"):
-        verify(folder)
+        verify_folder(folder)
 
 
 @pytest.fixture
@@ -312,9 +314,9 @@ def another_process(tmp_path, monkeypatch):
         monkeypatch.setattr(artifacts, name, value)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    artifacts._verified_once.cache_clear()
-    yield artifacts._verified_once.cache_clear
-    artifacts._verified_once.cache_clear()
+    artifacts._verify_state_once.cache_clear()
+    yield artifacts._verify_state_once.cache_clear
+    artifacts._verify_state_once.cache_clear()
 
 
 def test_one_process_of_a_machine_reads_a_large_folder(
@@ -322,12 +324,12 @@ def test_one_process_of_a_machine_reads_a_large_folder(
 ):
     read = []
     monkeypatch.setattr(
-        artifacts, "sha256_of", lambda path: read.append(path.name) or sha256_of(path)
+        artifacts, "sha256_of_file", lambda path: read.append(path.name) or sha256_of_file(path)
     )
-    digest = verify(folder)
+    digest = verify_folder(folder)
     assert len(read) == 5
     another_process()
-    assert verify(folder) == digest
+    assert verify_folder(folder) == digest
     assert len(read) == 5
     (record,) = (
         path for path in (tmp_path / "temporary").rglob("verified-*") if path.suffix != ".lock"
@@ -336,7 +338,7 @@ def test_one_process_of_a_machine_reads_a_large_folder(
     for damage in ("", digest[:-1], "0" * 64):  # a process was killed while it wrote the record
         record.write_text(damage)
         another_process()
-        assert verify(folder) == digest
+        assert verify_folder(folder) == digest
         assert record.read_text() == digest
 
 
@@ -354,7 +356,7 @@ def test_records_of_yesterday_are_removed_when_one_is_written(folder, another_pr
             if path.exists() and not young:
                 os.utime(path, (yesterday, yesterday))
     with try_lock(records / "verified-held.lock"):
-        verify(folder)
+        verify_folder(folder)
     left = {path.name.removeprefix("verified-") for path in records.iterdir()}
     others = {"held", "held.lock", "used", "used.lock", "young", "young.lock"}
     assert others < left
@@ -362,12 +364,12 @@ def test_records_of_yesterday_are_removed_when_one_is_written(folder, another_pr
 
 
 def test_a_large_folder_that_changed_is_read_again_by_all(folder, another_process):
-    verify(folder)
+    verify_folder(folder)
     another_process()
     (folder / "a.txt").write_bytes(b"First")
     for _ in range(2):
         with pytest.raises(ArtifactError, match="does not match its manifest"):
-            verify(folder)
+            verify_folder(folder)
         another_process()
 
 
@@ -375,8 +377,10 @@ def test_a_large_folder_is_read_once_it_is_old_enough(folder, another_process, m
     waited = []
     monkeypatch.setattr(artifacts, "CLOCK_TICK", 10**12)
     monkeypatch.setattr(artifacts.time, "sleep", waited.append)
-    digest = verify(folder)
+    digest = verify_folder(folder)
     another_process()
-    monkeypatch.setattr(artifacts, "_verified", lambda folder: pytest.fail("it was read again"))
-    assert verify(folder) == digest
+    monkeypatch.setattr(
+        artifacts, "_verify_contents", lambda folder: pytest.fail("it was read again")
+    )
+    assert verify_folder(folder) == digest
     assert waited == [1000.0, 1000.0]

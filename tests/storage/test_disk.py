@@ -24,9 +24,14 @@ from ebbflow.offline.rollouts import generate_shard
 from ebbflow.offline.scoring import score_shard
 from ebbflow.stage import StageContext
 from ebbflow.storage import artifacts
-from ebbflow.storage.artifacts import new_folder, verify
-from ebbflow.storage.disk import DiskFullError, scratch_folder, scratch_path, write_text
-from ebbflow.storage.tables import read_table_metadata, row_count, write_table
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
+from ebbflow.storage.disk import (
+    DiskFullError,
+    open_scratch_folder,
+    path_of_scratch_folder,
+    write_text,
+)
+from ebbflow.storage.tables import count_rows, read_table_metadata, write_table
 from ebbflow.training.checkpoint import write_part
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
@@ -67,19 +72,19 @@ def require_refused_then_written(path: Path, write: Callable[[], None], size: in
 def test_a_policy_folder(model, make_recipe, tmp_path, train):
     recipe = make_recipe(policy={"train": train})
     policy = Policy(model, recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     metadata = PolicyMetadata(
         base_digest="b", recipe_digest="r", config=recipe.policy, version=1, copies=("old",)
     )
     folder = tmp_path / "policy"
-    require_refused_then_written(folder, partial(policy.save, folder, metadata), size=40_000)
-    digest = verify(folder)
+    require_refused_then_written(folder, partial(policy.save_folder, folder, metadata), size=40_000)
+    digest = verify_folder(folder)
     require_refused_then_written(
         folder,
-        partial(policy.save, folder, metadata.model_copy(update={"version": 2})),
+        partial(policy.save_folder, folder, metadata.model_copy(update={"version": 2})),
         size=40_000,
     )
-    assert verify(folder) != digest
+    assert verify_folder(folder) != digest
 
 
 def test_a_checkpoint(model, make_recipe, tmp_path):
@@ -88,18 +93,18 @@ def test_a_checkpoint(model, make_recipe, tmp_path):
     folder = tmp_path / "step-00002"
 
     def write() -> None:
-        with new_folder(folder) as partial:
+        with write_new_folder(folder) as partial:
             write_part(partial, updater)
 
     require_refused_then_written(folder, write, size=40_000)
-    verify(folder)
+    verify_folder(folder)
 
 
 def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path):
     ctx = StageContext(make_recipe(), 0, 1)
     prompts = make_prompts(4)
     policy = Policy(model, ctx.recipe.policy, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     rollouts = tmp_path / "rollouts.parquet"
     scores = tmp_path / "scores.parquet"
     generate = partial(generate_shard, ctx, model, policy, 0, prompts, 0, rollouts)
@@ -107,7 +112,7 @@ def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path)
     require_refused_then_written(
         scores, partial(score_shard, ctx, scorer, prompts, rollouts, scores), size=500
     )
-    assert row_count(scores) == row_count(rollouts) == 8
+    assert count_rows(scores) == count_rows(rollouts) == 8
 
 
 def test_a_text_file(tmp_path):
@@ -131,7 +136,7 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
     folder = tmp_path / "artifact"
 
     def write(text: str) -> None:
-        with new_folder(folder) as partial:
+        with write_new_folder(folder) as partial:
             (partial / "a").write_text(text)
             (partial / "b").write_text(text)
 
@@ -158,7 +163,7 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
                 (Path, "write_text"),
                 (Path, "mkdir"),
                 (Path, "rename"),
-                (artifacts, "sync"),
+                (artifacts, "sync_path"),
             ):
                 patched.setattr(owner, name, full.instead_of(getattr(owner, name)))
             try:
@@ -168,7 +173,7 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
                 assert found in (expected, {"new"}), f"after {calls} calls"
                 assert found == expected or full.left == 0
                 if folder.exists():
-                    verify(folder)
+                    verify_folder(folder)
                 assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
                 if found == {"new"}:
                     # it already stood there when the parent folder could not be synchronised
@@ -176,7 +181,7 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
             else:
                 break
     assert calls > 8
-    verify(folder)
+    verify_folder(folder)
     assert {path.read_text() for path in folder.glob("[ab]")} == {"new"}
 
 
@@ -199,13 +204,13 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
         assert writer.stdout is not None
         writer.stdout.readline()
         try:
-            with new_folder(folder) as partial:
+            with write_new_folder(folder) as partial:
                 (partial / "weights").write_text("of another")
             assert (tmp_path / f".step-00010.partial-{writer.pid}" / "weights").is_file()
         finally:
             writer.send_signal(signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 2
-    with new_folder(folder) as partial:
+    with write_new_folder(folder) as partial:
         (partial / "weights").write_text("of the next attempt")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00010"]
     assert (folder / "weights").read_text() == "of the next attempt"
@@ -275,12 +280,12 @@ def test_a_scratch_folder_is_where_other_processes_find_it_and_leaves_nothing(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with scratch_folder("things") as folder:
-        assert folder == scratch_path("things", os.getpid())
+    with open_scratch_folder("things") as folder:
+        assert folder == path_of_scratch_folder("things", os.getpid())
         (folder / "file").touch()
-        killed = scratch_path("things", 1)
+        killed = path_of_scratch_folder("things", 1)
         (killed / "deep").mkdir(parents=True)
     assert list(killed.parent.iterdir()) == [killed]
-    with scratch_folder("things") as folder:
+    with open_scratch_folder("things") as folder:
         assert list(killed.parent.iterdir()) == [folder]
         assert not list(folder.iterdir())

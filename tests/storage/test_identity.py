@@ -9,7 +9,7 @@ import pytest
 
 from ebbflow.recipe import Recipe, paths
 from ebbflow.storage import identity
-from ebbflow.storage.identity import code_digest, inputs_digest
+from ebbflow.storage.identity import compute_code_digest, compute_inputs_digest
 
 
 def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> No
         for path, text in ({"a.py": "1", "b/c.html": "2", "notes.md": "3"} | changes).items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
-        return code_digest(folder)
+        return compute_code_digest(folder)
 
     same = copied("one")
     assert copied("two") == same
@@ -39,12 +39,12 @@ def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> No
 def test_the_code_digest_follows_the_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = code_digest(tmp_path)
+    before = compute_code_digest(tmp_path)
     installed = identity.version
     monkeypatch.setattr(
         identity, "version", lambda name: "0.0" if name == "torch" else installed(name)
     )
-    assert code_digest(tmp_path) != before
+    assert compute_code_digest(tmp_path) != before
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -55,10 +55,10 @@ def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
     if committed:
         (folder / "COMMIT").write_text("digest")
     recipe = Recipe.model_validate({"model": {"path": str(folder)}})
-    before = inputs_digest(recipe)
-    assert inputs_digest(recipe) == before
+    before = compute_inputs_digest(recipe)
+    assert compute_inputs_digest(recipe) == before
     (folder / ("COMMIT" if committed else "weights")).write_text("another")
-    assert inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != before
 
 
 def test_the_teachers_of_prompt_sets_are_inputs(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_the_teachers_of_prompt_sets_are_inputs(tmp_path: Path) -> None:
     mixture = [{"name": "words", "source": "s3://bucket/words.txt"}]
     recipe = Recipe.model_validate({"prompts": {"mixture": mixture}, "stages": [stage]})
     (tmp_path / "COMMIT").write_text("one")
-    before = inputs_digest(recipe)
+    before = compute_inputs_digest(recipe)
     (tmp_path / "COMMIT").write_text("another")
-    assert inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != before
 
 
 def test_inputs_that_ebbflow_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ def test_inputs_that_ebbflow_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.write_text("one")
     monkeypatch.setattr(paths, "PACKAGE", tmp_path)
     recipe = Recipe.model_validate({"prompts": {"source": "ebbflow:datasets/mine/prompts.txt"}})
-    before = inputs_digest(recipe)
+    before = compute_inputs_digest(recipe)
     file.write_text("another")
-    assert inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != before
 
 
 def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (package / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     recipe = Recipe.model_validate({"rewards": ["own_rewards.used:Reward"]})
-    before = inputs_digest(recipe)
+    before = compute_inputs_digest(recipe)
     (package / "helper.py").write_text("changed = True")
-    assert inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != before
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_text_that_only_looks_like_a_name(text: str) -> None:
     reward = {"name": "json:loads", "options": {"question": text}}
     recipe = Recipe.model_validate({"rewards": [reward]})
-    assert inputs_digest(recipe) == inputs_digest(recipe)
+    assert compute_inputs_digest(recipe) == compute_inputs_digest(recipe)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,6 @@ def test_a_text_that_only_looks_like_a_name(text: str) -> None:
     ],
 )
 def test_what_is_elsewhere_is_taken_as_unchanged(named: dict[str, Any]) -> None:
-    assert inputs_digest(Recipe.model_validate(named)) == inputs_digest(
+    assert compute_inputs_digest(Recipe.model_validate(named)) == compute_inputs_digest(
         Recipe.model_validate(named)
     )

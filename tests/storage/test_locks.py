@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.storage.locks import FolderInUseError, exclusive_lock, try_lock, wait_for_lock
+from ebbflow.storage.locks import FolderInUseError, lock_folder, try_lock, wait_for_lock
 from tests.storage.lock_cases import locked_elsewhere
 
 
 def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
     holder = locked_elsewhere(tmp_path / "new")
-    with pytest.raises(FolderInUseError), exclusive_lock(tmp_path / "new"):
+    with pytest.raises(FolderInUseError), lock_folder(tmp_path / "new"):
         pass
     holder.kill()
     holder.communicate()
     for _ in range(2):
-        with exclusive_lock(tmp_path / "new"):
+        with lock_folder(tmp_path / "new"):
             pass
 
 
@@ -33,7 +33,7 @@ def test_a_file_system_without_locks_is_warned_of(
     monkeypatch.setattr("ebbflow.storage.locks.fcntl.flock", without)
     with (
         pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): nothing keeps"),
-        exclusive_lock(tmp_path),
+        lock_folder(tmp_path),
     ):
         pass
 

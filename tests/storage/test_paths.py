@@ -17,17 +17,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mlflow.exceptions import MlflowException
 
-from ebbflow.data.images import ImageError, condition_image, encode_png
+from ebbflow.data.images import ImageError, encode_pngs, load_condition_image
 from ebbflow.data.pairs import PairError, read_pairs
 from ebbflow.data.records import TrackedRun
 from ebbflow.models import ModelError
-from ebbflow.models.prepare import download_base
+from ebbflow.models.prepare import download_base_folder
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.recipe import Recipe
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import ArtifactError, commit, new_folder, verify
-from ebbflow.storage.disk import PathError, private_folder, safe_join
+from ebbflow.storage.artifacts import ArtifactError, commit_folder, verify_folder, write_new_folder
+from ebbflow.storage.disk import PathError, create_private_folder, safe_join
 from ebbflow.tracking import pending
 from ebbflow.tracking.child_run import RunLogger
 
@@ -56,9 +56,9 @@ def test_what_leads_out_is_refused(tmp_path, name):
 
 
 def test_the_private_folder_is_made_once_for_this_user_alone(tmp_path):
-    folder = private_folder(tmp_path)
+    folder = create_private_folder(tmp_path)
     assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
-    assert private_folder(tmp_path) == folder
+    assert create_private_folder(tmp_path) == folder
 
 
 def _by_another_user(folder):
@@ -91,7 +91,7 @@ def test_a_private_folder_that_somebody_else_made_is_refused(tmp_path, monkeypat
         PathError,
         match=rf"{folder} is not a folder of user {os.getuid()} alone .*; remove it, or set TMPDIR",
     ):
-        private_folder(tmp_path)
+        create_private_folder(tmp_path)
 
 
 def test_a_link_that_leads_out_is_refused(tmp_path):
@@ -122,7 +122,7 @@ def test_whatever_is_let_through_is_inside(tmp_path, name):
 
 def test_names_in_a_manifest_are_compared_and_never_followed(tmp_path):
     (tmp_path / "secret").write_text("secret")
-    with new_folder(tmp_path / "artifact") as partial:
+    with write_new_folder(tmp_path / "artifact") as partial:
         (partial / "a").write_text("a")
     manifest = json.loads((tmp_path / "artifact" / "manifest.json").read_text())
     manifest["files"]["../secret"] = manifest["files"]["a"]
@@ -130,7 +130,7 @@ def test_names_in_a_manifest_are_compared_and_never_followed(tmp_path):
     digest = hashlib.sha256((tmp_path / "artifact" / "manifest.json").read_bytes()).hexdigest()
     (tmp_path / "artifact" / "COMMIT").write_text(digest)
     with pytest.raises(ArtifactError, match=r"does not match its manifest .*\.\./secret"):
-        verify(tmp_path / "artifact")
+        verify_folder(tmp_path / "artifact")
 
 
 def test_a_repository_whose_index_names_a_part_elsewhere(tiny_recipe, tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_repository_whose_index_names_a_part_elsewhere(tiny_recipe, tmp_path, 
     (tmp_path / "cache" / "secrets").mkdir()
     (tmp_path / "cache" / "secrets" / "key.json").write_text("{}")
     index = json.loads((snapshot / "model_index.json").read_text())
-    monkeypatch.setattr("ebbflow.models.prepare.pretrained_folder", lambda *_: snapshot)
+    monkeypatch.setattr("ebbflow.models.prepare.locate_pretrained", lambda *_: snapshot)
     for part in ("../secrets", "/etc", "..", "**", "a/b", "secrets\\x"):
         (snapshot / "model_index.json").write_text(
             json.dumps(index | {part: ["diffusers", "AutoencoderKL"]})
@@ -147,7 +147,7 @@ def test_a_repository_whose_index_names_a_part_elsewhere(tiny_recipe, tmp_path, 
         with pytest.raises(
             ModelError, match=r"model_index\.json names the part .* which is no identifier"
         ):
-            download_base("owner/name", "0" * 40, tmp_path / "out" / "base")
+            download_base_folder("owner/name", "0" * 40, tmp_path / "out" / "base")
     assert not list(tmp_path.rglob("out/**/key.json"))
 
 
@@ -169,18 +169,18 @@ def test_a_repository_whose_index_names_a_part_elsewhere(tiny_recipe, tmp_path, 
 def test_what_is_no_repository(path):
     with pytest.raises(RecipeError, match="is no owner/name|has a control character"):
         Recipe.model_validate({"model": {"family": "sd3", "path": path, "revision": "0" * 40}})
-    assert PretrainedSourceConfig(path="owner/na.me-1", revision="0" * 40).on_hub
+    assert PretrainedSourceConfig(path="owner/na.me-1", revision="0" * 40).is_on_hub
 
 
 def test_images_of_prompts_and_pairs(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
-    (tmp_path / "secret.png").write_bytes(encode_png(np.zeros((1, 8, 8, 3), np.uint8))[0])
+    (tmp_path / "secret.png").write_bytes(encode_pngs(np.zeros((1, 8, 8, 3), np.uint8))[0])
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "up").symlink_to(tmp_path)
     for name in ("../secret.png", str(tmp_path / "secret.png"), "link.png", "up/secret.png"):
         with pytest.raises(ImageError, match="lies outside"):
-            condition_image(name, folder)
+            load_condition_image(name, folder)
         (folder / "pairs.jsonl").write_text(
             json.dumps({"prompt": "a", "chosen": name, "rejected": name}) + "\n"
         )
@@ -206,13 +206,13 @@ def test_files_of_a_run(path, tmp_path):
 @example("../../x")
 @example("1.1 online rollout 0")
 def test_the_names_of_nodes_stay_in_their_folder(node):
-    path = Path(pending._uri("/run", node))
+    path = Path(pending._build_uri("/run", node))
     assert path.parent == Path("/run") / pending.FOLDER
     assert path.name.endswith(".jsonl")
 
 
 def test_folders_of_stages_have_plain_names(make_recipe):
-    assert {StageContext(make_recipe(), 0, stage).label for stage in range(2)} == {
+    assert {StageContext(make_recipe(), 0, stage).stage_label for stage in range(2)} == {
         "1.1 online",
         "1.2 offline",
     }
@@ -262,5 +262,5 @@ def test_a_committed_folder_is_made_of_files_below_it(tmp_path):
     (folder / "a").write_text("a")
     (folder / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     with pytest.raises(ArtifactError, match="holds 'link', which is neither a file nor a folder"):
-        commit(folder)
+        commit_folder(folder)
     assert not (folder / "COMMIT").exists()

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.data.schema import ADVANTAGES, score_schema
+from ebbflow.data.schema import ADVANTAGES, build_score_schema
 from ebbflow.storage import tables
 from ebbflow.storage.tables import (
     TableError,
+    count_rows,
     open_table_writer,
     read_batches,
     read_column,
     read_row_groups,
     read_table,
     read_table_metadata,
-    row_count,
     write_table,
 )
 
-SCHEMA = score_schema(["ocr"])
+SCHEMA = build_score_schema(["ocr"])
 ints = st.integers(-(2**63), 2**63 - 1)
 floats = st.one_of(st.none(), st.floats(allow_nan=False))
 texts = st.one_of(
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(tmp_path, parts, said):
     expected = pa.Table.from_batches([batch(part) for part in parts], SCHEMA)
     assert read_table(path, SCHEMA).equals(expected)
     assert read_table_metadata(path) == json.loads(json.dumps(said))
-    assert row_count(path) == len(expected)
+    assert count_rows(path) == len(expected)
     assert read_column(path, "failure").to_pylist() == expected["failure"].to_pylist()
     small = list(read_batches(path, rows=2))
     assert all(len(piece) <= 2 for piece in small)
@@ -129,7 +129,7 @@ def test_a_truncated_file_is_refused_wherever_it_was_cut(tmp_path):
     path.write_bytes(b"")
     for read in (
         read_table_metadata,
-        row_count,
+        count_rows,
         lambda p: list(read_batches(p)),
         lambda p: read_column(p, "reward"),
     ):

@@ -12,7 +12,7 @@ from verification_cases import Version, committed, evaluated, prompt_table, regi
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.policy_metadata import PolicyMetadata
 
@@ -42,7 +42,7 @@ def policy(tmp_path: Path) -> Path:
     metadata = PolicyMetadata(
         base_digest="b" * 64, recipe_digest="r" * 64, config=PolicyConfig(), version=7
     )
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         (unfinished / "policy.json").write_text(metadata.model_dump_json())
         (unfinished / "weights.safetensors").write_bytes(b"\0" * 64)
     return folder
@@ -93,7 +93,10 @@ def make_version(
             folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64}
         )
         metadata = PolicyMetadata(
-            base_digest=verify(base), recipe_digest=recipe.digest, config=recipe.policy, version=7
+            base_digest=verify_folder(base),
+            recipe_digest=recipe.digest,
+            config=recipe.policy,
+            version=7,
         )
         policy = committed(
             folder / "policy",

@@ -19,11 +19,11 @@ from ebbflow.data.schema import ADVANTAGES
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder
 from ebbflow.storage.tables import write_table
-from ebbflow.tracking.child_run import node_run
-from ebbflow.tracking.curves import evaluation_curves, rollout_curves
-from ebbflow.tracking.outage import deliver_saved
+from ebbflow.tracking.child_run import open_node_run
+from ebbflow.tracking.curves import build_evaluation_curves, read_rollout_curves
+from ebbflow.tracking.outage import deliver_saved_records
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.store import connect
+from ebbflow.tracking.store import connect_to_store
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def tracked(recipe: Recipe) -> TrackedRun:
 
 @pytest.fixture
 def client(tracked: TrackedRun) -> MlflowClient:
-    return connect(tracked.tracking_uri)
+    return connect_to_store(tracked.tracking_uri)
 
 
 def curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
@@ -46,9 +46,9 @@ def train(
     """A stage whose reward is its global step / 100; an attempt after one that died repeats all
     steps, as a checkpoint does.
     """
-    with node_run(tracked, stage, first_step) as run_logger:
+    with open_node_run(tracked, stage, first_step) as run_logger:
         recorder = MetricsRecorder(run_logger)
-        recorder.resume(
+        recorder.resume_metrics(
             [
                 {"step": step, "reward/mean": (first_step + step) / 100, "loss": 1.0}
                 for step in range(died_after)
@@ -66,8 +66,8 @@ def evaluate(tracked: TrackedRun, label: str, reward: float, global_step: int) -
     evaluation = Evaluation(
         label=label, policy_version=3, coverage=1, velocity_drift=0, seconds={}, **means
     )
-    with node_run(tracked, f"{label} evaluation") as run_logger:
-        run_logger.log_curves(evaluation_curves(evaluation), global_step)
+    with open_node_run(tracked, f"{label} evaluation") as run_logger:
+        run_logger.log_curves(build_evaluation_curves(evaluation), global_step)
 
 
 def test_the_parent_has_one_reward_curve_over_all_stages(
@@ -112,9 +112,9 @@ def test_what_came_late_fills_its_place_before_later_stages(
         train(tracked, "1.1 online", 0, range(3))
     train(tracked, "2.1 online", 3, range(2))
     assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == [3, 4]
-    deliver_saved(tracked)
+    deliver_saved_records(tracked)
     assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == list(range(5))
-    deliver_saved(tracked)
+    deliver_saved_records(tracked)
     assert [step for step, _ in curve(client, tracked.run_id, "train/reward")] == list(range(5))
 
 
@@ -124,14 +124,14 @@ def test_the_rollouts_of_an_offline_stage_are_a_point_of_the_reward_curve(tmp_pa
         "pairs": {},
     }.items():
         write_table(tmp_path / name, ADVANTAGES, [], about)
-    assert rollout_curves(tmp_path / "scored") == {"train/reward": 0.4}
-    assert rollout_curves(tmp_path / "pairs") == {}
+    assert read_rollout_curves(tmp_path / "scored") == {"train/reward": 0.4}
+    assert read_rollout_curves(tmp_path / "pairs") == {}
 
 
 def test_the_parent_has_the_dataset_once(tracked: TrackedRun, client: MlflowClient) -> None:
     table = pa.table({"prompt_id": [1, 2], "prompt": ["AB", "CD"]})
     for _ in range(2):
-        with node_run(tracked, "prompts") as run_logger:
+        with open_node_run(tracked, "prompts") as run_logger:
             run_logger.log_dataset(
                 "prompts", table, context="training", source="ebbflow:datasets/signs/prompts.txt"
             )
@@ -163,7 +163,7 @@ def test_a_node_shows_the_load_of_its_machine(
     steps: list[list[int]] = []
     for _ in range(2):
         published.clear()
-        with node_run(tracked, "train") as run_logger:
+        with open_node_run(tracked, "train") as run_logger:
             assert published.wait(timeout=60)
         steps.append(
             [
@@ -182,7 +182,7 @@ def test_the_load_is_not_measured_where_the_user_says_so(
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
     started: list[object] = []
     monkeypatch.setattr(SystemMetricsMonitor, "start", started.append)
-    with node_run(tracked, "quiet"):
+    with open_node_run(tracked, "quiet"):
         pass
     assert started == []
 
@@ -196,6 +196,6 @@ def test_a_monitor_that_cannot_start_stops_nothing(
     monkeypatch.setattr(
         "mlflow.system_metrics.system_metrics_monitor.SystemMetricsMonitor.__init__", broken
     )
-    with node_run(tracked, "train"):
+    with open_node_run(tracked, "train"):
         pass
     assert "cannot measure the load of this machine: no /proc here" in caplog.text

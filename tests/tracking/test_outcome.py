@@ -11,7 +11,7 @@ import pytest
 
 from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.outcome import describe_outcome, example_prompt
+from ebbflow.tracking.outcome import describe_outcome, read_example_prompt
 from ebbflow.tracking.serving import how_to_load
 from ebbflow.tracking.store import resolve_tracking_uri
 
@@ -176,4 +176,4 @@ def test_the_example_is_of_a_held_out_prompt(
         "target": ["XXXX", target],
     }
     pq.write_table(pa.table(rows), tmp_path / "samples.parquet")
-    assert example_prompt(tmp_path / "samples.parquet") == example
+    assert read_example_prompt(tmp_path / "samples.parquet") == example

@@ -24,9 +24,15 @@ from ebbflow.data.records import Registration, TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.tracking import registry, registry_lock
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.registry import ROLLED_BACK, RegistryError, find_champion, promote, rollback
+from ebbflow.tracking.registry import (
+    ROLLED_BACK,
+    RegistryError,
+    find_champion,
+    promote_version,
+    roll_back_champion,
+)
 from ebbflow.tracking.registry_lock import LOCK, RegistryLockError
-from ebbflow.tracking.store import connect, resolve_tracking_uri
+from ebbflow.tracking.store import connect_to_store, resolve_tracking_uri
 from tests.forked import CONTEXT
 
 
@@ -37,7 +43,7 @@ def uri(recipe: Recipe) -> str:
 
 @pytest.fixture
 def client(uri: str) -> MlflowClient:
-    return connect(uri)
+    return connect_to_store(uri)
 
 
 @pytest.fixture
@@ -168,14 +174,18 @@ def test_a_lock_that_a_killed_process_left_is_named_and_its_retry_takes_it_over(
             rf" {dead}"
         ),
     ):
-        promote(cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1")
+        promote_version(
+            cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1"
+        )
     assert aliases(client, name) == {"champion": "1"}
     assert LOCK not in tags(client, name, waiting)
-    assert promote(
+    assert promote_version(
         cases.tracked(uri=uri), cases.challenger(name, dead), {}, expected_champion="1"
     ).champion
     with pytest.raises(RegistryError, match=f"the champion is now {dead}"):
-        promote(cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1")
+        promote_version(
+            cases.tracked(uri=uri), cases.challenger(name, waiting), {}, expected_champion="1"
+        )
     assert LOCK not in tags(client, name, dead)
 
 
@@ -185,7 +195,7 @@ def test_a_lock_of_the_champion_is_over(
     name = model(2, champion=1)
     leave_a_lock(client, name, 1)
     assert (
-        promote(
+        promote_version(
             cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
         ).previous
         == "1"
@@ -202,13 +212,19 @@ def test_an_attempt_that_was_believed_dead_moves_nothing(
 
     def meanwhile(method: str) -> None:
         if method == "get_model_version" and next(calls, None):
-            monkeypatch.setattr(registry, "connect", lambda uri: client)
-            promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
-            promote(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2")
+            monkeypatch.setattr(registry, "connect_to_store", lambda uri: client)
+            promote_version(
+                cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
+            )
+            promote_version(
+                cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2"
+            )
 
-    monkeypatch.setattr(registry, "connect", lambda uri: cases.Watched(client, meanwhile))
+    monkeypatch.setattr(registry, "connect_to_store", lambda uri: cases.Watched(client, meanwhile))
     with pytest.raises(RegistryLockError, match="another attempt took over the promotion"):
-        promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+        promote_version(
+            cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
+        )
     assert aliases(client, name) == {"champion": "3", "previous": "2"}
 
 
@@ -220,14 +236,14 @@ def test_killed_before_any_write_a_promotion_is_completed_by_its_retry(
 ) -> None:
     file = tmp_path / "registry.db"
     store = cases.SmallRegistry(file)
-    monkeypatch.setattr(registry, "connect", lambda uri: store)
+    monkeypatch.setattr(registry, "connect_to_store", lambda uri: store)
     ends = []
     for write in itertools.count(1):
         name = f"m{write}"
         store.set_registered_model_alias(name, "champion", "1")
         killed = dies(cases.killed_promotion, file, name, write)
         assert store.get_model_version_by_alias(name, "champion").version in "12"
-        again = promote(
+        again = promote_version(
             cases.tracked(), cases.challenger(name, 2), {"promoted_in": "it"}, expected_champion="1"
         )
         assert again == Registration(model_name=name, version="2", champion=True, previous="1")
@@ -297,9 +313,13 @@ def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
             if next(left, None) is None:
                 raise MlflowException("the server is away")
 
-        monkeypatch.setattr(registry, "connect", lambda uri, away=away: cases.Watched(client, away))
+        monkeypatch.setattr(
+            registry, "connect_to_store", lambda uri, away=away: cases.Watched(client, away)
+        )
         try:
-            promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+            promote_version(
+                cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
+            )
         except RegistryError as error:
             said.add(str(error).replace(name, "NAME"))
             assert aliases(client, name)["champion"] == "1"
@@ -307,8 +327,8 @@ def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
         else:
             assert aliases(client, name) == {"champion": "2", "previous": "1"}
             outcomes.append("promoted")
-        monkeypatch.setattr(registry, "connect", lambda uri: client)
-        again = promote(
+        monkeypatch.setattr(registry, "connect_to_store", lambda uri: client)
+        again = promote_version(
             cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
         )
         assert again == Registration(model_name=name, version="2", champion=True, previous="1")
@@ -331,8 +351,8 @@ def test_rollback_brings_the_previous_champion_back(
     client: MlflowClient, uri: str, model: Callable[..., str]
 ) -> None:
     name = model(3, champion=1)
-    promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
-    assert rollback(uri, name) == Registration(
+    promote_version(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    assert roll_back_champion(uri, name) == Registration(
         model_name=name, version="1", champion=True, previous="2"
     )
     assert aliases(client, name) == {"champion": "1", "previous": "2"}
@@ -344,7 +364,7 @@ def test_rollback_brings_the_previous_champion_back(
     assert champion is not None
     assert champion.version == "1"
     assert (
-        promote(
+        promote_version(
             cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="1"
         ).previous
         == "1"
@@ -355,8 +375,8 @@ def test_a_second_rollback_takes_the_first_one_back(
     client: MlflowClient, uri: str, model: Callable[..., str]
 ) -> None:
     name = model(2, champion=2, previous=1)
-    rollback(uri, name)
-    assert rollback(uri, name).version == "2"
+    roll_back_champion(uri, name)
+    assert roll_back_champion(uri, name).version == "2"
     assert aliases(client, name) == {"champion": "2", "previous": "1"}
 
 
@@ -364,32 +384,36 @@ def test_a_run_that_compared_with_the_version_rolled_back_is_refused(
     uri: str, model: Callable[..., str]
 ) -> None:
     name = model(3, champion=2, previous=1)
-    rollback(uri, name)
+    roll_back_champion(uri, name)
     with pytest.raises(RegistryError, match="compared with champion 2, but the champion is now 1"):
-        promote(cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2")
+        promote_version(
+            cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2"
+        )
 
 
 def test_a_retry_does_not_bring_back_what_was_rolled_back(
     client: MlflowClient, uri: str, model: Callable[..., str]
 ) -> None:
     name = model(2, champion=1)
-    promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
-    rollback(uri, name)
+    promote_version(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    roll_back_champion(uri, name)
     with pytest.raises(RegistryError, match="has been rolled back .*--to 2"):
-        promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+        promote_version(
+            cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
+        )
     assert aliases(client, name) == {"champion": "1", "previous": "2"}
-    assert rollback(uri, name, "2").champion
+    assert roll_back_champion(uri, name, "2").champion
 
 
 def test_rollback_after_a_promotion_that_was_cut_short(
     client: MlflowClient, uri: str, model: Callable[..., str]
 ) -> None:
     name = model(3, champion=1)
-    promote(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
+    promote_version(cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1")
     client.set_registered_model_alias(
         name, "previous", "2"
     )  # what a promotion of version 3 writes before the champion
-    assert rollback(uri, name).version == "1"
+    assert roll_back_champion(uri, name).version == "1"
 
 
 @pytest.mark.parametrize(
@@ -411,7 +435,7 @@ def test_a_rollback_to_nowhere_changes_nothing(
 ) -> None:
     name = model(3, **aliases_before)
     with pytest.raises(RegistryError, match=reason):
-        rollback(uri, name, to)
+        roll_back_champion(uri, name, to)
     assert aliases(client, name) == {
         alias: str(version) for alias, version in aliases_before.items()
     }
@@ -426,9 +450,9 @@ def test_a_champion_that_moves_during_a_rollback_stays(
         if method == "set_model_version_tag":
             client.set_registered_model_alias(name, "champion", "3")
 
-    monkeypatch.setattr(registry, "connect", lambda uri: cases.Watched(client, meanwhile))
+    monkeypatch.setattr(registry, "connect_to_store", lambda uri: cases.Watched(client, meanwhile))
     with pytest.raises(RegistryError, match="was 2 and is now 3; nothing was rolled back"):
-        rollback(uri, name)
+        roll_back_champion(uri, name)
     assert aliases(client, name) == {"champion": "3", "previous": "1"}
 
 

@@ -18,27 +18,27 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import Comparison, GateDecision, TrackedRun
 from ebbflow.evaluation import serve
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import ArtifactError, verify
+from ebbflow.storage.artifacts import ArtifactError, verify_folder
 from ebbflow.tracking import model_version
-from ebbflow.tracking.model_version import served_folder
+from ebbflow.tracking.model_version import link_served_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.registry import (
     Registration,
     RegistryError,
-    champion_folders,
     download_champion,
+    download_champion_folders,
     find_champion,
-    promote,
-    register,
+    promote_version,
+    register_version,
 )
-from ebbflow.tracking.store import connect
+from ebbflow.tracking.store import connect_to_store
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
     ITERATE,
@@ -87,7 +87,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(recipe: Recipe) -> MlflowClient:
-    return connect(new_run(recipe).tracking_uri)
+    return connect_to_store(new_run(recipe).tracking_uri)
 
 
 def new_run(recipe: Recipe) -> TrackedRun:
@@ -104,7 +104,7 @@ def crown(
     expected_champion: str | None,
 ) -> Registration:
     """Registered and made champion, as after a yes of the gate."""
-    made = register(
+    made = register_version(
         tracked,
         policy,
         base,
@@ -113,7 +113,7 @@ def crown(
         model_name=model_name,
         expected_champion=expected_champion,
     )
-    return promote(
+    return promote_version(
         tracked, made, {"promoted_in": "an execution"}, expected_champion=expected_champion
     )
 
@@ -150,7 +150,7 @@ def test_the_first_policy_becomes_champion_with_its_lineage(
 def test_registering_does_not_promote(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
-    made = register(
+    made = register_version(
         new_run(recipe), policy, None, decision(True), {}, model_name=name, expected_champion=None
     )
     assert made == Registration(model_name=name, version="1", champion=False, previous=None)
@@ -161,7 +161,7 @@ def test_promotion_moves_the_aliases_and_keeps_the_old_champion(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
     crown(new_run(recipe), policy, None, {}, model_name=name, expected_champion=None)
-    refused = register(
+    refused = register_version(
         new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion="1"
     )
     assert refused == Registration(model_name=name, version="2", champion=False, previous=None)
@@ -190,11 +190,15 @@ def test_a_late_retry_does_not_take_the_challenger_alias_back(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
     early = new_run(recipe)
-    register(early, policy, None, decision(False), {}, model_name=name, expected_champion=None)
-    register(
+    register_version(
+        early, policy, None, decision(False), {}, model_name=name, expected_champion=None
+    )
+    register_version(
         new_run(recipe), policy, None, decision(False), {}, model_name=name, expected_champion=None
     )
-    register(early, policy, None, decision(False), {}, model_name=name, expected_champion=None)
+    register_version(
+        early, policy, None, decision(False), {}, model_name=name, expected_champion=None
+    )
     assert aliases(client, name) == {"challenger": "2"}
 
 
@@ -249,7 +253,9 @@ def test_a_long_verdict_still_fits_a_tag(
     recipe: Recipe, name: str, policy: Path, client: MlflowClient
 ) -> None:
     long = decision(False, reasons=["x" * 9000])
-    register(new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None)
+    register_version(
+        new_run(recipe), policy, None, long, {}, model_name=name, expected_champion=None
+    )
     assert '"promote":false' in client.get_model_version(name, "1").tags["ebbflow.decision"]
 
 
@@ -267,17 +273,17 @@ def test_a_creation_that_was_not_answered_is_not_there_twice(
         return once(self, *arguments, **named)
 
     monkeypatch.setattr(MlflowClient, create, twice)
-    first = register(
+    first = register_version(
         tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None
     )
     monkeypatch.undo()
     assert (
-        register(
+        register_version(
             tracked, policy, None, decision(False), {}, model_name=name, expected_champion=None
         )
         == first
     )
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     assert first.version == "1"
     assert [
         int(version.version) for version in client.search_model_versions(f"name = '{name}'")
@@ -300,7 +306,7 @@ def test_a_champion_that_somebody_else_made_is_named(
     recipe: Recipe, name: str, tmp_path: Path, flavor: dict[str, Any]
 ) -> None:
     tracked = new_run(recipe)
-    client = connect(tracked.tracking_uri)
+    client = connect_to_store(tracked.tracking_uri)
     (tmp_path / "other").mkdir()
     Model(flavors=flavor).save(str(tmp_path / "other" / "MLmodel"))
     client.create_registered_model(name)
@@ -345,7 +351,7 @@ def in_training(base_folder: Path, folder: Path, config: PolicyConfig) -> Path:
     """
     policy = Policy(load_model(base_folder), config, seed=0)
     for name in ("old", "ema"):
-        policy.snapshot(name)
+        policy.snapshot_copy(name)
         with torch.no_grad():
             for value in policy.parameters.values():
                 value += 0.01
@@ -356,7 +362,7 @@ def in_training(base_folder: Path, folder: Path, config: PolicyConfig) -> Path:
         version=3,
         copies=("old", ITERATE),
     )
-    policy.save(folder, metadata, statistics={"of": "prompts"})
+    policy.save_folder(folder, metadata, statistics={"of": "prompts"})
     return folder
 
 
@@ -371,7 +377,7 @@ def test_what_only_training_reads_is_not_registered(
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
     served = download_champion(champion, tmp_path / "champion") / "policy"
-    verify(served)
+    verify_folder(served)
     assert read_policy_metadata(served) == read_policy_metadata(trained).model_copy(
         update={"copies": ()}
     )
@@ -386,8 +392,8 @@ def test_what_only_training_reads_is_not_registered(
     assert contents(trained) == before
 
     loaded, expected = (Policy(load_model(base_folder), config, seed=0) for _ in range(2))
-    loaded.load(served)
-    expected.load(trained)
+    loaded.load_folder(served)
+    expected.load_folder(trained)
     for key, value in expected.parameters.items():
         assert torch.equal(loaded.parameters[key], value)
 
@@ -395,8 +401,8 @@ def test_what_only_training_reads_is_not_registered(
 def test_the_same_policy_is_served_with_the_same_commit(base_folder: Path, tmp_path: Path) -> None:
     for name in ("one", "other"):
         trained = in_training(base_folder, tmp_path / name, CONFIGS["full"])
-        served_folder(trained, tmp_path / f"{name}-served")
-    assert verify(tmp_path / "one-served") == verify(tmp_path / "other-served")
+        link_served_folder(trained, tmp_path / f"{name}-served")
+    assert verify_folder(tmp_path / "one-served") == verify_folder(tmp_path / "other-served")
 
 
 def test_a_damaged_policy_gets_no_new_commit(
@@ -405,7 +411,7 @@ def test_a_damaged_policy_gets_no_new_commit(
     trained = in_training(base_folder, tmp_path / "trained", CONFIGS["lora"])
     (trained / "old" / "parameters.safetensors").write_bytes(b"")
     with pytest.raises(ArtifactError, match="does not match its manifest"):
-        served_folder(trained, tmp_path / "served")
+        link_served_folder(trained, tmp_path / "served")
     with pytest.raises(RegistryError, match="does not match its manifest"):
         crown(new_run(recipe), trained, None, {}, model_name=name, expected_champion=None)
 
@@ -420,18 +426,18 @@ def test_the_registered_model_renders_with_seeds(
 ) -> None:
     def generate_images(
         base: Path, policy: Path, prompts: list[Prompt], seeds: list[int]
-    ) -> list[serve.Drawn]:
+    ) -> list[serve.GeneratedImage]:
         assert (base / "model_index.json").is_file()
         assert (policy / "policy.json").is_file()
         texts = [
             f"{p.prompt}/{p.negative_prompt}/{p.image == png}/{seed}"
             for p, seed in zip(prompts, seeds, strict=True)
         ]
-        return [serve.Drawn(text.encode()) for text in texts]
+        return [serve.GeneratedImage(text.encode()) for text in texts]
 
-    (png,) = encode_png(np.zeros((1, 8, 8, 3), np.uint8))
+    (png,) = encode_pngs(np.zeros((1, 8, 8, 3), np.uint8))
     monkeypatch.setattr(serve, "generate_images", generate_images)
-    monkeypatch.setattr(serve, "load_served", lambda base, policy: None)
+    monkeypatch.setattr(serve, "load_served_model", lambda base, policy: None)
     tracked = new_run(recipe)
     crown(tracked, policy, base, {}, model_name=name, expected_champion=None)
     champion = find_champion(tracked.tracking_uri, name)
@@ -460,20 +466,20 @@ def test_a_large_base_model_is_only_referred_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        model_version, "MAX_STORED_BASE", model_version.folder_bytes(base_folder) - 1
+        model_version, "MAX_STORED_BASE", model_version.count_folder_bytes(base_folder) - 1
     )
     tracked = new_run(recipe)
     crown(
         tracked,
         policy,
         base_folder,
-        {"base_digest": verify(base_folder)},
+        {"base_digest": verify_folder(base_folder)},
         model_name=name,
         expected_champion=None,
     )
     champion = find_champion(tracked.tracking_uri, name)
     assert champion is not None
-    found, its_policy = champion_folders(champion, tmp_path / "champion", base_folder)
+    found, its_policy = download_champion_folders(champion, tmp_path / "champion", base_folder)
     assert found == base_folder
     assert not (its_policy.parent / "base").exists()
 

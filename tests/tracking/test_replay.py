@@ -25,12 +25,12 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table, read_table_metadata
 from ebbflow.tracking import replay
-from ebbflow.tracking.child_run import node_run
+from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.store import connect, find
+from ebbflow.tracking.store import connect_to_store, find_run
 from ebbflow.training.policy_metadata import PolicyMetadata, write_base_policy
 from ebbflow.training.replay import ReplayError
 
@@ -61,8 +61,8 @@ class Ran(NamedTuple):
 
     def dumped(self, stage: str, step: int) -> tuple[list[dict[str, Any]], list[bytes]]:
         """The samples of a step as the stage dumped them."""
-        client = connect(self.tracked.tracking_uri)
-        node = find(
+        client = connect_to_store(self.tracked.tracking_uri)
+        node = find_run(
             client,
             self.tracked.experiment_id,
             {"ebbflow.node": stage, "mlflow.parentRunId": self.tracked.run_id},
@@ -104,11 +104,11 @@ def ran(
     table = nodes / "ebbflow-prompts" / "prompts.parquet"
     write_prompts(pa.Table.from_pylist([vars(prompt) for prompt in hostile], PROMPTS), table)
     folder = nodes / "ebbflow-start" / "policy"
-    write_base_policy(folder, verify(base_folder), recipe.digest, recipe.policy)
+    write_base_policy(folder, verify_folder(base_folder), recipe.digest, recipe.policy)
     for index in range(recipe.rounds):
         ctx = StageContext(recipe, index, 0)
         trained = nodes / f"ebbflow-{index}" / "policy"
-        with node_run(tracked, ctx.label) as run_logger:
+        with open_node_run(tracked, ctx.stage_label) as run_logger:
             train_online_folder(
                 ctx, base_folder, folder, table, trained, MetricsRecorder(run_logger)
             )
@@ -187,8 +187,8 @@ def test_a_run_is_found_by_its_id_too(ran: Ran, tmp_path: Path) -> None:
 
 
 def test_what_differs_from_the_log_is_named(ran: Ran, tmp_path: Path) -> None:
-    client = connect(ran.tracked.tracking_uri)
-    node = find(
+    client = connect_to_store(ran.tracked.tracking_uri)
+    node = find_run(
         client,
         ran.tracked.experiment_id,
         {"ebbflow.node": "1.1 online", "mlflow.parentRunId": ran.tracked.run_id},
@@ -292,17 +292,20 @@ def test_a_base_from_the_hub_is_the_one_in_its_cache(
             raise HubError("owner/name cannot be fetched")
         return base_folder
 
-    monkeypatch.setattr(replay, "cached_base", cached_base)
+    monkeypatch.setattr(replay, "cache_base_folder", cached_base)
     model = ModelConfig(family="sd3", path="owner/name", revision="0" * 40)
     policy = PolicyMetadata(
-        base_digest=verify(base_folder), recipe_digest="r" * 64, config=PolicyConfig(), model=model
+        base_digest=verify_folder(base_folder),
+        recipe_digest="r" * 64,
+        config=PolicyConfig(),
+        model=model,
     )
     run = replay._open_run(str(broken.folder), None)
     if fails:
         with pytest.raises(ReplayError, match="name its folder with --base"):
-            replay._base(run, policy, None, tmp_path)
+            replay._find_base(run, policy, None, tmp_path)
     else:
-        assert replay._base(run, policy, None, tmp_path) == base_folder
+        assert replay._find_base(run, policy, None, tmp_path) == base_folder
     assert asked == [model]
 
 
@@ -315,7 +318,7 @@ def test_another_base_is_not_taken(ran: Ran, tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_was_changed_in_the_store_is_refused(ran: Ran, tmp_path: Path) -> None:
-    client = connect(ran.tracked.tracking_uri)
+    client = connect_to_store(ran.tracked.tracking_uri)
     place = Path(
         mlflow.artifacts.download_artifacts(
             run_id=ran.tracked.run_id,
@@ -344,4 +347,7 @@ def test_a_stage_of_a_branch_began_with_the_policy_before_all_branches():
         5: ("2.1 online", "2.5 online"),
     }
     for stage, own in before.items():
-        assert tuple(replay._labels_before(StageContext(recipe, 1, stage))) == (*first, *own)
+        assert tuple(replay._iterate_labels_before(StageContext(recipe, 1, stage))) == (
+            *first,
+            *own,
+        )

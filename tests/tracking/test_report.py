@@ -23,7 +23,7 @@ from matplotlib import font_manager
 from page_structure import contrasts, parse, problems
 from PIL import Image, ImageDraw, ImageFont
 
-from ebbflow.data.images import decode_png, encode_png
+from ebbflow.data.images import decode_pngs, encode_pngs
 from ebbflow.data.records import (
     CategoryMeans,
     Distribution,
@@ -32,18 +32,18 @@ from ebbflow.data.records import (
     StageRecord,
     TrackedRun,
 )
-from ebbflow.data.schema import evaluation_schema
-from ebbflow.evaluation.gate import decide
-from ebbflow.formatting import signed, significant
+from ebbflow.data.schema import build_evaluation_schema
+from ebbflow.evaluation.gate import decide_by_gate
+from ebbflow.formatting import format_difference, format_number
 from ebbflow.plots import charts
-from ebbflow.plots.images import image_grid
+from ebbflow.plots.images import build_image_grid
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.promotion import MarginsConfig
-from ebbflow.tracking.glossary import OWN, glossary
+from ebbflow.tracking.glossary import OWN, build_glossary
 from ebbflow.tracking.report import (
     ReportInputs,
-    summary,
-    summary_table,
+    format_summary_table,
+    summarise_run,
     write_report,
     write_summary,
 )
@@ -100,7 +100,7 @@ def samples(
                 "similarity": 0.5 + ocr / 2,
             }
         )
-    table = pa.Table.from_pylist(rows, schema=evaluation_schema(METRICS))
+    table = pa.Table.from_pylist(rows, schema=build_evaluation_schema(METRICS))
     pq.write_table(table, path)
     return table
 
@@ -197,7 +197,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ReportInputs:
                 curves(16, False),
             ),
         ],
-        decision=decide(recipe, evaluations[2][0], evaluations[0][0], tables[2], tables[0]),
+        decision=decide_by_gate(recipe, evaluations[2][0], evaluations[0][0], tables[2], tables[0]),
         registration=Registration(
             model_name="ebbflow-glyph", version="1", champion=True, previous=None
         ),
@@ -216,7 +216,7 @@ def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are not drawn; only what they say to a screen reader is there."""
     monkeypatch.setattr(
         charts,
-        "_svg",
+        "_render_svg",
         lambda figure, text: Markup('<svg role="img" aria-label="{}"></svg>').format(text),
     )
 
@@ -290,7 +290,7 @@ def test_the_page_shows_what_stands_behind_the_means(inputs: ReportInputs, page:
         text,
     )
     cells = [(name, *re.findall(r"<td[^>]*>([^<]*)</td>", rest)) for name, rest in rows]
-    ocr = [significant(evaluation.held_out["ocr"]) for evaluation, _ in inputs.evaluations]
+    ocr = [format_number(evaluation.held_out["ocr"]) for evaluation, _ in inputs.evaluations]
     assert ("before", "OCR", ocr[0], "0.111", "0.222", "–") in cells
     assert ("1.2 offline ★", "OCR", ocr[2], "0.111", "0.302", "0.999") in cells
     assert ("1.1 online", "0.290", "0.125") in cells
@@ -322,16 +322,16 @@ def test_scores_by_tag_are_shown_with_their_mean(inputs: ReportInputs, tmp_path:
     ):
         name, prompts, old, new = row
         assert (
-            f'<th scope="row">{name}</th><td>{prompts}</td> <td>{significant(old)} →'
-            f" {significant(new)}</td>" in text
+            f'<th scope="row">{name}</th><td>{prompts}</td> <td>{format_number(old)} →'
+            f" {format_number(new)}</td>" in text
         )
-    found = summary(replace(inputs, evaluations=evaluations))["categories"]
+    found = summarise_run(replace(inputs, evaluations=evaluations))["categories"]
     assert found["tag"]["before"] == {
         "overall": {"ocr": 0.375},
         "values": {"counting": {"prompts": 3, "ocr": 0.25}, HOSTILE: {"prompts": 3, "ocr": 0.5}},
     }
     assert found["tag"]["after"]["overall"] == {"ocr": 0.6875}
-    assert "categories" not in summary(inputs)
+    assert "categories" not in summarise_run(inputs)
 
 
 def test_the_same_run_gives_the_same_bytes(inputs: ReportInputs, page: str, tmp_path: Path) -> None:
@@ -404,8 +404,8 @@ def test_many_rounds_and_large_pictures_stay_small(inputs: ReportInputs, tmp_pat
 
 def as_videos(table: pa.Table, path: Path) -> None:
     """The same samples as videos of three frames, which end upside down."""
-    images = decode_png(table["image"].to_pylist())
-    videos = encode_png(np.stack([images, images, images[:, ::-1]], 1))
+    images = decode_pngs(table["image"].to_pylist())
+    videos = encode_pngs(np.stack([images, images, images[:, ::-1]], 1))
     pq.write_table(
         table.set_column(
             table.schema.get_field_index("image"), table.schema.field("image"), [videos]
@@ -448,7 +448,7 @@ def test_an_unmeasured_guard_and_a_missing_metric_do_not_break_the_page(
     bare = replace(inputs, evaluations=without, stages=[(inputs.stages[0][0], [])])
     page = written(bare, tmp_path / "report.html")
     assert "This stage logged no metrics" in page
-    assert "tesseract" not in summary(bare)["before"]
+    assert "tesseract" not in summarise_run(bare)["before"]
 
 
 def test_the_verdict_must_be_about_one_of_the_evaluations(inputs: ReportInputs) -> None:
@@ -491,14 +491,14 @@ def test_the_summary_has_the_promised_keys(inputs: ReportInputs, tmp_path: Path)
 
 
 def test_the_summary_names_the_folders_and_the_line_that_loads_them(inputs: ReportInputs) -> None:
-    numbers = summary(replace(inputs, policy="/runs/x/policy", base="/runs/flyte/base"))
+    numbers = summarise_run(replace(inputs, policy="/runs/x/policy", base="/runs/flyte/base"))
     assert (numbers["policy"], numbers["base"]) == ("/runs/x/policy", "/runs/flyte/base")
     assert numbers["load"] == how_to_load(inputs.tracked.tracking_uri, "ebbflow-glyph", "1")
-    assert summary(replace(inputs, registration=None))["load"] is None
+    assert summarise_run(replace(inputs, registration=None))["load"] is None
 
 
 def test_the_terminal_table_lines_up(inputs: ReportInputs) -> None:
-    lines = summary_table(inputs).splitlines()
+    lines = format_summary_table(inputs).splitlines()
     assert lines[0].split() == ["OCR", "Exact", "match", "Tesseract", "Similarity", "drift"]
     assert [line.split("  ")[0] for line in lines[2:]] == ["before", "1.1 online", "1.2 offline*"]
     assert len({len(line) for line in lines}) == 1
@@ -506,7 +506,7 @@ def test_the_terminal_table_lines_up(inputs: ReportInputs) -> None:
 
 def test_an_image_grid_enlarges_by_whole_pixels() -> None:
     generator = np.random.default_rng(0)
-    grid = image_grid(
+    grid = build_image_grid(
         [picture("ABCD", 0.0, generator)] * 5,
         ["ABCD 1.00", "a caption that is far too long"] + ["x"] * 3,
         columns=4,
@@ -520,7 +520,7 @@ def test_an_image_grid_enlarges_by_whole_pixels() -> None:
 def test_an_image_grid_shows_the_first_frames_of_videos() -> None:
     videos = np.random.default_rng(0).integers(0, 256, (3, 4, 16, 32, 3), np.uint8)
     moving, still = (
-        image_grid(encode_png(pictures), ["a", "b", "c"], columns=2)
+        build_image_grid(encode_pngs(pictures), ["a", "b", "c"], columns=2)
         for pictures in (videos, videos[:, 0])
     )
     assert np.array_equal(np.asarray(moving), np.asarray(still))
@@ -533,7 +533,7 @@ def test_an_image_grid_needs_pictures_and_captions(
     pngs: list[bytes], captions: list[str], columns: int
 ) -> None:
     with pytest.raises(ValueError, match="pass a caption per image"):
-        image_grid(pngs, captions, columns)
+        build_image_grid(pngs, captions, columns)
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -607,11 +607,11 @@ def test_the_worst_and_the_best_changes_are_pictured(inputs: ReportInputs, tmp_p
     (section,) = [each for each in root.all("section") if each.attributes["id"] == "changes"]
     lists = section.all("ol")
     fell, rose = ([item.all("h4")[0].whole_text for item in each.all("li")] for each in lists)
-    assert fell[0] == f"{before[100]['prompt']} OCR {signed(-5 - before[100]['reward'])}"
-    assert rose[0] == f"{before[101]['prompt']} OCR {signed(7 - before[101]['reward'])}"
+    assert fell[0] == f"{before[100]['prompt']} OCR {format_difference(-5 - before[100]['reward'])}"
+    assert rose[0] == f"{before[101]['prompt']} OCR {format_difference(7 - before[101]['reward'])}"
     assert not any(before[102]["prompt"] in text for text in (*fell, *rose))
     captions = [caption.whole_text for caption in lists[0].all("li")[0].all("figcaption")]
-    assert captions[0].startswith(f"before OCR {significant(before[100]['reward'])}")
+    assert captions[0].startswith(f"before OCR {format_number(before[100]['reward'])}")
     assert captions[1].startswith("1.2 offline ★ OCR -5.00")
     words = section.whole_text
     counts = [
@@ -679,7 +679,7 @@ def test_times_are_those_of_the_clock(inputs: ReportInputs, tmp_path: Path) -> N
     }
     facts = RunFacts(3700.0, "a machine", {"torch": "2.13.0"}, "c0ffee", "ada", nodes)
     timed = replace(inputs, facts=facts)
-    seconds = summary(timed)["seconds"]
+    seconds = summarise_run(timed)["seconds"]
     assert (seconds["1.2 offline"], seconds["evaluations"], seconds["run"]) == (27.0, 10.0, 3700.0)
     assert seconds["total"] == pytest.approx(74.3 + 32.9 + 27 + 10)
     assert seconds["1.1 online"] == pytest.approx(32.9), (
@@ -723,8 +723,8 @@ def test_every_name_of_the_page_is_explained() -> None:
         "exact_match",
         *(config.column for config in (*recipe.rewards, *recipe.guardrails)),
     ]
-    found = glossary(recipe, metrics, statistics)
-    assert {charts.label(name) for name in (*metrics, *statistics)} | {
+    found = build_glossary(recipe, metrics, statistics)
+    assert {charts.format_metric_name(name) for name in (*metrics, *statistics)} | {
         panel.title for panel in charts.PANELS
     } <= found.keys()
     assert [name for name, text in found.items() if not text.endswith(".") or len(text) < 10] == []
@@ -737,6 +737,6 @@ def test_the_report_says_whose_prompts_a_metric_is_of() -> None:
     recipe = Recipe.model_validate(
         {"prompts": {"mixture": mixture}, "rewards": rewards, "guardrails": []}
     )
-    found = glossary(recipe, ["jpeg_compressibility", "similarity"], [])
+    found = build_glossary(recipe, ["jpeg_compressibility", "similarity"], [])
     assert "Only of prompts" not in found["Jpeg compressibility"]
     assert found["Similarity"].endswith(" Only of prompts of words.")

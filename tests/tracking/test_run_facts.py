@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.child_run import node_run
+from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.run_facts import RunFacts, run_facts
-from ebbflow.tracking.store import connect
+from ebbflow.tracking.run_facts import RunFacts, collect_run_facts
+from ebbflow.tracking.store import connect_to_store
 
 
 def test_the_facts_are_those_of_the_run(recipe: Recipe) -> None:
@@ -23,11 +23,11 @@ def test_the_facts_are_those_of_the_run(recipe: Recipe) -> None:
         (tracked, "1.1 online"),
         (other, "1.2 offline"),
     ):
-        with node_run(run, node):
+        with open_node_run(run, node):
             pass
     for name, value in (("mlflow.source.git.commit", "c0ffee"), ("mlflow.user", "ada")):
-        connect(tracked.tracking_uri).set_tag(tracked.run_id, name, value)
-    facts = run_facts(tracked)
+        connect_to_store(tracked.tracking_uri).set_tag(tracked.run_id, name, value)
+    facts = collect_run_facts(tracked)
     assert facts.nodes.keys() == {"before evaluation", "1.1 online"}
     assert all(
         before - 1 <= start <= end <= facts.written_at for start, end in facts.nodes.values()
@@ -41,7 +41,7 @@ def test_a_store_that_is_away_leaves_the_rest(
     recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracked = start_run(recipe, None).model_copy(update={"tracking_uri": f"sqlite:///{tmp_path}"})
-    facts = run_facts(tracked)
+    facts = collect_run_facts(tracked)
     assert (facts.nodes, facts.commit) == ({}, None)
     assert facts.versions["torch"]
     assert "MLflow did not answer" in caplog.text
@@ -50,6 +50,6 @@ def test_a_store_that_is_away_leaves_the_rest(
 def test_what_ran_side_by_side_counts_once() -> None:
     nodes = {"a": (0.0, 10.0), "b": (2.0, 4.0), "c": (9.0, 12.0), "d": (20.0, 21.0)}
     facts = RunFacts(30.0, "m", {}, nodes=nodes)
-    assert facts.wall_seconds(["a", "b", "c", "d", "not run"]) == 13.0
-    assert facts.wall_seconds(["b"]) == 2.0
-    assert facts.wall_seconds([]) == 0.0
+    assert facts.measure_wall_seconds(["a", "b", "c", "d", "not run"]) == 13.0
+    assert facts.measure_wall_seconds(["b"]) == 2.0
+    assert facts.measure_wall_seconds([]) == 0.0

@@ -27,17 +27,17 @@ from PIL import Image
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.tracking import pending
-from ebbflow.tracking.child_run import node_run
-from ebbflow.tracking.delivery import MAX_PARAM_LENGTH, flatten
-from ebbflow.tracking.outage import deliver_saved
+from ebbflow.tracking.child_run import open_node_run
+from ebbflow.tracking.delivery import MAX_PARAM_LENGTH, flatten_settings
+from ebbflow.tracking.outage import deliver_saved_records
 from ebbflow.tracking.parent_run import finish_run, start_run
 from ebbflow.tracking.pending import PendingRecords
 from ebbflow.tracking.store import (
     TrackingError,
+    allow_long_uploads,
     check_store,
-    connect,
+    connect_to_store,
     resolve_tracking_uri,
-    uploading,
 )
 
 
@@ -48,7 +48,7 @@ def tracked(recipe: Recipe) -> TrackedRun:
 
 @pytest.fixture
 def client(tracked: TrackedRun) -> MlflowClient:
-    return connect(tracked.tracking_uri)
+    return connect_to_store(tracked.tracking_uri)
 
 
 def steps(client: MlflowClient, run_id: str, key: str) -> list[int]:
@@ -89,7 +89,7 @@ def test_the_parent_run_carries_the_recipe(
 def test_the_parent_run_says_who_ran_what(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "ada")
     run = start_run(recipe, None, source="workflows/post_training.py")
-    tags = connect(run.tracking_uri).get_run(run.run_id).data.tags
+    tags = connect_to_store(run.tracking_uri).get_run(run.run_id).data.tags
     assert (tags["mlflow.user"], tags["mlflow.source.name"], tags["mlflow.source.type"]) == (
         "ada",
         "workflows/post_training.py",
@@ -162,7 +162,7 @@ def test_a_child_is_resumed_and_ends_as_its_body_ends(
     tracked: TrackedRun, client: MlflowClient
 ) -> None:
     def attempt(fails: bool) -> str:
-        with node_run(tracked, "train") as run_logger:
+        with open_node_run(tracked, "train") as run_logger:
             assert run_logger.run_id is not None
             assert client.get_run(run_logger.run_id).info.status == "RUNNING"
             if fails:
@@ -182,10 +182,10 @@ def test_a_child_is_resumed_and_ends_as_its_body_ends(
 def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(
     tracked: TrackedRun, client: MlflowClient
 ) -> None:
-    with node_run(tracked, "train") as run_logger:
+    with open_node_run(tracked, "train") as run_logger:
         for step in range(1, 6):
             run_logger.log_metrics({"reward/mean": step / 10}, step)
-    with node_run(tracked, "train") as run_logger:
+    with open_node_run(tracked, "train") as run_logger:
         for step in range(4, 9):  # its checkpoint was two steps behind
             run_logger.log_metrics({"reward/mean": step / 10, "kl": 0.0}, step)
     assert steps(client, run_logger.run_id, "reward/mean") == list(range(1, 9))
@@ -197,7 +197,7 @@ def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(
 def test_non_finite_values_are_counted_and_not_sent(
     tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
+    with caplog.at_level(logging.WARNING), open_node_run(tracked, "train") as run_logger:
         for step, value in enumerate([1.0, float("nan"), float("inf"), 2.0]):
             run_logger.log_metrics({"kl": value}, step)
     assert steps(client, run_logger.run_id, "kl") == [0, 3]
@@ -216,7 +216,7 @@ def test_metrics_travel_in_batches(tracked: TrackedRun, monkeypatch: pytest.Monk
         return send(self, run_id, metrics=metrics, **rest)
 
     monkeypatch.setattr(MlflowClient, "log_batch", counted)
-    with node_run(tracked, "train") as run_logger:
+    with open_node_run(tracked, "train") as run_logger:
         for step in range(300):
             run_logger.log_metrics({"a": 1.0, "b": 2.0}, step)
     assert sum(sizes) == 600
@@ -232,7 +232,7 @@ def test_a_store_that_goes_away_stops_nothing_and_gets_everything_later(
     def away(*_: object, **__: object) -> None:
         raise ConnectionError("connection refused")
 
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
+    with caplog.at_level(logging.WARNING), open_node_run(tracked, "train") as run_logger:
         with monkeypatch.context() as outage:
             for method in ("log_batch", "log_image", "search_runs", "get_metric_history"):
                 outage.setattr(MlflowClient, method, away)
@@ -264,12 +264,12 @@ def test_a_child_that_could_not_be_opened_is_opened_later(
             "create_run",
             lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")),
         )
-        manager = node_run(tracked, "late")
+        manager = open_node_run(tracked, "late")
         node = manager.__enter__()
         node.log_metrics({"loss": 1.0}, 1)
     assert node.run_id is None
     manager.__exit__(None, None, None)
-    assert steps(connect(tracked.tracking_uri), node.run_id, "loss") == [1]
+    assert steps(connect_to_store(tracked.tracking_uri), node.run_id, "loss") == [1]
 
 
 def test_what_is_too_much_to_keep_is_reported_as_lost(
@@ -281,7 +281,7 @@ def test_what_is_too_much_to_keep_is_reported_as_lost(
         "search_runs",
         lambda *_, **__: (_ for _ in ()).throw(ConnectionError("refused")),
     )
-    with caplog.at_level(logging.WARNING), node_run(tracked, "lost") as run_logger:
+    with caplog.at_level(logging.WARNING), open_node_run(tracked, "lost") as run_logger:
         for step in range(5):
             run_logger.log_metrics({"loss": 1.0}, step)
     assert run_logger.pending.lost == 2
@@ -292,26 +292,28 @@ def test_what_is_too_much_to_keep_is_reported_as_lost(
 def test_what_mlflow_refuses_does_not_block_the_rest(
     tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
+    with caplog.at_level(logging.WARNING), open_node_run(tracked, "train") as run_logger:
         run_logger.log_params({"lr": 0.1})
         run_logger.log_params({"lr": 0.2})  # parameters are immutable
         run_logger.log_metrics({"loss": 1.0}, 1)
     assert "refuses params" in caplog.text
     assert client.get_run(run_logger.run_id).data.params == {"lr": "0.1"}
     assert steps(client, run_logger.run_id, "loss") == [1]
-    assert deliver_saved(tracked) == ["train: MLflow refused params (1); the run lacks them"]
+    assert deliver_saved_records(tracked) == [
+        "train: MLflow refused params (1); the run lacks them"
+    ]
 
 
 def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
     tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), node_run(tracked, "train") as run_logger:
+    with caplog.at_level(logging.WARNING), open_node_run(tracked, "train") as run_logger:
         for step in range(3):
             run_logger.log_metrics({"loss": 1.0, "score/P(yes)": 0.5}, step)
             run_logger.flush()
     assert steps(client, run_logger.run_id, "loss") == [0, 1, 2]
     assert sum("refuses metric score/P(yes)" in message for message in caplog.messages) == 1
-    assert deliver_saved(tracked) == [
+    assert deliver_saved_records(tracked) == [
         "train: MLflow refused metric score/P(yes) (3); the run lacks them"
     ]
 
@@ -320,13 +322,13 @@ def test_what_was_refused_adds_up_and_fits_into_a_tag(
     tracked: TrackedRun, client: MlflowClient
 ) -> None:
     for _ in range(2):
-        with node_run(tracked, "train") as run_logger:
+        with open_node_run(tracked, "train") as run_logger:
             run_logger.log_metrics({f"P({index}) {'x' * 300}": 0.5 for index in range(60)}, 0)
     refused = json.loads(client.get_run(run_logger.run_id).data.tags["ebbflow.refused"])
     assert sum(refused.values()) == 120
     assert refused.pop("others") == 120 - 40 * 2
     assert set(refused.values()) == {2}
-    assert len(deliver_saved(tracked)) == 1
+    assert len(deliver_saved_records(tracked)) == 1
 
 
 def test_runs_of_other_people_below_the_parent_are_passed_over(
@@ -335,7 +337,7 @@ def test_runs_of_other_people_below_the_parent_are_passed_over(
     parent = {"mlflow.parentRunId": tracked.run_id}
     for tags in ({}, {"ebbflow.node": "twice"}, {"ebbflow.node": "twice"}):
         client.create_run(tracked.experiment_id, tags=parent | tags)
-    assert deliver_saved(tracked) == []
+    assert deliver_saved_records(tracked) == []
 
 
 def test_a_server_without_its_database_is_away(
@@ -346,7 +348,7 @@ def test_a_server_without_its_database_is_away(
     def closed(*_: object, **__: object) -> None:
         raise MlflowException("connection already closed", error_code=BAD_REQUEST)
 
-    with node_run(tracked, "train") as run_logger, monkeypatch.context() as outage:
+    with open_node_run(tracked, "train") as run_logger, monkeypatch.context() as outage:
         for method in ("log_batch", "set_tag"):
             outage.setattr(MlflowClient, method, closed)
         run_logger.log_metrics({"loss": 1.0}, 0)
@@ -370,7 +372,7 @@ def test_a_run_whose_creation_was_not_answered_is_not_made_twice(
 
     def attempt() -> tuple[str, str | None]:
         tracked = start_run(recipe, execution)
-        with node_run(tracked, node or "other") as recorder:
+        with open_node_run(tracked, node or "other") as recorder:
             recorder.log_metrics({"loss": 1.0}, 0)
         return tracked.run_id, recorder.run_id
 
@@ -384,7 +386,7 @@ def test_a_run_whose_creation_was_not_answered_is_not_made_twice(
         assert first[0] == tracked.run_id
     monkeypatch.undo()
     assert attempt() == first
-    client = connect(resolve_tracking_uri(recipe))
+    client = connect_to_store(resolve_tracking_uri(recipe))
     assert steps(client, first[1] or "", "loss") == [0]
     children = client.search_runs(
         [start_run(recipe, execution).experiment_id], f"tags.`mlflow.parentRunId` = '{first[0]}'"
@@ -400,7 +402,7 @@ def test_pictures_tables_datasets_and_files_survive_a_retry_once(
     )
     (tmp_path / "note.txt").write_text("hello")
     for _ in range(2):
-        with node_run(tracked, "evaluate") as run_logger:
+        with open_node_run(tracked, "evaluate") as run_logger:
             for key in ("grid", "grid/noise"):
                 run_logger.log_image(key, Image.new("RGB", (8, 8)), step=3)
             run_logger.log_table("rewards/held_out", table)
@@ -440,7 +442,7 @@ def test_pictures_tables_datasets_and_files_survive_a_retry_once(
 def test_a_file_that_is_not_there_is_the_callers_error(tracked: TrackedRun, tmp_path: Path) -> None:
     with (
         pytest.raises(FileNotFoundError, match="no file at"),
-        node_run(tracked, "files") as run_logger,
+        open_node_run(tracked, "files") as run_logger,
     ):
         run_logger.log_artifact(tmp_path / "missing.txt")
 
@@ -476,7 +478,7 @@ def test_waiting_for_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("MAX_RETRIES", "BACKOFF_FACTOR", "TIMEOUT"):
         monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "33")
-    connect("http://127.0.0.1:9")
+    connect_to_store("http://127.0.0.1:9")
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "33", "what the user has set stays"
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
@@ -487,7 +489,7 @@ def test_an_upload_has_an_hour(monkeypatch: pytest.MonkeyPatch, usual: str, duri
     import os
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", usual)
-    with suppress(ConnectionError), uploading():
+    with suppress(ConnectionError), allow_long_uploads():
         seen = os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
         raise ConnectionError
     assert (seen, os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == (during, usual)
@@ -511,18 +513,18 @@ def test_a_file_that_is_no_sqlite_store_is_named(tmp_path: Path) -> None:
 def test_a_deleted_experiment_is_named(store: Path) -> None:
     recipe = Recipe.model_validate({"output": str(store), "tracking": {"experiment": "gone"}})
     tracked = start_run(recipe, None)
-    connect(tracked.tracking_uri).delete_experiment(tracked.experiment_id)
+    connect_to_store(tracked.tracking_uri).delete_experiment(tracked.experiment_id)
     with pytest.raises(TrackingError, match="'gone' was deleted"):
         start_run(recipe, None)
 
 
 def test_params_are_flat_and_short_enough(tracked: TrackedRun, client: MlflowClient) -> None:
-    assert flatten({"a": {"b": [1, {"c": None}]}, "d": []}) == {
+    assert flatten_settings({"a": {"b": [1, {"c": None}]}, "d": []}) == {
         "a.b.0": "1",
         "a.b.1.c": "None",
         "d": "[]",
     }
-    with node_run(tracked, "long") as run_logger:
+    with open_node_run(tracked, "long") as run_logger:
         run_logger.log_params({"text": "x" * 10_000})
     value = client.get_run(run_logger.run_id).data.params["text"]
     assert len(value) == MAX_PARAM_LENGTH
@@ -537,7 +539,7 @@ def test_an_attempt_that_was_killed_while_it_saved_leaves_nothing(
 
     monkeypatch.setattr(LocalFileSystem, "mv", killed)
     with pytest.raises(KeyboardInterrupt):
-        pending.save(str(tmp_path), PendingRecords("1.1 online"))
+        pending.save_pending(str(tmp_path), PendingRecords("1.1 online"))
     assert list(tmp_path.rglob("*.unfinished"))
-    assert pending.load(str(tmp_path), "1.1 online") is None
+    assert pending.load_pending(str(tmp_path), "1.1 online") is None
     assert not list(tmp_path.rglob("*.unfinished"))

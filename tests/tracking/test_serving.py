@@ -37,9 +37,9 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.tracking import registry
-from ebbflow.tracking.model_version import REQUIREMENTS, model_files_digest
+from ebbflow.tracking.model_version import REQUIREMENTS, compute_model_files_digest
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.serving import ServedPolicy, how_to_draw, how_to_load
 from ebbflow.training.policy_metadata import write_base_policy
@@ -71,7 +71,7 @@ def serve(
         folder = tmp_path_factory.mktemp("served")
         write_base_policy(
             folder / "policy",
-            verify(base_folder),
+            verify_folder(base_folder),
             "recipe",
             PolicyConfig(),
             model,
@@ -96,8 +96,8 @@ def serve(
             coverage=1.0,
             reasons=["It won."],
         )
-        lineage = {"base_digest": verify(base_folder)}
-        made = registry.register(
+        lineage = {"base_digest": verify_folder(base_folder)}
+        made = registry.register_version(
             tracked,
             folder / "policy",
             base_folder,
@@ -106,7 +106,7 @@ def serve(
             model_name=name,
             expected_champion=None,
         )
-        registry.promote(tracked, made, {}, expected_champion=None)
+        registry.promote_version(tracked, made, {}, expected_champion=None)
         downloaded = registry.download_version(tracked.tracking_uri, name, made.version, folder)
         return Served(
             tracked.tracking_uri, made.version, downloaded, base_folder, folder / "policy"
@@ -229,15 +229,15 @@ def test_the_digest_covers_the_code_but_not_what_python_makes_of_it(
     (model / "code" / "ebbflow").mkdir(parents=True)
     (model / "MLmodel").write_text("{}")
     (model / "code" / "ebbflow" / "cli.py").write_text("import os")
-    before = model_files_digest(model)
+    before = compute_model_files_digest(model)
     (model / "code" / "ebbflow" / "__pycache__").mkdir()
     (model / "code" / "ebbflow" / "__pycache__" / "cli.cpython-311.pyc").write_bytes(b"code")
-    assert model_files_digest(model) == before
+    assert compute_model_files_digest(model) == before
     (model / "code" / "ebbflow" / "cli.py").write_text("import sys")
-    assert model_files_digest(model) != before
+    assert compute_model_files_digest(model) != before
     (model / "code" / "ebbflow" / "cli.py").write_text("import os")
     (model / "code" / "sitecustomize.py").write_text("import sys")
-    assert model_files_digest(model) != before
+    assert compute_model_files_digest(model) != before
 
 
 # Predictions
@@ -280,7 +280,7 @@ def test_loading_a_version_loads_its_model_and_not_its_first_prediction(
     monkeypatch.setattr(
         evaluation, "load_model", lambda *given: loads.append(given) or load_model(*given)
     )
-    evaluation._loaded.cache_clear()
+    evaluation._load_policy_model.cache_clear()
     model = mlflow.pyfunc.load_model(str(served.model))
     assert len(loads) == 1
     model.predict(pd.DataFrame({"prompt": ["EBBS"]}))

@@ -16,9 +16,9 @@ from ebbflow.cli import main
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.tracking import sinks
-from ebbflow.tracking.child_run import node_run
+from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.sinks import NodeSinks, require_sinks
+from ebbflow.tracking.sinks import NodeSinks, check_sinks_installed
 
 
 def tracked_with(recipe: Recipe, *names: str) -> TrackedRun:
@@ -56,7 +56,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
 
 
 def train(tracked: TrackedRun, steps: int) -> None:
-    with node_run(tracked, "1.1 online", 10) as run_logger:
+    with open_node_run(tracked, "1.1 online", 10) as run_logger:
         for step in range(steps):
             run_logger.log_metrics(
                 {"reward/mean": 0.5, "loss": float("nan"), "seconds/step": 1.0}, step
@@ -111,7 +111,7 @@ def test_check_names_the_package_that_a_sink_needs(
         " tensorboard`" in done.output
     )
     with pytest.raises(RecipeError, match="needs the package wandb"):
-        require_sinks(Recipe.model_validate({"tracking": {"sinks": ["wandb"]}}))
+        check_sinks_installed(Recipe.model_validate({"tracking": {"sinks": ["wandb"]}}))
 
 
 @pytest.mark.skipif(

@@ -16,9 +16,9 @@ from sqlalchemy.engine import Engine
 
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import DiskFullError
-from ebbflow.tracking.child_run import node_run
+from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.store import TrackingError, connect
+from ebbflow.tracking.store import TrackingError, connect_to_store
 from tests.forked import CONTEXT
 
 STATEMENTS = (1, 60, 200, 400)
@@ -115,7 +115,7 @@ def test_an_error_while_it_is_made_leaves_no_store(tmp_path: Path) -> None:
         at_each_statement(fail),
         pytest.raises(TrackingError, match=r"cannot write the MLflow store .*disk I/O error"),
     ):
-        connect(f"sqlite:///{tmp_path}/mlflow.db")
+        connect_to_store(f"sqlite:///{tmp_path}/mlflow.db")
     assert files(tmp_path) == set()
 
 
@@ -131,7 +131,7 @@ def test_an_empty_file_becomes_a_store_and_a_link_stays_a_link(tmp_path: Path) -
 def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
     output = tmp_path / "\u00a0ü #@:;&=+{x}' 100%"
     tracked = start_run(Recipe(output=str(output)), None)
-    with node_run(tracked, "prompts") as run_logger:
+    with open_node_run(tracked, "prompts") as run_logger:
         run_logger.log_file("a/b.txt", b"content")
     assert {path.name for path in tmp_path.iterdir()} == {output.name}
     assert files(output) == {"mlflow.db", "mlartifacts"}

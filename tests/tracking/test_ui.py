@@ -13,13 +13,13 @@ import pytest
 
 from ebbflow.recipe import Recipe
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.store import TrackingError, connect
-from ebbflow.tracking.ui import pages, serve_ui
+from ebbflow.tracking.store import TrackingError, connect_to_store
+from ebbflow.tracking.ui import list_pages, serve_ui
 
 
 def test_every_page_is_in_the_mode_that_has_the_registry(recipe: Recipe) -> None:
     run = start_run(recipe, None)
-    addresses = pages("http://127.0.0.1:5000", run.tracking_uri, "ebbflow")
+    addresses = list_pages("http://127.0.0.1:5000", run.tracking_uri, "ebbflow")
     assert addresses["runs"].startswith(
         f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs?"
     )
@@ -29,14 +29,16 @@ def test_every_page_is_in_the_mode_that_has_the_registry(recipe: Recipe) -> None
 
 def test_a_store_without_runs_is_named(recipe: Recipe) -> None:
     with pytest.raises(TrackingError, match="no experiment 'nothing' yet; run a recipe first"):
-        pages("http://127.0.0.1:5000", start_run(recipe, None).tracking_uri, "nothing")
+        list_pages("http://127.0.0.1:5000", start_run(recipe, None).tracking_uri, "nothing")
 
 
 def test_the_pages_of_a_server_are_its_own(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run(recipe, None)
     shown = []
     opened = []
-    monkeypatch.setattr("ebbflow.tracking.ui.connect", lambda uri: connect(run.tracking_uri))
+    monkeypatch.setattr(
+        "ebbflow.tracking.ui.connect_to_store", lambda uri: connect_to_store(run.tracking_uri)
+    )
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setenv("DISPLAY", ":0")
     assert serve_ui("http://server:5000/", "ebbflow", 5000, True, shown.append) == 0
@@ -50,7 +52,9 @@ def test_no_browser_is_opened_without_a_display(
 ) -> None:
     run = start_run(recipe, None)
     opened = []
-    monkeypatch.setattr("ebbflow.tracking.ui.connect", lambda uri: connect(run.tracking_uri))
+    monkeypatch.setattr(
+        "ebbflow.tracking.ui.connect_to_store", lambda uri: connect_to_store(run.tracking_uri)
+    )
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr("sys.platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):

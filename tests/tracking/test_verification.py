@@ -19,11 +19,17 @@ from verification_cases import Version, flip, invoke
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import GateDecision
 from ebbflow.recipe import Recipe
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit, verify
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit_folder, verify_folder
 from ebbflow.storage.tables import read_table, write_table
 from ebbflow.tracking import evidence, model_version
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.registry import COMPARED_WITH, DECISION, REPLACES, register, rollback
+from ebbflow.tracking.registry import (
+    COMPARED_WITH,
+    DECISION,
+    REPLACES,
+    register_version,
+    roll_back_champion,
+)
 from ebbflow.tracking.verification import CHECKS, Check, verify_version
 
 
@@ -127,7 +133,7 @@ def committed_again(folder: Path) -> None:
     """A manifest and a COMMIT that fit, as somebody who changed the files would write them."""
     for file in (MANIFEST, COMMIT):
         (folder / file).unlink()
-    commit(folder)
+    commit_folder(folder)
 
 
 @pytest.mark.parametrize(("part", "check"), [("policy", "policy"), ("base", "base model")])
@@ -160,7 +166,7 @@ def changed_scores(
     change(rows[0])
     write_table(path, table.schema, pa.Table.from_pylist(rows, table.schema).to_batches(), {})
     if tag:
-        version.set_tag(evidence.TAGS[path.name], evidence.sha256_of(path))
+        version.set_tag(evidence.TAGS[path.name], evidence.sha256_of_file(path))
 
 
 def all_scores(row: dict[str, Any]) -> None:
@@ -204,7 +210,7 @@ def test_a_decision_that_the_scores_do_not_give_is_found(
     assert not gate["decision"]["promote"]
     gate["decision"]["promote"] = True
     path.write_text(json.dumps(gate, sort_keys=True))
-    version.set_tag(evidence.TAGS["gate.json"], evidence.sha256_of(path))
+    version.set_tag(evidence.TAGS["gate.json"], evidence.sha256_of_file(path))
     version.set_tag(DECISION, GateDecision.model_validate(gate["decision"]).model_dump_json())
     assert "promote differ: promote = False" in version.checks()["gate"].detail
 
@@ -214,7 +220,7 @@ def test_an_evaluation_that_the_scores_do_not_give_is_found(version: Version) ->
     gate = json.loads(path.read_text())
     gate["champion"]["held_out"]["ocr"] = 0.1
     path.write_text(json.dumps(gate, sort_keys=True))
-    version.set_tag(evidence.TAGS["gate.json"], evidence.sha256_of(path))
+    version.set_tag(evidence.TAGS["gate.json"], evidence.sha256_of_file(path))
     assert version.failed() == {"champion scores"}
 
 
@@ -235,7 +241,7 @@ def test_another_recipe_is_found(
     change(settings)
     path.write_text(json.dumps(settings, sort_keys=True, separators=(",", ":")))
     assert "recipe" in version.failed()
-    version.set_tag(evidence.TAGS["recipe.json"], evidence.sha256_of(path))
+    version.set_tag(evidence.TAGS["recipe.json"], evidence.sha256_of_file(path))
     assert version.failed() & {"rewards", "gate"}
 
 
@@ -280,7 +286,7 @@ def test_an_alias_that_no_promotion_moved_is_found(make_version: Callable[..., V
 def test_a_rollback_moves_the_alias_lawfully(make_version: Callable[..., Version]) -> None:
     version = make_version()
     other = make_version(promoted=False)
-    rollback(version.uri, version.name, other.version)
+    roll_back_champion(version.uri, version.name, other.version)
     assert REPLACES in other.tags
     assert (version.failed(), other.failed()) == (set(), set())
 
@@ -293,8 +299,8 @@ def test_a_version_from_before_says_what_cannot_be_verified(
         json.loads((version.folder / "evidence" / "gate.json").read_text())["decision"]
     )
     data = version.folder / "data" / "ebbflow"
-    lineage = {"base_digest": verify(data / "base")}
-    made = register(
+    lineage = {"base_digest": verify_folder(data / "base")}
+    made = register_version(
         tracked,
         data / "policy",
         data / "base",

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pytest
 from verification_cases import Version, evaluated, flip, invoke, prompt_table, registered
 
-from ebbflow.data.images import decode_png, encode_png
+from ebbflow.data.images import decode_pngs, encode_pngs
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.evaluate import evaluate_folder
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
-from ebbflow.storage.artifacts import verify
-from ebbflow.storage.identity import code_listing
+from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.identity import list_code
 from ebbflow.storage.tables import read_table, write_table
 from ebbflow.tracking import evidence
 from ebbflow.tracking.verification import CHECKS, verify_version
@@ -88,13 +88,13 @@ def trained(
         policy = Policy(load_model(base_folder), recipe.policy, 0)
         move(policy, 0.01)
         metadata = PolicyMetadata(
-            base_digest=verify(base_folder),
+            base_digest=verify_folder(base_folder),
             recipe_digest=recipe.digest,
             config=recipe.policy,
             version=5,
             steps=2,
         )
-        policy.save(tmp_path / "policy", metadata)
+        policy.save_folder(tmp_path / "policy", metadata)
         table = prompt_table(tmp_path / "prompts.parquet", prompts)
         path = tmp_path / "samples.parquet"
         evaluation = evaluate_folder(
@@ -123,10 +123,10 @@ def trained(
 def lighter(rows: list[dict[str, Any]]) -> None:
     """One pixel of one held-out picture by 4, and one score by .25."""
     row = next(row for row in rows if row["split"] == "held_out")
-    picture = decode_png([row["image"]])
+    picture = decode_pngs([row["image"]])
     picture[0, 0, 0, 0] ^= 4
     row.update(
-        image=encode_png(picture)[0],
+        image=encode_pngs(picture)[0],
         similarity=row["similarity"] - 0.25,
         reward=row["reward"] - 0.5,
     )
@@ -186,7 +186,7 @@ def test_code_that_a_version_names_runs_only_if_it_is_allowed(
     path = version.folder / "evidence" / evidence.RECIPE
     stored = json.loads(path.read_text())
     path.write_text(json.dumps(stored | {"model": model}))
-    version.set_tag(evidence.TAGS[evidence.RECIPE], evidence.sha256_of(path))
+    version.set_tag(evidence.TAGS[evidence.RECIPE], evidence.sha256_of_file(path))
     asked = version.checks(again=True)["samples again"]
     assert asked.status == "FAILED"
     assert (
@@ -203,5 +203,5 @@ def test_code_that_a_version_names_runs_only_if_it_is_allowed(
 
 def test_code_listing_is_what_the_digest_is_of(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("1")
-    (names, *_) = json.loads(code_listing(tmp_path))["sources"]
+    (names, *_) = json.loads(list_code(tmp_path))["sources"]
     assert [name for name, _ in names] == ["one.py"]

@@ -17,18 +17,18 @@ from click.testing import CliRunner, Result
 from mlflow import MlflowClient
 
 from ebbflow.cli import main
-from ebbflow.data.images import encode_png
+from ebbflow.data.images import encode_pngs
 from ebbflow.data.prompts import Prompt, write_prompts
 from ebbflow.data.records import Evaluation
-from ebbflow.data.schema import PROMPTS, evaluation_schema
-from ebbflow.evaluation.gate import decide
+from ebbflow.data.schema import PROMPTS, build_evaluation_schema
+from ebbflow.evaluation.gate import decide_by_gate
 from ebbflow.recipe import Recipe
-from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import read_table, write_table
 from ebbflow.tracking.evidence import GateInputs, write_evidence
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.registry import promote, register
-from ebbflow.tracking.store import connect, resolve_tracking_uri
+from ebbflow.tracking.registry import promote_version, register_version
+from ebbflow.tracking.store import connect_to_store, resolve_tracking_uri
 from ebbflow.tracking.verification import Check, verify_version
 
 METRICS = ["reward", "similarity", "ocr"]
@@ -60,7 +60,7 @@ class Version(NamedTuple):
 
 
 def committed(folder: Path, files: dict[str, str]) -> Path:
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         for path, text in files.items():
             (unfinished / path).write_text(text)
     return folder
@@ -83,7 +83,7 @@ def evaluated(
     numbers = [0] * len(drawn) + [1] * repeated + [2] * repeated
     shown = [*drawn, *drawn[:repeated], *drawn[:repeated]]
     scores = np.random.default_rng(len(label)).uniform(0.2, 0.4, len(shown)) + gain
-    pictures = encode_png(
+    pictures = encode_pngs(
         np.arange(len(shown), dtype=np.uint8)[:, None, None, None]
         .repeat(8, 1)
         .repeat(8, 2)
@@ -103,7 +103,7 @@ def evaluated(
         | ({"similarity": None, "ocr": score} if prompt.source == "signs" else {})
         for prompt, number, picture, score in zip(shown, numbers, pictures, scores, strict=True)
     ]
-    table = pa.Table.from_pylist(rows, evaluation_schema(METRICS))
+    table = pa.Table.from_pylist(rows, build_evaluation_schema(METRICS))
     write_table(path, table.schema, table.to_batches(), {})
     held_out = table.to_pandas().query("split == 'held_out'")
     means = held_out.groupby("prompt_id")[METRICS].mean().mean().to_dict()
@@ -129,7 +129,7 @@ def registered(
     promoted: bool = True,
 ) -> Version:
     (candidate, its), (champion, other) = sides["candidate"], sides["champion"]
-    decision = decide(recipe, candidate, champion, read_table(its), read_table(other))
+    decision = decide_by_gate(recipe, candidate, champion, read_table(its), read_table(other))
     evaluations = {side: evaluation for side, (evaluation, _) in sides.items()}
     inputs = GateInputs(
         recipe,
@@ -139,10 +139,10 @@ def registered(
         prompts,
         CODE,
     )
-    tags = write_evidence(policy.parent / "evidence", inputs) | {"base_digest": verify(base)}
+    tags = write_evidence(policy.parent / "evidence", inputs) | {"base_digest": verify_folder(base)}
     tracked = start_run(recipe, f"execution-{uuid.uuid4().hex[:8]}")
     uri = resolve_tracking_uri(recipe)
-    made = register(
+    made = register_version(
         tracked,
         policy,
         base,
@@ -153,8 +153,8 @@ def registered(
         evidence=policy.parent / "evidence",
     )
     if promoted and decision.promote:
-        promote(tracked, made, {"promoted_in": "an execution"}, expected_champion=None)
-    client = connect(uri)
+        promote_version(tracked, made, {"promoted_in": "an execution"}, expected_champion=None)
+    client = connect_to_store(uri)
     place = client.get_model_version_download_uri(name, made.version)
     return Version(uri, name, made.version, Path(url2pathname(urlparse(place).path)), client)
 

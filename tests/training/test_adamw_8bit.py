@@ -20,9 +20,9 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import OptimizerConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.checkpoint import restore, write_part
-from ebbflow.training.optimizer import make_optimizer, state_tensors
+from ebbflow.storage.artifacts import write_new_folder
+from ebbflow.training.checkpoint import restore_updater, write_part
+from ebbflow.training.optimizer import build_optimizer, state_to_tensors
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import same, values
@@ -80,7 +80,7 @@ def test_a_policy_that_is_sharded_or_offloaded_has_none():
     parameters = {"a": torch.nn.Parameter(torch.zeros(1))}
     for sharded, named in ((True, "processes"), (False, "memory")):
         with pytest.raises(RecipeError, match=f"optimizer.name = 'adamw_8bit' .* {named}"):
-            make_optimizer(
+            build_optimizer(
                 SimpleNamespace(parameters=parameters, sharded=sharded, offloaded=not sharded),
                 config,
             )
@@ -91,7 +91,7 @@ def test_the_extra_is_named_where_the_package_is_missing(monkeypatch):
     with pytest.raises(
         RecipeError, match=r'^optimizer\.name .* run `pip install "ebbflow\[8bit\]"`, or take adamw'
     ):
-        make_optimizer(plain(), OptimizerConfig.model_validate(EIGHT))
+        build_optimizer(plain(), OptimizerConfig.model_validate(EIGHT))
 
 
 def plain():
@@ -111,7 +111,7 @@ def descend(name, steps, **keys):
     """(parameters, losses) on the way to 1."""
     policy = plain()
     losses = []
-    optimizer = make_optimizer(
+    optimizer = build_optimizer(
         policy, OptimizerConfig.model_validate({**EIGHT, "name": name, **keys})
     )
     for _ in range(steps):
@@ -143,7 +143,7 @@ def test_weights_decay_by_the_rate_and_patterns_have_their_own():
     policy = plain()
     factors = [{"parameters": "odd", "factor": 0.5}]
     config = OptimizerConfig.model_validate({**EIGHT, "weight_decay": 0.5, "lr_factors": factors})
-    optimizer = make_optimizer(policy, config)
+    optimizer = build_optimizer(policy, config)
     before = values(policy)
     for parameter in policy.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -156,12 +156,12 @@ def test_weights_decay_by_the_rate_and_patterns_have_their_own():
 @installed
 def test_moments_of_large_parameters_take_a_quarter():
     policy = plain()
-    optimizer = make_optimizer(policy, OptimizerConfig.model_validate(EIGHT))
+    optimizer = build_optimizer(policy, OptimizerConfig.model_validate(EIGHT))
     for parameter in policy.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for name, parameter in policy.parameters.items():
-        state = state_tensors(optimizer.state[parameter])
+        state = state_to_tensors(optimizer.state[parameter])
         count = parameter.numel()
         taken = sum(
             value.nbytes for key, value in state.items() if value.ndim and "qmap" not in key
@@ -175,7 +175,7 @@ def test_moments_of_large_parameters_take_a_quarter():
 @pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
 def test_it_learns_with_the_rates_of_its_schedule(model, config):
     policy = Policy(model, config, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     schedule = {"kind": "linear", "warmup": 1, "updates": 11}
     updater = PolicyUpdater(
         policy, stage_of(NFT, optimizer={**EIGHT, "lr": 2e-3, "schedule": schedule})
@@ -184,7 +184,7 @@ def test_it_learns_with_the_rates_of_its_schedule(model, config):
     found = []
     seen = [values(policy)]
     for _ in range(12):
-        found.append(updater.update(rows, 2))
+        found.append(updater.update_policy(rows, 2))
         seen.append(values(policy))
     assert [row["lr"] for row in found] == pytest.approx(
         [1e-3, *(2e-3 * left / 10 for left in range(10, -1, -1))]
@@ -199,7 +199,7 @@ def test_it_learns_with_the_rates_of_its_schedule(model, config):
 
 def begin(base_folder, config):
     policy = Policy(load_model(base_folder), config, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     return PolicyUpdater(policy, stage_of(NFT, optimizer=EIGHT))
 
 
@@ -218,16 +218,16 @@ def test_its_checkpoints_bring_back_every_bit(base_folder, tmp_path, config):
     through, first, second = (begin(base_folder, config) for _ in range(3))
     push(through, 3, seed=1)
     push(first, 3, seed=1)
-    with new_folder(tmp_path / "checkpoint") as folder:
+    with write_new_folder(tmp_path / "checkpoint") as folder:
         write_part(folder, first)
-    restore(tmp_path / "checkpoint", second)
+    restore_updater(tmp_path / "checkpoint", second)
     for updater in (through, second):
         push(updater, 2, seed=2)
     assert same(values(through.policy), values(second.policy))
     for name, parameter in through.policy.parameters.items():
         expected = through.optimizer.state[parameter]
         found = second.optimizer.state[second.policy.parameters[name]]
-        assert same(state_tensors(expected), state_tensors(found)), name
+        assert same(state_to_tensors(expected), state_to_tensors(found)), name
         assert {key: type(value) for key, value in found.items()} == {
             key: type(value) for key, value in expected.items()
         }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 
-from ebbflow.data.model_sizes import lora_parameters
+from ebbflow.data.model_sizes import count_lora_parameters
 from ebbflow.models import load_model
 from ebbflow.models.base import predict as velocity
 from ebbflow.recipe import Recipe, RecipeError
@@ -16,7 +16,7 @@ from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata
-from ebbflow.training.start import lora_parameters as published_parameters
+from ebbflow.training.start import convert_lora_parameters as published_parameters
 from tests.parameters import move, same, values
 
 SMALL = {"train": "lora", "rank": 4, "alpha": 12}
@@ -35,7 +35,7 @@ def predict(of):
     """The velocity at fixed points."""
     latents = torch.randn(3, *of.latent_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return of.velocity(
+        return of.predict_velocity(
             latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"])
         )
 
@@ -57,10 +57,10 @@ def test_it_starts_at_the_base_and_comes_back_exactly(base_folder, model, tmp_pa
     assert (predict(model) - base).abs().max() > 1e-3
     saved(policy, tmp_path / "policy")
     loaded = Policy(load_model(base_folder), config, seed=99)
-    loaded.load(tmp_path / "policy")
+    loaded.load_folder(tmp_path / "policy")
     assert same(values(loaded), values(policy))
     assert torch.equal(predict(loaded.model), predict(model))
-    with loaded.using("reference"):
+    with loaded.use_copy("reference"):
         assert torch.equal(predict(loaded.model), base)
 
 
@@ -124,7 +124,7 @@ def test_dora_is_never_merged(model):
     policy = Policy(model, VARIANTS["dora"], 0)
     move(policy)
     separate = predict(model)
-    with policy.merged():
+    with policy.merge_adapters():
         assert torch.equal(predict(model), separate)
 
 
@@ -182,7 +182,7 @@ def test_parameters_are_counted(model):
         if isinstance(layer, torch.nn.Linear)
     }
     policy = Policy(model, VARIANTS["dora"], 0)
-    assert lora_parameters(linears, model.lora_targets, 4, dora=True) == sum(
+    assert count_lora_parameters(linears, model.lora_targets, 4, dora=True) == sum(
         map(torch.numel, policy.parameters.values())
     )
 

@@ -26,14 +26,14 @@ from training_cases import (
 )
 
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.seeding import Stream, generator
+from ebbflow.seeding import Stream, make_generator
 from ebbflow.training.batches import (
     CorrectedRollout,
-    forward_batch,
-    micro_batches,
-    parts,
-    passes,
-    trajectory_batch,
+    build_forward_batch,
+    build_trajectory_batch,
+    count_micro_batches,
+    count_passes,
+    split_into_passes,
 )
 
 STAGE = stage_of("mix_grpo", sampler={"steps": 5})
@@ -42,11 +42,11 @@ STAGE = stage_of("mix_grpo", sampler={"steps": 5})
 def test_a_window_becomes_a_term_for_each_sample_and_step(model):
     trajectory, conditioning, keys = rollout(model, STAGE.sampler, (0, 2))
     chosen = torch.tensor([2, 0])
-    batch = trajectory_batch(
-        CorrectedRollout.nothing(trajectory).take(chosen),
+    batch = build_trajectory_batch(
+        CorrectedRollout.without_correction(trajectory).select_samples(chosen),
         conditioning.rows(chosen),
         torch.tensor([3.0, 1.0]),
-        keys.take(chosen.numpy()),
+        keys.select_samples(chosen.numpy()),
         STAGE.sampler,
     )
     assert batch.advantage.tolist() == [3, 3, 1, 1]
@@ -60,10 +60,11 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
         assert torch.equal(batch.old_mean[row], trajectory.means[sample, index])
         assert torch.equal(batch.old_log_prob[row], trajectory.log_probs[sample, index])
         assert torch.equal(
-            batch.inputs.at(slice(row, row + 1))[2]["embeds"][0], conditioning["embeds"][sample]
+            batch.inputs.model_arguments(slice(row, row + 1))[2]["embeds"][0],
+            conditioning["embeds"][sample],
         )
     assert (
-        batch.describe(1)
+        batch.describe_row(1)
         == f"prompt 2, sample 7, denoising step 2 (sigma {model.sigmas(5)[2].item():.4f})"
     )
 
@@ -73,10 +74,12 @@ def test_terms_that_the_correction_rejects_are_not_there(model):
     keep = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 0], [1, 0], [1, 1]]).bool()
     weight = torch.arange(12.0).view(6, 2)
     apply_rollout_correction = dataclasses.replace(
-        CorrectedRollout.nothing(trajectory), keep=keep, weight=weight
+        CorrectedRollout.without_correction(trajectory), keep=keep, weight=weight
     )
     advantage = torch.arange(6.0)
-    batch = trajectory_batch(apply_rollout_correction, conditioning, advantage, keys, STAGE.sampler)
+    batch = build_trajectory_batch(
+        apply_rollout_correction, conditioning, advantage, keys, STAGE.sampler
+    )
     assert batch.weight.tolist() == [0, 1, 3, 4, 5, 8, 10, 11]
     assert batch.advantage.tolist() == [0, 0, 1, 2, 2, 4, 5, 5]
     assert list(batch.keys.prompt_ids) == [0, 0, 1, 2, 2, 4, 5, 5]
@@ -89,9 +92,9 @@ def test_the_terms_of_a_part_are_those_rows_of_the_whole(model):
     """With the rollout's own velocities the mean is the recorded one, at every step."""
     batch = trajectory_rows(model, STAGE)
     with torch.no_grad():
-        velocity = model.velocity(*batch.inputs.at(slice(None)))
+        velocity = model.predict_velocity(*batch.inputs.model_arguments(slice(None)))
     part = slice(4, 9)
-    rows = batch.rows(part, velocity[part], {"teacher": velocity[part]})
+    rows = batch.build_rows(part, velocity[part], {"teacher": velocity[part]})
     assert (rows.transition.mean - batch.old_mean[part]).abs().max() < 1e-5
     assert (rows.log_prob - batch.old_log_prob[part]).abs().max() < 1e-6
     assert torch.equal(rows.copies["teacher"].mean, rows.transition.mean)
@@ -103,8 +106,8 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     advantage = torch.arange(6.0)
     stage = stage_of({"name": "sft", "noise_levels": 3, "sigma": {"kind": "uniform"}})
     schedule = schedule_of(model, stage)
-    batch = forward_batch(
-        clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=0
+    batch = build_forward_batch(
+        clean, conditioning, advantage, keys, ALONE, stage.hyper_parameters, schedule, visit=0
     )
     sigma = batch.inputs.sigma.view(6, 3)  # the draws of a sample are adjacent
     for draw in range(3):
@@ -116,30 +119,31 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
         assert batch.advantage[row] == row // 3
         assert batch.keys.prompt_ids[row] == row // 3
         assert torch.equal(
-            batch.inputs.at(slice(row, row + 1))[2]["pooled"][0], conditioning["pooled"][row // 3]
+            batch.inputs.model_arguments(slice(row, row + 1))[2]["pooled"][0],
+            conditioning["pooled"][row // 3],
         )
     assert len({tuple(row.flatten()[:4].tolist()) for row in batch.noise}) == 18
     assert batch.group_index.tolist() == list(range(18))
     assert batch.weight.tolist() == [1.0] * 18
-    later = forward_batch(
-        clean, conditioning, advantage, keys, ALONE, stage.hyper, schedule, visit=1
+    later = build_forward_batch(
+        clean, conditioning, advantage, keys, ALONE, stage.hyper_parameters, schedule, visit=1
     )
     assert not (later.noise == batch.noise).flatten(1).all(1).any()
     # A sample's draws are its own: they do not depend on who else is in the batch.
-    alone = forward_batch(
+    alone = build_forward_batch(
         *(of[4:5] for of in (clean,)),
         conditioning.rows(slice(4, 5)),
         advantage[4:5],
-        keys.rows(slice(4, 5)),
+        keys.select_slice(slice(4, 5)),
         ALONE[:1],
-        stage.hyper,
+        stage.hyper_parameters,
         schedule,
         visit=0,
     )
     assert torch.equal(alone.noise, batch.noise[12:15])
     assert torch.equal(alone.inputs.sigma, batch.inputs.sigma[12:15])
     assert (
-        batch.describe(13)
+        batch.describe_row(13)
         == f"prompt 4, sample 7, noised to sigma {batch.inputs.sigma[13].item():.4f}"
     )
 
@@ -208,8 +212,15 @@ def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
     conditioning = model.encode_texts(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
     advantage = torch.zeros(count)
     schedule = schedule_of(model, stage)
-    batch = forward_batch(
-        clean, conditioning, advantage, keys, np.arange(count), stage.hyper, schedule, visit=0
+    batch = build_forward_batch(
+        clean,
+        conditioning,
+        advantage,
+        keys,
+        np.arange(count),
+        stage.hyper_parameters,
+        schedule,
+        visit=0,
     )
     logit = torch.logit(batch.inputs.sigma.double())
     quantile = torch.special.ndtr(logit).view(count, draws)
@@ -229,10 +240,12 @@ def test_sigma_and_noise_are_the_first_numbers_of_the_samples_own_generator(mode
     """Which keeps the draws of a recipe the same for good."""
     stage = stage_of({"name": "sft", "noise_levels": 3, "sigma": {"kind": "uniform"}})
     *_, keys = samples(model)
-    batch = forward_batch(*samples(model), ALONE, stage.hyper, schedule_of(model, stage), visit=2)
+    batch = build_forward_batch(
+        *samples(model), ALONE, stage.hyper_parameters, schedule_of(model, stage), visit=2
+    )
     for row in range(18):
         sample, draw = divmod(row, 3)
-        own = generator(
+        own = make_generator(
             keys.seed, keys.prompt_ids[sample], keys.samples[sample], 2 * 3 + draw, Stream.TRAINING
         )
         expected = (np.float32(draw) + own.random(dtype=np.float32)) / np.float32(3)
@@ -265,7 +278,7 @@ def as_units(sizes):
 def test_parts_cover_every_row_once_and_tear_no_unit(sizes, data):
     count = data.draw(st.integers(1, len(sizes)))
     group_index = as_units(sizes)
-    found = parts(group_index, count)
+    found = split_into_passes(group_index, count)
     assert len(found) == count
     assert [row for part in found for row in range(len(group_index))[part]] == list(
         range(len(group_index))
@@ -279,15 +292,15 @@ def test_parts_cover_every_row_once_and_tear_no_unit(sizes, data):
 @given(groups, st.integers(1, 30))
 def test_micro_batches_hold_at_most_their_size(sizes, size):
     group_index = as_units(sizes)
-    count = micro_batches(group_index, size)
+    count = count_micro_batches(group_index, size)
     assert 1 <= count <= len(sizes)
-    assert count == passes(len(sizes), max(sizes), size)
+    assert count == count_passes(len(sizes), max(sizes), size)
     assert all(
         len(range(len(group_index))[part]) <= max(size, *sizes)
-        for part in parts(group_index, count)
+        for part in split_into_passes(group_index, count)
     )
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 6), (4, 2), (6, 1), (100, 1)])
 def test_single_terms_take_no_more_passes_than_they_need(size, expected):
-    assert micro_batches(torch.arange(6), size) == expected
+    assert count_micro_batches(torch.arange(6), size) == expected

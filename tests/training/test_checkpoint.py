@@ -11,8 +11,8 @@ import torch
 
 from ebbflow.models import load_model
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore, write_part
+from ebbflow.storage.artifacts import write_new_folder
+from ebbflow.training.checkpoint import CheckpointError, Checkpoints, restore_updater, write_part
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 
@@ -25,8 +25,8 @@ def start(make_recipe, base_folder):
         ctx = StageContext(make_recipe(online=online, policy=policy or {}), 0, 0)
         trained = Policy(load_model(base_folder), ctx.recipe.policy, 0)
         for name in ("old", "sampling", "ema"):
-            trained.ensure(name)
-        return PolicyUpdater(trained, ctx.online)
+            trained.ensure_copy(name)
+        return PolicyUpdater(trained, ctx.online_config)
 
     return updater
 
@@ -48,7 +48,7 @@ def push(updater, count, seed):
         updater.optimizer.step()
         updater.updates += 1
         for name, decay in (("old", 0.5), ("sampling", 0.2), ("ema", 0.9)):
-            updater.policy.blend(name, decay)
+            updater.policy.blend_copy(name, decay)
 
 
 def everything(updater):
@@ -72,11 +72,11 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, 
     first.alarms = ["velocity drift"]
     first.drift = 0.5
     first.drifted = True
-    with checkpoints().saving(2, {"samples": 16}) as folder:
+    with checkpoints().save_step(2, {"samples": 16}) as folder:
         write_part(folder, first)
     folder, state = checkpoints().newest()
     assert state == {"samples": 16}
-    restore(folder, second)
+    restore_updater(folder, second)
     counted = (second.updates, second.steps, second.alarms, second.drift, second.drifted)
     assert counted == (3, 2, ["velocity drift"], 0.5, True)
     for updater in (through, second):
@@ -88,7 +88,7 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, 
 
 
 def save(checkpoints, step, score=None):
-    with checkpoints.saving(step, {"done": step}, score) as folder:
+    with checkpoints.save_step(step, {"done": step}, score) as folder:
         (folder / "part").write_text("weights")
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_state_of_an_older_one_is_never_the_best(checkpoints, tmp_path
 
 @pytest.mark.parametrize("content", DAMAGED)
 def test_a_state_of_another_version_is_named(checkpoints, tmp_path, content):
-    with new_folder(tmp_path / "kept" / "step-00001") as unfinished:
+    with write_new_folder(tmp_path / "kept" / "step-00001") as unfinished:
         (unfinished / "state.json").write_text(content)
     with pytest.raises(
         CheckpointError, match=r"step-00001/state\.json is damaged, or of another version.*; remove"

@@ -16,7 +16,7 @@ from ebbflow.algorithms.built_in import srpo
 from ebbflow.algorithms.built_in.srpo import SRPOConfig
 from ebbflow.algorithms.trial import try_loss
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import SampleKeys, initial_noise
+from ebbflow.flow.noise import SampleKeys, generate_initial_noise
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import DirectAlignConfig
@@ -24,8 +24,8 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rewards.combine import load_reward
-from ebbflow.rollouts.generate import generate
-from ebbflow.training.direct_align import direct_align_batch
+from ebbflow.rollouts.generate import generate_samples
+from ebbflow.training.direct_align import build_direct_align_batch
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.rewards.network_cases import make_reward
@@ -56,7 +56,9 @@ def make(base_folder, score=waves, update=0, keys=KEYS, lr=1.0, **hyper):
     updater = PolicyUpdater(
         policy, config, optimizer=torch.optim.SGD(policy.parameters.values(), lr)
     )
-    clean = initial_noise(model.latent_shape, SampleKeys(5, keys.prompt_ids, keys.samples)) / 2
+    clean = (
+        generate_initial_noise(model.latent_shape, SampleKeys(5, keys.prompt_ids, keys.samples)) / 2
+    )
     samples = (
         clean,
         model.encode_texts(TEXTS).rows(torch.tensor(keys.prompt_ids)),
@@ -65,7 +67,9 @@ def make(base_folder, score=waves, update=0, keys=KEYS, lr=1.0, **hyper):
     )
     prompts = [PROMPTS[index] for index in keys.prompt_ids]
     scored = lambda latents, prompts, decode: score(decode(latents), prompts)  # noqa: E731
-    return updater, direct_align_batch(model, *samples, prompts, config.hyper, update, scored)
+    return updater, build_direct_align_batch(
+        model, *samples, prompts, config.hyper_parameters, update, scored
+    )
 
 
 def by_hand(base_folder, batch, config, words):
@@ -77,12 +81,14 @@ def by_hand(base_folder, batch, config, words):
         prompt = PROMPTS[row // 2]
         inversion = row % 2
         clean = batch.clean[row]
-        noise = initial_noise(model.latent_shape, KEYS)[row // 2]
+        noise = generate_initial_noise(model.latent_shape, KEYS)[row // 2]
         start = batch.inputs.sigma[row]
         end = batch.end_sigma[row]
         noisy = start * noise + (1 - start) * clean
         velocity = predict(model, noisy[None], start[None], model.encode_texts([prompt.prompt]))[0]
-        image = model.pixels(((noisy + (end - start) * velocity - end * noise) / (1 - end))[None])
+        image = model.decode_with_gradient(
+            ((noisy + (end - start) * velocity - end * noise) / (1 - end))[None]
+        )
         ends = config.inversion_discount if inversion else config.discount
         discount = np.interp(min(start, end), [config.min_sigma, config.max_sigma], ends)
         texts = [f"{word}. {prompt.prompt}" for word in (reversed(words) if inversion else words)]
@@ -97,7 +103,7 @@ def by_hand(base_folder, batch, config, words):
 def test_the_gradient_is_that_of_the_published_recovery(base_folder, passes):
     updater, batch = make(base_folder, update=3, target=9, **WORDS)
     before = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
-    metrics = updater.update(batch, passes)
+    metrics = updater.update_policy(batch, passes)
     losses, policy = by_hand(base_folder, batch, updater.hyper, ["Better", "Bad"])
     losses.mean().backward()
     assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
@@ -127,11 +133,11 @@ def test_rows_end_in_the_band_and_start_on_both_sides(base_folder):
     assert end[:, 0].quantile(0.5).item() == pytest.approx(0.45, abs=0.1)
     assert batch.group_index.tolist() == list(range(120))
     assert list(batch.keys.samples) == [row // 2 for row in range(120)]
-    assert batch.describe(1).startswith(
+    assert batch.describe_row(1).startswith(
         f"prompt 0, sample 0, step from sigma {start[0, 1]:.4f} to {end[0, 1]:.4f}"
     )
     _, alone = make(
-        base_folder, keys=keys.rows(slice(7, 8)), min_sigma=0.2, max_sigma=0.7, jump=0.3
+        base_folder, keys=keys.select_slice(slice(7, 8)), min_sigma=0.2, max_sigma=0.7, jump=0.3
     )
     torch.testing.assert_close(alone.inputs.latents, batch.inputs.latents[14:16])
 
@@ -172,7 +178,7 @@ def test_the_loss_is_its_closed_form():
         target=None,
     )
     rows, positive, negative = linear_rows([0.8, 0.6], [0.7, 0.7])
-    loss, metrics = srpo.loss(rows, config)
+    loss, metrics = srpo.compute_loss(rows, config)
     (gradient,) = torch.autograd.grad(loss.sum(), rows.velocity)
     reach = 0.1 / 0.3  # of the step, over 1 - .7
     # The denoising branch has the discount of sigma .7, halfway; the inversion branch that of sigma
@@ -180,14 +186,14 @@ def test_the_loss_is_its_closed_form():
     torch.testing.assert_close(gradient[0], reach * (1.2 * positive[0] - negative[0]))
     torch.testing.assert_close(gradient[1], -reach * (1.5 * negative[1] - positive[1]))
     both = [metrics["srpo/reward"], metrics["srpo/reward"] - metrics["srpo/margin"]]
-    recovered = rows.recovered
+    recovered = rows.recovered_latents
     torch.testing.assert_close(
         both, [(weights * recovered).sum((1, 2)) for weights in (positive, negative)]
     )
     relative = -loss.detach()
 
     target = relative.mean().item()  # between the two
-    loss, metrics = srpo.loss(rows, config.model_copy(update={"target": target}))
+    loss, metrics = srpo.compute_loss(rows, config.model_copy(update={"target": target}))
     torch.testing.assert_close(loss.detach(), (target - relative).clamp_min(0))
     assert metrics["srpo/active"].tolist() == (relative < target).float().tolist()
 
@@ -202,7 +208,7 @@ def test_without_words_the_two_branches_pull_at_one_reward_by_their_discounts():
     )
     rows, weights, _ = linear_rows([0.8, 0.6], [0.7, 0.7])
     same = DirectAlignRows(**{**vars(rows), "rewards": lambda x: ((weights * x).sum((1, 2)),) * 2})
-    loss, metrics = srpo.loss(same, config)
+    loss, metrics = srpo.compute_loss(same, config)
     (gradient,) = torch.autograd.grad(loss.sum(), rows.velocity)
     reach = 0.1 / 0.3
     torch.testing.assert_close(gradient[0], reach * 0.3 * weights[0])
@@ -213,20 +219,20 @@ def test_without_words_the_two_branches_pull_at_one_reward_by_their_discounts():
 def test_the_true_velocity_recovers_the_sample_at_every_sigma():
     rows, _, _ = linear_rows([0.99, 0.3, 0.5, 0.96], [0.95, 0.9, 0.5, 0.97])
     exact = DirectAlignRows(**{**vars(rows), "velocity": rows.noise - rows.clean})
-    torch.testing.assert_close(exact.recovered, rows.clean)
-    assert not torch.allclose(rows.recovered, rows.clean)
+    torch.testing.assert_close(exact.recovered_latents, rows.clean)
+    assert not torch.allclose(rows.recovered_latents, rows.clean)
 
 
 def test_updates_take_the_words_in_turn(base_folder):
     config = SRPOConfig(**WORDS)
-    assert [config.words(update) for update in range(4)] == [
+    assert [config.choose_words(update) for update in range(4)] == [
         ("Good", "Bad"),
         ("Better", "Worse"),
         ("Good", "Worst"),
         ("Better", "Bad"),
     ]
-    assert SRPOConfig(positive_words=[], negative_words=["Bad"]).words(0) == ("", "Bad")
-    assert DirectAlignConfig.words(config, 0) == ("", "")
+    assert SRPOConfig(positive_words=[], negative_words=["Bad"]).choose_words(0) == ("", "Bad")
+    assert DirectAlignConfig.choose_words(config, 0) == ("", "")
     seen = []
     for hyper in (WORDS, {"positive_words": [], "negative_words": []}):
         updater, batch = make(
@@ -234,7 +240,7 @@ def test_updates_take_the_words_in_turn(base_folder):
             lambda images, prompts: seen.append(prompts) or waves(images, prompts),
             **hyper,
         )
-        updater.update(batch, 1)
+        updater.update_policy(batch, 1)
     texts = [[prompt.prompt for prompt in prompts] for prompts in seen]
     of = [text for text in TEXTS for _ in range(2)]
     assert texts == [[f"Good. {text}" for text in of], [f"Bad. {text}" for text in of], of]
@@ -252,14 +258,14 @@ def test_a_clip_moves_samples_from_the_negative_word_to_the_positive(base_folder
     updater, batch = make(base_folder, reward.with_gradient, lr=3.0, **words)
     before = margin(updater.policy.model, reward)
     for _ in range(3):
-        updater.update(batch, 1)
+        updater.update_policy(batch, 1)
     assert margin(updater.policy.model, reward) > before + 0.05
 
 
 @torch.no_grad()
 def margin(model, reward):
     """How much more samples of a policy look like the positive word than like the negative one."""
-    latents = generate(
+    latents = generate_samples(
         model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=4)
     ).latents
     images = model.pixels(latents)

@@ -15,7 +15,7 @@ from ebbflow.cli import main
 from ebbflow.models import load_model
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
 
@@ -23,7 +23,9 @@ from ebbflow.training.policy_metadata import write_base_policy
 def test_the_line_that_is_printed_loads_the_export(base_folder, tmp_path, monkeypatch, family):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     config = ModelConfig(family=family, path=None if family == "glyph" else "x")
-    write_base_policy(tmp_path / "policy", verify(base_folder), "recipe", PolicyConfig(), config)
+    write_base_policy(
+        tmp_path / "policy", verify_folder(base_folder), "recipe", PolicyConfig(), config
+    )
     command = [
         "export",
         tmp_path / "policy",

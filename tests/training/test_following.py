@@ -26,7 +26,7 @@ from ebbflow.recipe.algorithms import EmaScheduleConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import StageContext
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_io import open_policy, save_policy
 from ebbflow.training.policy_metadata import (
@@ -104,7 +104,7 @@ def test_the_sampler_and_the_moving_reference_follow_each_by_its_own_schedule(mo
     for step in range(4):
         for _ in range(2):  # the copies wait for the end of the rollout step
             before = {name: dict(updater.policy.copies[name]) for name in ("old", "sampling")}
-            updater.update(batch, 1)
+            updater.update_policy(batch, 1)
             assert all(same(updater.policy.copies[name], copy) for name, copy in before.items())
         updater.finish_step()
         seen.append(values(updater.policy))
@@ -130,7 +130,7 @@ def test_an_old_copy_that_generates_stays_until_its_rollouts_are_learnt_from(
     start = values(updater.policy)
     batch = forward_rows(model, updater.stage, GROUPS)
     for _ in range(2):
-        updater.update(batch, 1)
+        updater.update_policy(batch, 1)
         assert same(updater.policy.copies["old"], start) == stays
     updater.finish_step()
     assert same(updater.policy.copies["old"], values(updater.policy))
@@ -158,9 +158,9 @@ def test_pairs_that_are_just_refreshed_have_no_margin(model):
     updater = updater_of(model, {"name": "diffusion_dpo", "refresh_every": 1}, lr=1e-3)
     batch = forward_rows(model, updater.stage, PAIRS)
     for _ in range(3):
-        assert updater.update(batch, 1)["dpo/margin"] == pytest.approx(0, abs=1e-5)
+        assert updater.update_policy(batch, 1)["dpo/margin"] == pytest.approx(0, abs=1e-5)
     base = updater_of_same_policy(updater, {"name": "diffusion_dpo"})
-    assert abs(base.update(batch, 1)["dpo/margin"]) > 1e-4
+    assert abs(base.update_policy(batch, 1)["dpo/margin"]) > 1e-4
 
 
 def updater_of_same_policy(updater, algorithm):
@@ -209,7 +209,7 @@ def start(base_folder, tmp_path):
     """The folder of the untouched base, for a kind of policy."""
 
     def of(config):
-        write_base_policy(tmp_path / "start", verify(base_folder), "recipe", config)
+        write_base_policy(tmp_path / "start", verify_folder(base_folder), "recipe", config)
         return tmp_path / "start"
 
     return of
@@ -290,11 +290,11 @@ def test_what_is_served_is_the_average(base_folder, start, ctx, tmp_path, config
     config = averaged(config)
     parameters, average = train(ctx(config), base_folder, start(config), tmp_path / "trained", 3)
     served = Policy(load_model(base_folder), config, 0)
-    metadata = served.load(tmp_path / "trained")
+    metadata = served.load_folder(tmp_path / "trained")
     assert same(values(served), average)
     assert served.copies.keys() == {"reference"}
     going_on = Policy(load_model(base_folder), config, 0)
-    assert going_on.load(tmp_path / "trained", to_train=True) == metadata
+    assert going_on.load_folder(tmp_path / "trained", to_train=True) == metadata
     assert same(values(going_on), parameters)
     assert same(going_on.copies["ema"], average)
     assert going_on.copies.keys() == {"reference", "ema"}
@@ -304,7 +304,7 @@ def test_a_policy_without_an_average_serves_its_parameters(base_folder, start, c
     parameters, average = train(ctx(), base_folder, start(FULL), tmp_path / "trained", 2)
     assert average is None
     served = Policy(load_model(base_folder), FULL, 0)
-    assert served.load(tmp_path / "trained").copies == ()
+    assert served.load_folder(tmp_path / "trained").copies == ()
     assert same(values(served), parameters)
 
 
@@ -324,12 +324,12 @@ def save_with_copies(folder, model, algorithm, names=("old",), config=FULL):
     """A trained policy folder with copies that lag behind, no two alike."""
     policy = Policy(model, config, 0)
     for seed, name in enumerate(names):
-        policy.snapshot(name)
+        policy.snapshot_copy(name)
         move(policy, seed=seed)
     copies = {name: dict(policy.copies[name]) for name in names}
     metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=3,
                       progress=Progress(algorithm=algorithm), copies=names)  # fmt: skip
-    policy.save(folder, metadata)
+    policy.save_folder(folder, metadata)
     return values(policy), copies
 
 
@@ -404,13 +404,13 @@ def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(
 def test_a_teacher_is_what_its_folder_serves(base_folder, model, start, ctx, tmp_path, config):
     teacher = Policy(model, averaged(config), 0)
     move(teacher)
-    teacher.snapshot("ema")
+    teacher.snapshot_copy("ema")
     move(teacher, seed=1)
-    base = verify(base_folder)
+    base = verify_folder(base_folder)
     metadata = PolicyMetadata(
         base_digest=base, recipe_digest="r", config=averaged(config), version=9, copies=("iterate",)
     )
-    teacher.save(tmp_path / "teacher", metadata)
+    teacher.save_folder(tmp_path / "teacher", metadata)
     stage = ctx(averaged(config), online={"algorithm": {"name": "distillation", "teacher": "x"}})
     policy, _ = open_policy(
         stage,
@@ -441,8 +441,13 @@ def test_a_teacher_that_the_stage_starts_from_is_what_was_evaluated(
     [{"base_digest": "another"}, {"model": ModelConfig(family="mine.models:load", path="base")}],
 )
 def test_a_teacher_of_another_base_is_refused(base_folder, model, start, ctx, tmp_path, other):
-    mine = {"base_digest": verify(base_folder), "recipe_digest": "r", "config": FULL, "version": 1}
-    Policy(model, FULL, 0).save(tmp_path / "teacher", PolicyMetadata(**(mine | other)))
+    mine = {
+        "base_digest": verify_folder(base_folder),
+        "recipe_digest": "r",
+        "config": FULL,
+        "version": 1,
+    }
+    Policy(model, FULL, 0).save_folder(tmp_path / "teacher", PolicyMetadata(**(mine | other)))
     stage = ctx(online={"algorithm": {"name": "distillation", "teacher": "x"}})
     named = other.get("base_digest", "mine.models:load")
     with pytest.raises(

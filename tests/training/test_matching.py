@@ -17,10 +17,10 @@ from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training import matching
 from ebbflow.training.gradients import TrainingError
-from ebbflow.training.matching import matching_batch, student_steps
+from ebbflow.training.matching import build_matching_batch, sample_student_steps
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.training.training_cases import FULL, LORA, TEXTS, farthest, sgd
@@ -36,20 +36,20 @@ CONFIGS = {"dmd2": DMD2Config(), "tdm": TDMConfig()}
 def steps_of(model, name, passes=2):
     policy = SimpleNamespace(model=model, kept_gathered=nullcontext)
     sampler = SAMPLERS[name]
-    return student_steps(
+    return sample_student_steps(
         policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), passes
     )
 
 
 def batch_of(model, name, draw=0):
-    return matching_batch(steps_of(model, name), torch.zeros(6), CONFIGS[name], draw)
+    return build_matching_batch(steps_of(model, name), torch.zeros(6), CONFIGS[name], draw)
 
 
 def updater_of(model, name, config=FULL, offload=False, **stage):
     """Plain gradient descent of both: Adam's first step is a sign."""
     policy = Policy(model, config, 0, cpu_offload=offload)
-    policy.snapshot("teacher")
-    policy.snapshot("fake")
+    policy.snapshot_copy("teacher")
+    policy.snapshot_copy("fake")
     algorithm = {"name": name, "fake_lr_factor": 1.0} | stage.pop("algorithm", {})
     optimizer = {"lr": 0.05, "weight_decay": 0.0, "eps": 1.0, "max_grad_norm": 1e9} | stage.pop(
         "optimizer", {}
@@ -66,7 +66,9 @@ def test_the_steps_are_those_of_a_rollout(model, name):
     steps = steps_of(model, name)
     sampler = SAMPLERS[name]
     end = steps.latents[:, -1] - steps.sigmas[-2] * steps.velocity[:, -1]
-    latents = generate(model, model.encode_texts(TEXTS), KEYS, sampler, micro_batch=3).latents
+    latents = generate_samples(
+        model, model.encode_texts(TEXTS), KEYS, sampler, micro_batch=3
+    ).latents
     torch.testing.assert_close(end, latents, rtol=1e-5, atol=1e-6)
 
 
@@ -86,7 +88,9 @@ def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypa
         matching, "predict", lambda *inputs: states.append(bool(gathered)) or predict(*inputs)
     )
     sampler = SAMPLERS["tdm"]
-    student_steps(policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), 2)
+    sample_student_steps(
+        policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), 2
+    )
     assert states == [True] * 6
     assert not gathered
 
@@ -94,7 +98,9 @@ def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypa
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_sample_is_noised_again_from_where_its_step_leads(model, name):
     steps = steps_of(model, name)
-    batches = [matching_batch(steps, torch.zeros(6), CONFIGS[name], draw) for draw in range(3)]
+    batches = [
+        build_matching_batch(steps, torch.zeros(6), CONFIGS[name], draw) for draw in range(3)
+    ]
     rows = [
         (batch, row, step) for batch in batches for row, step in enumerate(batch.steps.tolist())
     ]
@@ -120,7 +126,7 @@ def test_a_sample_is_noised_again_from_where_its_step_leads(model, name):
 def test_rows_depend_on_their_sample_alone(model):
     whole = batch_of(model, "tdm")
     steps = steps_of(model, "tdm", passes=6)
-    again = matching_batch(steps, torch.zeros(6), CONFIGS["tdm"], 0)
+    again = build_matching_batch(steps, torch.zeros(6), CONFIGS["tdm"], 0)
     torch.testing.assert_close(whole.noised.latents, again.noised.latents, rtol=1e-5, atol=1e-6)
     other = batch_of(model, "tdm", draw=1)
     assert (whole.noised.sigma != other.noised.sigma).all()
@@ -138,14 +144,14 @@ def test_the_fake_score_learns_the_student_and_leaves_it_alone(base_folder, conf
     batch = batch_of(policy.model, "dmd2")
     for p in policy.parameters.values():  # of the policy's last update
         p.grad = torch.ones_like(p)
-    errors = [updater.update_fake(batch, 2)["fake/loss"] for _ in range(8)]
+    errors = [updater.update_fake_score(batch, 2)["fake/loss"] for _ in range(8)]
     assert errors[-1] < 0.95 * errors[0]
     assert farthest(policy.copies["fake"], before["fake"]) > 1e-4
     assert farthest(policy.parameters, own) == 0
     assert farthest(policy.copies["teacher"], before["teacher"]) == 0
     assert all(p.grad is None for p in policy.parameters.values())
-    with policy.using("fake"), torch.no_grad():
-        velocity = predict(policy.model, *batch.noised.at(slice(None)))
+    with policy.use_copy("fake"), torch.no_grad():
+        velocity = predict(policy.model, *batch.noised.model_arguments(slice(None)))
     assert ((velocity - batch.target) ** 2).mean().item() < errors[-1]
 
 
@@ -154,24 +160,24 @@ def test_an_update_follows_the_gradient_written_by_hand(base_folder, name):
     updater = updater_of(load_model(base_folder), name)
     policy = updater.policy
     model = updater.policy.model
-    updater.update_fake(batch_of(model, name, draw=1), 1)
+    updater.update_fake_score(batch_of(model, name, draw=1), 1)
     with torch.no_grad():  # a teacher of its own
         for value in policy.copies["teacher"].values():
             value.mul_(1.05)
     batch = batch_of(model, name)
-    velocity = predict(model, *batch.inputs.at(slice(None)))
+    velocity = predict(model, *batch.inputs.model_arguments(slice(None)))
     found = {}
     for copy in ("teacher", "fake"):
-        with policy.using(copy):
+        with policy.use_copy(copy):
             found[copy] = batch.noised.latents - batch.noised.sigma[:, None, None, None] * predict(
-                model, *batch.noised.at(slice(None))
+                model, *batch.noised.model_arguments(slice(None))
             )
     clean = batch.inputs.latents - batch.inputs.sigma[:, None, None, None] * velocity
     distance = (clean.detach() - found["teacher"]).abs().mean((1, 2, 3), keepdim=True)
     (clean * (found["fake"] - found["teacher"]) / distance).mean().backward()
     expected = {key: p.detach() - 0.1 * p.grad for key, p in policy.parameters.items()}
     assert farthest(expected, {key: p.detach() for key, p in policy.parameters.items()}) > 1e-5
-    metrics = updater.update(batch, 2)
+    metrics = updater.update_policy(batch, 2)
     assert farthest(expected, policy.parameters) < 1e-6
     assert metrics["matching/distance"] == pytest.approx(distance.mean().item(), rel=1e-4)
 
@@ -181,7 +187,7 @@ def test_copies_in_main_memory_train_alike(base_folder):
     for offload in (False, True):
         updater = updater_of(load_model(base_folder), "dmd2", LORA, offload)
         for draw in range(2):
-            updater.update_fake(batch_of(updater.policy.model, "dmd2", draw), 2)
+            updater.update_fake_score(batch_of(updater.policy.model, "dmd2", draw), 2)
         ends.append(updater.policy.copies["fake"])
     assert farthest(*ends) < 1e-6
 
@@ -199,7 +205,7 @@ def test_a_fake_score_that_is_not_finite_stops_the_stage(base_folder):
         TrainingError,
         match=f"not finite: the fake score's error of {where} .*Lower algorithm.fake_lr_factor",
     ):
-        updater.update_fake(batch, 2)
+        updater.update_fake_score(batch, 2)
     assert farthest(updater.policy.copies["fake"], before) == 0
 
 
@@ -207,10 +213,11 @@ def test_a_gradient_of_the_fake_score_that_is_not_finite_stops_the_stage(base_fo
     updater = updater_of(load_model(base_folder), "dmd2")
     batch = batch_of(updater.policy.model, "dmd2")
     monkeypatch.setattr(
-        "ebbflow.training.fake_score.gradient_norm", lambda policy: torch.tensor(float("inf"))
+        "ebbflow.training.fake_score.compute_gradient_norm",
+        lambda policy: torch.tensor(float("inf")),
     )
     with pytest.raises(
         TrainingError,
         match="not finite: the fake score's gradient .gradient norm inf.; the step was not taken",
     ):
-        updater.update_fake(batch, 1)
+        updater.update_fake_score(batch, 1)

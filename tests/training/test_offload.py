@@ -10,8 +10,8 @@ from training_cases import FULL, LORA, NFT, forward_rows, stage_of
 
 from ebbflow.models import load_model
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import new_folder
-from ebbflow.training.checkpoint import restore, write_part
+from ebbflow.storage.artifacts import write_new_folder
+from ebbflow.training.checkpoint import restore_updater, write_part
 from ebbflow.training.optimizer import OffloadedOptimizer
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
@@ -29,7 +29,7 @@ def begin(base, case, cpu_offload):
     config, optimizer = CASES[case]
     policy = Policy(load_model(base), config, 0, cpu_offload=cpu_offload)
     for name in ("old", *(["ema"] if config.ema else [])):
-        policy.ensure(name)
+        policy.ensure_copy(name)
     updater = PolicyUpdater(
         policy, stage_of(NFT, reference={"weight": 0.1}, optimizer={"lr": 0.01, **optimizer})
     )
@@ -67,9 +67,9 @@ def test_it_changes_no_byte_with_or_without_a_checkpoint_between(base_folder, tm
     expected = train(held, 3)
     assert same(train(through, 3), expected)
     train(first, 2)
-    with new_folder(tmp_path / "checkpoint") as folder:
+    with write_new_folder(tmp_path / "checkpoint") as folder:
         write_part(folder, first)
-    restore(tmp_path / "checkpoint", second)
+    restore_updater(tmp_path / "checkpoint", second)
     resumed = train(second, 1)
     assert same((expected[0][-1:], expected[1]), resumed)
 
@@ -79,9 +79,9 @@ def test_a_checkpoint_is_of_either(base_folder, tmp_path):
     held = begin(base_folder, "adamw", False)
     waiting = begin(base_folder, "adamw", True)
     train(waiting, 2)
-    with new_folder(tmp_path / "checkpoint") as folder:
+    with write_new_folder(tmp_path / "checkpoint") as folder:
         write_part(folder, waiting)
-    restore(tmp_path / "checkpoint", held)
+    restore_updater(tmp_path / "checkpoint", held)
     assert same(train(held, 1), train(waiting, 1))
 
 

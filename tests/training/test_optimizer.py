@@ -13,7 +13,7 @@ from training_cases import FULL, LORA, NFT, forward_rows, stage_of
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import LearningRateScheduleConfig, OptimizerConfig
 from ebbflow.recipe.stages import OfflineStageConfig
-from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.optimizer import build_optimizer
 from ebbflow.training.policy import Policy
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import same, values
@@ -21,7 +21,7 @@ from tests.parameters import same, values
 
 def rates(count, num_updates=None, **keys):
     schedule = LearningRateScheduleConfig(**keys)
-    return [schedule.share(update, num_updates) for update in range(count)]
+    return [schedule.share_of_update(update, num_updates) for update in range(count)]
 
 
 def from_torch(scheduler, steps, **keys):
@@ -60,12 +60,12 @@ def test_every_step_has_the_rate_of_its_number(model):
     policy = Policy(model, FULL, 0)
     schedule = {"kind": "cosine", "updates": 3, "warmup": 1}
     stage = stage_of(NFT, steps=2, updates_per_step=2, optimizer={"lr": 0.01, "schedule": schedule})
-    policy.ensure("old")
+    policy.ensure_copy("old")
     updater = PolicyUpdater(policy, stage)
     seen = [values(policy)]
     shown = []
     for _ in range(4):
-        shown.append(updater.update(forward_rows(model, stage), 2)["lr"])
+        shown.append(updater.update_policy(forward_rows(model, stage), 2)["lr"])
         seen.append(values(policy))
     assert shown == pytest.approx([0.005, 0.01, 0.005, 0.0])
     assert [same(before, after) for before, after in pairwise(seen)] == [False, False, False, True]
@@ -74,12 +74,12 @@ def test_every_step_has_the_rate_of_its_number(model):
 def test_a_stage_that_does_not_know_its_steps_says_so(model):
     stage = OfflineStageConfig.model_validate({"optimizer": {"schedule": {"kind": "linear"}}})
     policy = Policy(model, FULL, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     updater = PolicyUpdater(policy, stage)
     with pytest.raises(RecipeError, match=r"set optimizer\.schedule\.updates"):
-        updater.update(forward_rows(model, stage), 2)
+        updater.update_policy(forward_rows(model, stage), 2)
     updater.num_updates = 10
-    updater.update(forward_rows(model, stage), 2)
+    updater.update_policy(forward_rows(model, stage), 2)
 
 
 def gradients(policy, seed):
@@ -91,7 +91,7 @@ def gradients(policy, seed):
 
 def test_one_step_is_adams_with_its_betas_and_eps(model):
     policy = Policy(model, FULL, 0)
-    optimizer = make_optimizer(
+    optimizer = build_optimizer(
         policy, OptimizerConfig(lr=0.1, betas=[0.5, 0.75], eps=0.01, weight_decay=0.0)
     )
     before = values(policy)
@@ -117,7 +117,7 @@ def test_the_defaults_are_torchs(model):
     plain = torch.optim.AdamW(
         [torch.nn.Parameter(torch.zeros(1))], lr=1e-3, weight_decay=1e-4, fused=True
     ).param_groups[0]
-    ours = make_optimizer(Policy(model, FULL, 0), config).param_groups
+    ours = build_optimizer(Policy(model, FULL, 0), config).param_groups
     assert len(ours) == 1
     assert {**ours[0], "params": None} == {**plain, "params": None}
 
@@ -126,15 +126,15 @@ def test_a_pattern_has_its_own_rate(model):
     policy = Policy(model, LORA, 0)
     factors = [{"parameters": "*.lora_B.*", "factor": 16}, {"parameters": "*to_q*", "factor": 0}]
     stage = stage_of(NFT, optimizer={"lr": 1e-3, "lr_factors": factors, "weight_decay": 0.5})
-    policy.ensure("old")
+    policy.ensure_copy("old")
     updater = PolicyUpdater(policy, stage)
     before = values(policy)
     rate = {id(p): group["lr"] for group in updater.optimizer.param_groups for p in group["params"]}
     for name, parameter in policy.parameters.items():
         expected = 0.016 if "lora_B" in name else 0.0 if "to_q" in name else 0.001
         assert math.isclose(rate[id(parameter)], expected), name
-    updater.update(forward_rows(model, stage), 2)
-    assert updater.update(forward_rows(model, stage), 2)["lr"] == 1e-3
+    updater.update_policy(forward_rows(model, stage), 2)
+    assert updater.update_policy(forward_rows(model, stage), 2)["lr"] == 1e-3
     first = {
         name: torch.equal(value, before[name])
         for name, value in policy.parameters.items()
@@ -148,13 +148,13 @@ def test_a_pattern_that_fits_nothing_is_named(model):
     with pytest.raises(
         RecipeError, match=r"'\*\.lora_B\.\*' is the first to fit no trained parameter"
     ):
-        make_optimizer(
+        build_optimizer(
             Policy(model, LORA, 0), OptimizerConfig.model_validate({"lr_factors": factors})
         )
 
 
 def muon(policy, **keys):
-    return make_optimizer(
+    return build_optimizer(
         policy,
         OptimizerConfig.model_validate({"name": "muon", "lr": 0.1, "weight_decay": 0.0, **keys}),
     )

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 
 from ebbflow.models import load_model
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import ArtifactError, verify
+from ebbflow.storage.artifacts import ArtifactError, verify_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (
     PolicyError,
@@ -35,7 +35,7 @@ def predict(model):
 
     def velocity(of):
         with torch.no_grad():
-            return of.velocity(
+            return of.predict_velocity(
                 latents, torch.tensor([1.0, 0.5, 0.1]), of.encode_texts(["ABCD", "WXYZ", "Q"])
             )
 
@@ -53,7 +53,7 @@ def test_a_new_policy_is_the_base(model, predict, config):
     before = predict(model)
     policy = Policy(model, config, seed=0)
     assert torch.equal(predict(model), before)
-    with policy.using("reference"):
+    with policy.use_copy("reference"):
         assert torch.equal(predict(model), before)
 
 
@@ -69,7 +69,7 @@ def test_full_trains_the_transformer_and_lora_only_its_adapters(base_folder):
             everything if config is FULL else {name for name in everything if "lora_" in name}
         )
     # Every attention projection of every block gets two factors.
-    blocks = len(model.blocks())
+    blocks = len(model.list_blocks())
     targets = len(model.lora_targets)
     assert blocks * targets - 1 <= len(trained) / 2 <= blocks * targets
 
@@ -98,14 +98,14 @@ def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, 
     trained = predict(model)
     before = values(policy)
     assert not torch.allclose(trained, base, atol=1e-4)
-    with policy.using("reference"):
+    with policy.use_copy("reference"):
         assert torch.equal(predict(model), base)
-        assert not model.velocity(
+        assert not model.predict_velocity(
             torch.zeros(1, *model.latent_shape), torch.ones(1), model.encode_texts(["A"])
         ).requires_grad
     assert same(values(policy), before)
     assert torch.equal(predict(model), trained)
-    with policy.using("current"):
+    with policy.use_copy("current"):
         assert torch.equal(predict(model), trained)
 
 
@@ -113,7 +113,7 @@ def test_using_a_copy_predicts_with_it_and_puts_everything_back(model, predict, 
 def test_swapping_in_a_copy_copies_nothing(model, config):
     policy = Policy(model, config, 0)
     own = {name: p.data_ptr() for name, p in policy.parameters.items()}
-    with policy.using("reference"):
+    with policy.use_copy("reference"):
         assert {name: p.data_ptr() for name, p in policy.parameters.items()} == {
             name: value.data_ptr() for name, value in policy.copies["reference"].items()
         }
@@ -131,14 +131,14 @@ def test_merged_adapters_predict_the_same_and_leave_the_same_bytes(model, predic
         for name, module in model.transformer.named_modules()
         if name.endswith(("lora_A.default", "lora_B.default"))
     ]
-    with policy.merged():
+    with policy.merge_adapters():
         merged = predict(model)
     assert hooks
     assert not products
     assert 0 < (merged - separate).abs().max() < 1e-5 * separate.abs().max()
-    with policy.using("reference"):
+    with policy.use_copy("reference"):
         base = predict(model)
-        with policy.merged():
+        with policy.merge_adapters():
             assert (
                 (predict(model) - base).abs().max()
                 < 1e-5 * base.abs().max()
@@ -154,7 +154,7 @@ def test_adapters_are_not_merged_into_weights_that_are_rounded(model, predict):
     policy = Policy(model, LORA, 0)
     move(policy)
     before = values(policy)
-    with policy.merged("bfloat16"):
+    with policy.merge_adapters("bfloat16"):
         assert not any(
             layer.merged_adapters
             for layer in model.transformer.modules()
@@ -168,7 +168,7 @@ def test_using_puts_everything_back_after_an_exception(model, predict, config):
     policy = Policy(model, config, 0)
     move(policy)
     before = values(policy)
-    with pytest.raises(RuntimeError, match="on purpose"), policy.using("reference"):
+    with pytest.raises(RuntimeError, match="on purpose"), policy.use_copy("reference"):
         raise RuntimeError("on purpose")
     assert same(values(policy), before)
     assert torch.is_grad_enabled()
@@ -177,20 +177,20 @@ def test_using_puts_everything_back_after_an_exception(model, predict, config):
 def test_an_unknown_copy_is_an_error_that_changes_nothing(model):
     policy = Policy(model, FULL, 0)
     before = values(policy)
-    with pytest.raises(KeyError, match="old"), policy.using("old"):
+    with pytest.raises(KeyError, match="old"), policy.use_copy("old"):
         pass
     assert same(values(policy), before)
 
 
 def test_copies_do_not_follow_the_policy(model):
     policy = Policy(model, FULL, 0)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     start = values(policy)
     move(policy)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     assert same(policy.copies["old"], start)
     assert same(policy.copies["reference"], start)
-    policy.snapshot("old")
+    policy.snapshot_copy("old")
     assert same(policy.copies["old"], values(policy))
 
 
@@ -203,7 +203,7 @@ def test_blend(decay):
         "x": torch.nn.Parameter(torch.tensor([[4.0]])),
     }
     policy.copies = {"old": {"w": torch.tensor([3.0, 5.0]), "x": torch.tensor([[0.0]])}}
-    policy.blend("old", decay)
+    policy.blend_copy("old", decay)
     assert policy.copies["old"]["w"].tolist() == pytest.approx(
         [1 + 2 * decay, -2 + 7 * decay], abs=1e-5
     )
@@ -213,12 +213,12 @@ def test_blend(decay):
 
 def test_blend_at_its_ends_is_exact(model):
     policy = Policy(model, FULL, 0)
-    policy.snapshot("old")
+    policy.snapshot_copy("old")
     start = values(policy)
     move(policy)
-    policy.blend("old", 1.0)
+    policy.blend_copy("old", 1.0)
     assert same(policy.copies["old"], start)
-    policy.blend("old", 0.0)
+    policy.blend_copy("old", 0.0)
     assert same(policy.copies["old"], values(policy))
 
 
@@ -226,20 +226,20 @@ def test_blend_at_its_ends_is_exact(model):
 def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path, config):
     base = predict(model)
     policy = Policy(model, config, 0)
-    policy.snapshot("old")
+    policy.snapshot_copy("old")
     move(policy)
-    policy.blend("old", 0.3)
+    policy.blend_copy("old", 0.3)
     trained = values(policy)
     old = dict(policy.copies["old"])
     written = metadata_of(config, copies=("old",), stages=("1.1 online",))
-    policy.save(tmp_path / "policy", written)
-    verify(tmp_path / "policy")
+    policy.save_folder(tmp_path / "policy", written)
+    verify_folder(tmp_path / "policy")
 
     again = load_model(base_folder)
     loaded = Policy(again, config, seed=99)
     reference = values(loaded)
     assert (
-        loaded.load(tmp_path / "policy", to_train=True)
+        loaded.load_folder(tmp_path / "policy", to_train=True)
         == written
         == read_policy_metadata(tmp_path / "policy")
     )
@@ -247,15 +247,15 @@ def test_a_saved_policy_comes_back_exactly(base_folder, model, predict, tmp_path
     assert same(loaded.copies["old"], old)
     assert torch.equal(predict(again), predict(model))
     assert same(loaded.copies["reference"], reference)
-    with loaded.using("reference"):
+    with loaded.use_copy("reference"):
         assert torch.equal(predict(again), base)
-    with loaded.using("old"), policy.using("old"):
+    with loaded.use_copy("old"), policy.use_copy("old"):
         assert torch.equal(predict(again), predict(model))
     kept = loaded.copies["old"]
-    loaded.ensure("old")
+    loaded.ensure_copy("old")
     assert loaded.copies["old"] is kept
     served = Policy(load_model(base_folder), config, seed=99)
-    served.load(tmp_path / "policy")
+    served.load_folder(tmp_path / "policy")
     assert same(values(served), trained)
     assert served.copies.keys() == {"reference"}
 
@@ -265,13 +265,13 @@ def test_the_same_policy_is_saved_as_the_same_bytes(model, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
     for number in range(6):
-        policy.save(tmp_path / str(number), metadata_of(config))
-    assert len({verify(tmp_path / str(number)) for number in range(6)}) == 1
+        policy.save_folder(tmp_path / str(number), metadata_of(config))
+    assert len({verify_folder(tmp_path / str(number)) for number in range(6)}) == 1
 
 
 @BOTH
 def test_ranks_that_do_not_write_leave_nothing(model, tmp_path, config):
-    Policy(model, config, 0).save(tmp_path / "policy", metadata_of(config), write=False)
+    Policy(model, config, 0).save_folder(tmp_path / "policy", metadata_of(config), write=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -280,7 +280,7 @@ def test_the_base_policy_has_no_weights_of_its_own(model, predict, tmp_path, con
     write_base_policy(tmp_path / "policy", "base", "recipe", config)
     base = predict(model)
     policy = Policy(model, config, 0)
-    read = policy.load(tmp_path / "policy")
+    read = policy.load_folder(tmp_path / "policy")
     assert (read.version, read.copies, read.stages) == (0, (), ())
     assert torch.equal(predict(model), base)
     assert {path.name for path in (tmp_path / "policy").rglob("*")} == {
@@ -312,7 +312,7 @@ def test_diffusers_loads_the_adapters_with_their_alpha(
 ):
     policy = Policy(model, LORA, 0)
     move(policy, 0.05)
-    policy.save(tmp_path / "policy", metadata_of(LORA, copies=()))
+    policy.save_folder(tmp_path / "policy", metadata_of(LORA, copies=()))
     pipeline = open_pipeline(base_folder)
     peer = load_model(base_folder)
     before = predict(peer)
@@ -325,7 +325,7 @@ def test_diffusers_loads_the_adapters_with_their_alpha(
 def test_diffusers_loads_the_full_weights(model, predict, base_folder, tmp_path):
     policy = Policy(model, FULL, 0)
     move(policy)
-    policy.save(tmp_path / "policy", metadata_of(FULL))
+    policy.save_folder(tmp_path / "policy", metadata_of(FULL))
     peer = load_model(base_folder)
     peer.transformer = SD3Transformer2DModel.from_pretrained(
         tmp_path / "policy" / "transformer"
@@ -335,7 +335,7 @@ def test_diffusers_loads_the_full_weights(model, predict, base_folder, tmp_path)
 
 @BOTH
 def test_another_kind_of_policy_is_refused(base_folder, model, tmp_path, config):
-    Policy(model, config, 0).save(tmp_path / "policy", metadata_of(config))
+    Policy(model, config, 0).save_folder(tmp_path / "policy", metadata_of(config))
     for other in (
         LORA if config is FULL else FULL,
         PolicyConfig(train=config.train, rank=5, alpha=12),
@@ -345,7 +345,7 @@ def test_another_kind_of_policy_is_refused(base_folder, model, tmp_path, config)
         with pytest.raises(
             PolicyError, match="policy holds a policy of .*the recipe asks for .*use its own recipe"
         ):
-            policy.load(tmp_path / "policy")
+            policy.load_folder(tmp_path / "policy")
         assert same(values(policy), before)
 
 
@@ -358,11 +358,11 @@ def test_a_damaged_or_unfinished_folder_is_refused(model, base_folder, tmp_path)
         fresh = Policy(load_model(base_folder), LORA, 0)
         before = values(fresh)
         with pytest.raises(error, match=match):
-            fresh.load(folder)
+            fresh.load_folder(folder)
         assert same(values(fresh), before)
 
     refused(ArtifactError, "no COMMIT")
-    policy.save(folder, metadata_of(LORA))
+    policy.save_folder(folder, metadata_of(LORA))
     weights = next(folder.glob("*.safetensors"))
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -374,7 +374,7 @@ def test_a_damaged_or_unfinished_folder_is_refused(model, base_folder, tmp_path)
 
 def test_a_folder_of_something_else_is_no_policy(base_folder, model):
     with pytest.raises(PolicyError, match="no policy folder"):
-        Policy(model, FULL, 0).load(base_folder)
+        Policy(model, FULL, 0).load_folder(base_folder)
 
 
 def test_the_card_is_strict(tmp_path):

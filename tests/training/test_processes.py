@@ -27,17 +27,17 @@ from training_cases import (
     updater_of,
 )
 
-from ebbflow.algorithms.base import Algorithm, per_row
+from ebbflow.algorithms.base import Algorithm, mean_per_row
 from ebbflow.algorithms.built_in import diffusion_nft
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model, predict
 from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import FsdpConfig, ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.stage import teacher_copy
-from ebbflow.storage.artifacts import verify
+from ebbflow.stage import teacher_copy_name
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training import policy as policy_module
-from ebbflow.training.distributed import Ranks, process_group
+from ebbflow.training.distributed import Ranks, join_process_group
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
@@ -81,8 +81,8 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
         )
     for call in fully_shard.call_args_list:
         assert isinstance(call.kwargs["offload_policy"], CPUOffloadPolicy) == offload
-    policy.ensure("old")
-    policy.ensure("ema")
+    policy.ensure_copy("old")
+    policy.ensure_copy("ema")
     stage = stage_of(algorithm, reference={"weight": 0.1}, optimizer={"max_grad_norm": 0.01})
     updater = PolicyUpdater(policy, stage, optimizer=sgd(policy, lr=0.5))
     start, stop = (0, 6) if ranks.world == 1 else [(0, first), (first, 6)][ranks.rank]
@@ -93,14 +93,14 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
         patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather,
     ):
         metrics = [
-            updater.update(forward_rows(model, stage, group_index, start, stop), passes)
+            updater.update_policy(forward_rows(model, stage, group_index, start, stop), passes)
             for _ in range(2)
         ]
     metrics[0] |= {"reduced": reduce_scatter.call_count, "gathered": gather.call_count}
     metadata = PolicyMetadata(
         base_digest="b", recipe_digest="r", config=config, version=2, copies=("old", "iterate")
     )
-    policy.save(folder, metadata, write=ranks.rank == 0)
+    policy.save_folder(folder, metadata, write=ranks.rank == 0)
     return metrics
 
 
@@ -108,17 +108,19 @@ def num_trained_shards(base: Path, config: PolicyConfig) -> int:
     """Of those that FSDP2 reduces on their own: the blocks, and the rest of the network, if it is
     trained.
     """
-    return len(load_model(base).blocks()) + (config.train == "full" and config.layers is None)
+    return len(load_model(base).list_blocks()) + (config.train == "full" and config.layers is None)
 
 
 def refused_together(base: Path, ranks: Ranks) -> str:
     """What a process says of a step that is not finite on the second process alone."""
     policy = Policy(load_model(base), FULL, 0, shard=True)
-    policy.ensure("old")
+    policy.ensure_copy("old")
     updater = PolicyUpdater(policy, stage_of(NFT), optimizer=sgd(policy))
     batch = forward_rows(policy.model, updater.stage, ALONE, *[(0, 3), (3, 6)][ranks.rank])
     with pytest.raises(TrainingError) as error:
-        updater.update(spoilt(batch, "advantage", 1, float("nan")) if ranks.rank == 1 else batch, 1)
+        updater.update_policy(
+            spoilt(batch, "advantage", 1, float("nan")) if ranks.rank == 1 else batch, 1
+        )
     return str(error.value)
 
 
@@ -131,7 +133,7 @@ def rounded_gradients(base: Path, ranks: Ranks) -> dict[str, object]:
     for shard in (False, True):
         model = load_model(base, ModelConfig(path=str(base), precision="bfloat16"))
         policy = Policy(model, FULL, 0, shard, fsdp=FSDP["rounded"])
-        layer = model.blocks()[0].attn.to_q
+        layer = model.list_blocks()[0].attn.to_q
         hook = layer.register_forward_pre_hook(lambda layer, _: seen.add(str(layer.weight.dtype)))
         rows = slice(2 * ranks.rank, 2 * ranks.rank + 2) if shard else slice(0, 4)
         latents = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
@@ -161,12 +163,12 @@ def velocities_of_experts(folder: Path, ranks: Ranks, expert: str = "high_noise"
     Policy(model, LORA, 0, shard=ranks.world > 1)
     rows = slice(None) if ranks.world == 1 else slice(ranks.rank, ranks.rank + 1)
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    conditioning = model.encode(
+    conditioning = model.encode_prompts(
         [Prompt(index, "two cats", "", None, "", "train", "{}") for index in range(2)]
     )
     with torch.no_grad():
         velocity = predict(
-            model, latents[rows], torch.tensor([0.9, 0.5])[rows], conditioning.rows(rows)
+            model, latents[rows], torch.tensor([0.9, 0.5])[rows], conditioning.select_rows(rows)
         )
     return velocity.std((1, 2, 3, 4)).tolist()
 
@@ -178,13 +180,13 @@ def taught(base: Path, ranks: Ranks) -> dict[str, float]:
     model = load_model(base)
     policy = Policy(model, LORA, 0, shard=ranks.world > 1)
     for factor, name in ((1.1, "a"), (0.9, "b")):
-        policy.copies[teacher_copy(name)] = {
+        policy.copies[teacher_copy_name(name)] = {
             key: factor * p.detach() + 0.01 for key, p in policy.parameters.items()
         }
     updater = PolicyUpdater(policy, stage_of(NFT), optimizer=sgd(policy))
 
     def loss(rows, config):
-        divergence = per_row((rows.velocity - rows.copies["teacher"]) ** 2)
+        divergence = mean_per_row((rows.velocity - rows.copies["teacher"]) ** 2)
         return divergence, {"kl/teacher": divergence}
 
     updater.algorithm = Algorithm(
@@ -192,14 +194,14 @@ def taught(base: Path, ranks: Ranks) -> dict[str, float]:
     )
     share = (0, 6) if ranks.world == 1 else [(0, 4), (4, 6)][ranks.rank]
     sets = {prompt: "a" if prompt < 4 else "b" for prompt in range(6)}
-    return updater.update(forward_rows(model, updater.stage, ALONE, *share), 2, sets)
+    return updater.update_policy(forward_rows(model, updater.stage, ALONE, *share), 2, sets)
 
 
 def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
     """Join the group that the environment announces, train every case, and save an untrained
     policy.
     """
-    with process_group() as ranks:
+    with join_process_group() as ranks:
         assert ranks == Ranks(int(os.environ["RANK"]), 2)
         said = {case: two_steps(base, case, output / case, ranks) for case in CASES} | {
             "error": refused_together(base, ranks)
@@ -213,7 +215,7 @@ def train_as_a_rank(base: Path, experts: Path, output: Path) -> None:
     assert Ranks.current() == Ranks(0, 1)
     (output / f"said-{ranks.rank}.json").write_text(json.dumps(said))
     untrained = PolicyMetadata(base_digest="b", recipe_digest="r", config=LORA, version=1)
-    Policy(load_model(base), LORA, 0).save(output / f"untrained-{ranks.rank}", untrained)
+    Policy(load_model(base), LORA, 0).save_folder(output / f"untrained-{ranks.rank}", untrained)
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +277,7 @@ SAME = [("offloaded", "full"), ("offloaded lora", "lora"), ("kept gathered", "pa
 
 @pytest.mark.parametrize(("case", "plain"), SAME)
 def test_where_shards_wait_and_when_they_are_gathered_changes_no_byte(two_processes, case, plain):
-    assert verify(two_processes / case) == verify(two_processes / plain)
+    assert verify_folder(two_processes / case) == verify_folder(two_processes / plain)
 
 
 def test_weights_that_stay_gathered_are_sent_once_for_all_passes_of_a_copy(
@@ -283,7 +285,7 @@ def test_weights_that_stay_gathered_are_sent_once_for_all_passes_of_a_copy(
 ):
     said = json.loads((two_processes / "said-0.json").read_text())
     kept, plain = (said[case][0]["gathered"] for case in ("kept gathered", "passes"))
-    units = len(load_model(base_folder).blocks()) + 1
+    units = len(load_model(base_folder).list_blocks()) + 1
     copies = 2
     passes = CASES["passes"][-1]
     updates = 2
@@ -331,7 +333,9 @@ def test_processes_learn_together_where_their_rows_are_of_different_teachers(
 
 
 def test_two_processes_save_the_same_adapters_as_the_same_bytes(two_processes):
-    assert verify(two_processes / "untrained-0") == verify(two_processes / "untrained-1")
+    assert verify_folder(two_processes / "untrained-0") == verify_folder(
+        two_processes / "untrained-1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,23 +346,28 @@ def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeyp
     # two copies.
     updater = updater_of(model, NFT, lr=0)
     order = []
-    using = updater.policy.using
+    using = updater.policy.use_copy
     monkeypatch.setattr(updater.policy, "using", lambda name: order.append(name) or using(name))
     updater.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)
-    updater.update(forward_rows(model, updater.stage), 1)
+    updater.update_policy(forward_rows(model, updater.stage), 1)
     assert order == ["old", "reference", "teacher"]
 
 
 def test_a_rank_knows_its_node(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     ranks = Ranks(5, 8)
-    assert (ranks.per_node, ranks.nodes, ranks.node, ranks.local_rank) == (4, 2, 1, 1)
-    assert Ranks(0, 1).per_node == 1, "outside a group"
+    assert (ranks.ranks_per_node, ranks.num_nodes, ranks.node_rank, ranks.local_rank) == (
+        4,
+        2,
+        1,
+        1,
+    )
+    assert Ranks(0, 1).ranks_per_node == 1, "outside a group"
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert (ranks.nodes, ranks.local_rank) == (1, 5)
+    assert (ranks.num_nodes, ranks.local_rank) == (1, 5)
 
 
 def test_one_process_needs_no_group(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with process_group() as ranks:
+    with join_process_group() as ranks:
         assert ranks == Ranks(0, 1)

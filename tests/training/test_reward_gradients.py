@@ -13,15 +13,15 @@ from ebbflow.algorithms.built_in import draft, refl
 from ebbflow.algorithms.built_in.draft import DRaFTConfig
 from ebbflow.algorithms.built_in.refl import ReFLConfig
 from ebbflow.data.prompts import Prompt
-from ebbflow.flow.noise import SampleKeys, initial_noise
+from ebbflow.flow.noise import SampleKeys, generate_initial_noise
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import generate
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
-from ebbflow.training.reward_gradients import gradient_batch
+from ebbflow.training.reward_gradients import build_gradient_batch
 from ebbflow.training.update import PolicyUpdater
 
 STEPS = 4
@@ -54,12 +54,12 @@ def make(base_folder, name, first_step, passes=1, **hyper):
     )
     samples = (model.encode_texts(TEXTS), torch.zeros(COUNT), KEYS, PROMPTS)
     score = lambda latents, prompts, decode: waves(decode(latents), prompts)  # noqa: E731
-    batch = gradient_batch(
+    batch = build_gradient_batch(
         model,
         *samples,
-        updater.schedule,
+        updater.sampler_sigmas,
         first_step,
-        config.hyper.steps_with_gradient,
+        config.hyper_parameters.steps_with_gradient,
         score,
         passes,
     )
@@ -73,14 +73,14 @@ def by_hand(base_folder, first_step, jump=False):
     model = load_model(base_folder)
     policy = Policy(model, PolicyConfig(), 0)
     conditioning = model.encode_texts(TEXTS)
-    sigmas = model.sigmas(STEPS)
-    latents = initial_noise(model.latent_shape, KEYS)
+    sigmas = model.compute_sigmas(STEPS)
+    latents = generate_initial_noise(model.latent_shape, KEYS)
     for step in range(first_step + 1 if jump else STEPS):
         with torch.set_grad_enabled(step >= first_step):
             velocity = predict(model, latents, sigmas[step].expand(COUNT), conditioning)
         end = 0 if jump and step == first_step else sigmas[step + 1]
         latents = latents + (end - sigmas[step]) * velocity
-    return waves(model.pixels(latents), PROMPTS), policy
+    return waves(model.decode_with_gradient(latents), PROMPTS), policy
 
 
 def moves(updater, batch, passes):
@@ -128,10 +128,10 @@ def test_the_gradient_through_all_steps_is_that_of_finite_differences(base_folde
             policy = Policy(model, PolicyConfig(), 0)
             for key, parameter in policy.parameters.items():
                 parameter += sign * size / norm * moved[key]
-            latents = generate(
+            latents = generate_samples(
                 model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=STEPS)
             ).latents
-            values.append(waves(model.pixels(latents), PROMPTS).mean().item())
+            values.append(waves(model.decode_with_gradient(latents), PROMPTS).mean().item())
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(norm, rel=0.02)
 
 
@@ -142,7 +142,7 @@ def test_every_step_with_gradient_is_repeated_instead_of_kept(base_folder):
         lambda *_: calls.append(torch.is_grad_enabled())
     )
     assert batch.inputs.checkpointed
-    updater._passes(batch, [slice(0, COUNT)], COUNT, {})
+    updater._run_passes(batch, [slice(0, COUNT)], COUNT, {})
     assert calls.count(True) == 6  # three forward, three again
     assert calls.count(False) == 1  # of the base model, for the drift
     _, once = make(base_folder, "refl", 3)
@@ -152,22 +152,24 @@ def test_every_step_with_gradient_is_repeated_instead_of_kept(base_folder):
 def test_a_row_starts_where_the_sampler_gets_to(base_folder):
     _, batch = make(base_folder, "draft", 2, passes=3, last_steps=2)
     model = load_model(base_folder)
-    latents = initial_noise(model.latent_shape, KEYS)
-    sigmas = model.sigmas(STEPS)
+    latents = generate_initial_noise(model.latent_shape, KEYS)
+    sigmas = model.compute_sigmas(STEPS)
     with torch.no_grad():
         for step in range(2):
             velocity = predict(
                 model, latents, sigmas[step].expand(COUNT), model.encode_texts(TEXTS)
             )
             latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
-        expected = generate(
+        expected = generate_samples(
             model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=STEPS)
         ).latents
-        rows = batch.rows(slice(0, COUNT), predict(model, *batch.inputs.at(slice(0, COUNT))), {})
+        rows = batch.build_rows(
+            slice(0, COUNT), predict(model, *batch.inputs.model_arguments(slice(0, COUNT))), {}
+        )
         torch.testing.assert_close(rows.denoise(rows.velocity), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.inputs.latents, latents, rtol=1e-4, atol=1e-5)
     assert batch.inputs.sigma.tolist() == [sigmas[2].item()] * COUNT
-    assert batch.describe(1).startswith("prompt 1, sample 0, denoising step 2 (sigma ")
+    assert batch.describe_row(1).startswith("prompt 1, sample 0, denoising step 2 (sigma ")
 
 
 def linear_rows(sigma, next_sigma):
@@ -192,12 +194,12 @@ def linear_rows(sigma, next_sigma):
 
 def test_losses_are_their_closed_forms():
     rows, weights, velocity = linear_rows(0.3, 0.1)
-    loss, metrics = draft.loss(rows, DRaFTConfig())
+    loss, metrics = draft.compute_loss(rows, DRaFTConfig())
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)
     torch.testing.assert_close(gradient, 0.2 * weights)
     torch.testing.assert_close(loss, -metrics["draft/reward"])
 
-    loss, metrics = refl.loss(rows, ReFLConfig(target=None, weight=0.5))
+    loss, metrics = refl.compute_loss(rows, ReFLConfig(target=None, weight=0.5))
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)
     torch.testing.assert_close(gradient, 0.5 * 0.3 * weights)
     rewards = metrics["refl/reward"].detach()
@@ -206,7 +208,7 @@ def test_losses_are_their_closed_forms():
     )
 
     target = rewards.sort().values[1].item() + 1e-9
-    loss, metrics = refl.loss(rows, ReFLConfig(target=target, weight=2.0))
+    loss, metrics = refl.compute_loss(rows, ReFLConfig(target=target, weight=2.0))
     torch.testing.assert_close(loss.detach(), 2 * (target - rewards).clamp_min(0))
     assert metrics["refl/active"].sum() == 2
     (gradient,) = torch.autograd.grad(loss.sum(), velocity)

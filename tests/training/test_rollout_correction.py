@@ -9,7 +9,7 @@ import torch
 from training_cases import rollout, samples, updater_of
 
 from ebbflow.models import load_model
-from ebbflow.training.batches import trajectory_batch
+from ebbflow.training.batches import build_trajectory_batch
 from ebbflow.training.rollout_correction import apply_rollout_correction
 from tests.parameters import move, values
 
@@ -32,7 +32,7 @@ def correct(updater, made):
     return (
         found,
         metrics,
-        trajectory_batch(found, conditioning, advantage, keys, updater.stage.sampler),
+        build_trajectory_batch(found, conditioning, advantage, keys, updater.stage.sampler),
     )
 
 
@@ -124,8 +124,8 @@ def test_stale_rollouts_are_those_of_another_policy(model):
     move(updater.policy, 0.01)
     found, metrics, batch = correct(updater, made)
     assert metrics["rollout/delta_mean"] > 1e-5
-    assert updater.update(batch, 2)["ratio/deviation"] < 1e-6
-    with updater.policy.using("reference"):
+    assert updater.update_policy(batch, 2)["ratio/deviation"] < 1e-6
+    with updater.policy.use_copy("reference"):
         again = correct(updater, made)[1]
     assert again["rollout/delta_max"] < 1e-6
     assert not found.weight.requires_grad
@@ -149,7 +149,7 @@ def test_rejected_terms_leave_the_mean(model):
     # At the first step every ratio is 1, and the loss of a term is -A times its weight.
     advantage = samples(model)[2][:, None].expand(6, 3)
     expected = (-advantage * found.weight)[found.keep].mean().item()
-    assert updater.update(batch, 2)["loss"] == pytest.approx(expected, rel=1e-3)
+    assert updater.update_policy(batch, 2)["loss"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("reject", ["k1", "k2", "k3"])

@@ -13,8 +13,8 @@ import torch
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import predict
-from ebbflow.rollouts.generate import generate
-from ebbflow.training.batches import CorrectedRollout, parts, trajectory_batch
+from ebbflow.rollouts.generate import generate_samples
+from ebbflow.training.batches import CorrectedRollout, build_trajectory_batch, split_into_passes
 from ebbflow.training.rollout_forward import reuse_rollout_forward
 from tests.training.training_cases import TEXTS, samples, updater_of
 
@@ -42,11 +42,13 @@ def make(model):
         sampler = updater.stage.sampler
         if broken is not None:
             conditioning["embeds"][broken] = torch.nan
-        made = generate(
+        made = generate_samples(
             model, conditioning, keys, sampler, Plan((0, 1, 2), (0, 1, 2)), 4, with_graph=True
         )
-        rollout = replace(CorrectedRollout.nothing(made.trajectory), keep=torch.from_numpy(keep))
-        batch = trajectory_batch(rollout, conditioning, samples(model)[2], keys, sampler)
+        rollout = replace(
+            CorrectedRollout.without_correction(made.trajectory), keep=torch.from_numpy(keep)
+        )
+        batch = build_trajectory_batch(rollout, conditioning, samples(model)[2], keys, sampler)
         return updater, batch, reuse_rollout_forward(batch, np.flatnonzero(keep), made.velocities)
 
     return build
@@ -68,7 +70,7 @@ KEPT = {
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
 def test_every_row_has_the_prediction_of_its_own_pass(model, make, keep):
     _, plain, batch = make(keep)
-    slices = parts(batch.group_index, len(batch.inputs.predicted))
+    slices = split_into_passes(batch.group_index, len(batch.inputs.predicted))
     found = []
     for part in slices:
         prompts, (step,) = batch.keys.rows(part).prompt_ids, batch.steps[part].unique().tolist()
@@ -138,8 +140,8 @@ def test_a_rollout_with_graphs_is_the_same_to_the_last_bit(model, make):
     keys = SampleKeys(2, list(range(6)), [7] * 6)
     plan = Plan((1, 2), (2,))
     arguments = (model, model.encode_texts(TEXTS), keys, updater.stage.sampler, plan, 4)
-    plain = generate(*arguments)
-    kept = generate(*arguments, with_graph=True)
+    plain = generate_samples(*arguments)
+    kept = generate_samples(*arguments, with_graph=True)
     assert plain.velocities == ()
     assert [[value.shape[0] for value in part] for part in kept.velocities] == [[4], [2]]
     assert all(value.requires_grad for part in kept.velocities for value in part)
@@ -148,4 +150,4 @@ def test_a_rollout_with_graphs_is_the_same_to_the_last_bit(model, make):
     for name, value in vars(plain.trajectory).items():
         assert torch.equal(value, getattr(kept.trajectory, name))
         assert not getattr(kept.trajectory, name).requires_grad
-    assert kept.to(torch.device("cpu")).velocities is kept.velocities
+    assert kept.move_to(torch.device("cpu")).velocities is kept.velocities

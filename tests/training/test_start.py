@@ -13,11 +13,11 @@ from training_cases import FULL, LORA
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.storage.artifacts import verify
+from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.export import export_pipeline
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata
-from ebbflow.training.start import write_start
+from ebbflow.training.start import write_start_policy
 from tests.parameters import move
 
 
@@ -28,7 +28,7 @@ def predict():
             latents = torch.randn(
                 3, *model.latent_shape, generator=torch.Generator().manual_seed(0)
             )
-            return model.velocity(
+            return model.predict_velocity(
                 latents, torch.tensor([1.0, 0.5, 0.1]), model.encode_texts(["ABCD", "WXYZ", "Q"])
             )
 
@@ -63,9 +63,9 @@ def publish(base_folder, tmp_path):
 def started(base, source, policy, folder):
     """The model with the policy that training would start with."""
     recipe = Recipe.model_validate({"policy": {**policy, "start": {"path": str(source)}}})
-    write_start(recipe, base, source, folder)
+    write_start_policy(recipe, base, source, folder)
     model = load_model(base)
-    Policy(model, recipe.policy, 0).load(folder, to_train=True)
+    Policy(model, recipe.policy, 0).load_folder(folder, to_train=True)
     return model
 
 
@@ -85,18 +85,18 @@ def test_a_published_lora_computes_the_same_under_another_rank_and_scale(
     assert (metadata.version, metadata.start, metadata.base_digest) == (
         0,
         str(source),
-        verify(base_folder),
+        verify_folder(base_folder),
     )
 
 
 def test_the_reference_of_a_started_policy_is_the_base(base_folder, publish, predict, tmp_path):
     source, _ = publish()
     recipe = Recipe.model_validate({"policy": {"train": "lora", "start": {"path": str(source)}}})
-    write_start(recipe, base_folder, source, tmp_path / "policy")
+    write_start_policy(recipe, base_folder, source, tmp_path / "policy")
     model = load_model(base_folder)
     policy = Policy(model, recipe.policy, 0)
-    policy.load(tmp_path / "policy", to_train=True)
-    with policy.using("reference"):
+    policy.load_folder(tmp_path / "policy", to_train=True)
+    with policy.use_copy("reference"):
         torch.testing.assert_close(
             predict(model), predict(load_model(base_folder)), rtol=0, atol=1e-6
         )
@@ -146,13 +146,13 @@ def test_an_earlier_policy_goes_on_with_its_weights(base_folder, model, predict,
     policy = Policy(model, config, 0)
     move(policy)
     metadata = PolicyMetadata(
-        base_digest=verify(base_folder), recipe_digest="r", config=config, version=7
+        base_digest=verify_folder(base_folder), recipe_digest="r", config=config, version=7
     )
-    policy.save(tmp_path / "earlier", metadata)
+    policy.save_folder(tmp_path / "earlier", metadata)
     keys = config.model_dump(exclude={"start"})
     again = started(base_folder, tmp_path / "earlier", keys, tmp_path / "policy")
     assert torch.equal(predict(again), predict(model))
-    policy.save(tmp_path / "foreign", metadata.model_copy(update={"base_digest": "0" * 64}))
+    policy.save_folder(tmp_path / "foreign", metadata.model_copy(update={"base_digest": "0" * 64}))
     with pytest.raises(PolicyError, match="was trained from base model 000000000000"):
         started(base_folder, tmp_path / "foreign", keys, tmp_path / "never")
 
@@ -166,10 +166,10 @@ def test_a_lora_keeps_its_digits_on_a_rounded_base(base_folder, publish, tmp_pat
             "policy": {"train": "lora", "rank": 2, "alpha": 2, "start": {"path": str(source)}},
         }
     )
-    write_start(recipe, base_folder, source, tmp_path / "policy")
+    write_start_policy(recipe, base_folder, source, tmp_path / "policy")
     model = load_model(base_folder, recipe.model)
     policy = Policy(model, recipe.policy, 0)
-    policy.load(tmp_path / "policy", to_train=True)
+    policy.load_folder(tmp_path / "policy", to_train=True)
     wanted = dict(published.transformer.named_parameters())
     for name in (name for name in wanted if "lora_" in name):
         assert torch.equal(policy.parameters[name], wanted[name]), name
@@ -205,9 +205,13 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
     policy = Policy(model, LORA, 0)
     move(policy, 1e-3)
     metadata = PolicyMetadata(
-        base_digest=verify(base_folder), recipe_digest="r", config=LORA, version=1, model=config
+        base_digest=verify_folder(base_folder),
+        recipe_digest="r",
+        config=LORA,
+        version=1,
+        model=config,
     )
-    policy.save(tmp_path / "policy", metadata)
+    policy.save_folder(tmp_path / "policy", metadata)
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")
     merged = dict(load_model(tmp_path / "exported").transformer.named_parameters())
     base = dict(load_model(base_folder).transformer.named_parameters())
@@ -223,10 +227,10 @@ def test_an_export_keeps_changes_that_sixteen_bits_would_lose(base_folder, predi
 def test_an_exported_policy_needs_no_adapters(base_folder, model, predict, tmp_path, config):
     policy = Policy(model, config, 0)
     move(policy)
-    policy.save(
+    policy.save_folder(
         tmp_path / "policy",
         PolicyMetadata(
-            base_digest=verify(base_folder), recipe_digest="r", config=config, version=1
+            base_digest=verify_folder(base_folder), recipe_digest="r", config=config, version=1
         ),
     )
     export_pipeline(base_folder, tmp_path / "policy", tmp_path / "exported")

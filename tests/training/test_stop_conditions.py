@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.training import stop_conditions
-from ebbflow.training.distributed import process_group
+from ebbflow.training.distributed import join_process_group
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.stop_conditions import (
     EXPIRES,
@@ -126,9 +126,9 @@ def test_the_first_sigterm_is_a_request_and_the_handler_before_comes_back():
     try:
         limit = StopConditions(OnlineStageConfig(), gpus=0)
         with handle_sigterm(), handle_sigterm():
-            assert limit.after_step() is Stop.NO
+            assert limit.check_after_step() is Stop.NO
             os.kill(os.getpid(), signal.SIGTERM)
-            assert limit.after_step() is Stop.LEAVE
+            assert limit.check_after_step() is Stop.LEAVE
             assert heard == []
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0)
@@ -147,21 +147,21 @@ def test_a_word_that_came_too_late_for_one_stage_is_for_the_next():
     with handle_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     limit = StopConditions(OnlineStageConfig(), gpus=0)
-    said = limit.after_step()
+    said = limit.check_after_step()
     with pytest.raises(Preempted), handle_sigterm():
         raise Preempted
-    assert (said, limit.after_step()) == (Stop.LEAVE, Stop.NO)
+    assert (said, limit.check_after_step()) == (Stop.LEAVE, Stop.NO)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def heard_by_one(folder: Path) -> None:
     """Rank 1 alone hears; both say what they then do."""
-    with process_group() as ranks:
+    with join_process_group() as ranks:
         limit = StopConditions(OnlineStageConfig(), gpus=0)
-        first = limit.after_step()
+        first = limit.check_after_step()
         if ranks.rank == 1:
             stop_conditions._SIGTERM.set()
-        second = limit.after_step()
+        second = limit.check_after_step()
         (folder / f"{ranks.rank}").write_text(
             f"{first.name} {second.name} {limit.preemption_message('s', 1, 2, saved=True)}"
         )

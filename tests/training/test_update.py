@@ -26,16 +26,21 @@ from training_cases import (
     updater_of,
 )
 
-from ebbflow.algorithms.base import Algorithm, expand_like, flow_matching_error, per_row
+from ebbflow.algorithms.base import (
+    Algorithm,
+    compute_flow_matching_error,
+    expand_like,
+    mean_per_row,
+)
 from ebbflow.algorithms.built_in import awm, diffusion_nft
 from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.stage import teacher_copy
-from ebbflow.training.batches import ForwardBatch, ForwardInputs, forward_batch
+from ebbflow.stage import teacher_copy_name
+from ebbflow.training.batches import ForwardBatch, ForwardInputs, build_forward_batch
 from ebbflow.training.gradients import TrainingError
-from ebbflow.training.optimizer import make_optimizer
+from ebbflow.training.optimizer import build_optimizer
 from ebbflow.training.update import PolicyUpdater
 from tests.parameters import move, moved, same, values
 
@@ -55,7 +60,7 @@ def root_of_nothing(rows, config):
 
 
 ROOT = Algorithm(Own, root_of_nothing)
-INFINITE = Algorithm(Own, lambda rows, config: (per_row(rows.velocity) + INF, {}))
+INFINITE = Algorithm(Own, lambda rows, config: (mean_per_row(rows.velocity) + INF, {}))
 
 
 def own(name):
@@ -71,7 +76,7 @@ def test_micro_batches_do_not_change_the_step(base_folder, algorithm):
         move(updater.policy)
         start = values(updater.policy)
         batch = forward_rows(updater.policy.model, updater.stage, UNITS[algorithm])
-        metrics = [updater.update(batch, passes) for _ in range(2)]
+        metrics = [updater.update_policy(batch, passes) for _ in range(2)]
         assert farthest(start, values(updater.policy)) > 1e-4
         results.append((values(updater.policy), metrics))
     for after, metrics in results[1:]:
@@ -83,18 +88,18 @@ def test_micro_batches_do_not_change_the_step(base_folder, algorithm):
 
 def test_metrics_are_means_over_the_terms(model):
     updater = updater_of(model, NFT, reference={"weight": 0.1})
-    updater.optimizer = make_optimizer(
+    updater.optimizer = build_optimizer(
         updater.policy, updater.stage.optimizer.model_copy(update={"lr": 1e-4})
     )
     batch = forward_rows(model, updater.stage)
     with torch.no_grad():
-        velocity = model.velocity(
+        velocity = model.predict_velocity(
             batch.inputs.latents, batch.inputs.sigma, batch.inputs.conditioning
         )
-        loss, expected = diffusion_nft.loss(
-            batch.rows(slice(0, 6), velocity, {"old": velocity}), updater.hyper
+        loss, expected = diffusion_nft.compute_loss(
+            batch.build_rows(slice(0, 6), velocity, {"old": velocity}), updater.hyper
         )
-    metrics = updater.update(batch, 4)
+    metrics = updater.update_policy(batch, 4)
     assert metrics["loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
     assert metrics["nft/better_error"] == pytest.approx(
         expected["nft/better_error"].mean().item(), rel=1e-5
@@ -120,7 +125,7 @@ def penalty_by_hand(penalty, policy, batch):
 
     @torch.no_grad()
     def predicted():
-        velocity = policy.model.velocity(*batch.inputs.at(slice(None)))
+        velocity = policy.model.predict_velocity(*batch.inputs.at(slice(None)))
         return velocity, batch.transition(slice(None), velocity)
 
     velocity, step = predicted()
@@ -140,8 +145,8 @@ def test_the_reference_penalty_is_added_with_its_weight(model, penalty):
     move(policy, 0.005)
     without = PolicyUpdater(
         policy, stage_of("mix_grpo", reference={"weight": 0}), optimizer=sgd(policy, 0)
-    ).update(batch, 2)
-    metrics = updater.update(batch, 2)
+    ).update_policy(batch, 2)
+    metrics = updater.update_policy(batch, 2)
     expected = penalty_by_hand(penalty, policy, batch)
     assert expected > 1e-6
     assert metrics["kl/reference"] == pytest.approx(expected, rel=1e-4)
@@ -185,7 +190,7 @@ def with_adam(updater, batch):
     """The updater after a first good step, so that its optimiser and its copies have something to
     lose.
     """
-    updater.optimizer = make_optimizer(updater.policy, updater.stage.optimizer)
+    updater.optimizer = build_optimizer(updater.policy, updater.stage.optimizer)
     updater.update(batch, 1)
     return updater
 
@@ -222,7 +227,7 @@ def test_nonsense_in_a_step_of_a_trajectory_names_sample_and_step(model, field, 
 def test_a_reference_under_guidance_needs_negative_prompts(model):
     updater = updater_of(model, NFT, reference={"weight": 0.1, "guidance": 2})
     with pytest.raises(ValueError, match="guidance = 2 needs negative prompts"):
-        updater.update(forward_rows(model, updater.stage), 1)
+        updater.update_policy(forward_rows(model, updater.stage), 1)
 
 
 def test_an_adaptive_penalty_weighs_rows_by_their_advantage_and_the_clip(base_folder):
@@ -237,7 +242,7 @@ def test_an_adaptive_penalty_weighs_rows_by_their_advantage_and_the_clip(base_fo
         updater = updater_of(model, "rwr", lr=0, reference=reference, advantages={"clip": 4})
         move(updater.policy)
         batch = forward_rows(model, stage_of(NFT))
-        losses[name] = [updater.update(one_row(batch, row), 1)["loss"] for row in range(6)]
+        losses[name] = [updater.update_policy(one_row(batch, row), 1)["loss"] for row in range(6)]
     penalties = np.subtract(losses["same"], losses["none"])
     shares = np.subtract(losses["adaptive"], losses["none"]) / penalties
     advantage = np.array([2.0, -1.0, -1.5, 1.0, -2.0, 3.0])
@@ -301,7 +306,7 @@ def test_a_gradient_that_overflows_on_its_way_back_names_the_parameter(model):
     hook = updater.policy.parameters[name].register_hook(lambda gradient: gradient * INF)
     assert f"the gradient of {name} and" in refused(updater, forward_rows(model, updater.stage))
     hook.remove()
-    assert np.isfinite(updater.update(forward_rows(model, updater.stage), 1)["grad_norm"])
+    assert np.isfinite(updater.update_policy(forward_rows(model, updater.stage), 1)["grad_norm"])
 
 
 def test_a_loss_that_alone_is_not_finite_stops_the_step(model):
@@ -312,10 +317,10 @@ def test_a_loss_that_alone_is_not_finite_stops_the_step(model):
 @pytest.mark.parametrize("share", [0.25, 4.0])
 def test_the_gradient_is_clipped_to_its_norm_and_never_scaled_up(model, share):
     still = updater_of(model, NFT, lr=0)
-    norm = still.update(forward_rows(model, still.stage), 2)["grad_norm"]
+    norm = still.update_policy(forward_rows(model, still.stage), 2)["grad_norm"]
     updater = updater_of(model, NFT, lr=1, optimizer={"max_grad_norm": share * norm})
     before = values(updater.policy)
-    metrics = updater.update(forward_rows(model, updater.stage), 2)
+    metrics = updater.update_policy(forward_rows(model, updater.stage), 2)
     moved = (
         sum(
             ((value - before[name]) ** 2).sum() for name, value in updater.policy.parameters.items()
@@ -334,7 +339,9 @@ def surrogates(updater, batch):
     with torch.no_grad():
         velocity = predict(updater.policy.model, *batch.inputs.at(slice(None)))
     rows = batch.rows(slice(None), velocity, {"rollout": velocity})
-    return awm.surrogate(flow_matching_error(rows, velocity), rows.sigma, updater.hyper)
+    return awm.compute_surrogate(
+        compute_flow_matching_error(rows, velocity), rows.sigma, updater.hyper
+    )
 
 
 @pytest.mark.parametrize(("config", "lr"), [(FULL, 0.5), (LORA, 20.0)], ids=["full", "lora"])
@@ -344,15 +351,15 @@ def test_the_ratio_of_a_later_update_is_against_the_policy_that_made_the_rollout
     updater = updater_of(model, AWM, config, lr, reference={"weight": 0})
     batch = forward_rows(model, updater.stage)
     start = surrogates(updater, batch)
-    assert updater.update(batch, 2)["awm/ratio"] == 1
+    assert updater.update_policy(batch, 2)["awm/ratio"] == 1
     for _ in range(2):
         expected = (surrogates(updater, batch) - start).exp()
         assert (expected - 1).abs().max() > 1e-4
-        assert updater.update(batch, 2)["awm/ratio"] == pytest.approx(
+        assert updater.update_policy(batch, 2)["awm/ratio"] == pytest.approx(
             expected.mean().item(), abs=1e-5
         )
     updater.start_rollout()
-    assert updater.update(batch, 2)["awm/ratio"] == 1
+    assert updater.update_policy(batch, 2)["awm/ratio"] == 1
 
 
 @pytest.mark.parametrize("clip", [10.0, 2.0])
@@ -369,10 +376,10 @@ def test_losses_are_shares_of_the_largest_advantage(model, algorithm, clip):
             model, config, lr=0, advantages={"clip": clip}, reference={"weight": 0}
         )
         scaled = advantage * clip / 5
-        rows = forward_batch(
-            clean, conditioning, scaled, keys, ALONE, updater.hyper, updater.schedule, visit=0
+        rows = build_forward_batch(
+            clean, conditioning, scaled, keys, ALONE, updater.hyper, updater.sampler_sigmas, visit=0
         )
-        return updater.update(rows, 2)["loss"]
+        return updater.update_policy(rows, 2)["loss"]
 
     factor = clip / 5 if algorithm == "diffusion_nft" else 1
     assert loss(clip) == pytest.approx(factor * loss(5.0), rel=1e-4)
@@ -407,7 +414,7 @@ def test_the_first_ratio_after_a_rollout_is_one(model, algorithm, sampler):
         model, keys_of(algorithm), sampler={"name": sampler, "steps": 5}, reference={"weight": 0.1}
     )
     move(updater.policy)
-    metrics = updater.update(trajectory_rows(model, updater.stage, (0, 1, 3)), 3)
+    metrics = updater.update_policy(trajectory_rows(model, updater.stage, (0, 1, 3)), 3)
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
     assert metrics["ratio/deviation"] < 1e-6
     assert metrics["kl/old"] == pytest.approx(0, abs=1e-9)
@@ -418,8 +425,8 @@ def test_the_first_ratio_after_a_rollout_is_one(model, algorithm, sampler):
 def test_the_ratio_leaves_one_with_the_first_update(model, config):
     updater = updater_of(model, "mix_grpo", config, lr=1.0)
     batch = trajectory_rows(model, updater.stage)
-    assert updater.update(batch, 2)["ratio/deviation"] < 1e-6
-    assert updater.update(batch, 2)["ratio/deviation"] > 1e-6
+    assert updater.update_policy(batch, 2)["ratio/deviation"] < 1e-6
+    assert updater.update_policy(batch, 2)["ratio/deviation"] > 1e-6
 
 
 @pytest.mark.parametrize("algorithm", TRAJECTORY)
@@ -427,12 +434,12 @@ def test_without_a_learning_rate_the_ratio_stays_one(model, algorithm):
     updater = updater_of(model, keys_of(algorithm))
     before = values(updater.policy)
     updater.policy.copies["teacher"] = moved(updater.policy)
-    updater.optimizer = make_optimizer(
+    updater.optimizer = build_optimizer(
         updater.policy, updater.stage.optimizer.model_copy(update={"lr": 0.0})
     )
     batch = trajectory_rows(model, updater.stage)
     for passes in (1, 2, 3, 2):
-        metrics = updater.update(batch, passes)
+        metrics = updater.update_policy(batch, passes)
         assert metrics["ratio/deviation"] < 1e-6
         assert metrics["velocity_drift"] == pytest.approx(0, abs=1e-10)
         assert metrics["grad_norm"] > 0
@@ -441,7 +448,7 @@ def test_without_a_learning_rate_the_ratio_stays_one(model, algorithm):
 
 def test_a_policy_that_is_its_teacher_has_nothing_to_learn(model):
     updater = updater_of(model, keys_of("distillation"))
-    metrics = updater.update(trajectory_rows(model, updater.stage), 2)
+    metrics = updater.update_policy(trajectory_rows(model, updater.stage), 2)
     assert metrics["loss"] == pytest.approx(0, abs=1e-12)
     assert metrics["kl/teacher"] == pytest.approx(0, abs=1e-12)
 
@@ -450,7 +457,7 @@ def test_a_policy_comes_closer_to_its_teacher(model):
     updater = updater_of(model, keys_of("distillation"), lr=3.0)
     updater.policy.copies["teacher"] = moved(updater.policy, 0.01)
     batch = trajectory_rows(model, updater.stage)
-    losses = [updater.update(batch, 1)["loss"] for _ in range(10)]
+    losses = [updater.update_policy(batch, 1)["loss"] for _ in range(10)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.5 * losses[0]
 
@@ -463,7 +470,7 @@ def taught(model):
     algorithm = {"name": "distillation", "teachers": {"a": "x", "b c": "y"}}
     updater = updater_of(model, algorithm, lr=0)
     for seed, name in enumerate(("a", "b c")):
-        updater.policy.copies[teacher_copy(name)] = moved(updater.policy, 0.01, seed)
+        updater.policy.copies[teacher_copy_name(name)] = moved(updater.policy, 0.01, seed)
     return (
         updater,
         trajectory_rows(model, updater.stage),
@@ -481,7 +488,7 @@ def test_every_row_learns_from_the_teacher_of_its_prompt_set(taught, passes):
         others = {
             copy: copies["reference"]
             for copy in copies
-            if copy.startswith("teacher:") and copy != teacher_copy(name)
+            if copy.startswith("teacher:") and copy != teacher_copy_name(name)
         }
         with patch.dict(copies, others):
             of_one[name] = updater.update(batch, passes, prompt_sets)["kl/teacher"]
@@ -516,7 +523,7 @@ def test_float16_halves_the_loss_scale_until_gradients_fit_and_takes_the_same_st
     for scale in (1.0, 2.0**140):
         updater = updater_of(load_model(base_folder), NFT, lr=0.01)
         updater.loss_scale = scale
-        metrics = updater.update(forward_rows(updater.policy.model, updater.stage), passes=2)
+        metrics = updater.update_policy(forward_rows(updater.policy.model, updater.stage), passes=2)
         steps[scale] = (
             values(updater.policy),
             metrics["grad_norm"],
@@ -534,7 +541,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(base_folder):
     updater.loss_scale = 2.0**16
     batch = spoilt(forward_rows(updater.policy.model, updater.stage), "clean", 1, float("nan"))
     with pytest.raises(TrainingError, match="not finite"):
-        updater.update(batch, passes=1)
+        updater.update_policy(batch, passes=1)
     assert updater.loss_scale == 2.0**16
 
 
@@ -551,4 +558,4 @@ def test_a_band_that_holds_no_sigma_of_the_sampler_stops_the_stage_before_its_ro
     ):
         updater_of(model, band, **stage)
     steps = stage_of("dgpo", **stage).sampler.steps
-    assert torch.equal(updater_of(model, "dgpo", **stage).schedule, model.sigmas(steps))
+    assert torch.equal(updater_of(model, "dgpo", **stage).sampler_sigmas, model.sigmas(steps))

@@ -43,15 +43,15 @@ LINEAR = Algorithm(Linear, lambda rows, config: ((rows.velocity * rows.noise).su
 def test_the_drift_alarm_warns_once_and_stays_on(model):
     updater = updater_of(model, NFT, lr=0.05, drift_alarm=1e-9)
     batch = forward_rows(model, updater.stage)
-    assert quietly(updater.update, batch, 2)["alarm/velocity_drift"] == 0
+    assert quietly(updater.update_policy, batch, 2)["alarm/velocity_drift"] == 0
     assert not updater.alarms
     with pytest.warns(
         UserWarning,
         match=r"velocity drift .* above drift_alarm = 1e-09 after 2 .*reference\.weight",
     ) as warned:
-        assert updater.update(batch, 2)["alarm/velocity_drift"] == 1
+        assert updater.update_policy(batch, 2)["alarm/velocity_drift"] == 1
     assert len(warned) == 1
-    assert quietly(updater.update, batch, 2)["alarm/velocity_drift"] == 1
+    assert quietly(updater.update_policy, batch, 2)["alarm/velocity_drift"] == 1
     assert len(updater.alarms) == 1
     assert "above drift_alarm = 1e-09 after 2 optimiser steps" in updater.alarms[0]
 
@@ -63,25 +63,27 @@ def test_the_drift_is_that_of_every_seventeenth_row_however_many_passes(model, p
     updater = updater_of(model, "mix_grpo", lr=0, reference={"weight": penalty})
     batch = trajectory_rows(model, updater.stage)
     move(updater.policy, 0.005)
-    inputs = batch.inputs.at(slice(None) if penalty else slice(None, None, 17))
-    with updater.policy.using("reference"):
+    inputs = batch.inputs.model_arguments(slice(None) if penalty else slice(None, None, 17))
+    with updater.policy.use_copy("reference"):
         base = predict(model, *inputs)
     with torch.no_grad():
         expected = ((predict(model, *inputs) - base) ** 2).mean().item()
     assert len(batch.inputs) == 18
     assert len(base) == (18 if penalty else 2)
-    assert updater.update(batch, passes)["velocity_drift"] == pytest.approx(expected, rel=1e-4)
+    assert updater.update_policy(batch, passes)["velocity_drift"] == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_after_the_first_updates_every_fourth_is_watched(model, monkeypatch):
     updater = updater_of(model, "sft", lr=1e-3, reference={"weight": 0})
     swapped = []
-    using = updater.policy.using
+    using = updater.policy.use_copy
     monkeypatch.setattr(
         updater.policy, "using", lambda name: swapped.append(updater.updates) or using(name)
     )
     batch = forward_rows(model, updater.stage)
-    drifts = [updater.update(batch, 1)["velocity_drift"] for _ in range(14)]
+    drifts = [updater.update_policy(batch, 1)["velocity_drift"] for _ in range(14)]
     assert swapped == [*range(8), 8, 12]
     assert len(set(drifts[:9])) == 9
     assert drifts[8] == drifts[9] == drifts[10] == drifts[11] != drifts[12] == drifts[13]
@@ -91,9 +93,9 @@ def test_another_alarm_does_not_silence_the_drift_alarm(model):
     updater = updater_of(model, NFT, lr=0.05, drift_alarm=1e-9)
     updater.alarms.append("left out: a shard")
     batch = forward_rows(model, updater.stage)
-    updater.update(batch, 2)
+    updater.update_policy(batch, 2)
     with pytest.warns(UserWarning, match="^velocity drift"):
-        updater.update(batch, 2)
+        updater.update_policy(batch, 2)
     assert [alarm.split(" ")[0] for alarm in updater.alarms] == ["left", "velocity"]
 
 
@@ -101,7 +103,9 @@ def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
     updater = updater_of(model, NFT, lr=1e-3)
     for _ in range(3):
         assert (
-            quietly(updater.update, forward_rows(model, updater.stage), 2)["alarm/velocity_drift"]
+            quietly(updater.update_policy, forward_rows(model, updater.stage), 2)[
+                "alarm/velocity_drift"
+            ]
             == 0
         )
     assert not updater.alarms
@@ -151,7 +155,7 @@ def linear_updater(elements, lr=0.1):
 
 
 def gradient_metrics(gradients, passes):
-    return linear_updater(gradients.shape[1]).update(given_gradients(gradients), passes)
+    return linear_updater(gradients.shape[1]).update_policy(given_gradients(gradients), passes)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -159,14 +163,14 @@ def test_the_weight_of_a_term_scales_its_loss_and_leaves_the_denominator(passes)
     gradients = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     weight = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.25, 0.0, 1.0])
     updater = linear_updater(5, lr=1.0)
-    metrics = updater.update(given_gradients(gradients, weight), passes)
+    metrics = updater.update_policy(given_gradients(gradients, weight), passes)
     mean = (weight[:, None] * gradients).sum(0) / 7
     torch.testing.assert_close(updater.policy.parameters["weight"].detach(), -mean)
     assert metrics["grad_norm"] == pytest.approx(mean.norm().item(), rel=1e-5)
     updater.policy.parameters["weight"].data.fill_(1.0)
-    assert updater.update(given_gradients(gradients, weight), passes)["loss"] == pytest.approx(
-        mean.sum().item(), rel=1e-4
-    )
+    assert updater.update_policy(given_gradients(gradients, weight), passes)[
+        "loss"
+    ] == pytest.approx(mean.sum().item(), rel=1e-4)
 
 
 def test_gradient_norm_and_variance_of_known_gradients():

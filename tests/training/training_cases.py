@@ -14,8 +14,8 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
-from ebbflow.rollouts.generate import generate
-from ebbflow.training.batches import CorrectedRollout, forward_batch, trajectory_batch
+from ebbflow.rollouts.generate import generate_samples
+from ebbflow.training.batches import CorrectedRollout, build_forward_batch, build_trajectory_batch
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
 from ebbflow.training.update import PolicyUpdater
@@ -56,7 +56,7 @@ def updater_of(model, algorithm, config=FULL, lr=0.1, version=0, **stage):
     """
     policy = Policy(model, config, 0)
     for name in ("old", "sampling", "teacher", *(["ema"] if config.ema else [])):
-        policy.ensure(name)
+        policy.ensure_copy(name)
     metadata = PolicyMetadata(base_digest="b", recipe_digest="r", config=config, version=version)
     return PolicyUpdater(policy, stage_of(algorithm, **stage), metadata, sgd(policy, lr))
 
@@ -83,7 +83,7 @@ def samples(model, start=0, stop=6):
 
 def forward_rows(model, stage, group_index=ALONE, start=0, stop=6):
     """The forward-process rows of those samples."""
-    return forward_batch(
+    return build_forward_batch(
         *samples(model, start, stop),
         group_index[start:stop],
         stage.hyper,
@@ -97,7 +97,7 @@ def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4)
     conditioning = model.encode_texts(TEXTS)
     keys = SampleKeys(2, list(range(6)), [7] * 6)
     return (
-        generate(
+        generate_samples(
             model, conditioning, keys, sampler, Plan(steps, steps), micro_batch, precision
         ).trajectory,
         conditioning,
@@ -108,8 +108,10 @@ def rollout(model, sampler, steps=(0, 1, 2), precision="float32", micro_batch=4)
 def trajectory_rows(model, stage, steps=(0, 1, 2), apply_rollout_correction=None):
     """The trajectory rows of a rollout of six samples under the policy as it is."""
     trajectory, conditioning, keys = rollout(model, stage.sampler, steps)
-    apply_rollout_correction = apply_rollout_correction or CorrectedRollout.nothing(trajectory)
-    return trajectory_batch(
+    apply_rollout_correction = apply_rollout_correction or CorrectedRollout.without_correction(
+        trajectory
+    )
+    return build_trajectory_batch(
         apply_rollout_correction, conditioning, samples(model)[2], keys, stage.sampler
     )
 

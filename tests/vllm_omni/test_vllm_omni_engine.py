@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm_omni_cases import KEYS
 
-from ebbflow.flow.noise import noise
+from ebbflow.flow.noise import generate_noise
 from ebbflow.flow.windows import Plan
 from ebbflow.recipe.choices import ParityConfig, SamplerConfig
 from ebbflow.rollouts.parity import ParityError
@@ -76,7 +76,7 @@ def test_the_engine_draws_what_the_reference_draws(both, family, guided, sampler
     both = both(family, "lora")
     both.change(seed=1)
     both.push()
-    conditioning = both.conditioning if guided else both.conditioning.unguided()
+    conditioning = both.conditioning if guided else both.conditioning.without_guidance()
     assert (conditioning.negative is not None) == guided
     compare(both, conditioning, sampler, plan)
 
@@ -138,7 +138,9 @@ def test_the_bytes_of_the_noise_do_not_depend_on_the_batch(both, family):
     for size in (1, 2, 5):
         both.engine.micro_batch = size
         rollouts, _ = both.engine.generate(both.conditioning, KEYS, SDE, START)
-        wanted = noise(both.policy.model.latent_shape, KEYS.seed, KEYS.prompt_ids, KEYS.samples)
+        wanted = generate_noise(
+            both.policy.model.latent_shape, KEYS.seed, KEYS.prompt_ids, KEYS.samples
+        )
         assert torch.equal(rollouts.trajectory.latents[:, 0], wanted)
 
 

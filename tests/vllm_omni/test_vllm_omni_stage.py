@@ -19,7 +19,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.parity import ParityError
 from ebbflow.stage import MetricsRecorder, StageContext
-from ebbflow.storage.artifacts import digest_of
+from ebbflow.storage.artifacts import digest_of_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import write_base_policy
 from ebbflow.training.update import PolicyUpdater
@@ -63,14 +63,14 @@ def run(both, make_prompts, scorer):
         policy = Policy(
             load_model(Path(ctx.recipe.model.path), ctx.recipe.model), ctx.recipe.policy, 0
         )
-        for name in ctx.following:
-            policy.ensure(name)
+        for name in ctx.following_copies:
+            policy.ensure_copy(name)
         before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-        trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online))
+        trainer = TrainingWorker(ctx, PolicyUpdater(policy, ctx.online_config))
         run_online_stage(
             ctx, LocalWorkers(trainer, scorer, RolloutWorker(one.engine)), make_prompts(4), recorder
         )
-        return before, policy.parameters, recorder.metrics
+        return before, policy.parameters, recorder.metrics_rows
 
     return stage
 
@@ -139,15 +139,18 @@ def test_the_engine_runs_in_rollout_workers_of_their_own(context_of, make_prompt
     base = Path(recipe.model.path)
     start = tmp_path / "start"
     write_base_policy(
-        start, digest_of(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model
+        start, digest_of_folder(base), ctx.recipe.digest, ctx.recipe.policy, ctx.recipe.model
     )
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        with closing(RayWorkers(ctx, Folders.at(base, start))) as placement:
+        with closing(RayWorkers(ctx, Folders.from_paths(base, start))) as placement:
             run_online_stage(ctx, placement, make_prompts(4), recorder)
     finally:
         ray.shutdown()
-    assert [step["parity/log_prob_max"] < 1e-5 for step in recorder.metrics[:2]] == [True, True]
-    assert [step["staleness/max"] for step in recorder.metrics] == [0, 1, 1]
-    assert recorder.metrics[2]["rollout/delta_max"] > 1e-7, "one step old"
-    assert recorder.metrics[2]["ratio/first_deviation"] > 0
+    assert [step["parity/log_prob_max"] < 1e-5 for step in recorder.metrics_rows[:2]] == [
+        True,
+        True,
+    ]
+    assert [step["staleness/max"] for step in recorder.metrics_rows] == [0, 1, 1]
+    assert recorder.metrics_rows[2]["rollout/delta_max"] > 1e-7, "one step old"
+    assert recorder.metrics_rows[2]["ratio/first_deviation"] > 0

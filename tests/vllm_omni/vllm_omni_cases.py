@@ -41,11 +41,11 @@ class Both:
             Prompt(index, text, "blurry, low quality", None, "test", "train", "{}")
             for index, text in enumerate(TEXTS)
         ]
-        return self.policy.model.encode(prompts)
+        return self.policy.model.encode_prompts(prompts)
 
     def change(self, seed: int, scale: float = 1.0) -> None:
         """Draw another policy from a seed; with scale 0, the base model."""
-        self.policy.assign(self.policy.copies["reference"])
+        self.policy.assign_parameters(self.policy.copies["reference"])
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.policy.parameters.items():

@@ -14,7 +14,7 @@ def cpu_platform() -> str | None:
     return None if torch.cuda.is_available() else "ebbflow_vllm_omni.cpu.CpuOmniPlatform"
 
 
-def _mend_torchvision() -> None:
+def _declare_torchvision_operators() -> None:
     """Declare the two operators that torchvision's Python code wants at import.
 
     Its published wheels are built against CUDA, and beside a torch without it their compiled
@@ -32,4 +32,4 @@ def _mend_torchvision() -> None:
 
 _KEPT: list[torch.library.Library] = []
 """A library's definitions go with it."""
-_mend_torchvision()
+_declare_torchvision_operators()

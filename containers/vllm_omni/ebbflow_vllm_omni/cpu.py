@@ -79,8 +79,8 @@ def _keep_linear_weights() -> None:
     would have to go.
     """
 
-    def keep(layer: nn.Module, remove_weight: bool) -> None:
+    def keep_weights(layer: nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     for module in (utils, linear):
-        module.dispatch_cpu_unquantized_gemm = keep
+        module.dispatch_cpu_unquantized_gemm = keep_weights

@@ -24,11 +24,11 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
-from ebbflow.models.families import adapter_of
+from ebbflow.models.families import load_adapter
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.recipe.plugins import import_path
-from ebbflow.rollouts.generate import generate
+from ebbflow.recipe.plugins import import_object
+from ebbflow.rollouts.generate import generate_samples
 from ebbflow.rollouts.wire import Task, pack_rollouts
 from ebbflow_vllm_omni.networks import Network
 
@@ -57,7 +57,7 @@ class EbbflowPipeline(nn.Module):
         config = ModelConfig.model_validate(od_config.custom_pipeline_args["model"])
         base = od_config.model
         self.od_config = od_config
-        self.network: Network = import_path(FAMILIES[config.family].vllm_omni)
+        self.network: Network = import_object(FAMILIES[config.family].vllm_omni)
         self.weights_sources = [
             DiffusersPipelineLoader.ComponentSource(base, "transformer", None, PREFIX)
         ]
@@ -71,7 +71,7 @@ class EbbflowPipeline(nn.Module):
         self.transformer.config = (
             od_config.tf_model_config
         )  # where diffusers' networks have it, and the adapters look
-        self.adapter: Any = adapter_of(config.family)(self, config, get_local_device())
+        self.adapter: Any = load_adapter(config.family)(self, config, get_local_device())
         self.lora: Lora | None = None
 
     def forward(self, batch: DiffusionRequestBatch) -> DiffusionOutput:
@@ -81,7 +81,7 @@ class EbbflowPipeline(nn.Module):
             return DiffusionOutput(output={"payload": {"image": torch.zeros(1)}})
         task: Task = request.sampling_params.extra_args["task"]
         conditioning = task.conditioning.to(self.adapter.device)
-        rollouts = generate(
+        rollouts = generate_samples(
             self.adapter, conditioning, task.keys, task.sampler, task.plan, len(task.keys)
         )
         tensors = pack_rollouts(rollouts, self.adapter.decode(rollouts.latents))
@@ -107,7 +107,7 @@ class EbbflowPipeline(nn.Module):
         factors: dict[str, dict[str, Tensor]] = {}
         for name, values in self.lora.tensors.items():
             layer, factor = name.split(".lora_")
-            factors.setdefault(PREFIX + self._own_name(layer), {})[factor[0]] = values.to(
+            factors.setdefault(PREFIX + self._rename_layer(layer), {})[factor[0]] = values.to(
                 dtype, copy=True
             )
         rank = self.lora.rank
@@ -120,7 +120,7 @@ class EbbflowPipeline(nn.Module):
             rank, alpha, list(layers)
         )
 
-    def _own_name(self, layer: str) -> str:
+    def _rename_layer(self, layer: str) -> str:
         """A layer of diffusers' transformer as vLLM-Omni calls it."""
         for theirs, ours in self.network.renamed.items():
             if layer.endswith(theirs):

@@ -15,9 +15,9 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from ebbflow.compute import use_deterministic_kernels
 from ebbflow.models.base import DTYPES
-from ebbflow.models.families import adapter_of
+from ebbflow.models.families import load_adapter
 from ebbflow.recipe.model import ModelConfig
-from ebbflow.rollouts.wire import Header, Task, Tensors, serve
+from ebbflow.rollouts.wire import Header, Task, Tensors, serve_calls
 from ebbflow_vllm_omni.pipeline import EbbflowPipeline
 from ebbflow_vllm_omni.worker import POLICY, Weights
 
@@ -38,16 +38,16 @@ class Engine:
         config = ModelConfig.model_validate(header["model"])
         # Ours are images already, with more beside them than the library's own function takes.
         registry._DIFFUSION_POST_PROCESS_FUNCS.pop(
-            adapter_of(config.family).pipeline_class.__name__, None
+            load_adapter(config.family).pipeline_class.__name__, None
         )
         self.omni = Omni(
             model=header["base"],
             dtype=str(DTYPES[config.precision]).removeprefix("torch."),
             custom_pipeline_args={
-                "pipeline_class": _path(EbbflowPipeline),
+                "pipeline_class": _import_path_of(EbbflowPipeline),
                 "model": header["model"],
             },
-            worker_extension_cls=_path(Weights),
+            worker_extension_cls=_import_path_of(Weights),
             enforce_eager=True,
             max_num_seqs=1,
             # The fast kernels for attention have no float32.
@@ -63,16 +63,18 @@ class Engine:
         """Take over the LoRA factors of a file."""
         self.lora = True
         return {
-            "sha256": self._call("take_lora", header["file"], header["rank"], header["alpha"])
+            "sha256": self._call_worker(
+                "take_lora", header["file"], header["rank"], header["alpha"]
+            )
         }, {}
 
     def load_weights(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
         """Take over full weights from a file, the last of a push or not."""
-        return {"sha256": self._call("take_weights", header["file"], header["last"])}, {}
+        return {"sha256": self._call_worker("take_weights", header["file"], header["last"])}, {}
 
     def generate(self, header: Header, tensors: Tensors) -> tuple[Header, Tensors]:
         """The rollouts of a task."""
-        task = Task.unpack(header, tensors)
+        task = Task.unpack_message(header, tensors)
         params = OmniDiffusionSamplingParams(
             num_inference_steps=task.sampler.steps,
             lora_request=POLICY if self.lora else None,
@@ -81,7 +83,7 @@ class Engine:
         (output,) = self.omni.generate([{"prompt": ""}], params, use_tqdm=False)
         return {}, {"images": output.images[0]} | output.multimodal_output["metadata"]["rl"]
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call_worker(self, method: str, *args: Any) -> Any:
         """The result of a worker's method. vLLM-Omni mostly returns what went wrong instead of
         raising it.
 
@@ -94,23 +96,23 @@ class Engine:
         return results[0]
 
 
-def _path(what: type) -> str:
+def _import_path_of(what: type) -> str:
     return f"{what.__module__}.{what.__qualname__}"
 
 
 def main(connection: int, parent: int) -> None:
     """Serve the other end of an inherited socket for as long as the process that holds it lives."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     engine = Engine()
     calls = {
         call.__name__: call
         for call in (engine.open, engine.load_lora, engine.load_weights, engine.generate)
     }
-    serve(socket.socket(fileno=connection), calls)
+    serve_calls(socket.socket(fileno=connection), calls)
     os._exit(0)  # the library's threads would be waited for
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """A generation may be under way when the trainer dies; nobody waits for it."""
     while os.getppid() == parent:
         time.sleep(1)

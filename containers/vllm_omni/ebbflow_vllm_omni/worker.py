@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
-from ebbflow.rollouts.weights import checksum
+from ebbflow.rollouts.weights import compute_checksum
 from ebbflow_vllm_omni.pipeline import PREFIX, EbbflowPipeline, Lora
 
 POLICY = LoRARequest("policy", 1, "/in/memory")
@@ -41,7 +41,7 @@ class Weights(CustomPipelineWorkerExtension):
         self.add_lora(POLICY)
         self.lora_manager.set_active_adapter(POLICY)
         self._pipeline.lora = None  # the engine has its own copy
-        return checksum(tensors)
+        return compute_checksum(tensors)
 
     def take_weights(self, file: str, last: bool) -> str:
         """Overwrite some parameters; with the last of them, check that none was left out.
@@ -55,10 +55,10 @@ class Weights(CustomPipelineWorkerExtension):
         )
         self._elements += sum(values.numel() for values in tensors.values())
         if last:
-            self._require_all()
-        return checksum(tensors)
+            self._check_all_loaded()
+        return compute_checksum(tensors)
 
-    def _require_all(self) -> None:
+    def _check_all_loaded(self) -> None:
         parameters: dict[str, Tensor] = dict(self._pipeline.transformer.named_parameters())
         missing = [name for name in parameters if PREFIX + name not in self._loaded]
         wanted = sum(values.numel() for values in parameters.values())

@@ -23,16 +23,16 @@ from ebbflow.algorithms.base import (
     CopyName,
     ForwardRows,
     RowMetrics,
-    flow_matching_error,
-    per_row,
+    compute_flow_matching_error,
+    mean_per_row,
 )
-from ebbflow.algorithms.policy_gradient import clip_metrics, clipped
+from ebbflow.algorithms.policy_gradient import compute_clip_metrics, compute_clipped_loss
 from ebbflow.recipe.algorithms import (
     GROUP_SIZE,
     SUM_OF_REWARDS,
     EmaScheduleConfig,
     ForwardConfig,
-    Published,
+    PublishedSetting,
     SigmaConfig,
 )
 
@@ -59,22 +59,22 @@ class AWMConfig(ForwardConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.surrogate": Published("power", AWM, "weighting ghuber"),
-        "algorithm.power": Published(0.25, AWM),
-        "algorithm.noise_levels": Published(6, AWM, "train_timesteps"),
-        "algorithm.clip_range": Published(1.0, AWM),
-        "algorithm.sigma.kind": Published(
+        "algorithm.surrogate": PublishedSetting("power", AWM, "weighting ghuber"),
+        "algorithm.power": PublishedSetting(0.25, AWM),
+        "algorithm.noise_levels": PublishedSetting(6, AWM, "train_timesteps"),
+        "algorithm.clip_range": PublishedSetting(1.0, AWM),
+        "algorithm.sigma.kind": PublishedSetting(
             "schedule", AWM, "time_type discrete: one of each run of the sampler's sigmas"
         ),
-        "algorithm.sigma.min": Published(0.35, AWM, "all of 14 but the last two"),
-        "algorithm.sigma.max": Published(0.99, AWM, "all but the first; 1 for PickScore"),
-        "algorithm.old_weight": Published(1.0, AWM, "ema_beta"),
-        "algorithm.old.warmup": Published(0, AWM),
-        "algorithm.old.slope": Published(
+        "algorithm.sigma.min": PublishedSetting(0.35, AWM, "all of 14 but the last two"),
+        "algorithm.sigma.max": PublishedSetting(0.99, AWM, "all but the first; 1 for PickScore"),
+        "algorithm.old_weight": PublishedSetting(1.0, AWM, "ema_beta"),
+        "algorithm.old.warmup": PublishedSetting(0, AWM),
+        "algorithm.old.slope": PublishedSetting(
             0.001, f"{REPOSITORY}scripts/train_sd3_awm.py", "kl_ema_decay_type linear"
         ),
-        "algorithm.old.max_decay": Published(0.3, AWM),
-        "sampler.name": Published(
+        "algorithm.old.max_decay": PublishedSetting(0.3, AWM),
+        "sampler.name": PublishedSetting(
             "SA-Solver",
             AWM,
             "its noise is .4 for sigma in .3 to .9, and 0 for PickScore",
@@ -83,19 +83,19 @@ class AWMConfig(ForwardConfig):
                 " dpm_solver is"
             ),
         ),
-        "sampler.steps": Published(14, AWM),
-        "advantages.std": Published("global", AWM),
-        "advantages.combine": Published(
+        "sampler.steps": PublishedSetting(14, AWM),
+        "advantages.std": PublishedSetting("global", AWM),
+        "advantages.combine": PublishedSetting(
             "sum", f"{REPOSITORY}flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
         ),
-        "advantages.clip": Published(5.0, BASE),
-        "reference.weight": Published(0.001, AWM, ".003 for OCR, .0001 for PickScore"),
-        "reference.penalty": Published("velocity", AWM, "kl_weight Uniform"),
-        "optimizer.lr": Published(3e-4, AWM, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, BASE),
-        "optimizer.max_grad_norm": Published(1.0, BASE),
-        "updates_per_step": Published(1, AWM, "gradients of the whole batch are added up"),
-        "group_size": Published(24, AWM, deviation=GROUP_SIZE),
+        "advantages.clip": PublishedSetting(5.0, BASE),
+        "reference.weight": PublishedSetting(0.001, AWM, ".003 for OCR, .0001 for PickScore"),
+        "reference.penalty": PublishedSetting("velocity", AWM, "kl_weight Uniform"),
+        "optimizer.lr": PublishedSetting(3e-4, AWM, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
+        "updates_per_step": PublishedSetting(1, AWM, "gradients of the whole batch are added up"),
+        "group_size": PublishedSetting(24, AWM, deviation=GROUP_SIZE),
     }
 
     name: Literal["awm"] = "awm"
@@ -118,24 +118,26 @@ class AWMConfig(ForwardConfig):
     old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.3)
 
 
-def loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    error = flow_matching_error(rows, rows.velocity)
-    before = surrogate(flow_matching_error(rows, rows.copies["rollout"]), rows.sigma, config)
-    ratio = (surrogate(error, rows.sigma, config) - before).exp()
+    error = compute_flow_matching_error(rows, rows.velocity)
+    before = compute_surrogate(
+        compute_flow_matching_error(rows, rows.copies["rollout"]), rows.sigma, config
+    )
+    ratio = (compute_surrogate(error, rows.sigma, config) - before).exp()
     advantage = rows.advantage / rows.advantage_clip
-    total = clipped(ratio, advantage, config.clip_range)
-    metrics = {"awm/error": error, "awm/ratio": ratio} | clip_metrics(
+    total = compute_clipped_loss(ratio, advantage, config.clip_range)
+    metrics = {"awm/error": error, "awm/ratio": ratio} | compute_clip_metrics(
         ratio, advantage, config.clip_range
     )
     if config.old_weight > 0:
-        deviation = per_row((rows.velocity - rows.copies["old"]) ** 2)
+        deviation = mean_per_row((rows.velocity - rows.copies["old"]) ** 2)
         total = total + config.old_weight * deviation
         metrics["awm/old_deviation"] = deviation
     return total, metrics
 
 
-def surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
+def compute_surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
     """s of each row, [M]."""
     if config.surrogate == "power":
         power: Tensor = (error + TINY) ** config.power - TINY**config.power
@@ -143,10 +145,13 @@ def surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
     return -error * sigma ** {"plain": 0, "sigma": 1, "sigma_squared": 2}[config.surrogate]
 
 
-def copies(config: AWMConfig) -> frozenset[CopyName]:
+def list_copies(config: AWMConfig) -> frozenset[CopyName]:
     return frozenset({"rollout", "old"} if config.old_weight > 0 else {"rollout"})
 
 
 ALGORITHM = Algorithm(
-    AWMConfig, loss, copies=copies, follows={"old": lambda config, step: config.old.decay(step)}
+    AWMConfig,
+    compute_loss,
+    copies=list_copies,
+    follows={"old": lambda config, step: config.old.decay_after_step(step)},
 )

@@ -28,7 +28,7 @@ from pydantic import Field
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.built_in import flow_grpo
 from ebbflow.algorithms.built_in.flow_grpo import ClippedConfig
-from ebbflow.recipe.algorithms import Published
+from ebbflow.recipe.algorithms import PublishedSetting
 
 SCRIPT = "Fredreic1849/BranchGRPO scripts/finetune/finetune_flux_branchgrpo_8gpus.sh"
 CODE = "Fredreic1849/BranchGRPO fastvideo/train_branchgrpo_flux.py"
@@ -50,10 +50,10 @@ class BranchGRPOConfig(ClippedConfig):
         "updates_per_step": 4,
     }
     published: ClassVar = {
-        "algorithm.clip_range": Published(1e-3, SCRIPT),
-        "tree.splits": Published([0, 3, 6, 9], SCRIPT, "--tree_split_points"),
-        "tree.branches": Published(2, CODE, "num_splits"),
-        "noise of the splits": Published(
+        "algorithm.clip_range": PublishedSetting(1e-3, SCRIPT),
+        "tree.splits": PublishedSetting([0, 3, 6, 9], SCRIPT, "--tree_split_points"),
+        "tree.branches": PublishedSetting(2, CODE, "num_splits"),
+        "noise of the splits": PublishedSetting(
             4.0,
             SCRIPT,
             "--tree_split_noise_scale, times the standard deviation of the step",
@@ -63,26 +63,28 @@ class BranchGRPOConfig(ClippedConfig):
             ),
             ours="that of every step",
         ),
-        "sampler.name": Published("dance_sde", SCRIPT, "eta .3"),
-        "sampler.steps": Published(20, SCRIPT),
-        "shared_initial_noise": Published(True, SCRIPT, "--init_same_noise"),
-        "window.kind": Published("all", SCRIPT, "--mix_ode_sde_tree off, no depth is pruned"),
-        "advantages.std": Published("group", CODE, "of the nodes of a depth"),
-        "advantages.combine": Published("per_reward", CODE, "one reward, HPSv2"),
-        "advantages.keep_extremes": Published(None, SCRIPT, "--width_pruning_mode 0"),
-        "advantages.clip": Published(5.0, SCRIPT),
-        "reference.weight": Published(0.0, SCRIPT),
-        "optimizer.lr": Published(1e-5, SCRIPT, "of all parameters"),
-        "optimizer.weight_decay": Published(1e-4, SCRIPT),
-        "optimizer.max_grad_norm": Published(1.0, SCRIPT),
-        "updates_per_step": Published(
+        "sampler.name": PublishedSetting("dance_sde", SCRIPT, "eta .3"),
+        "sampler.steps": PublishedSetting(20, SCRIPT),
+        "shared_initial_noise": PublishedSetting(True, SCRIPT, "--init_same_noise"),
+        "window.kind": PublishedSetting(
+            "all", SCRIPT, "--mix_ode_sde_tree off, no depth is pruned"
+        ),
+        "advantages.std": PublishedSetting("group", CODE, "of the nodes of a depth"),
+        "advantages.combine": PublishedSetting("per_reward", CODE, "one reward, HPSv2"),
+        "advantages.keep_extremes": PublishedSetting(None, SCRIPT, "--width_pruning_mode 0"),
+        "advantages.clip": PublishedSetting(5.0, SCRIPT),
+        "reference.weight": PublishedSetting(0.0, SCRIPT),
+        "optimizer.lr": PublishedSetting(1e-5, SCRIPT, "of all parameters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, SCRIPT),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, SCRIPT),
+        "updates_per_step": PublishedSetting(
             "one for 12 rows",
             SCRIPT,
             "--gradient_accumulation_steps on each GPU, in the order of the tree",
             deviation="each update would see few of its depths",
             ours="4, each on a quarter of the samples",
         ),
-        "group_size": Published(16, SCRIPT),
+        "group_size": PublishedSetting(16, SCRIPT),
     }
 
     name: Literal["branch_grpo"] = "branch_grpo"
@@ -92,4 +94,4 @@ class BranchGRPOConfig(ClippedConfig):
     """
 
 
-ALGORITHM = Algorithm(BranchGRPOConfig, flow_grpo.loss)
+ALGORITHM = Algorithm(BranchGRPOConfig, flow_grpo.compute_loss)

@@ -38,13 +38,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, group_mean, per_row
+from ebbflow.algorithms.base import (
+    Algorithm,
+    ForwardRows,
+    RowMetrics,
+    compute_group_mean,
+    mean_per_row,
+)
 from ebbflow.recipe.algorithms import (
     GROUP_SIZE,
     SUM_OF_REWARDS,
     EmaScheduleConfig,
     ForwardConfig,
-    Published,
+    PublishedSetting,
     SigmaConfig,
 )
 
@@ -72,34 +78,36 @@ class CRDConfig(ForwardConfig):
         "updates_per_step": 2,
     }
     published: ClassVar = {
-        "algorithm.beta": Published(1.0, CRD, "crd_beta"),
-        "algorithm.noise_levels": Published(20, CRD, "num_train_timesteps"),
-        "algorithm.sigma.kind": Published(
+        "algorithm.beta": PublishedSetting(1.0, CRD, "crd_beta"),
+        "algorithm.noise_levels": PublishedSetting(20, CRD, "num_train_timesteps"),
+        "algorithm.sigma.kind": PublishedSetting(
             "schedule", CRD, "discrete: one of each run of the sampler's sigmas"
         ),
-        "algorithm.sigma.min": Published(0.2, CRD, "its rounding down leaves out the last of 10"),
-        "algorithm.old.warmup": Published(0, CRD, "old_model_decay"),
-        "algorithm.old.min_decay": Published(0.25, CRD),
-        "algorithm.old.slope": Published(0.005, CRD, STEPS),
-        "algorithm.old.max_decay": Published(0.999, CRD),
-        "algorithm.sampling.warmup": Published(75, CRD, STEPS),
-        "algorithm.sampling.min_decay": Published(0.0, CRD),
-        "algorithm.sampling.slope": Published(0.0075, CRD, STEPS),
-        "algorithm.sampling.max_decay": Published(0.999, CRD),
-        "sampler.name": Published("ode", CRD),
-        "sampler.steps": Published(10, CRD),
-        "advantages.std": Published("global", CRD),
-        "advantages.combine": Published("sum", CRD, deviation=SUM_OF_REWARDS),
-        "advantages.clip": Published(5.0, CRD),
-        "reference.weight": Published(0.1, CRD, "kl_beta"),
-        "reference.guidance": Published(4.5, CRD, "kl_cfg"),
-        "reference.adaptive": Published(True, CRD, "reward_adaptive_kl"),
-        "reference.penalty": Published("velocity", CRD, "kl_type v-based"),
-        "optimizer.lr": Published(3e-4, CRD, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, CRD),
-        "optimizer.max_grad_norm": Published(1.0, CRD),
-        "updates_per_step": Published(2, CRD, "gradient_step_per_epoch"),
-        "group_size": Published(24, CRD, deviation=GROUP_SIZE),
+        "algorithm.sigma.min": PublishedSetting(
+            0.2, CRD, "its rounding down leaves out the last of 10"
+        ),
+        "algorithm.old.warmup": PublishedSetting(0, CRD, "old_model_decay"),
+        "algorithm.old.min_decay": PublishedSetting(0.25, CRD),
+        "algorithm.old.slope": PublishedSetting(0.005, CRD, STEPS),
+        "algorithm.old.max_decay": PublishedSetting(0.999, CRD),
+        "algorithm.sampling.warmup": PublishedSetting(75, CRD, STEPS),
+        "algorithm.sampling.min_decay": PublishedSetting(0.0, CRD),
+        "algorithm.sampling.slope": PublishedSetting(0.0075, CRD, STEPS),
+        "algorithm.sampling.max_decay": PublishedSetting(0.999, CRD),
+        "sampler.name": PublishedSetting("ode", CRD),
+        "sampler.steps": PublishedSetting(10, CRD),
+        "advantages.std": PublishedSetting("global", CRD),
+        "advantages.combine": PublishedSetting("sum", CRD, deviation=SUM_OF_REWARDS),
+        "advantages.clip": PublishedSetting(5.0, CRD),
+        "reference.weight": PublishedSetting(0.1, CRD, "kl_beta"),
+        "reference.guidance": PublishedSetting(4.5, CRD, "kl_cfg"),
+        "reference.adaptive": PublishedSetting(True, CRD, "reward_adaptive_kl"),
+        "reference.penalty": PublishedSetting("velocity", CRD, "kl_type v-based"),
+        "optimizer.lr": PublishedSetting(3e-4, CRD, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, CRD),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, CRD),
+        "updates_per_step": PublishedSetting(2, CRD, "gradient_step_per_epoch"),
+        "group_size": PublishedSetting(24, CRD, deviation=GROUP_SIZE),
     }
 
     name: Literal["crd"] = "crd"
@@ -115,11 +123,14 @@ class CRDConfig(ForwardConfig):
     """The copy that generates online; offline it stays as it was."""
 
 
-def loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    implied = -(_weighted_error(rows, rows.velocity) - _weighted_error(rows, rows.copies["old"]))
-    target = _centred(rows.advantage, rows.group_index) / (2 * rows.advantage_clip)
-    miss = config.beta * _centred(implied, rows.group_index) - target
+    implied = -(
+        _compute_weighted_error(rows, rows.velocity)
+        - _compute_weighted_error(rows, rows.copies["old"])
+    )
+    target = _subtract_group_mean(rows.advantage, rows.group_index) / (2 * rows.advantage_clip)
+    miss = config.beta * _subtract_group_mean(implied, rows.group_index) - target
     metrics = {
         "crd/implied": implied,
         "crd/miss": miss.abs(),
@@ -128,22 +139,22 @@ def loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
     return rows.advantage_clip / config.beta * miss**2, metrics
 
 
-def _weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
+def _compute_weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
     error = velocity - (rows.noise - rows.clean)
-    return per_row(error**2) / per_row(error.detach().abs()).clamp_min(1e-5)
+    return mean_per_row(error**2) / mean_per_row(error.detach().abs()).clamp_min(1e-5)
 
 
-def _centred(values: Tensor, group_index: Tensor) -> Tensor:
-    return values - group_mean(values, group_index)
+def _subtract_group_mean(values: Tensor, group_index: Tensor) -> Tensor:
+    return values - compute_group_mean(values, group_index)
 
 
 ALGORITHM = Algorithm(
     CRDConfig,
-    loss,
+    compute_loss,
     copies=lambda config: frozenset({"old"}),
-    select=grouping.groups,
+    select=grouping.select_groups,
     follows={
-        "old": lambda config, step: config.old.decay(step),
+        "old": lambda config, step: config.old.decay_after_step(step),
         "sampling": lambda config, step: config.sampling.decay(step),
     },
     generates="sampling",

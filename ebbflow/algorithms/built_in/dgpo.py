@@ -24,14 +24,14 @@ from ebbflow.algorithms.base import (
     CopyName,
     ForwardRows,
     RowMetrics,
-    flow_matching_error,
-    group_mean,
+    compute_flow_matching_error,
+    compute_group_mean,
 )
 from ebbflow.recipe.algorithms import (
     SUM_OF_REWARDS,
     EmaScheduleConfig,
     ForwardConfig,
-    Published,
+    PublishedSetting,
     SigmaConfig,
 )
 
@@ -55,42 +55,42 @@ class DGPOConfig(ForwardConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.beta": Published(100.0, DGPO, "10 for PickScore"),
-        "algorithm.noise_levels": Published(4, DGPO, "num_train_timesteps"),
-        "algorithm.sigma.kind": Published(
+        "algorithm.beta": PublishedSetting(100.0, DGPO, "10 for PickScore"),
+        "algorithm.noise_levels": PublishedSetting(4, DGPO, "num_train_timesteps"),
+        "algorithm.sigma.kind": PublishedSetting(
             "schedule", DGPO, "draws of the sampler's sigmas, without replacement"
         ),
-        "algorithm.sigma.min": Published(
+        "algorithm.sigma.min": PublishedSetting(
             0.79, DGPO, "trunc_steps: the first 5 of 10; for OCR the first 7, {min: .6}"
         ),
-        "algorithm.sigma.stratified": Published(False, DGPO),
-        "algorithm.clip_range": Published(
+        "algorithm.sigma.stratified": PublishedSetting(False, DGPO),
+        "algorithm.clip_range": PublishedSetting(
             0.01, DGPO, "the same for OCR; .05 for PickScore, .001 without guidance"
         ),
-        "algorithm.old.warmup": Published(0, CODE),
-        "algorithm.old.slope": Published(0.001, CODE),
-        "algorithm.old.max_decay": Published(0.3, CODE),
-        "sampler.name": Published("dpm_solver", DGPO, "use_dpm"),
-        "sampler.steps": Published(10, DGPO),
-        "what generates": Published(
+        "algorithm.old.warmup": PublishedSetting(0, CODE),
+        "algorithm.old.slope": PublishedSetting(0.001, CODE),
+        "algorithm.old.max_decay": PublishedSetting(0.3, CODE),
+        "sampler.name": PublishedSetting("dpm_solver", DGPO, "use_dpm"),
+        "sampler.steps": PublishedSetting(10, DGPO),
+        "what generates": PublishedSetting(
             "from optimiser step 500 on the copy",
             DGPO,
             "from step 200 on for OCR and PickScore",
             deviation="with a decay of .3 it is about a step behind",
             ours="the policy",
         ),
-        "advantages.std": Published("group", DGPO, "global for OCR and PickScore"),
-        "advantages.combine": Published(
+        "advantages.std": PublishedSetting("group", DGPO, "global for OCR and PickScore"),
+        "advantages.combine": PublishedSetting(
             "sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
         ),
-        "advantages.clip": Published(5.0, BASE),
-        "reference.weight": Published(0.02, DGPO, "the same for OCR; .001 for PickScore"),
-        "reference.penalty": Published("velocity", CODE),
-        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, BASE),
-        "optimizer.max_grad_norm": Published(1.0, BASE),
-        "updates_per_step": Published(1, DGPO),
-        "group_size": Published(16, DGPO, "24 for better performance, its comment says"),
+        "advantages.clip": PublishedSetting(5.0, BASE),
+        "reference.weight": PublishedSetting(0.02, DGPO, "the same for OCR; .001 for PickScore"),
+        "reference.penalty": PublishedSetting("velocity", CODE),
+        "optimizer.lr": PublishedSetting(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
+        "updates_per_step": PublishedSetting(1, DGPO),
+        "group_size": PublishedSetting(16, DGPO, "24 for better performance, its comment says"),
     }
 
     name: Literal["dgpo"] = "dgpo"
@@ -110,14 +110,14 @@ class DGPOConfig(ForwardConfig):
     """The copy that the clip is against."""
 
 
-def loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    error = flow_matching_error(rows, rows.velocity)
-    change = error.detach() - flow_matching_error(rows, rows.copies["reference"])
-    weight = group_mean(rows.advantage * config.beta * change, rows.group_index).sigmoid()
+    error = compute_flow_matching_error(rows, rows.velocity)
+    change = error.detach() - compute_flow_matching_error(rows, rows.copies["reference"])
+    weight = compute_group_mean(rows.advantage * config.beta * change, rows.group_index).sigmoid()
     metrics = {"dgpo/weight": weight, "dgpo/change": change}
     if config.clip_range is not None:
-        ratio = (flow_matching_error(rows, rows.copies["old"]) - error.detach()).exp()
+        ratio = (compute_flow_matching_error(rows, rows.copies["old"]) - error.detach()).exp()
         clipped = (ratio > 1 + config.clip_range).where(
             rows.advantage > 0, ratio < 1 - config.clip_range
         )
@@ -126,14 +126,14 @@ def loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
     return weight * rows.advantage * error, metrics
 
 
-def copies(config: DGPOConfig) -> frozenset[CopyName]:
+def list_copies(config: DGPOConfig) -> frozenset[CopyName]:
     return frozenset({"reference"} if config.clip_range is None else {"reference", "old"})
 
 
 ALGORITHM = Algorithm(
     DGPOConfig,
-    loss,
-    copies=copies,
-    select=grouping.groups,
-    follows={"old": lambda config, step: config.old.decay(step)},
+    compute_loss,
+    copies=list_copies,
+    select=grouping.select_groups,
+    follows={"old": lambda config, step: config.old.decay_after_step(step)},
 )

@@ -23,9 +23,9 @@ from ebbflow.algorithms.base import (
     CopyName,
     ForwardRows,
     RowMetrics,
-    flow_matching_error,
+    compute_flow_matching_error,
 )
-from ebbflow.recipe.algorithms import GROUP_SIZE, ForwardConfig, Published, SigmaConfig
+from ebbflow.recipe.algorithms import GROUP_SIZE, ForwardConfig, PublishedSetting, SigmaConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,38 +42,38 @@ class DiffusionDPOConfig(ForwardConfig):
     paper: ClassVar = "2311.12908"
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde", "steps": 40}, "updates_per_step": 1}
     published: ClassVar = {
-        "algorithm.beta": Published(
+        "algorithm.beta": PublishedSetting(
             100.0,
             DPO,
             "the same in verl-project/verl-omni; 2000 in the paper and in X-GenGroup/Flow-Factory",
         ),
-        "algorithm.noise_levels": Published(
+        "algorithm.noise_levels": PublishedSetting(
             39, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "int(.99 * 40), all in one update"
         ),
-        "algorithm.sigma.kind": Published(
+        "algorithm.sigma.kind": PublishedSetting(
             "logit_normal", "yifan123/flow_grpo scripts/train_sd3_dpo.py"
         ),
-        "algorithm.sigma.shift": Published(
+        "algorithm.sigma.shift": PublishedSetting(
             3.0, "yifan123/flow_grpo scripts/train_sd3_dpo.py", "of SD3's scheduler"
         ),
-        "algorithm.pairs_share": Published(
+        "algorithm.pairs_share": PublishedSetting(
             0.0,
             "yifan123/flow_grpo flow_grpo/stat_tracking.py",
             "the best with the worst: one pair",
         ),
-        "algorithm.refresh_every": Published(
+        "algorithm.refresh_every": PublishedSetting(
             0, DPO, "ref_update_step 10000000; 40 makes it online DPO"
         ),
-        "sampler.name": Published("flow_sde", DPO, "eta .7, though no log-prob is used"),
-        "sampler.steps": Published(40, DPO),
-        "reference.weight": Published(0.0, DPO),
-        "optimizer.lr": Published(
+        "sampler.name": PublishedSetting("flow_sde", DPO, "eta .7, though no log-prob is used"),
+        "sampler.steps": PublishedSetting(40, DPO),
+        "reference.weight": PublishedSetting(0.0, DPO),
+        "optimizer.lr": PublishedSetting(
             3e-4, BASE, "of LoRA adapters; 2e-4 in verl-omni's run_sd35_medium_offline_dpo_lora.sh"
         ),
-        "optimizer.weight_decay": Published(1e-4, BASE),
-        "optimizer.max_grad_norm": Published(1.0, BASE),
-        "updates_per_step": Published(1, "yifan123/flow_grpo config/dpo.py geneval_sd3"),
-        "group_size": Published(24, DPO, deviation=GROUP_SIZE),
+        "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
+        "updates_per_step": PublishedSetting(1, "yifan123/flow_grpo config/dpo.py geneval_sd3"),
+        "group_size": PublishedSetting(24, DPO, deviation=GROUP_SIZE),
     }
 
     name: Literal["diffusion_dpo"] = "diffusion_dpo"
@@ -95,14 +95,14 @@ class DiffusionDPOConfig(ForwardConfig):
     """
 
 
-def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]; rows 2i and 2i + 1 are the better and the worse sample of
     a pair.
     """
     from torch.nn.functional import logsigmoid
 
-    change = flow_matching_error(rows, rows.velocity) - flow_matching_error(
-        rows, rows.copies[reference_copy(config)]
+    change = compute_flow_matching_error(rows, rows.velocity) - compute_flow_matching_error(
+        rows, rows.copies[choose_reference_copy(config)]
     )
     better, worse = change.view(-1, 2).unbind(1)
     margin = -0.5 * config.beta * (better - worse)
@@ -118,17 +118,17 @@ def loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetr
     }
 
 
-def reference_copy(config: DiffusionDPOConfig) -> CopyName:
+def choose_reference_copy(config: DiffusionDPOConfig) -> CopyName:
     """The copy that stands as the reference of the pairs."""
     return "old" if config.refresh_every else "reference"
 
 
-def old_decay(config: DiffusionDPOConfig, optimizer_step: int) -> float:
+def compute_old_decay(config: DiffusionDPOConfig, optimizer_step: int) -> float:
     """A fresh copy every ``refresh_every`` optimiser steps, none in between."""
     return float(optimizer_step % config.refresh_every != 0) if config.refresh_every else 1.0
 
 
-def pairs(
+def select_pairs(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: DiffusionDPOConfig
 ) -> list[np.ndarray]:
     """(better, worse) of each group: its best with its worst, the second best with the second worst
@@ -137,7 +137,7 @@ def pairs(
     import numpy as np
 
     found = []
-    for group in grouping.groups(advantage, keep, prompt_ids, config):
+    for group in grouping.select_groups(advantage, keep, prompt_ids, config):
         ranked = group[np.argsort(-advantage[group], kind="stable")]
         count = max(1, int(config.pairs_share * len(group)))
         found += [np.array(pair) for pair in zip(ranked[:count], ranked[::-1][:count], strict=True)]
@@ -146,8 +146,8 @@ def pairs(
 
 ALGORITHM = Algorithm(
     DiffusionDPOConfig,
-    loss,
-    copies=lambda config: frozenset({reference_copy(config)}),
-    select=pairs,
-    follows={"old": old_decay},
+    compute_loss,
+    copies=lambda config: frozenset({choose_reference_copy(config)}),
+    select=select_pairs,
+    follows={"old": compute_old_decay},
 )

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, expand_like, per_row
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, expand_like, mean_per_row
 from ebbflow.recipe.algorithms import (
     GROUP_SIZE,
     SUM_OF_REWARDS,
     EmaScheduleConfig,
     ForwardConfig,
-    Published,
+    PublishedSetting,
     SigmaConfig,
 )
 
@@ -51,43 +51,45 @@ class DiffusionNFTConfig(ForwardConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.beta": Published(
+        "algorithm.beta": PublishedSetting(
             1.0, NFT, "the same for GenEval and HPS; .1 for OCR and for several rewards"
         ),
-        "algorithm.advantages": Published("all", NFT),
-        "algorithm.noise_levels": Published(
+        "algorithm.advantages": PublishedSetting("all", NFT),
+        "algorithm.noise_levels": PublishedSetting(
             9, BASE, "timestep_fraction .99 of 10 steps: every sigma of the rollout but the last"
         ),
-        "algorithm.sigma.kind": Published(
+        "algorithm.sigma.kind": PublishedSetting(
             "schedule", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"
         ),
-        "algorithm.sigma.stratified": Published(
+        "algorithm.sigma.stratified": PublishedSetting(
             False, "NVlabs/DiffusionNFT scripts/train_nft_sd3.py", "a random order"
         ),
-        "algorithm.old.warmup": Published(
+        "algorithm.old.warmup": PublishedSetting(
             0, DECAY, "OCR has decay_type 2: {warmup: 75, slope: .0075, max_decay: .999}"
         ),
-        "algorithm.old.slope": Published(
+        "algorithm.old.slope": PublishedSetting(
             0.001,
             DECAY,
             "published steps are optimiser steps: for OCR, with 2 of them in a rollout step,"
             " {warmup: 37, slope: .015}",
         ),
-        "algorithm.old.max_decay": Published(0.5, DECAY),
-        "sampler.name": Published("dpm_solver", NFT, "dpm2"),
-        "sampler.steps": Published(10, NFT, "25 for several rewards"),
-        "advantages.std": Published("global", BASE),
-        "advantages.combine": Published(
+        "algorithm.old.max_decay": PublishedSetting(0.5, DECAY),
+        "sampler.name": PublishedSetting("dpm_solver", NFT, "dpm2"),
+        "sampler.steps": PublishedSetting(10, NFT, "25 for several rewards"),
+        "advantages.std": PublishedSetting("global", BASE),
+        "advantages.combine": PublishedSetting(
             "sum", "NVlabs/DiffusionNFT flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
         ),
-        "advantages.clip": Published(5.0, BASE),
-        "reference.weight": Published(1e-4, NFT),
-        "reference.penalty": Published("velocity", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"),
-        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, BASE),
-        "optimizer.max_grad_norm": Published(1.0, BASE),
-        "updates_per_step": Published(1, NFT, "2 for OCR"),
-        "group_size": Published(24, NFT, deviation=GROUP_SIZE),
+        "advantages.clip": PublishedSetting(5.0, BASE),
+        "reference.weight": PublishedSetting(1e-4, NFT),
+        "reference.penalty": PublishedSetting(
+            "velocity", "NVlabs/DiffusionNFT scripts/train_nft_sd3.py"
+        ),
+        "optimizer.lr": PublishedSetting(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
+        "updates_per_step": PublishedSetting(1, NFT, "2 for OCR"),
+        "group_size": PublishedSetting(24, NFT, deviation=GROUP_SIZE),
     }
 
     name: Literal["diffusion_nft"] = "diffusion_nft"
@@ -111,24 +113,26 @@ class DiffusionNFTConfig(ForwardConfig):
     """
 
 
-def loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     old = rows.copies["old"]
-    preference = (shaped(rows.advantage, config) / (2 * rows.advantage_clip) + 0.5).clamp(0, 1)
+    preference = (shape_advantage(rows.advantage, config) / (2 * rows.advantage_clip) + 0.5).clamp(
+        0, 1
+    )
     better = config.beta * rows.velocity + (1 - config.beta) * old
     worse = (1 + config.beta) * old - config.beta * rows.velocity
-    better_error = _weighted_error(rows, better)
-    worse_error = _weighted_error(rows, worse)
+    better_error = _compute_weighted_error(rows, better)
+    worse_error = _compute_weighted_error(rows, worse)
     metrics = {
         "nft/better_error": better_error,
         "nft/worse_error": worse_error,
-        "nft/old_deviation": per_row((rows.velocity - old) ** 2),
+        "nft/old_deviation": mean_per_row((rows.velocity - old) ** 2),
     }
     contrast = preference * better_error + (1 - preference) * worse_error
     return rows.advantage_clip * contrast / config.beta, metrics
 
 
-def shaped(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:
+def shape_advantage(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:
     """What the mode makes of the advantages, [M]."""
     modes = {
         "all": advantage,
@@ -140,18 +144,18 @@ def shaped(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:
     return modes[config.advantages]
 
 
-def _weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
+def _compute_weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
     """l of one implicit policy, [M]."""
     # x_sigma - sigma v - x0 = sigma (eps - x0 - v)
     error = expand_like(rows.sigma, velocity) * (rows.noise - rows.clean - velocity)
-    weight = per_row(error.detach().abs()).clamp_min(1e-5)
-    return per_row(error**2) / weight
+    weight = mean_per_row(error.detach().abs()).clamp_min(1e-5)
+    return mean_per_row(error**2) / weight
 
 
 ALGORITHM = Algorithm(
     DiffusionNFTConfig,
-    loss,
+    compute_loss,
     copies=lambda config: frozenset({"old"}),
-    follows={"old": lambda config, step: config.old.decay(step)},
+    follows={"old": lambda config, step: config.old.decay_after_step(step)},
     generates="old",
 )

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
-from ebbflow.algorithms.policy_gradient import ratio_metrics
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, compute_gaussian_kl
+from ebbflow.algorithms.policy_gradient import compute_ratio_metrics
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.paths import PathText
 
@@ -48,7 +48,7 @@ class DistillationConfig(TrajectoryConfig):
     """
 
     @model_validator(mode="after")
-    def _one_teacher_or_one_for_each_set(self) -> DistillationConfig:
+    def _check_teachers(self) -> DistillationConfig:
         if self.teacher and self.teachers:
             raise ValueError(
                 "teacher is of all prompts and teachers of each prompt set; leave one of them out"
@@ -61,15 +61,15 @@ class DistillationConfig(TrajectoryConfig):
         return self
 
 
-def loss(rows: TrajectoryRows, config: DistillationConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: TrajectoryRows, config: DistillationConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    divergence = gaussian_kl(rows.transition, rows.copies["teacher"].mean)
-    return divergence, ratio_metrics(rows) | {"kl/teacher": divergence}
+    divergence = compute_gaussian_kl(rows.transition, rows.copies["teacher"].mean)
+    return divergence, compute_ratio_metrics(rows) | {"kl/teacher": divergence}
 
 
 ALGORITHM = Algorithm(
     DistillationConfig,
-    loss,
+    compute_loss,
     copies=lambda config: frozenset({"teacher"}),
-    select=grouping.all_samples,
+    select=grouping.select_all_samples,
 )

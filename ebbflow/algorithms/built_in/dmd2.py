@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from ebbflow.algorithms.distribution_matching import matching_algorithm
-from ebbflow.recipe.algorithms import GROUP_SIZE, TEACHER_GUIDANCE, MatchingConfig, Published
+from ebbflow.algorithms.distribution_matching import build_matching_algorithm
+from ebbflow.recipe.algorithms import GROUP_SIZE, TEACHER_GUIDANCE, MatchingConfig, PublishedSetting
 
 SCRIPT = (
     "tianweiy/DMD2"
@@ -42,35 +42,37 @@ class DMD2Config(MatchingConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.guidance": Published(
+        "algorithm.guidance": PublishedSetting(
             8.0, SCRIPT, "real_guidance_scale, of SDXL", TEACHER_GUIDANCE
         ),
-        "algorithm.fake_updates": Published(5, SCRIPT, "dfake_gen_update_ratio; 10 for SD 1.5"),
-        "algorithm.fake_lr_factor": Published(1.0, SCRIPT, "guidance_lr over generator_lr"),
-        "algorithm.sigma.kind": Published("uniform", GUIDANCE, "of 1000 times of a DDPM"),
-        "algorithm.sigma.min": Published(
+        "algorithm.fake_updates": PublishedSetting(
+            5, SCRIPT, "dfake_gen_update_ratio; 10 for SD 1.5"
+        ),
+        "algorithm.fake_lr_factor": PublishedSetting(1.0, SCRIPT, "guidance_lr over generator_lr"),
+        "algorithm.sigma.kind": PublishedSetting("uniform", GUIDANCE, "of 1000 times of a DDPM"),
+        "algorithm.sigma.min": PublishedSetting(
             0.02, "tianweiy/DMD2 main/train_sd.py", "min_step_percent"
         ),
-        "algorithm.sigma.max": Published(0.98, SCRIPT, "max_step_percent"),
-        "sampler.name": Published(
+        "algorithm.sigma.max": PublishedSetting(0.98, SCRIPT, "max_step_percent"),
+        "sampler.name": PublishedSetting(
             "cps", SCRIPT, "num_denoising_step with fresh noise at each, as eta 1 of cps has it"
         ),
-        "sampler.eta": Published(1.0, SCRIPT),
-        "sampler.steps": Published(4, SCRIPT),
-        "reference.weight": Published(0.0, SCRIPT),
-        "optimizer.lr": Published(5e-7, SCRIPT, "of all parameters; 5e-5 of LoRA adapters"),
-        "optimizer.weight_decay": Published(0.01, "tianweiy/DMD2 main/train_sd.py"),
-        "optimizer.max_grad_norm": Published(10.0, SCRIPT),
-        "updates_per_step": Published(1, SCRIPT),
-        "group_size": Published(1, SCRIPT, deviation=GROUP_SIZE),
-        "error of the fake score": Published(
+        "sampler.eta": PublishedSetting(1.0, SCRIPT),
+        "sampler.steps": PublishedSetting(4, SCRIPT),
+        "reference.weight": PublishedSetting(0.0, SCRIPT),
+        "optimizer.lr": PublishedSetting(5e-7, SCRIPT, "of all parameters; 5e-5 of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(0.01, "tianweiy/DMD2 main/train_sd.py"),
+        "optimizer.max_grad_norm": PublishedSetting(10.0, SCRIPT),
+        "updates_per_step": PublishedSetting(1, SCRIPT),
+        "group_size": PublishedSetting(1, SCRIPT, deviation=GROUP_SIZE),
+        "error of the fake score": PublishedSetting(
             "of the noise",
             GUIDANCE,
             "compute_loss_fake, of networks that predict noise",
             deviation="these networks predict a velocity, and are trained on its error",
             ours="of the velocity",
         ),
-        "GAN loss": Published(
+        "GAN loss": PublishedSetting(
             "5e-3 of it", SCRIPT, deviation="it needs real images, and a run has none", ours="none"
         ),
     }
@@ -78,4 +80,4 @@ class DMD2Config(MatchingConfig):
     name: Literal["dmd2"] = "dmd2"
 
 
-ALGORITHM = matching_algorithm(DMD2Config)
+ALGORITHM = build_matching_algorithm(DMD2Config)

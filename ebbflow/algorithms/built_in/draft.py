@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, GradientRows, RowMetrics
-from ebbflow.recipe.algorithms import GROUP_SIZE, GradientConfig, Published
+from ebbflow.recipe.algorithms import GROUP_SIZE, GradientConfig, PublishedSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,20 +36,20 @@ class DRaFTConfig(GradientConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.last_steps": Published(1, NEMO, "truncation_steps"),
-        "sampler.name": Published("ode", NEMO, "DDIM with eta 0"),
-        "sampler.steps": Published(50, NEMO, "25 in docs/user-guide/draftp.rst"),
-        "reference.weight": Published(
+        "algorithm.last_steps": PublishedSetting(1, NEMO, "truncation_steps"),
+        "sampler.name": PublishedSetting("ode", NEMO, "DDIM with eta 0"),
+        "sampler.steps": PublishedSetting(50, NEMO, "25 in docs/user-guide/draftp.rst"),
+        "reference.weight": PublishedSetting(
             1.0,
             NEMO,
             "kl_coeff of DRaFT+; .1 and .2 in docs/user-guide/draftp.rst",
             deviation="the paper has none; DRaFT+ of NeMo-Aligner adds it, on predicted noise",
         ),
-        "optimizer.lr": Published(1e-4, NEMO, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(0.0, NEMO),
-        "optimizer.max_grad_norm": Published(10.0, NEMO),
-        "updates_per_step": Published(1, NEMO),
-        "group_size": Published(1, NEMO, deviation=GROUP_SIZE),
+        "optimizer.lr": PublishedSetting(1e-4, NEMO, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(0.0, NEMO),
+        "optimizer.max_grad_norm": PublishedSetting(10.0, NEMO),
+        "updates_per_step": PublishedSetting(1, NEMO),
+        "group_size": PublishedSetting(1, NEMO, deviation=GROUP_SIZE),
     }
 
     name: Literal["draft"] = "draft"
@@ -64,10 +64,10 @@ class DRaFTConfig(GradientConfig):
         return steps - self.last_steps
 
 
-def loss(rows: GradientRows, config: DRaFTConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: GradientRows, config: DRaFTConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     reward = rows.reward(rows.denoise(rows.velocity))
     return -reward, {"draft/reward": reward}
 
 
-ALGORITHM = Algorithm(DRaFTConfig, loss)
+ALGORITHM = Algorithm(DRaFTConfig, compute_loss)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
-from ebbflow.algorithms.policy_gradient import ratio_metrics
-from ebbflow.recipe.algorithms import SUM_OF_REWARDS, Published, TrajectoryConfig
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, compute_gaussian_kl
+from ebbflow.algorithms.policy_gradient import compute_ratio_metrics
+from ebbflow.recipe.algorithms import SUM_OF_REWARDS, PublishedSetting, TrajectoryConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,28 +41,30 @@ class FlowDPPOConfig(TrajectoryConfig):
         "updates_per_step": 2,
     }
     published: ClassVar = {
-        "algorithm.divergence_limit": Published(
+        "algorithm.divergence_limit": PublishedSetting(
             1e-5, DPPO, "kl_mask_threshold, on the mean over the latent's elements"
         ),
-        "sampler.name": Published(
+        "sampler.name": PublishedSetting(
             "flow_sde", DPPO, "eta .7; 1.2 for Qwen-Image in verl-project/verl-omni"
         ),
-        "sampler.steps": Published(10, DPPO),
-        "window.kind": Published("random", DPPO),
-        "window.size": Published(3, DPPO, "2 for Qwen-Image in verl-project/verl-omni"),
-        "window.limit": Published(
+        "sampler.steps": PublishedSetting(10, DPPO),
+        "window.kind": PublishedSetting("random", DPPO),
+        "window.size": PublishedSetting(3, DPPO, "2 for Qwen-Image in verl-project/verl-omni"),
+        "window.limit": PublishedSetting(
             0.3, DPPO, "starts 0 to 2 of 10: all of it lies in the first half"
         ),
-        "advantages.std": Published("global", DPPO),
-        "advantages.combine": Published("sum", DPPO, deviation=SUM_OF_REWARDS),
-        "advantages.clip": Published(None, "Tencent-Hunyuan/UniRL unirl/algorithms/flowdppo.py"),
-        "reference.weight": Published(0.0, DPPO),
-        "optimizer.lr": Published(3e-4, DPPO, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(0.0, DPPO, "1e-4 in verl-project/verl-omni"),
-        "optimizer.max_grad_norm": Published(1.0, DPPO),
-        "updates_per_step": Published(2, DPPO),
-        "group_size": Published(16, DPPO),
-        "the steps of a window": Published(
+        "advantages.std": PublishedSetting("global", DPPO),
+        "advantages.combine": PublishedSetting("sum", DPPO, deviation=SUM_OF_REWARDS),
+        "advantages.clip": PublishedSetting(
+            None, "Tencent-Hunyuan/UniRL unirl/algorithms/flowdppo.py"
+        ),
+        "reference.weight": PublishedSetting(0.0, DPPO),
+        "optimizer.lr": PublishedSetting(3e-4, DPPO, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(0.0, DPPO, "1e-4 in verl-project/verl-omni"),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, DPPO),
+        "updates_per_step": PublishedSetting(2, DPPO),
+        "group_size": PublishedSetting(16, DPPO),
+        "the steps of a window": PublishedSetting(
             "3 of the first 5, drawn one by one",
             "Tencent-Hunyuan/UniRL unirl/utils/scheduler_utils.py",
             deviation="a window has no gaps, as in verl-project/verl-omni",
@@ -82,14 +84,17 @@ class FlowDPPOConfig(TrajectoryConfig):
         return math.sqrt(2 * self.divergence_limit / dims)
 
 
-def loss(rows: TrajectoryRows, config: FlowDPPOConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: TrajectoryRows, config: FlowDPPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     ratio = (rows.log_prob - rows.old_log_prob).exp()
-    divergence = gaussian_kl(rows.transition, rows.old_mean)
+    divergence = compute_gaussian_kl(rows.transition, rows.old_mean)
     away = (ratio > 1).where(rows.advantage > 0, ratio < 1) & (rows.advantage != 0)
     dropped = away & (divergence >= config.divergence_limit)
-    metrics = ratio_metrics(rows) | {"dppo/divergence": divergence, "dppo/dropped": dropped.float()}
+    metrics = compute_ratio_metrics(rows) | {
+        "dppo/divergence": divergence,
+        "dppo/dropped": dropped.float(),
+    }
     return (-rows.advantage * ratio).where(~dropped, 0.0), metrics
 
 
-ALGORITHM = Algorithm(FlowDPPOConfig, loss)
+ALGORITHM = Algorithm(FlowDPPOConfig, compute_loss)

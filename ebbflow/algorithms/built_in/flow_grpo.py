@@ -23,12 +23,12 @@ from pydantic import Field
 from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.algorithms.policy_gradient import (
     BASE,
-    clip_metrics,
-    clipped,
-    flow_grpo_stack,
-    ratio_metrics,
+    compute_clip_metrics,
+    compute_clipped_loss,
+    compute_ratio_metrics,
+    published_flow_grpo_settings,
 )
-from ebbflow.recipe.algorithms import GROUP_SIZE, Published, TrajectoryConfig
+from ebbflow.recipe.algorithms import GROUP_SIZE, PublishedSetting, TrajectoryConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,14 +62,18 @@ class FlowGRPOConfig(ClippedConfig):
         "reference": {"weight": 0.04, "penalty": "kl_without_dt"},
         "updates_per_step": 2,
     }
-    published: ClassVar = flow_grpo_stack(GRPO) | {
-        "algorithm.clip_range": Published(1e-4, BASE),
-        "reference.weight": Published(
+    published: ClassVar = published_flow_grpo_settings(GRPO) | {
+        "algorithm.clip_range": PublishedSetting(1e-4, BASE),
+        "reference.weight": PublishedSetting(
             0.04, GRPO, "the same for GenEval; .01 for PickScore, 0 for FLUX"
         ),
-        "reference.penalty": Published("kl_without_dt", "yifan123/flow_grpo scripts/train_sd3.py"),
-        "sampler.steps": Published(10, GRPO, "6 for FLUX, with eta .9"),
-        "window.kind": Published("all", GRPO, "timestep_fraction .99: every step but the last"),
+        "reference.penalty": PublishedSetting(
+            "kl_without_dt", "yifan123/flow_grpo scripts/train_sd3.py"
+        ),
+        "sampler.steps": PublishedSetting(10, GRPO, "6 for FLUX, with eta .9"),
+        "window.kind": PublishedSetting(
+            "all", GRPO, "timestep_fraction .99: every step but the last"
+        ),
     }
 
     name: Literal["flow_grpo"] = "flow_grpo"
@@ -86,17 +90,17 @@ class FlowGRPOFastConfig(ClippedConfig):
         "window": {"kind": "random", "size": 2, "limit": 0.4},
         "updates_per_step": 2,
     }
-    published: ClassVar = flow_grpo_stack(FAST) | {
-        "algorithm.clip_range": Published(1e-5, FAST),
-        "reference.weight": Published(0.0, FAST),
-        "sampler.name": Published(
+    published: ClassVar = published_flow_grpo_settings(FAST) | {
+        "algorithm.clip_range": PublishedSetting(1e-5, FAST),
+        "reference.weight": PublishedSetting(0.0, FAST),
+        "sampler.name": PublishedSetting(
             "flow_sde", FAST, "cps in pickscore_sd3_fast_nocfg and in those for FLUX"
         ),
-        "sampler.steps": Published(10, FAST, "6 for FLUX"),
-        "sampler.eta": Published(0.8, FAST, "1.2 for Qwen-Image"),
-        "window.kind": Published("random", FAST),
-        "window.size": Published(2, FAST, "3 in pickscore_sd3_fast_nocfg and for FLUX"),
-        "window.limit": Published(
+        "sampler.steps": PublishedSetting(10, FAST, "6 for FLUX"),
+        "sampler.eta": PublishedSetting(0.8, FAST, "1.2 for Qwen-Image"),
+        "window.kind": PublishedSetting("random", FAST),
+        "window.size": PublishedSetting(2, FAST, "3 in pickscore_sd3_fast_nocfg and for FLUX"),
+        "window.limit": PublishedSetting(
             0.4,
             "yifan123/flow_grpo config/grpo.py pickscore_qwenimage",
             "windows lie in the first half: of 10 steps, those of 2 start at 0 to 3, those of 3"
@@ -126,35 +130,37 @@ class MixGRPOConfig(ClippedConfig):
         "updates_per_step": 4,
     }
     published: ClassVar = {
-        "algorithm.clip_range": Published(1e-4, MIX),
-        "sampler.name": Published("flow_sde", MIX, "--flow_grpo_sampling, eta .7"),
-        "sampler.steps": Published(25, MIX),
-        "shared_initial_noise": Published(True, MIX, "--init_same_noise"),
-        "window.kind": Published("progressive", MIX),
-        "window.size": Published(4, MIX),
-        "window.stride": Published(1, MIX),
-        "window.limit": Published(
+        "algorithm.clip_range": PublishedSetting(1e-4, MIX),
+        "sampler.name": PublishedSetting("flow_sde", MIX, "--flow_grpo_sampling, eta .7"),
+        "sampler.steps": PublishedSetting(25, MIX),
+        "shared_initial_noise": PublishedSetting(True, MIX, "--init_same_noise"),
+        "window.kind": PublishedSetting("progressive", MIX),
+        "window.size": PublishedSetting(4, MIX),
+        "window.stride": PublishedSetting(1, MIX),
+        "window.limit": PublishedSetting(
             1.0,
             MIX,
             "all starts; published windows also shrink over the last steps, while the last one here"
             " has all its steps",
         ),
-        "window.steps_per_window": Published(25, MIX, "20 in MixGRPO_Flash*.sh"),
-        "window.roll_over": Published(True, MIX),
-        "window.tail": Published(
+        "window.steps_per_window": PublishedSetting(25, MIX, "20 in MixGRPO_Flash*.sh"),
+        "window.roll_over": PublishedSetting(True, MIX),
+        "window.tail": PublishedSetting(
             None, MIX, ".4 in MixGRPO_Flash.sh; .2 in MixGRPO_Flash*.sh, with a fixed window"
         ),
-        "advantages.std": Published("group", MIX),
-        "advantages.combine": Published("per_reward", MIX, "multi_reward_mix advantage_aggr"),
-        "advantages.clip": Published(5.0, MIX),
-        "reference.weight": Published(0.0, MIX),
-        "optimizer.lr": Published(1e-5, MIX, "of all parameters"),
-        "optimizer.weight_decay": Published(1e-4, MIX),
-        "optimizer.max_grad_norm": Published(1.0, MIX),
-        "updates_per_step": Published(
+        "advantages.std": PublishedSetting("group", MIX),
+        "advantages.combine": PublishedSetting(
+            "per_reward", MIX, "multi_reward_mix advantage_aggr"
+        ),
+        "advantages.clip": PublishedSetting(5.0, MIX),
+        "reference.weight": PublishedSetting(0.0, MIX),
+        "optimizer.lr": PublishedSetting(1e-5, MIX, "of all parameters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, MIX),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, MIX),
+        "updates_per_step": PublishedSetting(
             4, MIX, "12 samples of a prompt on each GPU, 3 of them an update"
         ),
-        "group_size": Published(12, MIX, deviation=GROUP_SIZE),
+        "group_size": PublishedSetting(12, MIX, deviation=GROUP_SIZE),
     }
 
     name: Literal["mix_grpo"] = "mix_grpo"
@@ -175,13 +181,17 @@ class DanceGRPOConfig(ClippedConfig):
         "updates_per_step": 3,
     }
     published: ClassVar = {
-        "algorithm.clip_range": Published(1e-4, DANCE),
-        "sampler.name": Published("dance_sde", DANCE, "eta .3; .25 for HunyuanVideo"),
-        "sampler.steps": Published(16, DANCE, "20 for Qwen-Image and Wan2.1, 12 for the LoRA"),
-        "shared_initial_noise": Published(True, DANCE, "--init_same_noise"),
-        "window.kind": Published("share", DANCE, "--ignore_last: the last step is never trained"),
-        "window.share": Published(0.6, DANCE, "rounded down"),
-        "which steps are trained": Published(
+        "algorithm.clip_range": PublishedSetting(1e-4, DANCE),
+        "sampler.name": PublishedSetting("dance_sde", DANCE, "eta .3; .25 for HunyuanVideo"),
+        "sampler.steps": PublishedSetting(
+            16, DANCE, "20 for Qwen-Image and Wan2.1, 12 for the LoRA"
+        ),
+        "shared_initial_noise": PublishedSetting(True, DANCE, "--init_same_noise"),
+        "window.kind": PublishedSetting(
+            "share", DANCE, "--ignore_last: the last step is never trained"
+        ),
+        "window.share": PublishedSetting(0.6, DANCE, "rounded down"),
+        "which steps are trained": PublishedSetting(
             "drawn for each sample",
             "XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py",
             deviation=(
@@ -190,23 +200,23 @@ class DanceGRPOConfig(ClippedConfig):
             ),
             ours="drawn once a rollout step, for all samples",
         ),
-        "advantages.std": Published("group", DANCE, "--use_group"),
-        "advantages.combine": Published(
+        "advantages.std": PublishedSetting("group", DANCE, "--use_group"),
+        "advantages.combine": PublishedSetting(
             "per_reward",
             "XueZeyue/DanceGRPO fastvideo/train_grpo_hunyuan.py",
             "advantages of two rewards, added with weights",
         ),
-        "advantages.clip": Published(5.0, DANCE),
-        "reference.weight": Published(0.0, DANCE),
-        "optimizer.lr": Published(
+        "advantages.clip": PublishedSetting(5.0, DANCE),
+        "reference.weight": PublishedSetting(0.0, DANCE),
+        "optimizer.lr": PublishedSetting(
             1e-5, DANCE, "of all parameters; 3e-4 in finetune_flux_grpo_8gpus_lora.sh"
         ),
-        "optimizer.weight_decay": Published(1e-4, DANCE),
-        "optimizer.max_grad_norm": Published(1.0, DANCE),
-        "updates_per_step": Published(
+        "optimizer.weight_decay": PublishedSetting(1e-4, DANCE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, DANCE),
+        "updates_per_step": PublishedSetting(
             3, DANCE, "12 samples of a prompt on each GPU, 4 of them an update"
         ),
-        "group_size": Published(
+        "group_size": PublishedSetting(
             12,
             DANCE,
             "24 for HunyuanVideo, trained on the 4 best and the 4 worst",
@@ -217,14 +227,16 @@ class DanceGRPOConfig(ClippedConfig):
     name: Literal["dance_grpo"] = "dance_grpo"
 
 
-def loss(rows: TrajectoryRows, config: ClippedConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: TrajectoryRows, config: ClippedConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     ratio = (rows.log_prob - rows.old_log_prob).exp()
-    metrics = ratio_metrics(rows) | clip_metrics(ratio, rows.advantage, config.clip_range)
-    return clipped(ratio, rows.advantage, config.clip_range), metrics
+    metrics = compute_ratio_metrics(rows) | compute_clip_metrics(
+        ratio, rows.advantage, config.clip_range
+    )
+    return compute_clipped_loss(ratio, rows.advantage, config.clip_range), metrics
 
 
-FLOW_GRPO = Algorithm(FlowGRPOConfig, loss)
-FLOW_GRPO_FAST = Algorithm(FlowGRPOFastConfig, loss)
-MIX_GRPO = Algorithm(MixGRPOConfig, loss)
-DANCE_GRPO = Algorithm(DanceGRPOConfig, loss)
+FLOW_GRPO = Algorithm(FlowGRPOConfig, compute_loss)
+FLOW_GRPO_FAST = Algorithm(FlowGRPOFastConfig, compute_loss)
+MIX_GRPO = Algorithm(MixGRPOConfig, compute_loss)
+DANCE_GRPO = Algorithm(DanceGRPOConfig, compute_loss)

@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, gaussian_kl
-from ebbflow.algorithms.policy_gradient import clip_metrics, clipped, flow_grpo_stack, ratio_metrics
-from ebbflow.recipe.algorithms import Published, TrajectoryConfig
+from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows, compute_gaussian_kl
+from ebbflow.algorithms.policy_gradient import (
+    compute_clip_metrics,
+    compute_clipped_loss,
+    compute_ratio_metrics,
+    published_flow_grpo_settings,
+)
+from ebbflow.recipe.algorithms import PublishedSetting, TrajectoryConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +45,13 @@ class GRPOGuardConfig(TrajectoryConfig):
         "window": {"kind": "all"},
         "updates_per_step": 2,
     }
-    published: ClassVar = flow_grpo_stack(STACK) | {
-        "algorithm.clip_range": Published(2e-6, GUARD),
-        "sampler.steps": Published(10, STACK, "the same for Qwen-Image, with eta 1.2"),
-        "window.kind": Published(
+    published: ClassVar = published_flow_grpo_settings(STACK) | {
+        "algorithm.clip_range": PublishedSetting(2e-6, GUARD),
+        "sampler.steps": PublishedSetting(10, STACK, "the same for Qwen-Image, with eta 1.2"),
+        "window.kind": PublishedSetting(
             "all", STACK, "for Qwen-Image a random one of 2 steps in the first half"
         ),
-        "reference.weight": Published(0.0, GUARD),
+        "reference.weight": PublishedSetting(0.0, GUARD),
     }
 
     name: Literal["grpo_guard"] = "grpo_guard"
@@ -60,14 +65,18 @@ class GRPOGuardConfig(TrajectoryConfig):
         return self.clip_range
 
 
-def loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     step = rows.transition
-    bias = gaussian_kl(step, rows.old_mean)
+    bias = compute_gaussian_kl(step, rows.old_mean)
     regulated = ((rows.log_prob - rows.old_log_prob + bias) * step.std).exp()
-    metrics = ratio_metrics(rows) | clip_metrics(regulated, rows.advantage, config.clip_range)
+    metrics = compute_ratio_metrics(rows) | compute_clip_metrics(
+        regulated, rows.advantage, config.clip_range
+    )
     metrics |= {"guard/ratio_deviation": (regulated - 1).abs(), "guard/bias": bias}
-    return clipped(regulated, rows.advantage, config.clip_range) / step.dt.abs(), metrics
+    return compute_clipped_loss(
+        regulated, rows.advantage, config.clip_range
+    ) / step.dt.abs(), metrics
 
 
-ALGORITHM = Algorithm(GRPOGuardConfig, loss)
+ALGORITHM = Algorithm(GRPOGuardConfig, compute_loss)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, GradientRows, RowMetrics
-from ebbflow.recipe.algorithms import GROUP_SIZE, GradientConfig, Published
+from ebbflow.recipe.algorithms import GROUP_SIZE, GradientConfig, PublishedSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +37,12 @@ class ReFLConfig(GradientConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.last": Published(0.25, SCRIPT, "mid_timestep: one of the last 10 of 40 steps"),
-        "algorithm.target": Published(2.0, SCRIPT, "of ImageReward; F.relu(-rewards + 2)"),
-        "algorithm.weight": Published(1e-3, SCRIPT, "grad_scale"),
-        "sampler.name": Published(
+        "algorithm.last": PublishedSetting(
+            0.25, SCRIPT, "mid_timestep: one of the last 10 of 40 steps"
+        ),
+        "algorithm.target": PublishedSetting(2.0, SCRIPT, "of ImageReward; F.relu(-rewards + 2)"),
+        "algorithm.weight": PublishedSetting(1e-3, SCRIPT, "grad_scale"),
+        "sampler.name": PublishedSetting(
             "ddpm",
             SCRIPT,
             deviation=(
@@ -48,15 +50,15 @@ class ReFLConfig(GradientConfig):
                 " step"
             ),
         ),
-        "sampler.steps": Published(40, SCRIPT),
-        "reference.weight": Published(
+        "sampler.steps": PublishedSetting(40, SCRIPT),
+        "reference.weight": PublishedSetting(
             0.0, SCRIPT, "the paper adds the pre-training loss, which the code lacks"
         ),
-        "optimizer.lr": Published(1e-5, SCRIPT, "of all parameters"),
-        "optimizer.weight_decay": Published(1e-2, SCRIPT),
-        "optimizer.max_grad_norm": Published(1.0, SCRIPT),
-        "updates_per_step": Published(1, SCRIPT),
-        "group_size": Published(1, SCRIPT, deviation=GROUP_SIZE),
+        "optimizer.lr": PublishedSetting(1e-5, SCRIPT, "of all parameters"),
+        "optimizer.weight_decay": PublishedSetting(1e-2, SCRIPT),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, SCRIPT),
+        "updates_per_step": PublishedSetting(1, SCRIPT),
+        "group_size": PublishedSetting(1, SCRIPT, deviation=GROUP_SIZE),
     }
 
     name: Literal["refl"] = "refl"
@@ -74,14 +76,14 @@ class ReFLConfig(GradientConfig):
         return int(draw.integers(first, steps))
 
 
-def loss(rows: GradientRows, config: ReFLConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: GradientRows, config: ReFLConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     import torch
 
-    reward = rows.reward(rows.clean)
+    reward = rows.reward(rows.predicted_clean)
     missing = -reward if config.target is None else (config.target - reward).clamp_min(0)
     active = torch.ones_like(reward) if config.target is None else (reward < config.target).float()
     return config.weight * missing, {"refl/reward": reward, "refl/active": active}
 
 
-ALGORITHM = Algorithm(ReFLConfig, loss)
+ALGORITHM = Algorithm(ReFLConfig, compute_loss)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, compute_flow_matching_error
 from ebbflow.algorithms.imitation import ImitationConfig
-from ebbflow.recipe.algorithms import Published
+from ebbflow.recipe.algorithms import PublishedSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ class RWRConfig(ImitationConfig):
 
     paper: ClassVar = "2302.12192"
     published: ClassVar = {
-        "algorithm.temperature": Published(
+        "algorithm.temperature": PublishedSetting(
             "none",
             "2302.12192",
             "the same in yifan123/flow_grpo flow_grpo/stat_tracking.py, type rwr",
@@ -43,10 +43,10 @@ class RWRConfig(ImitationConfig):
     temperature: float = Field(1.0, gt=0)
 
 
-def loss(rows: ForwardRows, config: RWRConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: ForwardRows, config: RWRConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     weight = (rows.advantage / config.temperature).exp()
-    return weight * flow_matching_error(rows, rows.velocity), {"rwr/weight": weight}
+    return weight * compute_flow_matching_error(rows, rows.velocity), {"rwr/weight": weight}
 
 
-ALGORITHM = Algorithm(RWRConfig, loss)
+ALGORITHM = Algorithm(RWRConfig, compute_loss)

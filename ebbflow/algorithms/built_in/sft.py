@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms import grouping
-from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, flow_matching_error
+from ebbflow.algorithms.base import Algorithm, ForwardRows, RowMetrics, compute_flow_matching_error
 from ebbflow.algorithms.imitation import SFT, ImitationConfig
-from ebbflow.recipe.algorithms import GROUP_SIZE, Published
+from ebbflow.recipe.algorithms import GROUP_SIZE, PublishedSetting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,13 +25,13 @@ class SFTConfig(ImitationConfig):
     """Flow matching on the best samples of every group (rejection sampling)."""
 
     published: ClassVar = {
-        "algorithm.best": Published(
+        "algorithm.best": PublishedSetting(
             1,
             "yifan123/flow_grpo flow_grpo/stat_tracking.py",
             "more where several have the best reward",
         ),
         **ImitationConfig.published,
-        "group_size": Published(24, SFT, deviation=GROUP_SIZE),
+        "group_size": PublishedSetting(24, SFT, deviation=GROUP_SIZE),
     }
 
     name: Literal["sft"] = "sft"
@@ -39,18 +39,18 @@ class SFTConfig(ImitationConfig):
     """Samples per group that are learnt from."""
 
 
-def loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    return flow_matching_error(rows, rows.velocity), {}
+    return compute_flow_matching_error(rows, rows.velocity), {}
 
 
-def best(
+def select_best_samples(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFTConfig
 ) -> list[np.ndarray]:
-    """The best ``config.best`` samples of each group, each by itself."""
-    groups = grouping.groups(advantage, keep, prompt_ids, config)
+    """The best ``config.select_best_samples`` samples of each group, each by itself."""
+    groups = grouping.select_groups(advantage, keep, prompt_ids, config)
     ranked = [group[(-advantage[group]).argsort(kind="stable")] for group in groups]
     return [sample for group in ranked for sample in group[: config.best, None]]
 
 
-ALGORITHM = Algorithm(SFTConfig, loss, select=best)
+ALGORITHM = Algorithm(SFTConfig, compute_loss, select=select_best_samples)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ebbflow.algorithms.base import Algorithm, DirectAlignRows, RowMetrics
-from ebbflow.recipe.algorithms import GROUP_SIZE, DirectAlignConfig, Published
+from ebbflow.recipe.algorithms import GROUP_SIZE, DirectAlignConfig, PublishedSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,35 +51,37 @@ class SRPOConfig(DirectAlignConfig):
         "updates_per_step": 1,
     }
     published: ClassVar = {
-        "algorithm.min_sigma": Published(
+        "algorithm.min_sigma": PublishedSetting(
             0.75, CODE, "train_timestep 25 of 50 with shift 3; 30, .6667, with PickScore"
         ),
-        "algorithm.max_sigma": Published(0.9643, CODE, "train_timestep 5 of 50 with shift 3"),
-        "algorithm.jump": Published(0.1, SCRIPT, "groundtruth_ratio .9"),
-        "algorithm.inversion": Published(
+        "algorithm.max_sigma": PublishedSetting(
+            0.9643, CODE, "train_timestep 5 of 50 with shift 3"
+        ),
+        "algorithm.jump": PublishedSetting(0.1, SCRIPT, "groundtruth_ratio .9"),
+        "algorithm.inversion": PublishedSetting(
             True, SCRIPT, "gradient_accumulation_steps 2, one for each branch"
         ),
-        "algorithm.positive_words": Published(
+        "algorithm.positive_words": PublishedSetting(
             ["Natural-lighting", "Detail", "Detailed", "Real"], CODE
         ),
-        "algorithm.negative_words": Published(
+        "algorithm.negative_words": PublishedSetting(
             ["Concept art", "Painting", "Anime", "Flat", "Oil"], CODE
         ),
-        "algorithm.discount": Published(
+        "algorithm.discount": PublishedSetting(
             [0.1, 0.25], SCRIPT, "discount_pos; .1 to .5 with PickScore"
         ),
-        "algorithm.inversion_discount": Published(
+        "algorithm.inversion_discount": PublishedSetting(
             [0.3, 0.01], SCRIPT, "discount_inv; .6 to .01 with PickScore"
         ),
-        "algorithm.target": Published(0.7, CODE, "of HPSv2.1, and PickScore / 20"),
-        "sampler.name": Published("ode", CODE),
-        "sampler.steps": Published(25, SCRIPT),
-        "reference.weight": Published(0.0, CODE),
-        "optimizer.lr": Published(5e-6, SCRIPT, "of all parameters"),
-        "optimizer.weight_decay": Published(1e-4, SCRIPT),
-        "optimizer.max_grad_norm": Published(0.1, SCRIPT),
-        "updates_per_step": Published(1, CODE),
-        "group_size": Published(1, SCRIPT, deviation=GROUP_SIZE),
+        "algorithm.target": PublishedSetting(0.7, CODE, "of HPSv2.1, and PickScore / 20"),
+        "sampler.name": PublishedSetting("ode", CODE),
+        "sampler.steps": PublishedSetting(25, SCRIPT),
+        "reference.weight": PublishedSetting(0.0, CODE),
+        "optimizer.lr": PublishedSetting(5e-6, SCRIPT, "of all parameters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, SCRIPT),
+        "optimizer.max_grad_norm": PublishedSetting(0.1, SCRIPT),
+        "updates_per_step": PublishedSetting(1, CODE),
+        "group_size": PublishedSetting(1, SCRIPT, deviation=GROUP_SIZE),
     }
 
     name: Literal["srpo"] = "srpo"
@@ -96,22 +98,24 @@ class SRPOConfig(DirectAlignConfig):
     target: float | None = 0.7
     """Differences above it give no gradient; ``null``: all do."""
 
-    def words(self, update: int) -> tuple[str, str]:
+    def choose_words(self, update: int) -> tuple[str, str]:
         positive, negative = (words or [""] for words in (self.positive_words, self.negative_words))
         return positive[update % len(positive)], negative[update % len(negative)]
 
 
-def loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
     import torch
 
-    positive, negative = rows.rewards(rows.recovered)
+    positive, negative = rows.rewards(rows.recovered_latents)
     inverse = rows.sigma < rows.end_sigma
     place = (torch.minimum(rows.sigma, rows.end_sigma) - config.min_sigma) / (
         config.max_sigma - config.min_sigma
     )
     discount = torch.where(
-        inverse, _between(config.inversion_discount, place), _between(config.discount, place)
+        inverse,
+        _interpolate_ends(config.inversion_discount, place),
+        _interpolate_ends(config.discount, place),
     )
     raised = torch.where(inverse, negative, positive)
     lowered = torch.where(inverse, positive, negative)
@@ -127,8 +131,8 @@ def loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, RowMetrics]
     }
 
 
-def _between(ends: list[float], place: Tensor) -> Tensor:
+def _interpolate_ends(ends: list[float], place: Tensor) -> Tensor:
     return ends[0] + (ends[1] - ends[0]) * place
 
 
-ALGORITHM = Algorithm(SRPOConfig, loss)
+ALGORITHM = Algorithm(SRPOConfig, compute_loss)

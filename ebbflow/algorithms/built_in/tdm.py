@@ -20,8 +20,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ebbflow.algorithms.distribution_matching import matching_algorithm
-from ebbflow.recipe.algorithms import GROUP_SIZE, TEACHER_GUIDANCE, MatchingConfig, Published
+from ebbflow.algorithms.distribution_matching import build_matching_algorithm
+from ebbflow.recipe.algorithms import GROUP_SIZE, TEACHER_GUIDANCE, MatchingConfig, PublishedSetting
 
 SCRIPT = "Luo-Yihong/TDM train_tdm_demo.py"
 
@@ -39,35 +39,39 @@ class TDMConfig(MatchingConfig):
     }
     along_trajectory: ClassVar = True
     published: ClassVar = {
-        "algorithm.guidance": Published(2.0, SCRIPT, "cfg, of PixArt-alpha", TEACHER_GUIDANCE),
-        "algorithm.fake_updates": Published(1, SCRIPT),
-        "algorithm.fake_lr_factor": Published(5.0, SCRIPT, "learning_rate / 5 for the student"),
-        "algorithm.sigma.kind": Published(
+        "algorithm.guidance": PublishedSetting(
+            2.0, SCRIPT, "cfg, of PixArt-alpha", TEACHER_GUIDANCE
+        ),
+        "algorithm.fake_updates": PublishedSetting(1, SCRIPT),
+        "algorithm.fake_lr_factor": PublishedSetting(
+            5.0, SCRIPT, "learning_rate / 5 for the student"
+        ),
+        "algorithm.sigma.kind": PublishedSetting(
             "uniform", SCRIPT, "of the times of the step, with use_separate"
         ),
-        "algorithm.sigma.min": Published(0.02, SCRIPT, "20 of 1000 times"),
-        "algorithm.sigma.max": Published(
+        "algorithm.sigma.min": PublishedSetting(0.02, SCRIPT, "20 of 1000 times"),
+        "algorithm.sigma.max": PublishedSetting(
             "10 of 1000 times below the start of the step",
             SCRIPT,
             deviation="a bound for the first step is enough",
             ours="0.98",
         ),
-        "sampler.name": Published("ode", SCRIPT, "generate_new"),
-        "sampler.steps": Published(4, SCRIPT),
-        "reference.weight": Published(0.0, SCRIPT),
-        "optimizer.lr": Published(2e-5, SCRIPT, "of all parameters"),
-        "optimizer.weight_decay": Published(0.01, SCRIPT),
-        "optimizer.betas": Published([0.0, 0.95], SCRIPT),
-        "optimizer.max_grad_norm": Published(1.0, SCRIPT),
-        "updates_per_step": Published(1, SCRIPT),
-        "group_size": Published(1, SCRIPT, deviation=GROUP_SIZE),
-        "target of the fake score": Published(
+        "sampler.name": PublishedSetting("ode", SCRIPT, "generate_new"),
+        "sampler.steps": PublishedSetting(4, SCRIPT),
+        "reference.weight": PublishedSetting(0.0, SCRIPT),
+        "optimizer.lr": PublishedSetting(2e-5, SCRIPT, "of all parameters"),
+        "optimizer.weight_decay": PublishedSetting(0.01, SCRIPT),
+        "optimizer.betas": PublishedSetting([0.0, 0.95], SCRIPT),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, SCRIPT),
+        "updates_per_step": PublishedSetting(1, SCRIPT),
+        "group_size": PublishedSetting(1, SCRIPT, deviation=GROUP_SIZE),
+        "target of the fake score": PublishedSetting(
             "x0_hat, with importance weights",
             SCRIPT,
             deviation="denoising score matching has no bias that would need weights",
             ours="the fresh noise",
         ),
-        "weight in the fake score": Published(
+        "weight in the fake score": PublishedSetting(
             "min(((1 - t) / t)^2, 5) of the error of x0",
             SCRIPT,
             deviation=(
@@ -88,4 +92,4 @@ class TDMConfig(MatchingConfig):
     """
 
 
-ALGORITHM = matching_algorithm(TDMConfig)
+ALGORITHM = build_matching_algorithm(TDMConfig)

@@ -22,7 +22,7 @@ from ebbflow.algorithms.base import Algorithm, RowMetrics, TrajectoryRows
 from ebbflow.algorithms.built_in import flow_grpo
 from ebbflow.algorithms.built_in.flow_grpo import ClippedConfig
 from ebbflow.algorithms.policy_gradient import BASE
-from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, Published
+from ebbflow.recipe.algorithms import GROUP_SIZE, SUM_OF_REWARDS, PublishedSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,12 +47,14 @@ class TempFlowGRPOConfig(ClippedConfig):
         "updates_per_step": 2,
     }
     published: ClassVar = {
-        "algorithm.noise_weight": Published(2.25, SCRIPT, "times std_dev_t, which is s sqrt|dt|"),
-        "algorithm.clip_range": Published(1e-4, BASE, "whose settings it imports"),
-        "sampler.name": Published("flow_sde", SAMPLER, "eta .7; .9 for FLUX"),
-        "sampler.steps": Published(10, SETTINGS),
-        "shared_initial_noise": Published(True, SAMPLER, "the branches of a trajectory"),
-        "window.kind": Published(
+        "algorithm.noise_weight": PublishedSetting(
+            2.25, SCRIPT, "times std_dev_t, which is s sqrt|dt|"
+        ),
+        "algorithm.clip_range": PublishedSetting(1e-4, BASE, "whose settings it imports"),
+        "sampler.name": PublishedSetting("flow_sde", SAMPLER, "eta .7; .9 for FLUX"),
+        "sampler.steps": PublishedSetting(10, SETTINGS),
+        "shared_initial_noise": PublishedSetting(True, SAMPLER, "the branches of a trajectory"),
+        "window.kind": PublishedSetting(
             "all",
             SCRIPT,
             "one after the other",
@@ -61,20 +63,22 @@ class TempFlowGRPOConfig(ClippedConfig):
                 " each"
             ),
         ),
-        "window.size": Published(1, SAMPLER, "one stochastic step for each branch"),
-        "window.limit": Published(1.0, SCRIPT, "timestep_fraction .99: every step but the last"),
-        "advantages.std": Published("group", SETTINGS, "the whole batch in general_ocr_sd3"),
-        "advantages.combine": Published(
+        "window.size": PublishedSetting(1, SAMPLER, "one stochastic step for each branch"),
+        "window.limit": PublishedSetting(
+            1.0, SCRIPT, "timestep_fraction .99: every step but the last"
+        ),
+        "advantages.std": PublishedSetting("group", SETTINGS, "the whole batch in general_ocr_sd3"),
+        "advantages.combine": PublishedSetting(
             "sum", "yifan123/flow_grpo flow_grpo/rewards.py", deviation=SUM_OF_REWARDS
         ),
-        "advantages.clip": Published(5.0, BASE, "whose settings it imports"),
-        "reference.weight": Published(0.001, SETTINGS, ".004 for GenEval and OCR"),
-        "reference.penalty": Published("kl", SCRIPT, "over 2 std_dev_t^2"),
-        "optimizer.lr": Published(3e-4, BASE, "of LoRA adapters"),
-        "optimizer.weight_decay": Published(1e-4, BASE),
-        "optimizer.max_grad_norm": Published(1.0, BASE),
-        "updates_per_step": Published(2, SETTINGS),
-        "group_size": Published(6, SCRIPT, "exploration_k", deviation=GROUP_SIZE),
+        "advantages.clip": PublishedSetting(5.0, BASE, "whose settings it imports"),
+        "reference.weight": PublishedSetting(0.001, SETTINGS, ".004 for GenEval and OCR"),
+        "reference.penalty": PublishedSetting("kl", SCRIPT, "over 2 std_dev_t^2"),
+        "optimizer.lr": PublishedSetting(3e-4, BASE, "of LoRA adapters"),
+        "optimizer.weight_decay": PublishedSetting(1e-4, BASE),
+        "optimizer.max_grad_norm": PublishedSetting(1.0, BASE),
+        "updates_per_step": PublishedSetting(2, SETTINGS),
+        "group_size": PublishedSetting(6, SCRIPT, "exploration_k", deviation=GROUP_SIZE),
     }
 
     name: Literal["tempflow_grpo"] = "tempflow_grpo"
@@ -84,11 +88,11 @@ class TempFlowGRPOConfig(ClippedConfig):
     """
 
 
-def loss(rows: TrajectoryRows, config: TempFlowGRPOConfig) -> tuple[Tensor, RowMetrics]:
+def compute_loss(rows: TrajectoryRows, config: TempFlowGRPOConfig) -> tuple[Tensor, RowMetrics]:
     """Loss and metrics of each row, [M]."""
-    clipped, metrics = flow_grpo.loss(rows, config)
+    clipped, metrics = flow_grpo.compute_loss(rows, config)
     weight = (config.noise_weight * rows.transition.std).expand_as(clipped)
     return weight * clipped, metrics | {"tempflow/weight": weight}
 
 
-ALGORITHM = Algorithm(TempFlowGRPOConfig, loss)
+ALGORITHM = Algorithm(TempFlowGRPOConfig, compute_loss)

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from ebbflow.models.base import Model, ModelError
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.plugins import import_path
+from ebbflow.recipe.plugins import import_object
 
 
-def adapter_of(family: str) -> type[Model]:
+def load_adapter(family: str) -> type[Model]:
     """The adapter of a family that Ebbflow ships, or a user's own at ``package.module:Class``;
     imported here, with torch.
 
@@ -18,7 +18,7 @@ def adapter_of(family: str) -> type[Model]:
         ModelError: what it leads to is no adapter.
     """
     path = f"{__name__}.{family}:{FAMILIES[family].adapter}" if family in FAMILIES else family
-    adapter: type[Model] = import_path(path)
+    adapter: type[Model] = import_object(path)
     if not hasattr(adapter, "load"):
         raise ModelError(
             f"model.family = {path!r} has no 'load'; name a class with the members of"

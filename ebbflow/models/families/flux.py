@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, pack
+from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, pack_latents
 from ebbflow.models.published import CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -44,14 +44,14 @@ class FluxModel(PackedPipelineModel):
     shares_tokens = True
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         if config.guidance != 1 and not pipeline.transformer.config.guidance_embeds:
             raise ModelError(
                 f"model.guidance = {config.guidance}: {config.path} takes no guidance, like FLUX.1"
                 " schnell; leave it out"
             )
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         return self._encode_texts(texts)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
@@ -61,10 +61,12 @@ class FluxModel(PackedPipelineModel):
         )
         return {"embeds": embeds, "pooled": pooled}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        return self._network(pack(latents), positions(latents), sigma, conditioning)
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._call_transformer(
+            pack_latents(latents), token_positions(latents), sigma, conditioning
+        )
 
-    def _network(
+    def _call_transformer(
         self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning
     ) -> Tensor:
         guidance = (
@@ -84,11 +86,11 @@ class FluxModel(PackedPipelineModel):
         )[0]
         return velocity
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
 
-def positions(latents: Tensor, index: int = 0) -> Tensor:
+def token_positions(latents: Tensor, index: int = 0) -> Tensor:
     """(index of the image, row, column) of every token of latents [N, C, H, W], [H/2 W/2, 3]."""
     height, width = (side // 2 for side in latents.shape[-2:])
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")

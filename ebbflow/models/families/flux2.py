@@ -15,8 +15,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, ProcessorMixin
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning
-from ebbflow.models.folder import reading
-from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, pack, unpack
+from ebbflow.models.folder import report_unreadable_parts
+from ebbflow.models.pipeline import (
+    JOINT_ATTENTION,
+    PackedPipelineModel,
+    pack_latents,
+    unpack_tokens,
+)
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -43,7 +48,7 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc, unused-ignore]  # myp
         super().__init__(tokenizer, chat_template=chat_template or tokenizer.chat_template)
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def from_folder(cls, folder: Path) -> Self:
         """That of a pipeline's folder."""
         return cls(AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True))
 
@@ -65,10 +70,10 @@ class Flux2Backbone(PackedPipelineModel):
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
 
-    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
+    def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
         return {"mu": compute_empirical_mu(tokens, steps)}
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         return self._encode_texts(texts)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
@@ -77,10 +82,12 @@ class Flux2Backbone(PackedPipelineModel):
         )
         return {"embeds": embeds}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        return self._network(pack(latents), positions(latents), sigma, conditioning)
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._call_transformer(
+            pack_latents(latents), token_positions(latents), sigma, conditioning
+        )
 
-    def _network(
+    def _call_transformer(
         self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning
     ) -> Tensor:
         guidance = (
@@ -100,15 +107,15 @@ class Flux2Backbone(PackedPipelineModel):
         )[0]
         return velocity
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
-        return unpack(pack(latents) * std + mean, tuple(latents.shape[1:]))
+    def _unscale_latents(self, latents: Tensor) -> Tensor:
+        mean, std = self._channel_statistics(latents)
+        return unpack_tokens(pack_latents(latents) * std + mean, tuple(latents.shape[1:]))
 
-    def _from_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
-        return unpack((pack(latents) - mean) / std, tuple(latents.shape[1:]))
+    def _scale_latents(self, latents: Tensor) -> Tensor:
+        mean, std = self._channel_statistics(latents)
+        return unpack_tokens((pack_latents(latents) - mean) / std, tuple(latents.shape[1:]))
 
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _channel_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each of a token's numbers, which the VAE keeps in a batch
         norm.
         """
@@ -116,7 +123,7 @@ class Flux2Backbone(PackedPipelineModel):
         eps = self.pipeline.vae.config.batch_norm_eps
         return norm.running_mean.to(like), (norm.running_var + eps).sqrt().to(like)
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
 
@@ -131,12 +138,12 @@ class Flux2Model(Flux2Backbone):
     def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
         """As ``ebbflow.models.base.Model.load``."""
         model = super().load(folder, config, device)
-        with reading(folder, config.family):
-            model.pipeline.register_modules(tokenizer=TextProcessor.read(folder))
+        with report_unreadable_parts(folder, config.family):
+            model.pipeline.register_modules(tokenizer=TextProcessor.from_folder(folder))
         return model
 
     @staticmethod
-    def _own_parts(folder: Path) -> dict[str, Any]:
+    def _load_own_parts(folder: Path) -> dict[str, Any]:
         return {
             "tokenizer": None
         }  # diffusers cannot read it without torchvision, nor accept ours for it
@@ -151,7 +158,7 @@ class Flux2Model(Flux2Backbone):
         shutil.copyfile(published / "model_index.json", folder / "model_index.json")
 
 
-def positions(latents: Tensor, image: int = 0) -> Tensor:
+def token_positions(latents: Tensor, image: int = 0) -> Tensor:
     """(image, row, column, 0) of every token of latents [N, C, H, W], [H/2 W/2, 4]."""
     height, width = (torch.arange(side // 2) for side in latents.shape[-2:])
     return torch.cartesian_prod(torch.tensor([image]), height, width, torch.arange(1)).to(latents)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.editing import EditsImages
-from ebbflow.models.families.flux2 import Flux2Model, positions
-from ebbflow.models.pipeline import pack
+from ebbflow.models.families.flux2 import Flux2Model, token_positions
+from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 
 FAMILY = Family(adapter="Flux2EditModel", guided=False, edits_images=True, tiny=("flux2_edit",))
@@ -28,17 +28,17 @@ class Flux2EditModel(EditsImages, Flux2Model):
 
     text_parts = ("text_encoder", "vae")
 
-    def tokens(self) -> Tokens:
+    def count_tokens(self) -> Tokens:
         return replace(
-            super().tokens(), edited=MAX_PIXELS // (2 * self.pipeline.vae_scale_factor) ** 2
+            super().count_tokens(), edited=MAX_PIXELS // (2 * self.pipeline.vae_scale_factor) ** 2
         )
 
-    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
-        width, height = self._shrunk(picture).size
+    def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
+        width, height = self._shrink_picture(picture).size
         multiple = 2 * self.pipeline.vae_scale_factor
         return width // multiple * multiple, height // multiple * multiple
 
-    def _shrunk(self, picture: Image.Image) -> Image.Image:
+    def _shrink_picture(self, picture: Image.Image) -> Image.Image:
         processor = self.pipeline.image_processor
         try:
             processor.check_image_input(picture)
@@ -47,23 +47,24 @@ class Flux2EditModel(EditsImages, Flux2Model):
         smaller: Image.Image = processor._resize_if_exceeds_area(picture, MAX_PIXELS)
         return smaller
 
-    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
-        width, height = self._scaled(picture)
+    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+        width, height = self._scaled_size(picture)
         processor = self.pipeline.image_processor
         pixels = processor.preprocess(
-            self._shrunk(picture), height=height, width=width, resize_mode="crop"
+            self._shrink_picture(picture), height=height, width=width, resize_mode="crop"
         ).to(self.device)
         return Conditioning(
-            self._encode_texts([text]) | {"image": self._from_vae(self._vae_latents(pixels))}
+            self._encode_texts([text])
+            | {"image": self._scale_latents(self._encode_with_vae(pixels))}
         )
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        tokens = pack(latents)
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        tokens = pack_latents(latents)
         image = conditioning["image"]
         places = torch.cat(
-            [positions(latents), positions(image, image=10)]
+            [token_positions(latents), token_positions(image, image=10)]
         )  # ten between the first images, as published
-        prediction = self._network(
-            torch.cat([tokens, pack(image).to(tokens)], 1), places, sigma, conditioning
+        prediction = self._call_transformer(
+            torch.cat([tokens, pack_latents(image).to(tokens)], 1), places, sigma, conditioning
         )
         return prediction[:, : tokens.shape[1]]

@@ -23,7 +23,9 @@ QWEN3_8B = QWEN3_4B | {
 }
 
 
-def _parts(blocks: tuple[int, int], heads: int, qwen: Mapping[str, Any]) -> Mapping[str, Part]:
+def _published_parts(
+    blocks: tuple[int, int], heads: int, qwen: Mapping[str, Any]
+) -> Mapping[str, Part]:
     """Of a model with so many blocks of two streams and of one."""
     config = {
         "num_layers": blocks[0],
@@ -39,8 +41,8 @@ def _parts(blocks: tuple[int, int], heads: int, qwen: Mapping[str, Any]) -> Mapp
     }
 
 
-KLEIN_4B = _parts((5, 20), 24, QWEN3_4B)
-KLEIN_9B = _parts((8, 24), 32, QWEN3_8B)
+KLEIN_4B = _published_parts((5, 20), 24, QWEN3_4B)
+KLEIN_9B = _published_parts((8, 24), 32, QWEN3_8B)
 PUBLISHED: Published = {
     "black-forest-labs/FLUX.2-klein-base-4B": KLEIN_4B,
     "black-forest-labs/FLUX.2-klein-4B": KLEIN_4B,
@@ -59,7 +61,7 @@ class Flux2KleinModel(Flux2Backbone):
     shares_tokens = True
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         if config.guidance != 1 and pipeline.config.is_distilled:
             raise ModelError(
                 f"model.guidance = {config.guidance}: {config.path} is distilled and takes no"

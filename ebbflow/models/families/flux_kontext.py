@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ebbflow.models.base import Conditioning, Tokens
 from ebbflow.models.editing import EditsImages
-from ebbflow.models.families.flux import FLUX_DEV, FluxModel, positions
-from ebbflow.models.pipeline import pack
+from ebbflow.models.families.flux import FLUX_DEV, FluxModel, token_positions
+from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 
 FAMILY = Family(adapter="FluxKontextModel", guided=False, edits_images=True, tiny=("flux_kontext",))
@@ -32,15 +32,15 @@ class FluxKontextModel(EditsImages, FluxModel):
     text_parts = ("text_encoder", "text_encoder_2", "vae")
     shares_tokens = False  # the image to edit has any number of them
 
-    def tokens(self) -> Tokens:
-        plain = super().tokens()
+    def count_tokens(self) -> Tokens:
+        plain = super().count_tokens()
         multiple = 2 * self.pipeline.vae_scale_factor
         sizes = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
         return replace(
             plain, edited=max(width // multiple * (height // multiple) for width, height in sizes)
         )
 
-    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
+    def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
         """The size of a megapixel, among those that the model was trained on, whose proportions are
         nearest.
         """
@@ -52,20 +52,20 @@ class FluxKontextModel(EditsImages, FluxModel):
         )
         return width // multiple * multiple, height // multiple * multiple
 
-    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
-        width, height = self._scaled(picture)
+    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+        width, height = self._scaled_size(picture)
         processor = self.pipeline.image_processor
         pixels = processor.preprocess(processor.resize(picture, height, width), height, width).to(
             self.device
         )
-        latents = self._from_vae(self.pipeline.vae.encode(pixels).latent_dist.mode())
+        latents = self._scale_latents(self.pipeline.vae.encode(pixels).latent_dist.mode())
         return Conditioning(self._encode_texts([text]) | {"image": latents})
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        tokens = pack(latents)
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        tokens = pack_latents(latents)
         image = conditioning["image"]
-        places = torch.cat([positions(latents), positions(image, index=1)])
-        prediction = self._network(
-            torch.cat([tokens, pack(image).to(tokens)], 1), places, sigma, conditioning
+        places = torch.cat([token_positions(latents), token_positions(image, index=1)])
+        prediction = self._call_transformer(
+            torch.cat([tokens, pack_latents(image).to(tokens)], 1), places, sigma, conditioning
         )
         return prediction[:, : tokens.shape[1]]

@@ -30,8 +30,8 @@ from transformers.utils.logging import disable_progress_bar as silence_transform
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.folder import INDEX, reading
-from ebbflow.recipe.base import short
+from ebbflow.models.folder import INDEX, report_unreadable_parts
+from ebbflow.recipe.base import shorten_value
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import (
     CHARACTERS,
@@ -109,14 +109,14 @@ class GlyphModel:
     @classmethod
     def load(cls, folder: Path, config: ModelConfig, device: torch.device) -> Self:
         """As ``ebbflow.models.base.Model.load``."""
-        with reading(folder, config.family):
-            model = cls._read(folder, config.precision)
+        with report_unreadable_parts(folder, config.family):
+            model = cls._read_parts(folder, config.precision)
         for part in (model.transformer, model.text_encoder):
             part.requires_grad_(False).eval().to(device)
         return model
 
     @classmethod
-    def _read(cls, folder: Path, precision: Precision) -> Self:
+    def _read_parts(cls, folder: Path, precision: Precision) -> Self:
         size = GlyphTrainingConfig.model_validate_json((folder / SIZE).read_bytes())
         if size.model_fields_set != {"height", "width"}:
             raise ValueError(f"{SIZE} must hold height and width")
@@ -140,17 +140,17 @@ class GlyphModel:
             )  # a tokenizer of something else is found here, and not in the middle of a stage
         return model
 
-    def tokens(self) -> Tokens:
+    def count_tokens(self) -> Tokens:
         """The tokens of one sample."""
         _, height, width = self.latent_shape
         return Tokens(image=height * width // PATCH**2, text=self.tokenizer.model_max_length)
 
-    def widths(self) -> tuple[int, int]:
+    def token_widths(self) -> tuple[int, int]:
         """Of a token in the blocks, and of an encoded token of a prompt."""
         return WIDTH, self.transformer.config.joint_attention_dim
 
-    def sigmas(self, steps: int) -> Tensor:
-        """As ``ebbflow.models.base.Model.sigmas``."""
+    def compute_sigmas(self, steps: int) -> Tensor:
+        """As ``ebbflow.models.base.Model.compute_sigmas``."""
         # The pipelines of the newer families pass this list; the scheduler's own default ends in a
         # step from .001 to 0, a forward pass that changes nothing.
         self.scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps).tolist())
@@ -158,8 +158,8 @@ class GlyphModel:
         return sigmas
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """As ``ebbflow.models.base.Model.encode``."""
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """As ``ebbflow.models.base.Model.encode_prompts``."""
         return self.encode_texts([prompt.prompt for prompt in prompts])
 
     def encode_texts(self, prompts: list[str]) -> Conditioning:
@@ -180,7 +180,7 @@ class GlyphModel:
         output = self.text_encoder(input_ids=torch.tensor(tokens, device=self.text_encoder.device))
         return Conditioning({"embeds": output.last_hidden_state, "pooled": output.text_embeds})
 
-    def outside_training(self, prompt: Prompt) -> str | None:
+    def describe_unseen_letters(self, prompt: Prompt) -> str | None:
         """How a prompt differs from the strings that the model was trained on, and what it reads in
         it.
         """
@@ -199,10 +199,15 @@ class GlyphModel:
         ):
             return None
         kinds = " or ".join(DESCRIPTIONS[alphabet] for alphabet in alphabets)
-        return f"it was trained on {letters} {kinds} and reads {read!r} in {short(prompt.prompt)}"
+        return (
+            f"it was trained on {letters} {kinds} and reads {read!r} in"
+            f" {shorten_value(prompt.prompt)}"
+        )
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``ebbflow.models.base.Model.velocity``."""
+    def predict_velocity(
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """As ``ebbflow.models.base.Model.predict_velocity``."""
         velocity: Tensor = self.transformer(
             hidden_states=latents,
             timestep=1000 * sigma,  # never truncated to an integer: rollout and training must agree
@@ -212,14 +217,14 @@ class GlyphModel:
         )[0]
         return velocity
 
-    def decode(self, latents: Tensor) -> np.ndarray:
-        """As ``ebbflow.models.base.Model.decode``."""
+    def decode_latents(self, latents: Tensor) -> np.ndarray:
+        """As ``ebbflow.models.base.Model.decode_latents``."""
         pixels = (latents.float() * PIXEL_SCALE + PIXEL_SHIFT).clamp(-1, 1)
         grey = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
         return grey.transpose(0, 2, 3, 1).repeat(3, axis=3)
 
-    def pixels(self, latents: Tensor) -> Tensor:
-        """As ``ebbflow.models.base.Model.pixels``."""
+    def decode_with_gradient(self, latents: Tensor) -> Tensor:
+        """As ``ebbflow.models.base.Model.decode_with_gradient``."""
         grey = ((latents.float() * PIXEL_SCALE + PIXEL_SHIFT).clamp(-1, 1) + 1) / 2
         return grey.expand(-1, 3, -1, -1)
 
@@ -231,10 +236,10 @@ class GlyphModel:
                 f"images of shape {images.shape[1:]}: the model draws {(height, width, 3)}; resize"
                 " them"
             )
-        return to_latents(images.mean(axis=3)).to(self.text_encoder.device)
+        return encode_grey_images(images.mean(axis=3)).to(self.text_encoder.device)
 
-    def blocks(self) -> list[nn.Module]:
-        """As ``ebbflow.models.base.Model.blocks``."""
+    def list_blocks(self) -> list[nn.Module]:
+        """As ``ebbflow.models.base.Model.list_blocks``."""
         return list(self.transformer.transformer_blocks)
 
     def save(self, folder: Path) -> None:
@@ -249,7 +254,7 @@ class GlyphModel:
         (folder / SIZE).write_text(json.dumps({"height": height, "width": width}, indent=2))
 
 
-def to_latents(grey: np.ndarray) -> Tensor:
+def encode_grey_images(grey: np.ndarray) -> Tensor:
     """Grey images, [N, height, width] in 0 to 255, as latents, float32 [N, 1, height, width]."""
     pixels = torch.from_numpy(grey).float()[:, None] / 127.5 - 1
     return (pixels - PIXEL_SHIFT) / PIXEL_SCALE
@@ -271,7 +276,7 @@ def _read_network(kind: Any, folder: Path) -> Any:
     return network
 
 
-def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
+def build_glyph_model(config: GlyphTrainingConfig) -> GlyphModel:
     """A glyph model with random weights (1.7 million parameters, and a text encoder of 57
     thousand).
     """
@@ -289,7 +294,7 @@ def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
         pos_embed_max_size=max(config.height, config.width) // PATCH,
         qk_norm="rms_norm",
     )
-    tokenizer = letter_tokenizer(config.letters, "".join(config.characters))
+    tokenizer = build_letter_tokenizer(config.letters, "".join(config.alphabet_characters))
     text_encoder = CLIPTextModelWithProjection(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -314,7 +319,7 @@ def new_glyph(config: GlyphTrainingConfig) -> GlyphModel:
     )
 
 
-def letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+def build_letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
     """A token per letter of the alphabet; everything else in a prompt (quotes, spaces) is dropped
     by the normaliser.
     """
@@ -323,9 +328,9 @@ def letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrainedTokeni
     # first checkpoints.
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     folded = "".join(letter for letter in alphabet.lower() if letter not in alphabet)
-    ranges = _ranges(alphabet + folded)
+    ranges = _regex_ranges(alphabet + folded)
     tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Replace(Regex(f"[^{ranges}]"), ""), *_uppercase(folded)]
+        [normalizers.Replace(Regex(f"[^{ranges}]"), ""), *_uppercase_normalizers(folded)]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -342,7 +347,7 @@ def letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrainedTokeni
     )
 
 
-def _uppercase(letters: str) -> list[normalizers.Sequence]:
+def _uppercase_normalizers(letters: str) -> list[normalizers.Sequence]:
     return (
         [normalizers.Sequence([normalizers.Replace(letter, letter.upper()) for letter in letters])]
         if letters
@@ -350,7 +355,7 @@ def _uppercase(letters: str) -> list[normalizers.Sequence]:
     )
 
 
-def _ranges(letters: str) -> str:
+def _regex_ranges(letters: str) -> str:
     """Whole alphabets as a class of a regular expression: ``A-Za-z``."""
     return "".join(
         f"{known[0]}-{known[-1]}" for known in CHARACTERS.values() if known[0] in letters

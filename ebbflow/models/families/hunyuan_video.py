@@ -55,7 +55,7 @@ class HunyuanVideoModel(DrawsVideos):
     guided = FAMILY.guided
 
     @staticmethod
-    def _own_parts(folder: Path) -> dict[str, Any]:
+    def _load_own_parts(folder: Path) -> dict[str, Any]:
         # The class that the folder names loses the spaces of the text in transformers 5: it takes
         # Llama 3's pieces for Llama 2's.
         return {
@@ -64,29 +64,29 @@ class HunyuanVideoModel(DrawsVideos):
             )
         }
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         config = self.transformer.config
         scale = self.pipeline.vae_scale_factor_spatial
         self._require_multiple(scale * config.patch_size)
-        frames = self._latent_frames(self.pipeline.vae_scale_factor_temporal)
+        frames = self._count_latent_frames(self.pipeline.vae_scale_factor_temporal)
         return (config.in_channels, frames, self.height // scale, self.width // scale)
 
     @property
-    def decoded_frames(self) -> int:
+    def frames_per_decode(self) -> int:
         frames: int = self.pipeline.vae.tile_sample_min_num_frames
         return frames
 
-    def widths(self) -> tuple[int, int]:
+    def token_widths(self) -> tuple[int, int]:
         config = self.transformer.config
         return config.num_attention_heads * config.attention_head_dim, config.text_embed_dim
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         embeds, pooled, mask = self.pipeline.encode_prompt(
             texts, device=self.device, max_sequence_length=self.max_tokens
         )
         return {"embeds": embeds, "pooled": pooled, "mask": mask.bool()}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         takes_guidance = self.transformer.config.guidance_embeds
         velocity: Tensor = self.transformer(
             hidden_states=latents,
@@ -101,5 +101,5 @@ class HunyuanVideoModel(DrawsVideos):
         )[0]
         return velocity
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]

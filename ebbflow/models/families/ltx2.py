@@ -78,7 +78,7 @@ class LTX2Model(LTXVideoModel):
     default_max_tokens = 1024
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         if pipeline.vae.config.timestep_conditioning:
             raise ModelError(
                 f"{config.path} has a VAE that draws noise to decode; take the one of"
@@ -97,16 +97,16 @@ class LTX2Model(LTXVideoModel):
                 f" learned tokens, over and over; take {near}"
             )
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         # One at a time: the states of all 49 layers, in several copies, and the scores of 262,208
         # words take gigabytes for each.
-        rows = [self._encode_text(text) for text in texts]
+        rows = [self._encode_video_text(text) for text in texts]
         return {
             "embeds": torch.cat([embeds for embeds, _ in rows]),
             "mask": torch.cat([mask for _, mask in rows]).bool(),
         }
 
-    def _encode_text(self, text: str) -> tuple[Tensor, Tensor]:
+    def _encode_video_text(self, text: str) -> tuple[Tensor, Tensor]:
         """For the pictures; there are others for the sound."""
         pipeline = self.pipeline
         states, mask = pipeline._get_gemma_prompt_embeds(
@@ -117,7 +117,7 @@ class LTX2Model(LTXVideoModel):
         )
         return embeds, mask
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         config, (_, frames, height, width) = self.transformer.config, self.latent_shape
         velocity: Tensor = self.transformer(
             hidden_states=latents.flatten(2).mT,

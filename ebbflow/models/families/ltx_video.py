@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError, Tokens
-from ebbflow.models.pipeline import dynamic_shift
+from ebbflow.models.pipeline import dynamic_shift_arguments
 from ebbflow.models.published import T5_XXL, Part, Published
 from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
@@ -51,46 +51,46 @@ class LTXVideoModel(DrawsVideos):
     default_max_tokens = 128
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         if pipeline.vae.config.timestep_conditioning:
             raise ModelError(
                 f"{config.path} has a VAE that draws noise to decode, as LTX-Video from .9.1 on;"
                 " take the first release"
             )
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_spatial_compression_ratio
         pace = self.pipeline.vae_temporal_compression_ratio
         self._require_multiple(scale)
         return (
             self.transformer.config.in_channels,
-            self._latent_frames(pace),
+            self._count_latent_frames(pace),
             self.height // scale,
             self.width // scale,
         )
 
     @property
-    def decoded_frames(self) -> int:
+    def frames_per_decode(self) -> int:
         return self.config.frames
 
-    def tokens(self) -> Tokens:
-        return replace(super().tokens(), image=math.prod(self.latent_shape[1:]), joint=False)
+    def count_tokens(self) -> Tokens:
+        return replace(super().count_tokens(), image=math.prod(self.latent_shape[1:]), joint=False)
 
-    def widths(self) -> tuple[int, int]:
+    def token_widths(self) -> tuple[int, int]:
         config = self.transformer.config
         return config.num_attention_heads * config.attention_head_dim, config.caption_channels
 
-    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
-        return dynamic_shift(self.pipeline.scheduler, math.prod(self.latent_shape[1:]))
+    def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
+        return dynamic_shift_arguments(self.pipeline.scheduler, math.prod(self.latent_shape[1:]))
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         limit = self.max_tokens
         embeds, mask = self.pipeline._get_t5_prompt_embeds(
             texts, max_sequence_length=limit, device=self.device
         )
         return {"embeds": embeds, "mask": mask}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         pipeline, (_, frames, height, width) = self.pipeline, self.latent_shape
         scale = pipeline.vae_spatial_compression_ratio
         velocity: Tensor = self.transformer(
@@ -110,15 +110,15 @@ class LTXVideoModel(DrawsVideos):
         )[0]
         return velocity.mT.reshape(latents.shape)
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
+    def _unscale_latents(self, latents: Tensor) -> Tensor:
+        mean, std = self._channel_statistics(latents)
         return latents * std + mean
 
-    def _from_vae(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics(latents)
+    def _scale_latents(self, latents: Tensor) -> Tensor:
+        mean, std = self._channel_statistics(latents)
         return (latents - mean) / std
 
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _channel_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel, which the VAE keeps with its weights."""
         vae = self.pipeline.vae
         mean, std = (
@@ -126,5 +126,5 @@ class LTXVideoModel(DrawsVideos):
         )
         return mean, std / vae.config.scaling_factor
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return list(self.transformer.transformer_blocks)

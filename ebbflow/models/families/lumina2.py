@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import PipelineModel, dynamic_shift
+from ebbflow.models.pipeline import PipelineModel, dynamic_shift_arguments
 from ebbflow.models.published import IMAGE_VAE, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -41,7 +41,7 @@ class Lumina2Model(PipelineModel):
     default_max_tokens = 256
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         limit = pipeline.transformer.config.axes_lens[0] - 1
         if config.max_tokens is not None and config.max_tokens > limit:
             raise ModelError(
@@ -49,33 +49,35 @@ class Lumina2Model(PipelineModel):
                 " most; leave it out"
             )
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         patch = self.transformer.config.patch_size
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(patch * scale)
         return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
 
-    def widths(self) -> tuple[int, int]:
+    def token_widths(self) -> tuple[int, int]:
         return self.transformer.config.hidden_size, self.transformer.config.cap_feat_dim
 
-    def _shift(self, tokens: int, steps: int) -> dict[str, float]:
-        return dynamic_shift(
+    def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
+        return dynamic_shift_arguments(
             self.pipeline.scheduler, self.latent_shape[0]
         )  # the pipeline counts channels for tokens
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         limit = self.max_tokens
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             texts, False, device=self.device, max_sequence_length=limit
         )
         return {"embeds": embeds, "mask": mask.bool()}
 
-    def _encode_negative(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_negative_inputs(
+        self, texts: list[str], prompts: Sequence[Prompt]
+    ) -> dict[str, Tensor]:
         # Without the system prompt, which encode_prompt puts before every prompt.
         embeds, mask = self.pipeline._get_gemma_prompt_embeds(texts, self.device, self.max_tokens)
         return {"embeds": embeds, "mask": mask.bool()}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         velocity: Tensor = self.transformer(
             hidden_states=latents,
             timestep=1 - sigma,  # from noise to image, as the prediction points
@@ -85,13 +87,13 @@ class Lumina2Model(PipelineModel):
         )[0]
         return -velocity
 
-    def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
-        guided = super()._guide(prediction, negative, guidance)
+    def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+        guided = super()._apply_guidance(prediction, negative, guidance)
         rescaled: Tensor = guided * (
             prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         )
         return rescaled
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         network = self.transformer
         return [*network.context_refiner, *network.noise_refiner, *network.layers]

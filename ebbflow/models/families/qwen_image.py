@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import JOINT_ATTENTION, PackedPipelineModel, channel_statistics, pack
+from ebbflow.models.pipeline import (
+    JOINT_ATTENTION,
+    PackedPipelineModel,
+    channel_statistics,
+    pack_latents,
+)
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -66,7 +71,7 @@ class QwenImageModel(PackedPipelineModel):
     text_multiple = 1
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         limit = pipeline.tokenizer_max_length
         if config.max_tokens is not None and config.max_tokens > limit:
             raise ModelError(
@@ -74,17 +79,19 @@ class QwenImageModel(PackedPipelineModel):
                 " it out"
             )
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         embeds, mask = self.pipeline.encode_prompt(
             texts, device=self.device, max_sequence_length=self.max_tokens
         )
-        return masked(embeds, mask)
+        return mask_or_none(embeds, mask)
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         _, height, width = self.latent_shape
-        return self._network(pack(latents), sigma, conditioning, [(1, height // 2, width // 2)])
+        return self._call_transformer(
+            pack_latents(latents), sigma, conditioning, [(1, height // 2, width // 2)]
+        )
 
-    def _network(
+    def _call_transformer(
         self,
         tokens: Tensor,
         sigma: Tensor,
@@ -105,32 +112,32 @@ class QwenImageModel(PackedPipelineModel):
         )[0]
         return velocity
 
-    def _guide(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
-        guided = super()._guide(prediction, negative, guidance)
+    def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
+        guided = super()._apply_guidance(prediction, negative, guidance)
         rescaled: Tensor = guided * (
             prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         )
         return rescaled
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
+    def _unscale_latents(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)
         return (latents * std + mean)[:, :, None]  # the VAE is one of videos
 
-    def _from_vae(self, latents: Tensor) -> Tensor:
+    def _scale_latents(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)
         return ((latents - mean) / std)[:, :, 0]
 
-    def _pixels(self, latents: Tensor) -> Tensor:
-        return super()._pixels(latents)[:, 0]
+    def _decode_pixels(self, latents: Tensor) -> Tensor:
+        return super()._decode_pixels(latents)[:, 0]
 
     def _encode_pixels(self, images: Tensor) -> Tensor:
         return super()._encode_pixels(images[:, None])
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return list(self.transformer.transformer_blocks)
 
 
-def masked(embeds: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+def mask_or_none(embeds: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """The pipeline leaves a mask out that masks nothing; rows of other batches may be longer."""
     mask = embeds.new_ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     return {"embeds": embeds, "mask": mask}

@@ -15,8 +15,8 @@ from transformers import Qwen2VLProcessor
 
 from ebbflow.models.base import Conditioning, ModelError, Tokens
 from ebbflow.models.editing import EditsImages
-from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, masked
-from ebbflow.models.pipeline import pack
+from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_none
+from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
@@ -50,14 +50,14 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
     """
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         if config.max_tokens is not None:
             raise ModelError(
                 f"model.max_tokens = {config.max_tokens}: editing reads prompts whole; leave it out"
             )
 
-    def tokens(self) -> Tokens:
-        plain = super().tokens()
+    def count_tokens(self) -> Tokens:
+        plain = super().count_tokens()
         edited = self.edited_pixels // self.pipeline.vae_scale_factor**2 // 4
         return Tokens(
             image=plain.image,
@@ -66,24 +66,24 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         )
 
     @staticmethod
-    def _own_parts(folder: Path) -> dict[str, Any]:
+    def _load_own_parts(folder: Path) -> dict[str, Any]:
         return {
             "processor": PictureProcessor.from_pretrained(
                 folder / "processor", local_files_only=True
             )
         }
 
-    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
-        width, height = self._scaled(picture)
+    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+        width, height = self._scaled_size(picture)
         scaled = self.pipeline.image_processor.resize(picture, height, width)
         embeds, mask = self.pipeline.encode_prompt(text, image=scaled, device=self.device)
-        return Conditioning(masked(embeds, mask) | {"image": self._latents_of(scaled)})
+        return Conditioning(mask_or_none(embeds, mask) | {"image": self._encode_picture(scaled)})
 
-    def _latents_of(self, picture: Image.Image) -> Tensor:
+    def _encode_picture(self, picture: Image.Image) -> Tensor:
         """What the network sees of an image, [1, C, H, W]."""
-        width, height = self._scaled(picture)
+        width, height = self._scaled_size(picture)
         pixels = self.pipeline.image_processor.preprocess(picture, height, width).to(self.device)
-        return self._from_vae(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
+        return self._scale_latents(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
 
     def save(self, folder: Path) -> None:
         """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class
@@ -94,15 +94,15 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         shutil.copytree(published / "processor", folder / "processor", dirs_exist_ok=True)
         shutil.copyfile(published / "model_index.json", folder / "model_index.json")
 
-    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
+    def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
         width, height, _ = calculate_dimensions(self.edited_pixels, picture.width / picture.height)
         return width, height
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        tokens = pack(latents)
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        tokens = pack_latents(latents)
         image = conditioning["image"]
         shapes = [(1, side.shape[-2] // 2, side.shape[-1] // 2) for side in (latents, image)]
-        prediction = self._network(
-            torch.cat([tokens, pack(image).to(tokens)], 1), sigma, conditioning, shapes
+        prediction = self._call_transformer(
+            torch.cat([tokens, pack_latents(image).to(tokens)], 1), sigma, conditioning, shapes
         )
         return prediction[:, : tokens.shape[1]]

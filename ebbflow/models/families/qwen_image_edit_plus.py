@@ -7,7 +7,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as pipeli
 from PIL import Image
 
 from ebbflow.models.base import Conditioning, Tokens
-from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, masked
+from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_none
 from ebbflow.models.families.qwen_image_edit import PIXELS_PER_TOKEN, QwenImageEditModel
 from ebbflow.recipe.families import Family
 
@@ -22,8 +22,8 @@ class QwenImageEditPlusModel(QwenImageEditModel):
     pipeline_class = QwenImageEditPlusPipeline
     published = {"Qwen/Qwen-Image-Edit-2509": PARTS, "Qwen/Qwen-Image-Edit-2511": PARTS}
 
-    def tokens(self) -> Tokens:
-        plain = QwenImageModel.tokens(self)
+    def count_tokens(self) -> Tokens:
+        plain = QwenImageModel.count_tokens(self)
         edited = pipelines.VAE_IMAGE_SIZE // self.pipeline.vae_scale_factor**2 // 4
         return Tokens(
             image=plain.image,
@@ -31,17 +31,17 @@ class QwenImageEditPlusModel(QwenImageEditModel):
             edited=edited,
         )
 
-    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
-        return _dimensions(pipelines.VAE_IMAGE_SIZE, picture)
+    def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
+        return _size_with_area(pipelines.VAE_IMAGE_SIZE, picture)
 
-    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
-        width, height = _dimensions(pipelines.CONDITION_IMAGE_SIZE, picture)
+    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+        width, height = _size_with_area(pipelines.CONDITION_IMAGE_SIZE, picture)
         small = self.pipeline.image_processor.resize(picture, height, width)
         embeds, mask = self.pipeline.encode_prompt(text, image=[small], device=self.device)
-        return Conditioning(masked(embeds, mask) | {"image": self._latents_of(picture)})
+        return Conditioning(mask_or_none(embeds, mask) | {"image": self._encode_picture(picture)})
 
 
-def _dimensions(pixels: int, picture: Image.Image) -> tuple[int, int]:
+def _size_with_area(pixels: int, picture: Image.Image) -> tuple[int, int]:
     """Width and height of about so many pixels, multiples of 32, in the proportions of the
     picture."""
     width, height = pipelines.calculate_dimensions(pixels, picture.width / picture.height)

@@ -45,7 +45,7 @@ OTHERS = {
 }
 
 
-def _parts(bytes: int = 2, **config: Any) -> Mapping[str, Part]:
+def _published_parts(bytes: int = 2, **config: Any) -> Mapping[str, Part]:
     """Of a model whose network differs from that of the first SANA with 1.6 billion parameters in
     these keys.
     """
@@ -55,15 +55,19 @@ def _parts(bytes: int = 2, **config: Any) -> Mapping[str, Part]:
 
 
 PUBLISHED: Published = {
-    "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": _parts(qk_norm="rms_norm_across_heads"),
-    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers": _parts(
+    "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": _published_parts(
+        qk_norm="rms_norm_across_heads"
+    ),
+    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers": _published_parts(
         num_layers=60, qk_norm="rms_norm_across_heads"
     ),
-    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": _parts(bytes=4),
-    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": _parts(bytes=4),
-    "Efficient-Large-Model/Sana_1600M_512px_diffusers": _parts(bytes=4, sample_size=16),
-    "Efficient-Large-Model/Sana_600M_1024px_diffusers": _parts(bytes=4, num_layers=28, **SMALL),
-    "Efficient-Large-Model/Sana_600M_512px_diffusers": _parts(
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": _published_parts(bytes=4),
+    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": _published_parts(bytes=4),
+    "Efficient-Large-Model/Sana_1600M_512px_diffusers": _published_parts(bytes=4, sample_size=16),
+    "Efficient-Large-Model/Sana_600M_1024px_diffusers": _published_parts(
+        bytes=4, num_layers=28, **SMALL
+    ),
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": _published_parts(
         bytes=4, num_layers=28, sample_size=16, **SMALL
     ),
 }
@@ -85,20 +89,20 @@ class SanaModel(PipelineModel):
     default_size = (1024, 1024)
     default_max_tokens = 300
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(scale * self.transformer.config.patch_size)
         return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
 
-    def tokens(self) -> Tokens:
+    def count_tokens(self) -> Tokens:
         image = math.prod(self.latent_shape[1:]) // self.transformer.config.patch_size**2
         return Tokens(image=image, text=self.max_tokens, joint=False)
 
-    def widths(self) -> tuple[int, int]:
+    def token_widths(self) -> tuple[int, int]:
         config = self.transformer.config
         return config.num_attention_heads * config.attention_head_dim, config.caption_channels
 
-    def sigmas(self, steps: int) -> Tensor:
+    def compute_sigmas(self, steps: int) -> Tensor:
         """The schedule of the folder's scheduler. The published one takes second-order steps on it,
         at times cut to integers; we take Euler's, at the times as they are.
         """
@@ -110,13 +114,17 @@ class SanaModel(PipelineModel):
         )
         return sigmas
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        return self._encode_after(INSTRUCTION, texts)
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        return self._encode_with_instruction(INSTRUCTION, texts)
 
-    def _encode_negative(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        return self._encode_after([], texts)
+    def _encode_negative_inputs(
+        self, texts: list[str], prompts: Sequence[Prompt]
+    ) -> dict[str, Tensor]:
+        return self._encode_with_instruction([], texts)
 
-    def _encode_after(self, instruction: list[str], texts: list[str]) -> dict[str, Tensor]:
+    def _encode_with_instruction(
+        self, instruction: list[str], texts: list[str]
+    ) -> dict[str, Tensor]:
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             texts,
             do_classifier_free_guidance=False,
@@ -126,7 +134,7 @@ class SanaModel(PipelineModel):
         )
         return {"embeds": embeds, "mask": mask.bool()}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         velocity: Tensor = self.transformer(
             latents,
             encoder_hidden_states=conditioning["embeds"],
@@ -136,9 +144,9 @@ class SanaModel(PipelineModel):
         )[0]
         return velocity
 
-    def _vae_latents(self, pixels: Tensor) -> Tensor:
+    def _encode_with_vae(self, pixels: Tensor) -> Tensor:
         latents: Tensor = self.pipeline.vae.encode(pixels).latent  # no distribution
         return latents
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return list(self.transformer.transformer_blocks)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, Tokens
-from ebbflow.models.folder import INDEX, read_object
-from ebbflow.models.pipeline import JOINT_ATTENTION, PipelineModel, dynamic_shift
+from ebbflow.models.folder import INDEX, read_json_object
+from ebbflow.models.pipeline import JOINT_ATTENTION, PipelineModel, dynamic_shift_arguments
 from ebbflow.models.published import CLIP_G, CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
 from ebbflow.recipe.families import Family
 
@@ -60,32 +60,32 @@ class SD3Model(PipelineModel):
     default_max_tokens = 256
 
     @staticmethod
-    def _own_parts(folder: Path) -> dict[str, Any]:
-        index = read_object(folder / INDEX)
+    def _load_own_parts(folder: Path) -> dict[str, Any]:
+        index = read_json_object(folder / INDEX)
         return {
             part: None
             for part in ("text_encoder_3", "tokenizer_3")
             if index.get(part, [None])[0] is None
         }
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         patch = self.transformer.config.patch_size
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(patch * scale)
         return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
 
-    def sigmas(self, steps: int) -> Tensor:
+    def compute_sigmas(self, steps: int) -> Tensor:
         patch = self.transformer.config.patch_size
         tokens = self.latent_shape[1] // patch * (self.latent_shape[2] // patch)
         scheduler = self.pipeline.scheduler
-        scheduler.set_timesteps(steps, **dynamic_shift(scheduler, tokens, max_shift=1.16))
+        scheduler.set_timesteps(steps, **dynamic_shift_arguments(scheduler, tokens, max_shift=1.16))
         sigmas: Tensor = scheduler.sigmas.clone()
         return sigmas
 
-    def tokens(self) -> Tokens:
-        return replace(super().tokens(), text=CLIP_TOKENS + self.max_tokens)
+    def count_tokens(self) -> Tokens:
+        return replace(super().count_tokens(), text=CLIP_TOKENS + self.max_tokens)
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=texts,
             prompt_2=None,
@@ -96,7 +96,7 @@ class SD3Model(PipelineModel):
         )
         return {"embeds": embeds, "pooled": pooled}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         velocity: Tensor = self.transformer(
             hidden_states=latents,
             timestep=1000 * sigma,
@@ -106,5 +106,5 @@ class SD3Model(PipelineModel):
         )[0]
         return velocity
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return list(self.transformer.transformer_blocks)

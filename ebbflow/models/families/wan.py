@@ -73,25 +73,25 @@ class WanModel(DrawsVideos):
     shares_tokens = True
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         if getattr(pipeline, "transformer_2", None) is not None:
             raise ModelError(
                 f"{config.path} holds two transformers, as Wan2.2-A14B; set model.family to"
                 " wan_a14b, which trains one of them"
             )
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor_spatial
         pace = self.pipeline.vae_scale_factor_temporal
         self._require_multiple(scale * self.transformer.config.patch_size[1])
         return (
             self.transformer.config.in_channels,
-            self._latent_frames(pace),
+            self._count_latent_frames(pace),
             self.height // scale,
             self.width // scale,
         )
 
-    def sigmas(self, steps: int) -> Tensor:
+    def compute_sigmas(self, steps: int) -> Tensor:
         """The schedule of the folder's scheduler. The published one, UniPC, takes second-order
         steps on it, at times cut to integers; we take Euler's, at the times as they are.
         """
@@ -101,10 +101,10 @@ class WanModel(DrawsVideos):
         # thousand times too large.
         return torch.where(sigmas > 1 - 1e-5, 1.0, sigmas)
 
-    def tokens(self) -> Tokens:
-        return replace(super().tokens(), joint=False)
+    def count_tokens(self) -> Tokens:
+        return replace(super().count_tokens(), joint=False)
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         return self._encode_texts(texts)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
@@ -116,10 +116,10 @@ class WanModel(DrawsVideos):
         )
         return {"embeds": embeds}
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        return self._denoise(self.transformer, latents, sigma, conditioning)
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._call_expert(self.transformer, latents, sigma, conditioning)
 
-    def _denoise(
+    def _call_expert(
         self, network: Any, latents: Tensor, sigma: Tensor, conditioning: Conditioning
     ) -> Tensor:
         # Wan2.2's pipeline gives every token a time of its own; without an image to animate all are
@@ -132,13 +132,13 @@ class WanModel(DrawsVideos):
         )[0]
         return velocity
 
-    def _to_vae(self, latents: Tensor) -> Tensor:
+    def _unscale_latents(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)
         return latents * std + mean
 
-    def _from_vae(self, latents: Tensor) -> Tensor:
+    def _scale_latents(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)
         return (latents - mean) / std
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return list(self.transformer.blocks)

@@ -55,14 +55,14 @@ class WanA14BModel(WanModel):
         return Experts(networks) if len(networks) > 1 else next(iter(networks.values()))
 
     @classmethod
-    def _check(cls, pipeline: Any, config: ModelConfig) -> None:
+    def _check_pipeline(cls, pipeline: Any, config: ModelConfig) -> None:
         if pipeline.transformer_2 is None or pipeline.config.boundary_ratio is None:
             raise ModelError(
                 f"{config.path} holds one transformer, and {config.family} has two; family wan"
                 " takes text to video with one"
             )
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Of the network whose band each sigma is in.
 
         With gradient, or where it is sharded, a trained one also computes a pass without rows of
@@ -74,7 +74,7 @@ class WanA14BModel(WanModel):
         networks = [getattr(self.pipeline, part) for part in self.networks]
         velocities = [
             (
-                self._denoise(network, latents, sigma, conditioning)
+                self._call_expert(network, latents, sigma, conditioning)
                 if rows.any()
                 or (
                     network in trained
@@ -87,7 +87,7 @@ class WanA14BModel(WanModel):
         called = [velocity for velocity in velocities if velocity is not None]
         return torch.where(high.view(-1, 1, 1, 1, 1), called[0], called[-1])
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         return [
             block
             for network in trained_networks(self.transformer).values()

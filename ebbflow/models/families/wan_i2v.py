@@ -37,24 +37,24 @@ class WanI2VModel(EditsImages, WanA14BModel):
     }
     text_parts = ("text_encoder", "vae")
 
-    def _latent_shape(self) -> tuple[int, ...]:
-        return (self.pipeline.vae.config.z_dim, *super()._latent_shape()[1:])
+    def _compute_latent_shape(self) -> tuple[int, ...]:
+        return (self.pipeline.vae.config.z_dim, *super()._compute_latent_shape()[1:])
 
-    def tokens(self) -> Tokens:
+    def count_tokens(self) -> Tokens:
         channels = self.transformer.config.in_channels - self.latent_shape[0]
         return replace(
-            super().tokens(), condition_channels=channels * math.prod(self.latent_shape[1:])
+            super().count_tokens(), condition_channels=channels * math.prod(self.latent_shape[1:])
         )
 
-    def _scaled(self, picture: Image.Image) -> tuple[int, int]:
+    def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
         return self.width, self.height
 
-    def _encode_edit(self, text: str, picture: Image.Image) -> Conditioning:
+    def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
         pixels = self.pipeline.video_processor.preprocess(
             picture, height=self.height, width=self.width
         ).to(self.device)
         video = nn.functional.pad(pixels[:, :, None], (0, 0, 0, 0, 0, self.config.frames - 1))
-        latents = self._from_vae(self.pipeline.vae.encode(video).latent_dist.mode())
+        latents = self._scale_latents(self.pipeline.vae.encode(video).latent_dist.mode())
         mask = latents.new_zeros(1, self.pipeline.vae_scale_factor_temporal, *latents.shape[2:])
         mask[:, :, 0] = 1
         return Conditioning(self._encode_texts([text]) | {"image": torch.cat([mask, latents], 1)})
@@ -69,9 +69,9 @@ class WanI2VModel(EditsImages, WanA14BModel):
             )
         }
 
-    def _denoise(
+    def _call_expert(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        return super()._denoise(
+        return super()._call_expert(
             network, torch.cat([latents, conditioning["image"].to(latents)], 1), sigma, conditioning
         )

@@ -43,26 +43,26 @@ class ZImageModel(PipelineModel):
     text_parts = ("text_encoder",)
     default_size = (1024, 1024)
 
-    def _latent_shape(self) -> tuple[int, ...]:
+    def _compute_latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(2 * scale)
         return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
 
-    def widths(self) -> tuple[int, int]:
+    def token_widths(self) -> tuple[int, int]:
         return self.transformer.config.dim, self.transformer.config.cap_feat_dim
 
-    def sigmas(self, steps: int) -> Tensor:
+    def compute_sigmas(self, steps: int) -> Tensor:
         # The pipeline's own list: in the last bit it differs from numpy's, and the network turns
         # the time a thousand times.
         scheduler = self.pipeline.scheduler
         tokens = self.latent_shape[1] * self.latent_shape[2] // 4
         scheduler.set_timesteps(
-            sigmas=get_default_z_image_sigmas(steps), **self._shift(tokens, steps)
+            sigmas=get_default_z_image_sigmas(steps), **self._schedule_arguments(tokens, steps)
         )
         sigmas: Tensor = scheduler.sigmas.clone()
         return sigmas
 
-    def _encode(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         copied = list(texts)  # the pipeline writes its chat template into the list
         rows, _ = self.pipeline.encode_prompt(
             copied, self.device, False, max_sequence_length=self.max_tokens
@@ -73,7 +73,7 @@ class ZImageModel(PipelineModel):
             "mask": pad_sequence(masks, batch_first=True),
         }
 
-    def _predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         rows = zip(conditioning["embeds"], conditioning["mask"], strict=True)
         velocity: list[Tensor] = self.transformer(
             list(latents[:, :, None]),  # images as videos of one frame
@@ -85,6 +85,6 @@ class ZImageModel(PipelineModel):
         )[0]
         return -torch.stack(velocity)[:, :, 0]
 
-    def blocks(self) -> list[nn.Module]:
+    def list_blocks(self) -> list[nn.Module]:
         network = self.transformer
         return [*network.noise_refiner, *network.context_refiner, *network.layers]

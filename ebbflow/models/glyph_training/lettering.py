@@ -36,7 +36,7 @@ def render_text(text: str, height: int, width: int) -> np.ndarray:
     text = " ".join(text.split())
     if not text:
         return np.full((height, width), 255, np.uint8)
-    return _draw(text, _largest_size(text, height, width), (0.0, 0.0), height, width)
+    return _render_line(text, _find_largest_size(text, height, width), (0.0, 0.0), height, width)
 
 
 def render_batch(
@@ -56,41 +56,41 @@ def render_batch(
     images = np.full((len(texts), height, width), 255, np.uint8)
     for index, text in enumerate(" ".join(text.split()) for text in texts):
         if text:
-            size = _quarters(_largest_size(text, height, width) * scale[index])
-            images[index] = _draw(text, size, tuple(shift[index]), height, width)
+            size = _round_to_quarter(_find_largest_size(text, height, width) * scale[index])
+            images[index] = _render_line(text, size, tuple(shift[index]), height, width)
     return images
 
 
 def render_letter(letter: str, size: float) -> np.ndarray:
     """One letter at a font size, dark (0) on white (255), cut to its ink: uint8 [height, width]."""
-    font = _font(_quarters(size))
+    font = _load_font(_round_to_quarter(size))
     left, top, right, bottom = font.getbbox(letter, anchor="ls")
     image = Image.new("L", (ceil(right) - floor(left), ceil(bottom) - floor(top)), 255)
     ImageDraw.Draw(image).text((-floor(left), -floor(top)), letter, fill=0, font=font, anchor="ls")
     return np.asarray(image)
 
 
-def fitting_size(text: str, height: int, width: int) -> float:
+def find_fitting_size(text: str, height: int, width: int) -> float:
     """The font size, in pixels, at which ``render_text`` draws a text.
 
     Raises:
         ValueError: as ``render_text``.
     """
-    return _largest_size(" ".join(text.split()), height, width)
+    return _find_largest_size(" ".join(text.split()), height, width)
 
 
-def _draw(
+def _render_line(
     text: str, size: float, shift: tuple[float, float], height: int, width: int
 ) -> np.ndarray:
-    left, top, right, bottom = _ink(text, size)
-    x = _centre(left, right, width, shift[0])
-    y = _centre(top, bottom, height, shift[1])
+    left, top, right, bottom = _text_ink_box(text, size)
+    x = _centre_origin(left, right, width, shift[0])
+    y = _centre_origin(top, bottom, height, shift[1])
     image = Image.new("L", (width, height), 255)
-    ImageDraw.Draw(image).text((x, y), text, fill=0, font=_font(size), anchor="ls")
+    ImageDraw.Draw(image).text((x, y), text, fill=0, font=_load_font(size), anchor="ls")
     return np.asarray(image)
 
 
-def _centre(low: float, high: float, length: int, shift: float) -> float:
+def _centre_origin(low: float, high: float, length: int, shift: float) -> float:
     """Where the origin goes so that [low, high] sits in the middle of ``length``, off by ``shift``
     as far as there is room.
     """
@@ -99,11 +99,11 @@ def _centre(low: float, high: float, length: int, shift: float) -> float:
 
 
 @lru_cache(maxsize=1 << 16)
-def _largest_size(text: str, height: int, width: int) -> float:
+def _find_largest_size(text: str, height: int, width: int) -> float:
     _check_letters(text)
-    size = _widest_size(len(text), width)
+    size = _find_widest_size(len(text), width)
     while size >= MIN_SIZE:
-        _, top, _, bottom = _ink(text, size)
+        _, top, _, bottom = _text_ink_box(text, size)
         if bottom - top <= height - 2 * MARGIN:
             return size
         size -= 0.25
@@ -114,20 +114,20 @@ def _largest_size(text: str, height: int, width: int) -> float:
 
 
 @cache
-def _widest_size(letters: int, width: int) -> float:
+def _find_widest_size(letters: int, width: int) -> float:
     # Letters advance by whole pixels, so a size may fit that is up to half a pixel a letter above
     # the exact quotient.
-    size = _quarters(((width - 2 * MARGIN) / letters + 0.5) / ADVANCE)
-    while size >= MIN_SIZE and letters * _font(size).getlength("M") > width - 2 * MARGIN:
+    size = _round_to_quarter(((width - 2 * MARGIN) / letters + 0.5) / ADVANCE)
+    while size >= MIN_SIZE and letters * _load_font(size).getlength("M") > width - 2 * MARGIN:
         size -= 0.25
     return size
 
 
-def _ink(text: str, size: float) -> tuple[float, float, float, float]:
+def _text_ink_box(text: str, size: float) -> tuple[float, float, float, float]:
     """Left, top, right, bottom of a text around its origin on the baseline; letter by letter, since
     letters are few.
     """
-    boxes = [_letter_ink(letter, size) for letter in text]
+    boxes = [_letter_ink_box(letter, size) for letter in text]
     return (
         0.0,
         min(top for top, _, _ in boxes),
@@ -137,23 +137,23 @@ def _ink(text: str, size: float) -> tuple[float, float, float, float]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _letter_ink(letter: str, size: float) -> tuple[float, float, float]:
-    font = _font(size)
+def _letter_ink_box(letter: str, size: float) -> tuple[float, float, float]:
+    font = _load_font(size)
     _, top, _, bottom = font.getbbox(letter, anchor="ls")
     return top, bottom, font.getlength(letter)
 
 
-def _quarters(size: float) -> float:
+def _round_to_quarter(size: float) -> float:
     return round(size * 4) / 4
 
 
 @lru_cache(maxsize=256)
-def _font(size: float) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(_font_file(), size, layout_engine=ImageFont.Layout.BASIC)
+def _load_font(size: float) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(_font_path(), size, layout_engine=ImageFont.Layout.BASIC)
 
 
 def _check_letters(text: str) -> None:
-    if missing := sorted(set(text) - _letters()):
+    if missing := sorted(set(text) - _font_letters()):
         raise ValueError(
             f"the font has no {missing[0]!r}, asked for in {text!r}; it knows Latin, Greek and"
             " Cyrillic letters"
@@ -161,10 +161,10 @@ def _check_letters(text: str) -> None:
 
 
 @cache
-def _letters() -> frozenset[str]:
-    return frozenset(map(chr, FT2Font(_font_file()).get_charmap()))
+def _font_letters() -> frozenset[str]:
+    return frozenset(map(chr, FT2Font(_font_path()).get_charmap()))
 
 
 @cache
-def _font_file() -> str:
+def _font_path() -> str:
     return str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono-Bold.ttf"))

@@ -24,8 +24,8 @@ from torch.nn.functional import avg_pool2d, cross_entropy, pad
 from ebbflow.models.families.glyph import ALPHABET
 from ebbflow.models.glyph_training import lettering
 from ebbflow.models.glyph_training.lettering import render_batch
-from ebbflow.storage.artifacts import new_folder, verify
-from ebbflow.storage.identity import code_digest
+from ebbflow.storage.artifacts import verify_folder, write_new_folder
+from ebbflow.storage.identity import compute_code_digest
 from ebbflow.storage.locks import wait_for_lock
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ def open_recognizer(height: int, width: int, letters: int) -> nn.Module:
         ValueError: that many letters do not fit legibly.
         ArtifactError: the cache is damaged.
     """
-    folder = cache_folder() / _key(height, width, letters)
+    folder = cache_folder() / _cache_key(height, width, letters)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(folder.with_suffix(".lock")):
             if not folder.exists():
                 train_recognizer(height, width, letters, folder)
-    verify(folder)
-    network = new_recognizer(height, width, letters)
+    verify_folder(folder)
+    network = build_recognizer(height, width, letters)
     network.load_state_dict(load_file(folder / WEIGHTS))
     return network.requires_grad_(False).eval()
 
@@ -71,8 +71,8 @@ def cache_folder() -> Path:
     )
 
 
-def _key(height: int, width: int, letters: int) -> str:
-    parts = [height, width, letters, code_digest(Path(__file__), Path(lettering.__file__))]
+def _cache_key(height: int, width: int, letters: int) -> str:
+    parts = [height, width, letters, compute_code_digest(Path(__file__), Path(lettering.__file__))]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -94,13 +94,13 @@ def train_recognizer(
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
-            network = new_recognizer(height, width, letters)
+            network = build_recognizer(height, width, letters)
             optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
             for _ in range(steps):
-                pictures, targets = _batch(height, width, letters, rng)
+                pictures, targets = _sample_training_batch(height, width, letters, rng)
                 loss = cross_entropy(
-                    network(_damaged(pictures)).flatten(0, 1),
+                    network(_damage_pictures(pictures)).flatten(0, 1),
                     targets.flatten(),
                     label_smoothing=SMOOTHING,
                 )
@@ -110,7 +110,7 @@ def train_recognizer(
                 schedule.step()
     finally:
         torch.set_num_threads(threads)
-    with new_folder(folder) as unfinished:
+    with write_new_folder(folder) as unfinished:
         save_file(network.state_dict(), unfinished / WEIGHTS)
     logger.info(
         "trained a recogniser of %d letters in %dx%d pixels, last loss %.3f",
@@ -121,7 +121,7 @@ def train_recognizer(
     )
 
 
-def new_recognizer(height: int, width: int, letters: int) -> nn.Sequential:
+def build_recognizer(height: int, width: int, letters: int) -> nn.Sequential:
     """A recogniser with random weights: convolutions that halve the picture to about four rows, and
     a linear layer.
     """
@@ -145,7 +145,7 @@ def letter_indices(texts: list[str]) -> Tensor:
     return torch.tensor([[ALPHABET.index(letter) for letter in text] for text in texts])
 
 
-def _batch(
+def _sample_training_batch(
     height: int, width: int, letters: int, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
     """Pictures in [0, 1], [batch, 1, height, width], of random strings, and their letters, [batch,
@@ -157,16 +157,16 @@ def _batch(
     return pictures, torch.from_numpy(targets)
 
 
-def _damaged(pictures: Tensor) -> Tensor:
+def _damage_pictures(pictures: Tensor) -> Tensor:
     """The same, each with the shadow of another string, blurred, in another contrast and with
     grain, all by random amounts.
     """
 
-    def draw(low: float, high: float) -> Tensor:
+    def sample_uniform(low: float, high: float) -> Tensor:
         return torch.empty(len(pictures), 1, 1, 1).uniform_(low, high)
 
-    shadowed = torch.minimum(pictures, 1 - draw(0, 0.35) * (1 - pictures.roll(1, 0)))
+    shadowed = torch.minimum(pictures, 1 - sample_uniform(0, 0.35) * (1 - pictures.roll(1, 0)))
     blurred = avg_pool2d(pad(shadowed, (1, 1, 1, 1), mode="replicate"), 3, 1)
-    softened = shadowed.lerp(blurred, draw(0, 1))
-    faded = 0.5 + (softened - 0.5) * draw(0.4, 1.1) + draw(-0.1, 0.1)
-    return (faded + draw(0, 0.3) * torch.randn_like(faded)).clamp(0, 1)
+    softened = shadowed.lerp(blurred, sample_uniform(0, 1))
+    faded = 0.5 + (softened - 0.5) * sample_uniform(0.4, 1.1) + sample_uniform(-0.1, 0.1)
+    return (faded + sample_uniform(0, 0.3) * torch.randn_like(faded)).clamp(0, 1)

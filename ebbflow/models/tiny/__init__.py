@@ -21,8 +21,8 @@ from transformers.utils.logging import disable_progress_bar as silence_transform
 from ebbflow.models.base import ModelError
 from ebbflow.models.folder import INDEX
 from ebbflow.recipe.families import FAMILIES
-from ebbflow.recipe.plugins import import_path
-from ebbflow.storage.artifacts import require_replaceable
+from ebbflow.recipe.plugins import import_object
+from ebbflow.storage.artifacts import check_replaceable
 
 TINY = {
     name: f"{__name__}.{family}:{name}"
@@ -42,9 +42,9 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
     """
     if name not in TINY:
         raise ModelError(f"there is no tiny {name!r}; take one of {', '.join(TINY)}")
-    require_replaceable(folder, overwrite=False)
+    check_replaceable(folder, overwrite=False)
     silence_transformers()
-    builder: Callable[[], DiffusionPipeline] = import_path(TINY[name])
+    builder: Callable[[], DiffusionPipeline] = import_object(TINY[name])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = builder()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel
 
-from ebbflow.models.tiny.parts import clip, image_vae, t5
-from ebbflow.models.tiny.tokenizers import clip_tokenizer, t5_tokenizer
+from ebbflow.models.tiny.parts import build_clip, build_image_vae, build_t5
+from ebbflow.models.tiny.tokenizers import build_clip_tokenizer, build_t5_tokenizer
 
 
 def flux() -> FluxPipeline:
     """The layout of FLUX.1 dev."""
-    tokenizer = clip_tokenizer()
-    tokenizer_2 = t5_tokenizer()
+    tokenizer = build_clip_tokenizer()
+    tokenizer_2 = build_t5_tokenizer()
     transformer = FluxTransformer2DModel(
         in_channels=16,
         num_layers=2,
@@ -34,10 +34,10 @@ def flux() -> FluxPipeline:
     )
     return FluxPipeline(
         scheduler,
-        image_vae(shift=0.1159, scale=0.3611),
-        clip(CLIPTextModel, tokenizer, width=16, activation="quick_gelu"),
+        build_image_vae(shift=0.1159, scale=0.3611),
+        build_clip(CLIPTextModel, tokenizer, width=16, activation="quick_gelu"),
         tokenizer,
-        t5(tokenizer_2, width=48),
+        build_t5(tokenizer_2, width=48),
         tokenizer_2,
         transformer,
     )

@@ -11,7 +11,7 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 from ebbflow.models.folder import INDEX
 from ebbflow.models.tiny.flux2_klein import flux2_klein
-from ebbflow.models.tiny.tokenizers import mistral_tokenizer
+from ebbflow.models.tiny.tokenizers import build_mistral_tokenizer
 
 WIDTH = 16
 LAYERS = 31
@@ -21,17 +21,17 @@ LAYERS = 31
 def flux2() -> Flux2Pipeline:
     """The layout of FLUX.2 [dev]."""
     parts = flux2_klein().components
-    tokenizer = mistral_tokenizer()
+    tokenizer = build_mistral_tokenizer()
     transformer = Flux2Transformer2DModel.from_config(
         {**parts["transformer"].config, "guidance_embeds": True}
     )
-    encoder = _mistral(len(tokenizer))
+    encoder = _build_mistral(len(tokenizer))
     pipeline = _SavedWithProcessor(parts["scheduler"], parts["vae"], encoder, None, transformer)
     pipeline.text_tokenizer = tokenizer
     return pipeline
 
 
-def _mistral(vocabulary: int) -> Mistral3ForConditionalGeneration:
+def _build_mistral(vocabulary: int) -> Mistral3ForConditionalGeneration:
     text: dict[str, Any] = {
         "hidden_size": WIDTH,
         "intermediate_size": 2 * WIDTH,

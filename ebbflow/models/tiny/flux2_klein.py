@@ -11,8 +11,8 @@ from diffusers import (
 )
 from transformers import Qwen3ForCausalLM
 
-from ebbflow.models.tiny.parts import qwen3
-from ebbflow.models.tiny.tokenizers import qwen3_tokenizer
+from ebbflow.models.tiny.parts import build_qwen3
+from ebbflow.models.tiny.tokenizers import build_qwen3_tokenizer
 
 WIDTH = 16
 LAYERS = 27
@@ -21,7 +21,7 @@ LAYERS = 27
 
 def flux2_klein() -> Flux2KleinPipeline:
     """The layout of FLUX.2 [klein] base."""
-    tokenizer = qwen3_tokenizer()
+    tokenizer = build_qwen3_tokenizer()
     transformer = Flux2Transformer2DModel(
         in_channels=16,
         num_layers=2,
@@ -45,5 +45,5 @@ def flux2_klein() -> Flux2KleinPipeline:
         base_image_seq_len=256,
         max_image_seq_len=4096,
     )
-    text_encoder = qwen3(Qwen3ForCausalLM, tokenizer, width=WIDTH, layers=LAYERS)
+    text_encoder = build_qwen3(Qwen3ForCausalLM, tokenizer, width=WIDTH, layers=LAYERS)
     return Flux2KleinPipeline(scheduler, vae, text_encoder, tokenizer, transformer)

@@ -10,14 +10,14 @@ from diffusers import (
 )
 from transformers import CLIPTextModel, LlamaConfig, LlamaModel
 
-from ebbflow.models.tiny.parts import clip
-from ebbflow.models.tiny.tokenizers import clip_tokenizer, llama_tokenizer
+from ebbflow.models.tiny.parts import build_clip
+from ebbflow.models.tiny.tokenizers import build_clip_tokenizer, build_llama_tokenizer
 
 
 def hunyuan_video() -> HunyuanVideoPipeline:
     """The layout of HunyuanVideo; four latent channels instead of 16."""
-    tokenizer = llama_tokenizer()
-    tokenizer_2 = clip_tokenizer()
+    tokenizer = build_llama_tokenizer()
+    tokenizer_2 = build_clip_tokenizer()
     text_encoder = LlamaModel(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -50,7 +50,7 @@ def hunyuan_video() -> HunyuanVideoPipeline:
         norm_num_groups=4,
         mid_block_add_attention=True,
     )
-    text_encoder_2 = clip(CLIPTextModel, tokenizer_2, width=16, activation="quick_gelu")
+    text_encoder_2 = build_clip(CLIPTextModel, tokenizer_2, width=16, activation="quick_gelu")
     scheduler = FlowMatchEulerDiscreteScheduler(shift=7.0)
     return HunyuanVideoPipeline(
         text_encoder, tokenizer, transformer, vae, scheduler, text_encoder_2, tokenizer_2

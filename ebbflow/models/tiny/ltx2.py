@@ -12,8 +12,8 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from ebbflow.models.tiny.parts import gemma3
-from ebbflow.models.tiny.tokenizers import gemma_tokenizer
+from ebbflow.models.tiny.parts import build_gemma3
+from ebbflow.models.tiny.tokenizers import build_gemma_tokenizer
 
 CHANNELS = 4
 LAYERS = 2
@@ -24,7 +24,7 @@ SOUND = 8
 
 def ltx2() -> LTX2Pipeline:
     """The layout of LTX-2; four latent channels instead of 128."""
-    tokenizer = gemma_tokenizer()
+    tokenizer = build_gemma_tokenizer()
     transformer = LTX2VideoTransformer3DModel(
         in_channels=CHANNELS,
         out_channels=CHANNELS,
@@ -87,7 +87,7 @@ def ltx2() -> LTX2Pipeline:
         max_image_seq_len=4096,
         shift_terminal=0.1,
     )
-    text_encoder = gemma3(tokenizer, WIDTH, LAYERS)
+    text_encoder = build_gemma3(tokenizer, WIDTH, LAYERS)
     return LTX2Pipeline(
         scheduler, vae, audio_vae, text_encoder, tokenizer, connectors, transformer, vocoder
     )

@@ -10,15 +10,15 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 
-from ebbflow.models.tiny.parts import t5
-from ebbflow.models.tiny.tokenizers import t5_tokenizer
+from ebbflow.models.tiny.parts import build_t5
+from ebbflow.models.tiny.tokenizers import build_t5_tokenizer
 
 CHANNELS = 4
 
 
 def ltx_video() -> LTXPipeline:
     """The layout of the first LTX-Video; four latent channels instead of 128."""
-    tokenizer = t5_tokenizer()
+    tokenizer = build_t5_tokenizer()
     transformer = LTXVideoTransformer3DModel(
         in_channels=CHANNELS,
         out_channels=CHANNELS,
@@ -45,4 +45,4 @@ def ltx_video() -> LTXPipeline:
         max_image_seq_len=4096,
         shift_terminal=0.1,
     )
-    return LTXPipeline(scheduler, vae, t5(tokenizer, width=32), tokenizer, transformer)
+    return LTXPipeline(scheduler, vae, build_t5(tokenizer, width=32), tokenizer, transformer)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 
-from ebbflow.models.tiny.parts import gemma2, image_vae
-from ebbflow.models.tiny.tokenizers import gemma_tokenizer
+from ebbflow.models.tiny.parts import build_gemma2, build_image_vae
+from ebbflow.models.tiny.tokenizers import build_gemma_tokenizer
 
 
 def lumina2() -> Lumina2Pipeline:
     """The layout of Lumina-Image 2.0."""
-    tokenizer = gemma_tokenizer()
+    tokenizer = build_gemma_tokenizer()
     transformer = Lumina2Transformer2DModel(
         in_channels=4,
         hidden_size=32,
@@ -22,8 +22,8 @@ def lumina2() -> Lumina2Pipeline:
         axes_dim_rope=(4, 6, 6),
         cap_feat_dim=32,
     )
-    vae = image_vae(shift=0.1159, scale=0.3611)
-    text_encoder = gemma2(tokenizer, width=32)
+    vae = build_image_vae(shift=0.1159, scale=0.3611)
+    text_encoder = build_gemma2(tokenizer, width=32)
     return Lumina2Pipeline(
         transformer, FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer
     )

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 
-def image_vae(shift: float, scale: float) -> AutoencoderKL:
+def build_image_vae(shift: float, scale: float) -> AutoencoderKL:
     """Eight pixels to a latent; 4 latent channels instead of 16."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -41,7 +41,7 @@ def image_vae(shift: float, scale: float) -> AutoencoderKL:
     )
 
 
-def clip(
+def build_clip(
     kind: type[CLIPTextModel], tokenizer: CLIPTokenizer, width: int, activation: str
 ) -> CLIPTextModel:
     return kind(
@@ -60,15 +60,17 @@ def clip(
     )
 
 
-def t5(tokenizer: T5Tokenizer, width: int) -> T5EncoderModel:
+def build_t5(tokenizer: T5Tokenizer, width: int) -> T5EncoderModel:
     return T5EncoderModel(T5Config(**_t5_sizes(tokenizer, width)))
 
 
-def umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
+def build_umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
     return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer, width)))
 
 
-def qwen3(kind: type[Qwen3Model], tokenizer: Qwen2Tokenizer, width: int, layers: int) -> Qwen3Model:
+def build_qwen3(
+    kind: type[Qwen3Model], tokenizer: Qwen2Tokenizer, width: int, layers: int
+) -> Qwen3Model:
     return kind(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -85,7 +87,7 @@ def qwen3(kind: type[Qwen3Model], tokenizer: Qwen2Tokenizer, width: int, layers:
     )
 
 
-def gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
+def build_gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
     return Gemma2Model(
         Gemma2Config(
             vocab_size=len(tokenizer),
@@ -100,7 +102,9 @@ def gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
     )
 
 
-def gemma3(tokenizer: GemmaTokenizer, width: int, layers: int) -> Gemma3ForConditionalGeneration:
+def build_gemma3(
+    tokenizer: GemmaTokenizer, width: int, layers: int
+) -> Gemma3ForConditionalGeneration:
     """With a network for images that no text goes through."""
     text = {
         "query_pre_attn_scalar": 8,

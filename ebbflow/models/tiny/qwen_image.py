@@ -10,12 +10,12 @@ from diffusers import (
 )
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from ebbflow.models.tiny.tokenizers import qwen_tokenizer
+from ebbflow.models.tiny.tokenizers import build_qwen_tokenizer
 
 
 def qwen_image() -> QwenImagePipeline:
     """The layout of Qwen-Image."""
-    tokenizer = qwen_tokenizer()
+    tokenizer = build_qwen_tokenizer()
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=1.0,
         use_dynamic_shifting=True,
@@ -34,10 +34,10 @@ def qwen_image() -> QwenImagePipeline:
         axes_dims_rope=(4, 6, 6),
     )
     vae = AutoencoderKLQwenImage(base_dim=4, num_res_blocks=1)
-    return QwenImagePipeline(scheduler, vae, _qwen_vl(tokenizer), tokenizer, transformer)
+    return QwenImagePipeline(scheduler, vae, _build_qwen_vl(tokenizer), tokenizer, transformer)
 
 
-def _qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+def _build_qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,

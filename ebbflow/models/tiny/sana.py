@@ -9,8 +9,8 @@ from diffusers import (
     SanaTransformer2DModel,
 )
 
-from ebbflow.models.tiny.parts import gemma2
-from ebbflow.models.tiny.tokenizers import gemma_tokenizer
+from ebbflow.models.tiny.parts import build_gemma2
+from ebbflow.models.tiny.tokenizers import build_gemma_tokenizer
 
 STAGES = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 CHANNELS = (8, 8, 8, 8, 16, 16)
@@ -18,7 +18,7 @@ CHANNELS = (8, 8, 8, 8, 16, 16)
 
 def sana() -> SanaPipeline:
     """The layout of SANA-1.5; four latent channels instead of 32."""
-    tokenizer = gemma_tokenizer()
+    tokenizer = build_gemma_tokenizer()
     transformer = SanaTransformer2DModel(
         in_channels=4,
         out_channels=4,
@@ -47,4 +47,4 @@ def sana() -> SanaPipeline:
     scheduler = DPMSolverMultistepScheduler(
         flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
     )
-    return SanaPipeline(tokenizer, gemma2(tokenizer, width=32), vae, transformer, scheduler)
+    return SanaPipeline(tokenizer, build_gemma2(tokenizer, width=32), vae, transformer, scheduler)

@@ -9,17 +9,17 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from ebbflow.models.tiny.parts import clip, image_vae, t5
-from ebbflow.models.tiny.tokenizers import clip_tokenizer, t5_tokenizer
+from ebbflow.models.tiny.parts import build_clip, build_image_vae, build_t5
+from ebbflow.models.tiny.tokenizers import build_clip_tokenizer, build_t5_tokenizer
 
 
 def sd3() -> StableDiffusion3Pipeline:
     """The layout of Stable Diffusion 3.5 medium."""
-    tokenizers = [clip_tokenizer(), clip_tokenizer(pad="!"), t5_tokenizer()]
+    tokenizers = [build_clip_tokenizer(), build_clip_tokenizer(pad="!"), build_t5_tokenizer()]
     encoders = [
-        clip(CLIPTextModelWithProjection, tokenizers[0], width=16, activation="quick_gelu"),
-        clip(CLIPTextModelWithProjection, tokenizers[1], width=24, activation="gelu"),
-        t5(tokenizers[2], width=48),
+        build_clip(CLIPTextModelWithProjection, tokenizers[0], width=16, activation="quick_gelu"),
+        build_clip(CLIPTextModelWithProjection, tokenizers[1], width=24, activation="gelu"),
+        build_t5(tokenizers[2], width=48),
     ]
     transformer = SD3Transformer2DModel(
         sample_size=16,
@@ -38,6 +38,6 @@ def sd3() -> StableDiffusion3Pipeline:
     return StableDiffusion3Pipeline(
         transformer,
         FlowMatchEulerDiscreteScheduler(shift=3.0),
-        image_vae(shift=0.0609, scale=1.5305),
+        build_image_vae(shift=0.0609, scale=1.5305),
         *(part for pair in zip(encoders, tokenizers, strict=True) for part in pair),
     )

@@ -86,15 +86,15 @@ id 0.
 """
 
 
-def clip_tokenizer(pad: str = END_OF_TEXT) -> CLIPTokenizer:
+def build_clip_tokenizer(pad: str = END_OF_TEXT) -> CLIPTokenizer:
     """Vocabulary in CLIP's order: bytes, bytes that end a word, merges, start, end."""
     letters = [*BYTES, *(f"{letter}</w>" for letter in BYTES)]
-    merges = _byte_pairs(CLIPTokenizer(), SENTENCES, letters, 300, suffix="</w>")
+    merges = _train_byte_pairs(CLIPTokenizer(), SENTENCES, letters, 300, suffix="</w>")
     words = [*letters, *map("".join, merges), CLIP_START, END_OF_TEXT]
-    return CLIPTokenizer(_numbered(words), merges, pad_token=pad, model_max_length=77)
+    return CLIPTokenizer(_number_words(words), merges, pad_token=pad, model_max_length=77)
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def build_t5_tokenizer() -> T5Tokenizer:
     """A unigram vocabulary of 400 pieces. Its pieces are byte pairs and its scores their
     frequencies.
 
@@ -104,7 +104,7 @@ def t5_tokenizer() -> T5Tokenizer:
     specials = ["<pad>", "</s>", "<unk>"]
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
     splitter = T5Tokenizer()
-    merges = _byte_pairs(splitter, SENTENCES, letters, 400 - len(specials) - len(letters))
+    merges = _train_byte_pairs(splitter, SENTENCES, letters, 400 - len(specials) - len(letters))
     pieces = [*letters, *map("".join, merges)]
     text = "".join(
         word
@@ -115,7 +115,7 @@ def t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer([*((special, 0.0) for special in specials), *scores], model_max_length=512)
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
+def build_qwen_tokenizer() -> Qwen2Tokenizer:
     """Vocabulary in Qwen's order: bytes, merges, special tokens.
 
     The pipelines cut the head of their prompt template off after 34 (image) or 64 (edit) tokens,
@@ -124,12 +124,12 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     """
     heads = [
         pipeline.prompt_template_encode.split("<|vision_start|>")[0].split("{}")[0]
-        for pipeline in _empty_qwen_pipelines()
+        for pipeline in _build_empty_qwen_pipelines()
     ]
-    merges = _byte_pairs(Qwen2Tokenizer(), [*SENTENCES, *100 * heads], BYTES, 500)
+    merges = _train_byte_pairs(Qwen2Tokenizer(), [*SENTENCES, *100 * heads], BYTES, 500)
     words = [*BYTES, *map("".join, merges), *QWEN_SPECIALS]
     return Qwen2Tokenizer(
-        _numbered(words),
+        _number_words(words),
         merges,
         eos_token="<|im_end|>",
         pad_token=END_OF_TEXT,
@@ -138,11 +138,11 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def qwen3_tokenizer() -> Qwen2Tokenizer:
+def build_qwen3_tokenizer() -> Qwen2Tokenizer:
     """The same with Qwen3's template, as far as a single message needs it; without thinking, an
     empty thought comes first.
     """
-    tokenizer = qwen_tokenizer()
+    tokenizer = build_qwen_tokenizer()
     tokenizer.chat_template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
         " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if"
@@ -151,7 +151,7 @@ def qwen3_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def mistral_tokenizer() -> PreTrainedTokenizerFast:
+def build_mistral_tokenizer() -> PreTrainedTokenizerFast:
     """Vocabulary in the order of Mistral's later models: special tokens, bytes, merges; pads on the
     left.
     """
@@ -174,8 +174,10 @@ def mistral_tokenizer() -> PreTrainedTokenizerFast:
     )
     specials = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *tools, *images]
     like = Qwen2Tokenizer()
-    merges = _byte_pairs(like, SENTENCES, BYTES, 400)
-    backend = Tokenizer(models.BPE(_numbered([*specials, *BYTES, *map("".join, merges)]), merges))
+    merges = _train_byte_pairs(like, SENTENCES, BYTES, 400)
+    backend = Tokenizer(
+        models.BPE(_number_words([*specials, *BYTES, *map("".join, merges)]), merges)
+    )
     backend.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
     backend.decoder = like.backend_tokenizer.decoder
     tokenizer = PreTrainedTokenizerFast(
@@ -196,7 +198,7 @@ def mistral_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def llama_tokenizer() -> PreTrainedTokenizerFast:
+def build_llama_tokenizer() -> PreTrainedTokenizerFast:
     """Vocabulary in Llama 3's order: bytes, merges, special tokens; a start token before every
     text.
 
@@ -205,9 +207,11 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     """
     head = DEFAULT_PROMPT_TEMPLATE["template"].split("{}")[0]
     like = Qwen2Tokenizer()
-    merges = _byte_pairs(like, [*SENTENCES, *100 * [re.sub(r"<\|\w+\|>", "", head)]], BYTES, 500)
+    merges = _train_byte_pairs(
+        like, [*SENTENCES, *100 * [re.sub(r"<\|\w+\|>", "", head)]], BYTES, 500
+    )
     backend = Tokenizer(
-        models.BPE(_numbered([*BYTES, *map("".join, merges), *LLAMA_SPECIALS]), merges)
+        models.BPE(_number_words([*BYTES, *map("".join, merges), *LLAMA_SPECIALS]), merges)
     )
     backend.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
     backend.decoder = like.backend_tokenizer.decoder
@@ -226,7 +230,7 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def gemma_tokenizer() -> GemmaTokenizer:
+def build_gemma_tokenizer() -> GemmaTokenizer:
     """Vocabulary in Gemma's order: special tokens, bytes for letters that are not in it, pieces."""
     specials = [
         "<pad>",
@@ -237,17 +241,17 @@ def gemma_tokenizer() -> GemmaTokenizer:
         *(f"<0x{byte:02X}>" for byte in range(256)),
     ]
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
-    merges = _byte_pairs(T5Tokenizer(), SENTENCES, letters, 300)
+    merges = _train_byte_pairs(T5Tokenizer(), SENTENCES, letters, 300)
     words = [*specials, *letters, *map("".join, merges)]
-    return GemmaTokenizer(_numbered(words), merges, add_bos_token=True, model_max_length=8192)
+    return GemmaTokenizer(_number_words(words), merges, add_bos_token=True, model_max_length=8192)
 
 
-def _empty_qwen_pipelines() -> list[QwenImagePipeline | QwenImageEditPipeline]:
+def _build_empty_qwen_pipelines() -> list[QwenImagePipeline | QwenImageEditPipeline]:
     parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
     return [QwenImagePipeline(**parts), QwenImageEditPipeline(**parts, processor=None)]
 
 
-def _byte_pairs(
+def _train_byte_pairs(
     like: PreTrainedTokenizerFast,
     sentences: Sequence[str],
     letters: Sequence[str],
@@ -275,5 +279,5 @@ def _byte_pairs(
     return [(first, second) for first, second in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def _numbered(words: Sequence[str]) -> dict[str, int]:
+def _number_words(words: Sequence[str]) -> dict[str, int]:
     return {word: index for index, word in enumerate(words)}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-from ebbflow.models.tiny.parts import umt5
-from ebbflow.models.tiny.tokenizers import t5_tokenizer
+from ebbflow.models.tiny.parts import build_umt5
+from ebbflow.models.tiny.tokenizers import build_t5_tokenizer
 
 
-def _wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> WanPipeline:
-    tokenizer = t5_tokenizer()
+def _build_wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> WanPipeline:
+    tokenizer = build_t5_tokenizer()
     transformer = WanTransformer3DModel(
         num_layers=2,
         num_attention_heads=2,
@@ -24,7 +24,7 @@ def _wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> Wa
     )
     return WanPipeline(
         tokenizer,
-        umt5(tokenizer, width=32),
+        build_umt5(tokenizer, width=32),
         vae,
         scheduler,
         transformer,
@@ -44,11 +44,11 @@ def wan() -> WanPipeline:
         patch_size=2,
         scale_factor_spatial=16,
     )
-    return _wan(vae, flow_shift=5.0, expand_timesteps=True)
+    return _build_wan(vae, flow_shift=5.0, expand_timesteps=True)
 
 
 def wan21() -> WanPipeline:
     """The layout of Wan 2.1 T2V 1.3B."""
-    return _wan(
+    return _build_wan(
         AutoencoderKLWan(base_dim=4, num_res_blocks=1), flow_shift=3.0, expand_timesteps=False
     )

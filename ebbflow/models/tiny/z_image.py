@@ -5,13 +5,13 @@ from __future__ import annotations
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from ebbflow.models.tiny.parts import image_vae, qwen3
-from ebbflow.models.tiny.tokenizers import qwen3_tokenizer
+from ebbflow.models.tiny.parts import build_image_vae, build_qwen3
+from ebbflow.models.tiny.tokenizers import build_qwen3_tokenizer
 
 
 def z_image() -> ZImagePipeline:
     """The layout of Z-Image."""
-    tokenizer = qwen3_tokenizer()
+    tokenizer = build_qwen3_tokenizer()
     transformer = ZImageTransformer2DModel(
         in_channels=4,
         dim=32,
@@ -23,8 +23,8 @@ def z_image() -> ZImagePipeline:
         axes_dims=[4, 6, 6],
         axes_lens=[1536, 512, 512],
     )
-    text_encoder = qwen3(Qwen3Model, tokenizer, width=32, layers=2)
-    vae = image_vae(shift=0.1159, scale=0.3611)
+    text_encoder = build_qwen3(Qwen3Model, tokenizer, width=32, layers=2)
+    vae = build_image_vae(shift=0.1159, scale=0.3611)
     return ZImagePipeline(
         FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer, transformer
     )

@@ -43,23 +43,23 @@ class Aesthetic(ClipReward):
 
     config: AestheticConfig
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         clip = Files(self.config, CLIP_FILES)
-        return [clip] if self._head_is_a_file() else [clip, Files(self.config.head, (f"{HEAD}.*",))]
+        return [clip] if self._is_head_file() else [clip, Files(self.config.head, (f"{HEAD}.*",))]
 
-    def load(self) -> Score:
-        from ebbflow.rewards.weights import load_head, read_weights
+    def load_score_function(self) -> Score:
+        from ebbflow.rewards.weights import load_linear_head, read_weights
 
-        clip = self.clip()
-        source = self._head_file()
-        head = load_head(read_weights(source), clip.model.config.projection_dim, source)
+        clip = self.load_clip_model()
+        source = self._fetch_head_file()
+        head = load_linear_head(read_weights(source), clip.model.config.projection_dim, source)
         return lambda images, texts: head(clip.embed_images(images))[:, 0]
 
-    def _head_is_a_file(self) -> bool:
+    def _is_head_file(self) -> bool:
         return self.config.head.path is not None and Path(self.config.head.path).is_file()
 
-    def _head_file(self) -> Path:
-        if self._head_is_a_file():
+    def _fetch_head_file(self) -> Path:
+        if self._is_head_file():
             return Path(str(self.config.head.path))
-        folder = self.files()[1].folder()
+        folder = self.list_files()[1].fetch_folder()
         return max(folder.glob(f"{HEAD}.*"))  # .safetensors, where both are there, comes after .pth

@@ -24,8 +24,8 @@ class ClipScoreConfig(PretrainedRewardConfig):
 class ClipScore(ClipReward):
     """cos(image, prompt); CLIPScore (2104.08718) is 2.5 times its positive part."""
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         return [Files(self.config, CLIP_FILES)]
 
-    def load(self) -> Score:
-        return self.clip().cosines
+    def load_score_function(self) -> Score:
+        return self.load_clip_model().compute_cosines

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ebbflow.rewards.chat import (
     ChatServerConfig,
     ImageChatReward,
-    ask_about,
-    read_answer,
-    yes_or_no,
+    ask_about_images,
+    parse_answer,
+    parse_yes_or_no,
 )
 from ebbflow.rewards.http import NoAnswer
 
@@ -55,18 +55,24 @@ class Dpg(ImageChatReward):
 
     config: DpgConfig
 
-    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge_image(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         questions = read_questions(prompt.metadata)
-        return [dpg_score(questions, {one.number: self._answer(image, one) for one in questions})]
+        return [
+            compute_dpg_score(
+                questions, {one.number: self._answer_question(image, one) for one in questions}
+            )
+        ]
 
-    def _answer(self, image: np.ndarray, question: Question) -> float:
-        choice = ask_about(
+    def _answer_question(self, image: np.ndarray, question: Question) -> float:
+        choice = ask_about_images(
             self.config, [image], question.text + INSTRUCTION, MAX_TOKENS, sleep=self.sleep
         )
-        return read_answer(self.config, choice, yes_or_no, "the whole answer must be yes or no")
+        return parse_answer(
+            self.config, choice, parse_yes_or_no, "the whole answer must be yes or no"
+        )
 
 
-def dpg_score(questions: Sequence[Question], answers: Mapping[int, float]) -> float:
+def compute_dpg_score(questions: Sequence[Question], answers: Mapping[int, float]) -> float:
     """The mean of the answers, 0 or 1 by number, where a question counts 0 if one that it depends
     on does.
 

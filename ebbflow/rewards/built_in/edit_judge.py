@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about, read_answer
+from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about_images, parse_answer
 from ebbflow.rewards.http import NoAnswer
 from ebbflow.rewards.templates import fill_template
 
@@ -57,28 +57,32 @@ class EditJudge(ImageChatReward):
 
     config: EditJudgeConfig
 
-    def metrics(self) -> Sequence[str]:
+    def list_metric_names(self) -> Sequence[str]:
         return METRICS
 
-    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge_image(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         if prompt.image is None:
             raise NoAnswer(NO_SOURCE)
-        following, consistency = self._ask(
-            "consistency", [source_image(prompt.image), image], prompt
+        following, consistency = self._ask_for_scores(
+            "consistency", [decode_source_image(prompt.image), image], prompt
         )
-        quality = min(self._ask("quality", [image], prompt))
+        quality = min(self._ask_for_scores("quality", [image], prompt))
         return [math.sqrt(min(following, consistency) * quality), following, consistency, quality]
 
-    def _ask(self, part: str, images: list[np.ndarray], prompt: Prompt) -> tuple[float, float]:
+    def _ask_for_scores(
+        self, part: str, images: list[np.ndarray], prompt: Prompt
+    ) -> tuple[float, float]:
         scale = SCALES[self.config.template]
         question = fill_template(f"{self.config.template}_{part}", prompt.prompt)
-        choice = ask_about(self.config, images, question, MAX_TOKENS, sleep=self.sleep)
+        choice = ask_about_images(self.config, images, question, MAX_TOKENS, sleep=self.sleep)
         wanted = f'it must have one "score": [a, b] with numbers from 0 to {scale}'
-        first, second = read_answer(self.config, choice, partial(read_pair, scale=scale), wanted)
+        first, second = parse_answer(
+            self.config, choice, partial(parse_score_pair, scale=scale), wanted
+        )
         return 10 * first / scale, 10 * second / scale
 
 
-def read_pair(text: str, scale: float) -> tuple[float, float] | None:
+def parse_score_pair(text: str, scale: float) -> tuple[float, float] | None:
     """The two numbers of the one list of scores in an answer; None where there is no such list, or
     one is beyond the scale.
     """
@@ -88,7 +92,7 @@ def read_pair(text: str, scale: float) -> tuple[float, float] | None:
     return float(found[0][0]), float(found[0][1])
 
 
-def source_image(png: bytes) -> np.ndarray:
+def decode_source_image(png: bytes) -> np.ndarray:
     """The image to edit, uint8 RGB [height, width, 3]."""
     import numpy as np
     from PIL import Image

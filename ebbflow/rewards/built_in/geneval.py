@@ -1,8 +1,8 @@
 """``geneval``: whether an image shows the objects, counts, colours and positions of a GenEval
 prompt (2310.11513).
 
-A detector finds objects, CLIP names their colours, and ``judge`` compares both with the rules in
-the prompt's further columns.
+A detector finds objects, CLIP names their colours, and ``judge_objects`` compares both with the
+rules in the prompt's further columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ebbflow.recipe.base import sanitize, short
+from ebbflow.recipe.base import sanitize_text, shorten_value
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.rewards.base import RewardError, RewardResult
 from ebbflow.rewards.network import CLIP_FILES, Files, PretrainedReward, PretrainedRewardConfig
@@ -166,11 +166,13 @@ class Rule(BaseModel):
     """The relation, and the number of the earlier rule."""
 
     @model_validator(mode="after")
-    def _words_are_known(self) -> Rule:
+    def _check_words(self) -> Rule:
         if self.name not in CLASSES:
-            raise ValueError(f"{short(self.name)} is no class of COCO as GenEval calls them")
+            raise ValueError(
+                f"{shorten_value(self.name)} is no class of COCO as GenEval calls them"
+            )
         if self.color not in (None, *COLORS):
-            raise ValueError(f"{short(self.color)} is none of {', '.join(COLORS)}")
+            raise ValueError(f"{shorten_value(self.color)} is none of {', '.join(COLORS)}")
         return self
 
 
@@ -186,7 +188,7 @@ class Rules(BaseModel):
     exclude: tuple[Rule, ...] | None = None
 
     @model_validator(mode="after")
-    def _positions_are_relative_to_earlier_rules(self) -> Rules:
+    def _check_relative_positions(self) -> Rules:
         targets = [
             (index, rule.position[1]) for index, rule in enumerate(self.include) if rule.position
         ]
@@ -216,7 +218,7 @@ class Detection:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How an image fulfils its rules (``judge``)."""
+    """How an image fulfils its rules (``judge_objects``)."""
 
     correct: float
     strict: float
@@ -230,24 +232,24 @@ class GenEval(PretrainedReward):
 
     config: GenEvalConfig
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         return [
             Files(self.config, ("config.json", "model*.safetensors")),
             Files(self.config.clip, CLIP_FILES),
         ]
 
-    def load(self) -> Examine:
+    def load_score_function(self) -> Examine:
         from transformers import Mask2FormerForUniversalSegmentation
 
         from ebbflow.rewards.clip import load_clip
         from ebbflow.rewards.weights import load_network
 
-        folder, clip = (files.folder() for files in self.files())
+        folder, clip = (files.fetch_folder() for files in self.list_files())
         detector = load_network(Mask2FormerForUniversalSegmentation, folder, UNUSED)
         if (labels := detector.config.num_labels) != len(CLASSES):
             reason = f"the detector in {folder} knows {labels} classes and COCO has {len(CLASSES)}"
             raise RewardError(f"{reason}; take one of COCO instances")
-        return partial(_examine, detector, ColorNamer(load_clip(clip)))
+        return partial(_examine_images, detector, ColorNamer(load_clip(clip)))
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         """Score images in batches.
@@ -259,14 +261,16 @@ class GenEval(PretrainedReward):
         import numpy as np
 
         values = {name: np.full(len(images), np.nan) for name in ("correct", "strict", "soft")}
-        rules, failures = _rules_of(prompts)
+        rules, failures = _collect_rules(prompts)
         indices = list(rules)
         for batch in (
             indices[start : start + self.config.batch]
             for start in range(0, len(indices), self.config.batch)
         ):
             for index, judgement in zip(
-                batch, self._score(images[batch], [rules[index] for index in batch]), strict=True
+                batch,
+                self._score_function(images[batch], [rules[index] for index in batch]),
+                strict=True,
             ):
                 if judgement is None:
                     failures[index] = "the detector gave a number that is not finite"
@@ -279,7 +283,7 @@ class GenEval(PretrainedReward):
         )
 
 
-def _rules_of(prompts: Sequence[Prompt]) -> tuple[dict[int, Rules], dict[int, str]]:
+def _collect_rules(prompts: Sequence[Prompt]) -> tuple[dict[int, Rules], dict[int, str]]:
     """The rules of the prompts that have some, and why others have none, by index."""
     rules = {}
     failures = {}
@@ -289,7 +293,7 @@ def _rules_of(prompts: Sequence[Prompt]) -> tuple[dict[int, Rules], dict[int, st
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "the rules"
-            failures[index] = sanitize(
+            failures[index] = sanitize_text(
                 f"the prompt's columns are no rules of GenEval: {place}: {first['msg']}", 300
             )
     return rules, failures
@@ -309,7 +313,7 @@ def read_rules(metadata: str) -> Rules:
 # From detections to scores.
 
 
-def judge(
+def judge_objects(
     objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]
 ) -> Judgement:
     """Compare objects with rules.
@@ -319,13 +323,13 @@ def judge(
     Flow-GRPO (yifan123/reward-server, ``evaluate_reward``), over all objects of a class.
 
     Args:
-        objects: by class, the most confident first (``by_class``).
+        objects: by class, the most confident first (``group_by_class``).
     """
-    strict, soft = _compared(objects, rules, color_of)
-    return Judgement(float(_correct(objects, rules, color_of)), float(strict), soft)
+    strict, soft = _compare_counts(objects, rules, color_of)
+    return Judgement(float(_is_correct(objects, rules, color_of)), float(strict), soft)
 
 
-def _correct(
+def _is_correct(
     objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]
 ) -> bool:
     matched: list[Sequence[Detection]] = []
@@ -335,7 +339,8 @@ def _correct(
             len(found) == rule.count
             and (rule.color is None or all(color_of(one) == rule.color for one in found))
             and (
-                rule.position is None or _placed(found, matched[rule.position[1]], rule.position[0])
+                rule.position is None
+                or _is_placed(found, matched[rule.position[1]], rule.position[0])
             )
         )
         matched.append(found if holds else ())
@@ -343,7 +348,7 @@ def _correct(
     return all(matched) and not excluded
 
 
-def _compared(
+def _compare_counts(
     objects: Mapping[str, Sequence[Detection]], rules: Rules, color_of: Callable[[Detection], str]
 ) -> tuple[bool, float]:
     """Whether everything holds exactly, and the mean over what is asked for: a count, and a colour
@@ -367,20 +372,22 @@ def _compared(
             holds = colored == rule.count
         if holds and rule.position:
             relation, target = rule.position
-            holds = _placed(found, matched[target], relation)
+            holds = _is_placed(found, matched[target], relation)
             parts += [1.0] if holds else [0.0, 1.0] if matched[target] else [0.0]
         matched.append(found if holds else ())
     return all(matched), sum(parts) / len(parts)
 
 
-def _placed(found: Sequence[Detection], targets: Sequence[Detection], relation: Relation) -> bool:
+def _is_placed(
+    found: Sequence[Detection], targets: Sequence[Detection], relation: Relation
+) -> bool:
     """Whether all objects are at the place relative to all targets, of which there must be some."""
     return bool(targets) and all(
-        relation in relations(one.box, target.box) for one in found for target in targets
+        relation in find_relations(one.box, target.box) for one in found for target in targets
     )
 
 
-def relations(box: Sequence[float], target: Sequence[float]) -> set[Relation]:
+def find_relations(box: Sequence[float], target: Sequence[float]) -> set[Relation]:
     """Where the first box is relative to the second; boxes are left, top, right, bottom.
 
     Of the offset of the centres along each axis, ``POSITION_THRESHOLD`` times the sum of the sizes
@@ -403,7 +410,7 @@ def relations(box: Sequence[float], target: Sequence[float]) -> set[Relation]:
     }
 
 
-def by_class(found: Sequence[Detection], threshold: float) -> dict[str, list[Detection]]:
+def group_by_class(found: Sequence[Detection], threshold: float) -> dict[str, list[Detection]]:
     """Of every class, the ``MAX_OBJECTS`` most confident objects above a threshold, in that
     order."""
     objects: dict[str, list[Detection]] = {}
@@ -419,7 +426,7 @@ def by_class(found: Sequence[Detection], threshold: float) -> dict[str, list[Det
 # From images to detections.
 
 
-def _examine(
+def _examine_images(
     detector: Any, colors: ColorNamer, images: np.ndarray, rules: list[Rules]
 ) -> list[Judgement | None]:
     """The judgement of each image, uint8 RGB [n, height, width, 3]; None where the detector gave no
@@ -442,12 +449,14 @@ def _examine(
                 judgements.append(None)
                 continue
             threshold = COUNTING_THRESHOLD if rule.tag == "counting" else THRESHOLD
-            objects = by_class(detections(classes, masks, image.shape[:2]), threshold)
-            judgements.append(judge(objects, rule, cache(partial(colors.name, image))))
+            objects = group_by_class(extract_detections(classes, masks, image.shape[:2]), threshold)
+            judgements.append(
+                judge_objects(objects, rule, cache(partial(colors.name_color, image)))
+            )
     return judgements
 
 
-def detections(classes: Tensor, masks: Tensor, size: tuple[int, int]) -> list[Detection]:
+def extract_detections(classes: Tensor, masks: Tensor, size: tuple[int, int]) -> list[Detection]:
     """The objects in an image of ``size`` with a confidence above ``THRESHOLD``, as MMDetection
     takes them from a Mask2Former.
 
@@ -483,7 +492,7 @@ class ColorNamer:
         self.clip = clip
         self.texts: dict[str, Tensor] = {}
 
-    def name(self, image: np.ndarray, found: Detection) -> str:
+    def name_color(self, image: np.ndarray, found: Detection) -> str:
         """The colour of an object in its image, uint8 RGB [height, width, 3]."""
         import numpy as np
 
@@ -492,9 +501,9 @@ class ColorNamer:
             image if found.mask is None else np.where(found.mask[..., None], image, np.uint8(GREY))
         )
         seen = self.clip.embed_images(shown[None, top:bottom, left:right])[0]
-        return COLORS[int((self._colors(found.name) @ seen).argmax())]
+        return COLORS[int((self._embed_colors(found.name) @ seen).argmax())]
 
-    def _colors(self, name: str) -> Tensor:
+    def _embed_colors(self, name: str) -> Tensor:
         """Unit vectors [colours, width] of a class: the means of those of the templates."""
         from torch.nn.functional import normalize
 

@@ -66,47 +66,49 @@ class Hps(NetworkReward):
 
     config: HpsConfig
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         return [
             Files(self.config, (CHECKPOINT,)),
             Files(self.config.processor, ("config.json", "tokenizer.json")),
         ]
 
-    def load(self) -> Score:
+    def load_score_function(self) -> Score:
         from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
         from ebbflow.models.base import default_device
         from ebbflow.rewards.clip import Clip
-        from ebbflow.rewards.pixels import resized_floats, resized_units
+        from ebbflow.rewards.pixels import resize_as_floats, resize_with_gradient
         from ebbflow.rewards.weights import build_network, check_vocabulary, read_weights
 
-        checkpoint, processor = (files.folder() for files in self.files())
+        checkpoint, processor = (files.fetch_folder() for files in self.list_files())
         config = CLIPConfig.from_pretrained(processor, local_files_only=True)
         tokenizer = CLIPTokenizer.from_pretrained(processor, local_files_only=True)
         check_vocabulary(tokenizer, config.text_config.vocab_size, processor)
-        weights = from_open_clip(read_weights(checkpoint / CHECKPOINT))
+        weights = convert_open_clip_weights(read_weights(checkpoint / CHECKPOINT))
         model = build_network(CLIPModel, config, weights, checkpoint / CHECKPOINT)
         size = config.vision_config.image_size
-        pixels = partial(resized_floats, size=size, device=default_device())
-        differentiable = partial(resized_units, size=size)
-        return partial(_cosines, Clip(model, tokenizer, pixels, differentiable))
+        pixels = partial(resize_as_floats, size=size, device=default_device())
+        differentiable = partial(resize_with_gradient, size=size)
+        return partial(_compute_cosines, Clip(model, tokenizer, pixels, differentiable))
 
 
-def _cosines(clip: Clip, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
+def _compute_cosines(clip: Clip, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
     # Twice, as CLIP's first tokenizer did: its training texts had come from web pages.
-    return clip.cosines(images, [html.unescape(html.unescape(text)).strip() for text in texts])
+    return clip.compute_cosines(
+        images, [html.unescape(html.unescape(text)).strip() for text in texts]
+    )
 
 
-def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_open_clip_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of an open_clip ViT, by the names that ``transformers.CLIPModel`` has for them.
 
     open_clip keeps the three projections of an attention in one matrix, and the last projections
     transposed.
     """
-    from ebbflow.rewards.weights import renamed
+    from ebbflow.rewards.weights import rename_weights
 
     found: dict[str, Tensor] = {}
-    for name, tensor in renamed(weights, NAMES).items():
+    for name, tensor in rename_weights(weights, NAMES).items():
         if ".in_proj_" in name:
             for part, rows in zip("qkv", tensor.chunk(3), strict=True):
                 found[name.replace("in_proj_", f"{part}_proj.")] = rows.contiguous()

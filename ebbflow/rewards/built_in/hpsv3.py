@@ -56,31 +56,31 @@ class HpsV3(NetworkReward):
 
     config: HpsV3Config
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         return [Files(self.config, (CHECKPOINT,)), Files(self.config.processor, QWEN_FILES)]
 
-    def load(self) -> Score:
-        from ebbflow.rewards.qwen2_vl import JudgingQwen, linear_head, load_backbone
+    def load_score_function(self) -> Score:
+        from ebbflow.rewards.qwen2_vl import JudgingQwen, build_linear_head, load_backbone
         from ebbflow.rewards.weights import read_weights
 
-        checkpoint, processor = (files.folder() for files in self.files())
+        checkpoint, processor = (files.fetch_folder() for files in self.list_files())
         source = checkpoint / CHECKPOINT
         weights = read_weights(source)
         model, tokenizer = load_backbone(
             weights, processor, source, (TOKEN,), self.config.precision
         )
-        head = linear_head(weights, HEAD, source, model.device)
-        return partial(_scores, JudgingQwen(model, head, tokenizer, (TOKEN,)))
+        head = build_linear_head(weights, HEAD, source, model.device)
+        return partial(_compute_scores, JudgingQwen(model, head, tokenizer, (TOKEN,)))
 
 
-def _scores(judge: JudgingQwen, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
-    from ebbflow.rewards.qwen2_vl import resized
+def _compute_scores(judge: JudgingQwen, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
+    from ebbflow.rewards.qwen2_vl import resize_to_patch_grid
     from ebbflow.rewards.templates import fill_template
 
     vision = judge.model.config.vision_config
-    pixels = resized(
+    pixels = resize_to_patch_grid(
         images, PIXELS, PIXELS, vision.patch_size * vision.spatial_merge_size, judge.model.device
     )
     frames = pixels[:, None].expand(-1, vision.temporal_patch_size, -1, -1, -1)
-    questions = [fill_template("hpsv3", judge.plain(text)) for text in texts]
-    return judge.outputs(frames, questions, "<|image_pad|>")[:, 0, 0]
+    questions = [fill_template("hpsv3", judge.remove_special_tokens(text)) for text in texts]
+    return judge.compute_outputs(frames, questions, "<|image_pad|>")[:, 0, 0]

@@ -84,20 +84,20 @@ class Blip:
     head: nn.Module
     tokenizer: Any
 
-    def score(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
+    def score_images(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
         """uint8 RGB [n, height, width, 3] and n prompts, each cut after 35 tokens -> float32 [n].
 
         Of RGB in [0, 1], [n, 3, height, width], with gradient.
         """
         import numpy as np
 
-        from ebbflow.rewards.pixels import resized_bytes, resized_units
+        from ebbflow.rewards.pixels import resize_as_bytes, resize_with_gradient
 
         size = self.vision.config.image_size
         if isinstance(images, np.ndarray):
-            pixels = resized_bytes(images, size, self.vision.device)
+            pixels = resize_as_bytes(images, size, self.vision.device)
         else:
-            pixels = resized_units(images, size)
+            pixels = resize_with_gradient(images, size)
         tokens = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         )
@@ -115,41 +115,41 @@ class ImageReward(NetworkReward):
 
     config: ImageRewardConfig
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         return [
             Files(self.config, (CHECKPOINT, TEXT_CONFIG)),
             Files(self.config.tokenizer, ("tokenizer.json",)),
         ]
 
-    def load(self) -> Score:
+    def load_score_function(self) -> Score:
         from transformers import BertTokenizer, BlipTextConfig, BlipTextModel
 
         from ebbflow.rewards.weights import (
             build_network,
             check_vocabulary,
-            load_head,
+            load_linear_head,
             read_weights,
-            under,
+            select_prefix,
         )
 
-        folder, words = (files.folder() for files in self.files())
+        folder, words = (files.fetch_folder() for files in self.list_files())
         checkpoint = folder / CHECKPOINT
         weights = read_weights(checkpoint)
-        vision = load_vision(under(weights, "blip.visual_encoder."), checkpoint)
+        vision = load_vision_encoder(select_prefix(weights, "blip.visual_encoder."), checkpoint)
         sizes = {key: json.loads((folder / TEXT_CONFIG).read_text())[key] for key in TEXT_KEYS}
         config = BlipTextConfig(**sizes, encoder_hidden_size=vision.config.hidden_size)
-        text_weights = under(weights, "blip.text_encoder.")
+        text_weights = select_prefix(weights, "blip.text_encoder.")
         text = build_network(
             BlipTextModel, config, text_weights, checkpoint, add_pooling_layer=False
         )
-        head = load_head(under(weights, "mlp."), config.hidden_size, checkpoint)
+        head = load_linear_head(select_prefix(weights, "mlp."), config.hidden_size, checkpoint)
         tokenizer = BertTokenizer.from_pretrained(words, local_files_only=True)
         tokenizer.add_tokens(BLIP_TOKENS, special_tokens=True)
         check_vocabulary(tokenizer, config.vocab_size, words)
-        return Blip(vision, text, head, tokenizer).score
+        return Blip(vision, text, head, tokenizer).score_images
 
 
-def load_vision(weights: Mapping[str, Tensor], source: Path) -> Any:
+def load_vision_encoder(weights: Mapping[str, Tensor], source: Path) -> Any:
     """BLIP's image encoder from the checkpoint's weights; its sizes are read from their shapes.
 
     Raises:
@@ -157,9 +157,9 @@ def load_vision(weights: Mapping[str, Tensor], source: Path) -> Any:
     """
     from transformers import BlipVisionConfig, BlipVisionModel
 
-    from ebbflow.rewards.weights import build_network, pick, renamed
+    from ebbflow.rewards.weights import build_network, pick_weights, rename_weights
 
-    patch, places, widening = pick(
+    patch, places, widening = pick_weights(
         weights, ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"), source
     )
     width = patch.shape[0]
@@ -175,4 +175,4 @@ def load_vision(weights: Mapping[str, Tensor], source: Path) -> Any:
         patch_size=patch_size,
         layer_norm_eps=1e-6,
     )
-    return build_network(BlipVisionModel, config, renamed(weights, NAMES), source)
+    return build_network(BlipVisionModel, config, rename_weights(weights, NAMES), source)

@@ -54,7 +54,7 @@ class JpegCompressibility:
         return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        return RewardResult(-kilobytes(images) / SCALE)
+        return RewardResult(-measure_kilobytes(images) / SCALE)
 
 
 class JpegIncompressibility:
@@ -67,19 +67,19 @@ class JpegIncompressibility:
         return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        return RewardResult(kilobytes(images) / SCALE)
+        return RewardResult(measure_kilobytes(images) / SCALE)
 
 
-def kilobytes(images: np.ndarray) -> np.ndarray:
+def measure_kilobytes(images: np.ndarray) -> np.ndarray:
     """Sizes in units of 1000 bytes, float64 [N], of uint8 RGB images [N, height, width, 3] as JPEG
     files.
     """
     import numpy as np
 
-    return np.array([_size(image) for image in images], np.float64) / KILOBYTE
+    return np.array([_measure_jpeg_bytes(image) for image in images], np.float64) / KILOBYTE
 
 
-def _size(image: np.ndarray) -> int:
+def _measure_jpeg_bytes(image: np.ndarray) -> int:
     """Bytes of one image as a JPEG file."""
     from PIL import Image
 

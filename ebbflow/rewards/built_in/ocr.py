@@ -44,22 +44,24 @@ class Ocr:
         self.config = config or OcrConfig()
 
     def unavailable(self) -> str | None:
-        from ebbflow.rewards.ppocr import DETECTOR, RECOGNISER, model_file
+        from ebbflow.rewards.ppocr import DETECTOR, RECOGNISER, find_model_file
 
         try:
             for part in (RECOGNISER, *[DETECTOR] * (self.config.layout == "page")):
-                model_file(part)
+                find_model_file(part)
         except FileNotFoundError as error:
             return str(error)
         return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        from ebbflow.rewards.ppocr import read, read_pages
-        from ebbflow.rewards.text import judge_readings
+        from ebbflow.rewards.ppocr import read_lines_of_text, read_pages
+        from ebbflow.rewards.text import score_readings
 
         readings, failures = (
-            (read(images), None) if self.config.layout == "line" else read_pages(images)
+            (read_lines_of_text(images), None)
+            if self.config.layout == "line"
+            else read_pages(images)
         )
-        return judge_readings(
+        return score_readings(
             readings, prompts, "exact_match", failures, self.config.match, self.config.case
         )

@@ -24,12 +24,12 @@ from ebbflow.rewards.chat import (
     ChatReward,
     ChatRewardConfig,
     Choice,
-    ask_about,
-    completions_url,
-    fill,
-    probability,
+    ask_about_images,
+    build_completions_url,
+    compute_word_probability,
+    fill_question,
 )
-from ebbflow.rewards.http import NoAnswer, shown
+from ebbflow.rewards.http import NoAnswer, quote_answer
 from ebbflow.rewards.templates import fill_template
 
 if TYPE_CHECKING:
@@ -88,13 +88,14 @@ class PairwiseJudgeConfig(ChatRewardConfig):
     better, or both; of version 2.0, shares of alignment, coherence and style, whose mean counts.
     """
     answer: Literal["probability", "choice", "reasoned"] = "probability"
-    """``probability``: P(1) / (P(1) + P(2)) of the first token, a share of a win. ``choice``: 1 or
+    """``compute_word_probability``: P(1) / (P(1) + P(2)) of the first token, a share of a win.
+    ``choice``: 1 or
     2. ``reasoned``: a text that ends with ``<answer>Image 1 is better</answer>``, as
     UnifiedReward-Think answers. Every other answer is no comparison.
     """
 
     @model_validator(mode="after")
-    def _a_template_is_alone(self) -> PairwiseJudgeConfig:
+    def _check_template_alone(self) -> PairwiseJudgeConfig:
         if self.template and (given := self.model_fields_set & {"question", "answer"}):
             raise ValueError(
                 f"template = {self.template!r} has its own question and answer; leave"
@@ -120,7 +121,7 @@ class PairwiseJudge(ChatReward):
     def compare(self, images: np.ndarray, prompt: Prompt) -> RewardResult:
         import numpy as np
 
-        from ebbflow.rewards.groups import win_rates
+        from ebbflow.rewards.groups import compute_win_rates
 
         if self.config.reads and prompt.target is None:
             return RewardResult(
@@ -128,30 +129,32 @@ class PairwiseJudge(ChatReward):
             )
         wins = np.full((len(images), len(images)), np.nan)
         reasons = dict[int, str]()
-        pairs = balanced_pairs(len(images))
+        pairs = list_balanced_pairs(len(images))
         with ThreadPoolExecutor(self.config.concurrency) as pool:
-            outcomes = list(pool.map(lambda pair: self._judge(images[list(pair)], prompt), pairs))
+            outcomes = list(
+                pool.map(lambda pair: self._judge_pair(images[list(pair)], prompt), pairs)
+            )
         for (first, second), outcome in zip(pairs, outcomes, strict=True):
             if isinstance(outcome, str):
                 reasons = {first: outcome, second: outcome} | reasons
             else:
                 wins[first, second], wins[second, first] = outcome, 1 - outcome
-        values = win_rates(wins)
+        values = compute_win_rates(wins)
         failures = {int(index): reasons[int(index)] for index in np.flatnonzero(np.isnan(values))}
         unanswered = (np.isnan(wins).sum(1) - 1) / (len(images) - 1)
         return RewardResult(values, {f"{self.name}_unanswered": unanswered}, failures)
 
-    def _judge(self, two: np.ndarray, prompt: Prompt) -> float | str:
+    def _judge_pair(self, two: np.ndarray, prompt: Prompt) -> float | str:
         """The probability that the first of two images is the better one, or why there is none."""
         template = self.config.template
         answer = self.config.template or self.config.answer
         question = (
             fill_template(f"{template}_pair", prompt.prompt)
             if template
-            else fill(self.config.question, prompt)
+            else fill_question(self.config.question, prompt)
         )
         try:
-            choice = ask_about(
+            choice = ask_about_images(
                 self.config,
                 list(two),
                 question,
@@ -162,25 +165,27 @@ class PairwiseJudge(ChatReward):
         except NoAnswer as error:
             return str(error)
         judged = (
-            probability(choice, "1", "2") if answer == "probability" else in_words(choice, answer)
+            compute_word_probability(choice, "1", "2")
+            if answer == "probability"
+            else parse_answer_in_words(choice, answer)
         )
         if judged is None:
-            text = shown((choice.message.content or "")[-200:], self.config)
+            text = quote_answer((choice.message.content or "")[-200:], self.config)
             return (
-                f'{completions_url(self.config)} answered "{text}", which is no {answer}:'
+                f'{build_completions_url(self.config)} answered "{text}", which is no {answer}:'
                 f" {WANTED[answer]}"
             )
         return judged
 
 
-def balanced_pairs(count: int) -> list[tuple[int, int]]:
+def list_balanced_pairs(count: int) -> list[tuple[int, int]]:
     """Every pair of ``count`` images once, as (first, second): each image is first as often as it
     is second, or once more.
     """
     return [(i, j) if (j - i) % 2 else (j, i) for i, j in combinations(range(count), 2)]
 
 
-def in_words(choice: Choice, answer: str) -> float | None:
+def parse_answer_in_words(choice: Choice, answer: str) -> float | None:
     """1 where the answer names the first image, 0 the second, or a share between; None for one that
     is cut or names neither.
     """
@@ -188,19 +193,19 @@ def in_words(choice: Choice, answer: str) -> float | None:
     return None if choice.finish_reason == "length" else READERS[answer](text)
 
 
-def read_choice(text: str) -> float | None:
+def parse_choice(text: str) -> float | None:
     """1 or 0 for an answer of that one number, 1 or 2; None for any other."""
     match = CHOICE.fullmatch(text)
     return float(match[1] == "1") if match else None
 
 
-def read_reasoned(text: str) -> float | None:
+def parse_reasoned_choice(text: str) -> float | None:
     """1 or 0 for an answer that ends as UnifiedReward-Think's do; None for any other."""
-    match = _last(REASONED, text)
+    match = _find_last_match(REASONED, text)
     return float(match[1] == "1") if match else None
 
 
-def read_verdict(text: str) -> float | None:
+def parse_verdict(text: str) -> float | None:
     """1, 0, or half for a draw, by the last verdict of UnifiedReward's that ends a sentence; None
     without one.
     """
@@ -208,7 +213,7 @@ def read_verdict(text: str) -> float | None:
     return None if not found else 0.5 if found[-1][2] else float(found[-1][1] == "1")
 
 
-def read_shares(text: str) -> float | None:
+def parse_score_shares(text: str) -> float | None:
     """The mean share of the first image in the three scores of UnifiedReward 2.0; None where one is
     missing or no share.
     """
@@ -223,15 +228,15 @@ def read_shares(text: str) -> float | None:
     return sum(first for first, _ in shares) / 3
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def _find_last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The match at the end of a text."""
     found = list(pattern.finditer(text))
     return found[-1] if found and found[-1].end() == len(text) else None
 
 
 READERS = {
-    "choice": read_choice,
-    "reasoned": read_reasoned,
-    "unified_reward": read_verdict,
-    "unified_reward_2": read_shares,
+    "choice": parse_choice,
+    "reasoned": parse_reasoned_choice,
+    "unified_reward": parse_verdict,
+    "unified_reward_2": parse_score_shares,
 }

@@ -28,10 +28,10 @@ class PickScoreConfig(PretrainedRewardConfig):
 class PickScore(ClipReward):
     """exp(logit scale) * cos(image, prompt) / 26 (2305.01569, scaled as in 2505.05470)."""
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         return [Files(self.config, CLIP_FILES)]
 
-    def load(self) -> Score:
-        clip = self.clip()
+    def load_score_function(self) -> Score:
+        clip = self.load_clip_model()
         scale = clip.model.logit_scale.exp() / UNIT
-        return lambda images, texts: scale * clip.cosines(images, texts)
+        return lambda images, texts: scale * clip.compute_cosines(images, texts)

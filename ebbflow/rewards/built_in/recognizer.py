@@ -58,7 +58,9 @@ class Recognizer:
 
         values = np.full(len(images), np.nan)
         exact = np.full(len(images), np.nan)
-        reasons = [_failure(prompt.target, *images.shape[1:3]) for prompt in prompts]
+        reasons = [
+            _explain_unreadable_size(prompt.target, *images.shape[1:3]) for prompt in prompts
+        ]
         readable = [index for index, reason in enumerate(reasons) if reason is None]
         with torch.no_grad():
             for part in (
@@ -68,7 +70,7 @@ class Recognizer:
                     torch.from_numpy(images[part]).to(default_device()).permute(0, 3, 1, 2).float()
                     / 255
                 )
-                scores, matches = _read(pixels, [prompts[index] for index in part])
+                scores, matches = _score_letters(pixels, [prompts[index] for index in part])
                 values[part], exact[part] = scores.double().cpu().numpy(), matches.cpu().numpy()
         failures = {index: reason for index, reason in enumerate(reasons) if reason is not None}
         return RewardResult(values, {"recognizer_exact": exact}, failures)
@@ -77,10 +79,10 @@ class Recognizer:
         """As of ``ebbflow.rewards.base.DifferentiableReward``; images whose scoring fails have no
         place here.
         """
-        return _read(images, prompts)[0]
+        return _score_letters(images, prompts)[0]
 
 
-def _read(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+def _score_letters(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """(scores with gradient [N], whether all letters are the likeliest, bool [N]) of RGB in [0, 1],
     [N, 3, height, width].
     """
@@ -89,7 +91,7 @@ def _read(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
 
     from ebbflow.models.glyph_training.recognizer import letter_indices, open_recognizer
 
-    texts = [_folded(prompt.target or "") for prompt in prompts]
+    texts = [_fold_target(prompt.target or "") for prompt in prompts]
     of_length: dict[int, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
         of_length[len(text)].append(row)
@@ -109,14 +111,14 @@ def _read(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     return torch.cat(scores)[order], torch.cat(matches)[order]
 
 
-def _failure(target: str | None, height: int, width: int) -> str | None:
+def _explain_unreadable_size(target: str | None, height: int, width: int) -> str | None:
     """Why a picture of a size cannot be scored; None if it can."""
     from ebbflow.models.families.glyph import ALPHABET
-    from ebbflow.models.glyph_training.lettering import fitting_size
+    from ebbflow.models.glyph_training.lettering import find_fitting_size
 
     if target is None:
         return NO_TARGET
-    text = _folded(target)
+    text = _fold_target(target)
     if not text or set(text) - set(ALPHABET):
         return f"the recogniser reads letters A-Z, and the target is {target!r}; take ocr"
     if height > MAX_HEIGHT or width > MAX_WIDTH:
@@ -125,11 +127,11 @@ def _failure(target: str | None, height: int, width: int) -> str | None:
             f" {height}x{width}; take ocr"
         )
     try:
-        fitting_size(text, height, width)
+        find_fitting_size(text, height, width)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _folded(target: str) -> str:
+def _fold_target(target: str) -> str:
     return "".join(target.split()).upper()

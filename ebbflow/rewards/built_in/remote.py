@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ebbflow.rewards.base import RewardResult
-from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask, shown
+from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask_server, quote_answer
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ class Remote:
 
     def unavailable(self) -> str | None:
         try:
-            health = ask(self.config, self.config.url + HEALTH, Health, sleep=self.sleep)
+            health = ask_server(self.config, self.config.url + HEALTH, Health, sleep=self.sleep)
         except NoAnswer as error:
             return str(error)
         if health.ready:
             return None
         return (
-            f"{self.config.url}: the reward {shown(health.reward, self.config)} is not ready; wait"
-            " until the server is"
+            f"{self.config.url}: the reward {quote_answer(health.reward, self.config)} is not"
+            " ready; wait until the server is"
         )
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
@@ -73,43 +73,43 @@ class Remote:
         for start in range(0, len(images), self.config.batch):
             part = slice(start, start + self.config.batch)
             try:
-                answer = self._ask(images[part], prompts[part])
+                answer = self._ask_for_scores(images[part], prompts[part])
             except NoAnswer as error:
                 failures |= dict.fromkeys(range(len(images))[part], str(error))
                 continue
-            values[part] = _numbers(answer.scores)
+            values[part] = _none_to_nan(answer.scores)
             for column in self.config.metrics:
-                metrics[f"{self.name}_{column}"][part] = _numbers(answer.metrics[column])
+                metrics[f"{self.name}_{column}"][part] = _none_to_nan(answer.metrics[column])
             for index, score in enumerate(answer.scores):
                 if score is None:
-                    failures[start + index] = shown(
+                    failures[start + index] = quote_answer(
                         answer.failures.get(index, "the server gave no reason"), self.config
                     )
         return RewardResult(values, metrics, failures)
 
-    def _ask(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreAnswer:
+    def _ask_for_scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreAnswer:
         url = self.config.url + SCORE
-        answer = ask(
+        answer = ask_server(
             self.config,
             url,
             ScoreAnswer,
-            as_request(images, prompts).model_dump_json().encode(),
+            build_request(images, prompts).model_dump_json().encode(),
             self.sleep,
         )
         if len(answer.scores) != len(images):
             raise NoAnswer(f"{url} answered {len(answer.scores)} scores for {len(images)} images")
         if missing := set(self.config.metrics) - answer.metrics.keys():
-            given = shown(", ".join(answer.metrics) or "none", self.config)
+            given = quote_answer(", ".join(answer.metrics) or "none", self.config)
             raise NoAnswer(f"{url} answered without the metrics {sorted(missing)}; it has {given}")
         return answer
 
 
-def as_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
+def build_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
     """The message for images, uint8 RGB [N, height, width, 3], and their prompts."""
-    from ebbflow.data.images import encode_png
+    from ebbflow.data.images import encode_pngs
 
     return ScoreRequest(
-        images=[base64.b64encode(image).decode() for image in encode_png(images)],
+        images=[base64.b64encode(image).decode() for image in encode_pngs(images)],
         prompts=[
             PromptMessage(
                 prompt=prompt.prompt,
@@ -122,7 +122,7 @@ def as_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
     )
 
 
-def _numbers(values: Sequence[float | None]) -> np.ndarray:
+def _none_to_nan(values: Sequence[float | None]) -> np.ndarray:
     """float64 [N], NaN for None."""
     import numpy as np
 

@@ -60,13 +60,15 @@ class Similarity:
                 failures[index] = NO_TARGET
                 continue
             try:
-                values[index] = letter_match(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), prompt.target)
+                values[index] = match_letters(
+                    cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), prompt.target
+                )
             except ValueError as error:
                 failures[index] = str(error)
         return RewardResult(values, failures=failures)
 
 
-def letter_match(grey: np.ndarray, text: str) -> float:
+def match_letters(grey: np.ndarray, text: str) -> float:
     """The similarity of one grey image, uint8 [height, width], to a line of text; 0 for a flat
     image.
 
@@ -75,11 +77,11 @@ def letter_match(grey: np.ndarray, text: str) -> float:
     """
     import numpy as np
 
-    from ebbflow.models.glyph_training.lettering import fitting_size
+    from ebbflow.models.glyph_training.lettering import find_fitting_size
 
     height, width = grey.shape
     text = " ".join(text.split())
-    size = fitting_size(text, height, width)
+    size = find_fitting_size(text, height, width)
     if grey.std() < FLAT:
         return 0.0
     slot = width / len(text)
@@ -89,24 +91,24 @@ def letter_match(grey: np.ndarray, text: str) -> float:
         if letter != " ":
             left = max(0, (index - REACH) * slot)
             right = (index + 1 + REACH) * slot + 2 * MARGIN
-            matches.append(_best_match(padded[:, int(left) : int(right)], letter, size))
+            matches.append(_find_best_match(padded[:, int(left) : int(right)], letter, size))
     return float(np.mean(matches))
 
 
-def _best_match(window: np.ndarray, letter: str, size: float) -> float:
+def _find_best_match(window: np.ndarray, letter: str, size: float) -> float:
     """Largest correlation over sizes and positions; -1 where no size fits into the window."""
     import cv2
 
     best = -1.0
     for share in SIZES:
-        template = _template(letter, share * size)
+        template = _render_template(letter, share * size)
         if template.shape[0] <= window.shape[0] and template.shape[1] <= window.shape[1]:
             best = max(best, float(cv2.matchTemplate(window, template, cv2.TM_CCOEFF_NORMED).max()))
     return best
 
 
 @lru_cache(maxsize=4096)
-def _template(letter: str, size: float) -> np.ndarray:
+def _render_template(letter: str, size: float) -> np.ndarray:
     from ebbflow.models.glyph_training.lettering import render_letter
 
     return render_letter(letter, size)

@@ -58,24 +58,24 @@ class Tesseract:
         self.config = config or TesseractConfig()
 
     def unavailable(self) -> str | None:
-        return _unavailable()
+        return _explain_unavailable()
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        from ebbflow.rewards.text import judge_readings
+        from ebbflow.rewards.text import score_readings
 
         readings: list[str | None] = []
         failures: dict[int, str] = {}
         for start in range(0, len(images), PAGES):
             chunk = images[start : start + PAGES]
-            texts, reason = read(chunk)
+            texts, reason = read_lines_of_text(chunk)
             failures |= {start + index: reason for index, text in enumerate(texts) if text is None}
             readings += texts
-        return judge_readings(
+        return score_readings(
             readings, prompts, "tesseract_exact", failures, self.config.match, self.config.case
         )
 
 
-def read(images: np.ndarray) -> tuple[list[str | None], str]:
+def read_lines_of_text(images: np.ndarray) -> tuple[list[str | None], str]:
     """The line of text in each image, "" where there is none, None where tesseract gave no page;
     and why it did not.
 
@@ -85,7 +85,7 @@ def read(images: np.ndarray) -> tuple[list[str | None], str]:
     try:
         done = subprocess.run(
             COMMAND,
-            input=_pages(images),
+            input=_read_pages(images),
             env={**os.environ, "OMP_THREAD_LIMIT": "1"},
             capture_output=True,
             timeout=TIMEOUT,
@@ -97,11 +97,11 @@ def read(images: np.ndarray) -> tuple[list[str | None], str]:
     except OSError as error:
         return [None] * len(images), f"tesseract did not start: {error}"
     complaint = " ".join(done.stderr.decode(errors="replace").split())[-200:]
-    texts = words_of_pages(done.stdout.decode(errors="replace"), len(images))
+    texts = join_words_of_pages(done.stdout.decode(errors="replace"), len(images))
     return texts, f"tesseract ended with {done.returncode}: {complaint}"
 
 
-def words_of_pages(tsv: str, pages: int) -> list[str | None]:
+def join_words_of_pages(tsv: str, pages: int) -> list[str | None]:
     """The words of each page, joined by blanks; None for a page that the table does not mention.
 
     Words of confidence 0 are left out: tesseract invents one for a page without text.
@@ -116,16 +116,16 @@ def words_of_pages(tsv: str, pages: int) -> list[str | None]:
     return [" ".join(words[page]) if page in words else None for page in range(1, pages + 1)]
 
 
-def _pages(images: np.ndarray) -> bytes:
+def _read_pages(images: np.ndarray) -> bytes:
     from PIL import Image
 
-    pages = [_page(Image.fromarray(image)) for image in images]
+    pages = [_build_page(Image.fromarray(image)) for image in images]
     stream = io.BytesIO()
     pages[0].save(stream, "TIFF", save_all=True, append_images=pages[1:])
     return stream.getvalue()
 
 
-def _page(image: Image.Image) -> Image.Image:
+def _build_page(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     scale = max(1.0, READABLE_HEIGHT / image.height)
@@ -136,7 +136,7 @@ def _page(image: Image.Image) -> Image.Image:
 
 
 @cache
-def _unavailable() -> str | None:
+def _explain_unavailable() -> str | None:
     install = (
         "install it with 'apt-get install tesseract-ocr', 'dnf install tesseract' or 'brew install"
         " tesseract'"

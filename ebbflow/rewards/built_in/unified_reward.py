@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about, read_answer
+from ebbflow.rewards.chat import ChatServerConfig, ImageChatReward, ask_about_images, parse_answer
 from ebbflow.rewards.templates import fill_template
 
 if TYPE_CHECKING:
@@ -50,19 +50,19 @@ class UnifiedReward(ImageChatReward):
 
     config: UnifiedRewardConfig
 
-    def metrics(self) -> Sequence[str]:
+    def list_metric_names(self) -> Sequence[str]:
         return METRICS if self.config.template == "unified_reward_2" else ()
 
-    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge_image(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         labels = AXES if self.config.template == "unified_reward_2" else FINAL
         question = fill_template(f"{self.config.template}_point", prompt.prompt)
-        choice = ask_about(self.config, [image], question, MAX_TOKENS, sleep=self.sleep)
+        choice = ask_about_images(self.config, [image], question, MAX_TOKENS, sleep=self.sleep)
         wanted = f"it must have one number from 1 to 5 after {' and '.join(labels)}"
-        scores = read_answer(self.config, choice, partial(read_scores, labels=labels), wanted)
+        scores = parse_answer(self.config, choice, partial(parse_scores, labels=labels), wanted)
         return scores if len(scores) == 1 else [sum(scores) / len(scores), *scores]
 
 
-def read_scores(text: str, labels: Sequence[str]) -> list[float] | None:
+def parse_scores(text: str, labels: Sequence[str]) -> list[float] | None:
     """The one number from 1 to 5 after each label; None where one is missing, repeated or
     outside."""
     found = [re.findall(re.escape(label) + NUMBER, text) for label in labels]

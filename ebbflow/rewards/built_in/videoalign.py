@@ -78,7 +78,7 @@ class VideoAlign(PretrainedReward):
 
     config: VideoAlignConfig
 
-    def files(self) -> list[Files]:
+    def list_files(self) -> list[Files]:
         return [
             Files(self.config, (CHECKPOINT, SETTINGS)),
             Files(self.config.processor, QWEN_FILES),
@@ -93,7 +93,7 @@ class VideoAlign(PretrainedReward):
         """
         import numpy as np
 
-        ratings = self._scores(videos, prompts).reshape(-1, len(DIMENSIONS))
+        ratings = self._score_in_batches(videos, prompts).reshape(-1, len(DIMENSIONS))
         columns = {name: ratings[:, index] for index, name in enumerate(DIMENSIONS)}
         total = np.sum([columns[name] for name in self.config.dimensions], axis=0)
         failures = {
@@ -107,22 +107,32 @@ class VideoAlign(PretrainedReward):
         }
         return RewardResult(total, metrics, failures)
 
-    def load(self) -> Score:
+    def load_score_function(self) -> Score:
         from ebbflow.rewards.qwen2_vl import JudgingQwen, load_backbone
-        from ebbflow.rewards.weights import merge_lora, pick, plain_head, read_weights
+        from ebbflow.rewards.weights import (
+            build_plain_head,
+            merge_lora_weights,
+            pick_weights,
+            read_weights,
+        )
 
-        folder, processor = (files.folder() for files in self.files())
+        folder, processor = (files.fetch_folder() for files in self.list_files())
         settings = _read_settings(folder / SETTINGS)
         source = max(
             folder.glob(CHECKPOINT), key=lambda path: int(path.parent.name.rpartition("-")[2])
         )
         lora = settings["peft_lora_config"]
-        weights = merge_lora(read_weights(source), lora["lora_alpha"] / lora["lora_r"], source)
+        weights = merge_lora_weights(
+            read_weights(source), lora["lora_alpha"] / lora["lora_r"], source
+        )
         model, tokenizer = load_backbone(weights, processor, source, TOKENS, self.config.precision)
-        (outputs,) = pick(weights, ("rm_head.weight",), source)
-        head = plain_head(outputs, model.device)
+        (outputs,) = pick_weights(weights, ("rm_head.weight",), source)
+        head = build_plain_head(outputs, model.device)
         return partial(
-            _ratings, JudgingQwen(model, head, tokenizer, TOKENS), settings, self.config.frame_rate
+            _compute_ratings,
+            JudgingQwen(model, head, tokenizer, TOKENS),
+            settings,
+            self.config.frame_rate,
         )
 
 
@@ -159,7 +169,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _ratings(
+def _compute_ratings(
     judge: JudgingQwen,
     settings: Mapping[str, Any],
     frame_rate: float,
@@ -169,24 +179,24 @@ def _ratings(
     """z-scores of uint8 videos, [n, dimensions]."""
     import torch
 
-    from ebbflow.rewards.qwen2_vl import resized
+    from ebbflow.rewards.qwen2_vl import resize_to_patch_grid
     from ebbflow.rewards.templates import fill_template
 
     vision = judge.model.config.vision_config
     data = settings["data_config"]
     scale = settings["inference_config"]
     assert not isinstance(videos, torch.Tensor)
-    looked_at = videos[:, seen_frames(videos.shape[1], frame_rate, data["fps"])]
+    looked_at = videos[:, select_seen_frames(videos.shape[1], frame_rate, data["fps"])]
     factor = vision.patch_size * vision.spatial_merge_size
-    pixels = resized(
+    pixels = resize_to_patch_grid(
         looked_at.reshape(-1, *videos.shape[2:]),
         MIN_PIXELS,
         data["max_frame_pixels"],
         factor,
         judge.model.device,
     ).unflatten(0, looked_at.shape[:2])
-    questions = [fill_template("videoalign", judge.plain(text)) for text in texts]
-    outputs = judge.outputs(
+    questions = [fill_template("videoalign", judge.remove_special_tokens(text)) for text in texts]
+    outputs = judge.compute_outputs(
         pixels, questions, "<|video_pad|>"
     )  # [n, tokens, 1], or an output for each token
     ratings = outputs.diagonal(dim1=1, dim2=2) if outputs.shape[2] > 1 else outputs[:, :, 0]
@@ -199,7 +209,7 @@ def _ratings(
     return (ratings - mean) / deviation
 
 
-def seen_frames(count: int, frame_rate: float, wanted_rate: float) -> np.ndarray:
+def select_seen_frames(count: int, frame_rate: float, wanted_rate: float) -> np.ndarray:
     """Indices of the frames that are looked at: evenly spaced from the first to the last, an even
     number, as published.
 

@@ -18,13 +18,13 @@ from ebbflow.rewards.chat import (
     ChatRewardConfig,
     Choice,
     ImageChatReward,
-    ask_about,
-    completions_url,
-    fill,
-    probability,
-    yes_or_no,
+    ask_about_images,
+    build_completions_url,
+    compute_word_probability,
+    fill_question,
+    parse_yes_or_no,
 )
-from ebbflow.rewards.http import NoAnswer, shown
+from ebbflow.rewards.http import NoAnswer, quote_answer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,9 +59,9 @@ class VisionJudgeConfig(ChatRewardConfig):
     taken.
     """
     answer: Literal["probability", "yes_no", "number"] = "probability"
-    """``probability``: P(yes) / (P(yes) + P(no)) of the first token. ``yes_no``: 1 or 0.
-    ``number``: a number from 0 to ``scale``, divided by it. Every other answer is a failure, never
-    a guess.
+    """``compute_word_probability``: P(yes) / (P(yes) + P(no)) of the first token. ``yes_no``: 1 or
+    0. ``parse_number``: a number from 0 to ``scale``, divided by it. Every other answer is a
+    failure, never a guess.
     """
     scale: float = Field(10.0, gt=0)
 
@@ -74,35 +74,39 @@ class VisionJudge(ImageChatReward):
 
     config: VisionJudgeConfig
 
-    def judge(self, image: np.ndarray, prompt: Prompt) -> list[float]:
+    def judge_image(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         if self.config.reads and prompt.target is None:
             raise NoAnswer(NO_TARGET)
         answer = self.config.answer
-        question = fill(self.config.question, prompt)
-        choice = ask_about(
+        question = fill_question(self.config.question, prompt)
+        choice = ask_about_images(
             self.config, [image], question, MAX_TOKENS[answer], answer == "probability", self.sleep
         )
         judged = (
-            probability(choice, "yes", "no") if answer == "probability" else self._in_words(choice)
+            compute_word_probability(choice, "yes", "no")
+            if answer == "probability"
+            else self._parse_in_words(choice)
         )
         if judged is None:
-            text = shown(choice.message.content or "", self.config)
+            text = quote_answer(choice.message.content or "", self.config)
             raise NoAnswer(
-                f'{completions_url(self.config)} answered "{text}", which is no {answer}:'
+                f'{build_completions_url(self.config)} answered "{text}", which is no {answer}:'
                 f" {WANTED[answer]}"
             )
         return [judged]
 
-    def _in_words(self, choice: Choice) -> float | None:
+    def _parse_in_words(self, choice: Choice) -> float | None:
         text = choice.message.content or ""
         if choice.finish_reason == "length":
             return None
         return (
-            yes_or_no(text) if self.config.answer == "yes_no" else number(text, self.config.scale)
+            parse_yes_or_no(text)
+            if self.config.answer == "yes_no"
+            else parse_number(text, self.config.scale)
         )
 
 
-def number(text: str, scale: float) -> float | None:
+def parse_number(text: str, scale: float) -> float | None:
     """The share of ``scale`` that an answer of one number in [0, scale] is; None for any other."""
     match = NUMBER.fullmatch(text)
     return float(match[1]) / scale if match and 0 <= float(match[1]) <= scale else None
