@@ -14,12 +14,12 @@ from ebbflow.recipe.stages import OnlineStageConfig
 PAGE = "docs/defaults.md"
 HEADER = f"""# Defaults and published values
 
-`ebbflow defaults` prints this page from the code, and `ebbflow defaults ALGORITHM` prints one of its
-tables. A test compares {PAGE} with the code. The column *default* shows the settings of an online
-stage that sets only the algorithm's name; offline stages have the same, without `updates_per_step`.
-Where a default differs from the published value, the remarks begin with **deviates** and give the
-reason. Published values are for models with 65,536 latent elements and more, and most of them are
-for LoRA adapters; recipes for the glyph model state what they change.
+`ebbflow defaults` prints this page from the code, and `ebbflow defaults ALGORITHM` prints one of
+its tables. A test compares {PAGE} with the code. The column *default* shows the settings of an
+online stage that sets only the algorithm's name; offline stages have the same, without
+`updates_per_step`. Where a default differs from the published value, the remarks begin with
+**deviates** and give the reason. Published values are for models with 65,536 latent elements and
+more, and most of them are for LoRA adapters; recipes for the glyph model state what they change.
 
 A source is a repository on GitHub, a file, and an entry in that file.
 """
