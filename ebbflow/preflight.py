@@ -15,7 +15,7 @@ from ebbflow.data.pairs import check_pairs
 from ebbflow.data.prepare import prepare_prompt_table
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.algorithms import CustomAlgorithmConfig, GradientConfig, MatchingConfig
+from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.branches import BRANCH
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resize_model
@@ -96,7 +96,7 @@ def check_recipe(
         scorer = load_scorer(own.rewards, own.guardrails)
         load_scorer(own.evaluated_rewards, ())
         for stage in recipe.stages:
-            if stage.branch == branch and isinstance(stage.hyper_parameters, GradientConfig):
+            if stage.branch == branch and stage.algorithm_kind.needs_reward_gradient:
                 scorer.require_gradients(stage.algorithm_name)
                 if scorer.trains_on_images:
                     _check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
@@ -159,7 +159,7 @@ def _find_prompt_file(key: str, source: str, on_cluster: bool) -> Path:
 def _try_losses(recipe: Recipe) -> None:
     for stage in recipe.stages:
         if isinstance(stage.algorithm, CustomAlgorithmConfig):
-            from ebbflow.algorithms.trial import try_loss  # imports torch
+            from ebbflow.training.trial import try_loss  # imports torch
 
             try_loss(stage.algorithm.path, *stage.algorithm.load_algorithm())
 
@@ -265,9 +265,7 @@ def _check_further_sizes(recipe: Recipe) -> None:
 def _warn_of_evaluation_sampler(recipe: Recipe) -> None:
     """A student of few steps has learnt the states of its own sampler alone."""
     students = [
-        index
-        for index, stage in enumerate(recipe.stages)
-        if isinstance(stage.hyper_parameters, MatchingConfig)
+        index for index, stage in enumerate(recipe.stages) if stage.algorithm_kind.trains_student
     ]
     if students and (own := recipe.stages[students[-1]].sampler) != (
         evaluated := recipe.evaluation.sampler_with_steps

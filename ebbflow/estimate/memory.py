@@ -66,7 +66,6 @@ from ebbflow.estimate.work import (
     list_compared_copies,
 )
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.algorithms import GradientConfig, MatchingConfig
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.rewards import RewardConfig
@@ -407,17 +406,15 @@ class ProcessMemory:
         share = math.ceil(
             count_selected_samples(ctx)[0] / config.updates_per_step / ranks
         )  # of the samples, in an update
-        recorded = (
-            3 * count_rows_per_sample(ctx)
-            if ctx.config.hyper_parameters.kind == "trajectory"
-            else 0
-        )
+        kind = ctx.config.algorithm_kind
+        recorded = 3 * count_rows_per_sample(ctx) if kind.records_trajectory else 0
         samples = config.prompts_per_step * config.group_size
-        on_gradient = isinstance(ctx.config.hyper_parameters, GradientConfig)
         return replace(
             self._training_state_memory(ctx, ranks, ranks),
             activations=self._training_activation_bytes(ctx),
-            others=_reward_weight_bytes(ctx.branch_recipe.rewards) if on_gradient else 0,
+            others=_reward_weight_bytes(ctx.branch_recipe.rewards)
+            if kind.needs_reward_gradient
+            else 0,
             samples=samples * (self.prompt_bytes + self.latent_bytes * (1 + recorded))
             + self._update_bytes(ctx, share),
         )
@@ -435,7 +432,7 @@ class ProcessMemory:
     def _training_state_memory(self, ctx: StageContext, processes: int, shards: int) -> Memory:
         """Weights, optimiser and copies of one of several processes that train, and where they
         are."""
-        fake = isinstance(ctx.config.hyper_parameters, MatchingConfig)
+        fake = ctx.config.algorithm_kind.trains_student
         swapped = (
             4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
         )
@@ -472,11 +469,7 @@ class ProcessMemory:
         student's steps, and prompts.
         """
         predictions = len(list_compared_copies(ctx)) + ctx.config.reference.needs_guidance
-        of_student = (
-            2 * ctx.config.sampler.steps + 2
-            if isinstance(ctx.config.hyper_parameters, MatchingConfig)
-            else 0
-        )
+        of_student = ctx.config.algorithm_kind.latents_per_row(ctx.config.sampler.steps)
         return samples * (
             self.prompt_bytes
             + count_rows_per_sample(ctx) * self.latent_bytes * (3 + predictions + of_student)
@@ -516,10 +509,11 @@ class ProcessMemory:
         """Of one forward and backward pass; on the gradient of the reward, of what decodes and
         scores the images, too.
         """
-        hyper = ctx.config.hyper_parameters
+        kind = ctx.config.algorithm_kind
+        cost = kind.row_cost(ctx.config.hyper_parameters, ctx.config.sampler.steps)
         rows = max(ctx.config.micro_batch, count_selected_samples(ctx)[1])
         network = rows * self._saved_activation_bytes(ctx)
-        if not isinstance(hyper, GradientConfig) or all(
+        if not kind.needs_reward_gradient or all(
             reward.reads_latents for reward in ctx.branch_recipe.rewards
         ):
             return network
@@ -529,7 +523,7 @@ class ProcessMemory:
         )
         # Several steps are repeated in the backward pass, when nothing of the images is left.
         return 4 * self.sizes.vae + (
-            max(network, images) if hyper.steps_with_gradient > 1 else network + images
+            max(network, images) if cost.with_gradient > 1 else network + images
         )
 
     def _saved_activation_bytes(self, ctx: StageContext, recomputing: bool = True) -> int:

@@ -129,7 +129,7 @@ def build_online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
         )
     kept, together = count_selected_samples(ctx)
     rows = kept * count_rows_per_sample(ctx)
-    groups = rows if config.hyper_parameters.kind == "trajectory" else kept // together
+    groups = rows if config.algorithm_kind.records_trajectory else kept // together
     precision = BYTES[recipe.model.precision] if recipe.policy.train == "lora" else 4
     return OnlineWork(
         ctx=ctx,

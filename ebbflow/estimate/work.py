@@ -11,12 +11,6 @@ import numpy as np
 
 from ebbflow.data.model_sizes import ModelSizes, SampleSize
 from ebbflow.flow.windows import Plan, count_samples_per_prediction, count_tail_steps
-from ebbflow.recipe.algorithms import (
-    DirectAlignConfig,
-    ForwardConfig,
-    GradientConfig,
-    MatchingConfig,
-)
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import resolve_correction
 from ebbflow.stage import StageContext, choose_drift_stride
@@ -59,7 +53,7 @@ def estimate_work(ctx: StageContext, sizes: ModelSizes, sample: SampleSize, trai
     samples, repeats, updates = _count_samples_and_updates(ctx)
     kept, group_index = count_selected_samples(ctx)
     rows = round(repeats * kept * _average_rows_per_sample(ctx))
-    anchored = config.hyper_parameters.kind == "trajectory" and resolve_correction(
+    anchored = config.algorithm_kind.records_trajectory and resolve_correction(
         config, ctx.recipe.model.precision
     )
     comparing = rows * len(list_compared_copies(ctx)) + (
@@ -76,24 +70,12 @@ def estimate_work(ctx: StageContext, sizes: ModelSizes, sample: SampleSize, trai
         comparing += _count_drift_rows(
             updates, math.ceil(rows / updates), max(config.micro_batch, group_index)
         )
-    gradient_steps = 1
-    if isinstance(
-        config.hyper_parameters, GradientConfig
-    ):  # the steps before it are repeated without gradient, at most all of them
-        gradient_steps = config.hyper_parameters.steps_with_gradient
-        if not isinstance(
-            config.hyper_parameters, DirectAlignConfig
-        ):  # which takes the samples of the rollout
-            comparing += rows * (config.sampler.steps - gradient_steps)
-    if isinstance(
-        config.hyper_parameters, MatchingConfig
-    ):  # the student's steps without gradient, and the second pass of a guided teacher
-        gradient_steps += config.hyper_parameters.fake_updates
-        comparing += rows * (config.sampler.steps + (config.hyper_parameters.guidance > 1))
+    cost = config.algorithm_kind.row_cost(config.hyper_parameters, config.sampler.steps)
+    comparing += rows * cost.without_gradient
     return Work(
         samples=samples,
         denoising=round(average_denoising_steps(ctx) * samples) * sample.passes,
-        training=rows * gradient_steps * passes,
+        training=rows * cost.with_gradient * passes,
         comparing=comparing * passes,
         shards=(
             rollout_shard_bytes(sample, samples, config.latent_precision)
@@ -117,10 +99,7 @@ def count_passes_per_term(ctx: StageContext, sample: SampleSize) -> int:
     """Of the network for a term: losses on final latents and of students are without guidance,
     others where the stage says so.
     """
-    unguided = (
-        ctx.config.hyper_parameters.kind in ("forward", "matching")
-        or not ctx.config.guidance_in_loss
-    )
+    unguided = ctx.config.algorithm_kind.is_unguided or not ctx.config.guidance_in_loss
     return 1 if unguided else sample.passes
 
 
@@ -162,14 +141,10 @@ def count_selected_samples(ctx: StageContext) -> tuple[int, int]:
 def count_rows_per_sample(ctx: StageContext) -> int:
     """Rows of the loss per sample: denoising steps of its trajectory, draws of noise, or
     branches."""
-    hyper = ctx.config.hyper_parameters
-    if isinstance(hyper, ForwardConfig):
-        return hyper.noise_levels
-    if isinstance(hyper, GradientConfig):
-        return hyper.rows_per_sample
-    if isinstance(hyper, MatchingConfig):
-        return 1
-    return len(_first_window_plan(ctx).trained)
+    kind = ctx.config.algorithm_kind
+    if kind.records_trajectory:
+        return len(_first_window_plan(ctx).trained)
+    return kind.rows_per_entry(ctx.config.hyper_parameters)
 
 
 def _first_window_plan(ctx: StageContext) -> Plan:

@@ -33,7 +33,6 @@ from ebbflow.offline.shards import (
     read_latent_parts,
     sum_phase_seconds,
 )
-from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.seeding import Stream, make_generator
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.disk import (
@@ -46,7 +45,6 @@ from ebbflow.storage.tables import count_rows, read_columns, read_table, read_ta
 from ebbflow.timing import Clock
 from ebbflow.training.batches import (
     SampleGroups,
-    build_forward_batch,
     count_shared_micro_batches,
     shard_for_rank,
     split_evenly,
@@ -60,6 +58,7 @@ from ebbflow.training.checkpoint import (
 )
 from ebbflow.training.distributed import Ranks, broadcast_first, broadcast_first_of_node
 from ebbflow.training.gradients import TrainingError
+from ebbflow.training.kinds.base import trainable_kind
 from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
@@ -335,19 +334,22 @@ def _update_policy(
     ctx: StageContext, updater: PolicyUpdater, part: BatchPart, ranks: Ranks
 ) -> dict[str, float]:
     """One optimiser step of all processes, this one on its part of the batch."""
-    hyper = ctx.config.hyper_parameters
-    assert isinstance(hyper, ForwardConfig)
+    kind = trainable_kind(ctx.config.hyper_parameters.kind)
     device = part.conditioning.device
-    clean = part.clean.to(device)
-    advantage = part.advantage.to(device)
-    samples = (clean, part.conditioning, advantage, part.keys, part.group_index)
-    batch = build_forward_batch(*samples, hyper, updater.sampler_sigmas, visit=part.epoch)
-    return updater.update_policy(
-        batch,
-        count_shared_micro_batches(
-            part.groups, ranks.world, hyper.noise_levels, ctx.config.micro_batch
-        ),
+    batch = kind.build_offline_batch(
+        updater,
+        part.clean.to(device),
+        part.conditioning,
+        part.advantage.to(device),
+        part.keys,
+        part.group_index,
+        part.epoch,
     )
+    rows_per_sample = kind.rows_per_entry(ctx.config.hyper_parameters)
+    passes = count_shared_micro_batches(
+        part.groups, ranks.world, rows_per_sample, ctx.config.micro_batch
+    )
+    return updater.update_policy(batch, passes)
 
 
 def _list_trainable_shards(

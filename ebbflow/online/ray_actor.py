@@ -27,7 +27,6 @@ from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageError
-from ebbflow.recipe.algorithms import GradientConfig
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rollouts.engine import Diffusers, open_engine
@@ -191,7 +190,7 @@ def open_training_worker(
     policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)
     scorer = (
         load_scorer(ctx.branch_recipe.rewards, ())
-        if isinstance(ctx.config.hyper_parameters, GradientConfig)
+        if ctx.config.algorithm_kind.needs_reward_gradient
         else None
     )
     return RayTrainingWorker(

@@ -17,21 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.advantages import PromptStatistics
-from ebbflow.algorithms.policy_gradient import compute_dead_share
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
-from ebbflow.models import Conditioning
 from ebbflow.models.base import device_of, generate_in_size, require_pixels
 from ebbflow.models.encoding import Embeddings, embed_prompts
 from ebbflow.online.first_update_alarm import find_first_update_alarms
 from ebbflow.online.messages import RolloutRequest, TrainingBatch, TrainingReport
 from ebbflow.online.tracing import TaskTimer
-from ebbflow.recipe.algorithms import (
-    DirectAlignConfig,
-    ForwardConfig,
-    GradientConfig,
-    MatchingConfig,
-)
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts, join_rollouts
 from ebbflow.rollouts.parity import compute_parity_bar, measure_parity
@@ -42,21 +34,16 @@ from ebbflow.training.batches import (
     CorrectedRollout,
     RowBatch,
     SampleGroups,
-    build_forward_batch,
-    build_trajectory_batch,
     count_shared_micro_batches,
     shard_for_rank,
     split_evenly,
 )
 from ebbflow.training.checkpoint import restore_updater, write_part
-from ebbflow.training.direct_align import build_direct_align_batch
 from ebbflow.training.distributed import Ranks
-from ebbflow.training.matching import build_matching_batch, sample_student_steps
+from ebbflow.training.kinds.base import StepSamples, trainable_kind
 from ebbflow.training.policy_io import save_policy
 from ebbflow.training.policy_metadata import PolicyMetadata
-from ebbflow.training.reward_gradients import build_gradient_batch
 from ebbflow.training.rollout_correction import apply_rollout_correction
-from ebbflow.training.rollout_forward import reuse_rollout_forward
 from ebbflow.training.update import PolicyUpdater
 
 
@@ -85,7 +72,7 @@ class TrainingWorker:
         self.metadata = metadata
         self.rank = rank
         self.scorer = scorer
-        if scorer and isinstance(ctx.config.hyper_parameters, GradientConfig):
+        if scorer and ctx.config.algorithm_kind.needs_reward_gradient:
             scorer.require_gradients(ctx.config.algorithm_name)
             if scorer.trains_on_images:
                 require_pixels(updater.policy.model, ctx.config.algorithm_name)
@@ -218,56 +205,37 @@ def train_on_batch(
             trajectory = replace(
                 trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device)
             )
+    step = StepSamples(
+        updater=updater,
+        keys=batch.keys,
+        prompts=batch.prompts,
+        conditioning=conditioning,
+        sample_index=batch.sample_index,
+        advantages=batch.advantages if batch.step_advantages is None else batch.step_advantages,
+        latents=rollouts.latents,
+        trajectory=trajectory,
+        velocities=rollouts.velocities,
+        scorer=scorer,
+    )
+    kind = trainable_kind(ctx.config.hyper_parameters.kind)
     updates: list[dict[str, float]] = []
-    for groups in _split_groups_over_updates(ctx, batch):
-        if (
-            left := groups
-            if trajectory is None
-            else trajectory.list_kept_rows(np.concatenate(groups))
-        ):
-            shard = shard_for_rank(left, Ranks.current())
-            before: dict[str, float] = {}
-            if isinstance(ctx.config.hyper_parameters, GradientConfig):
-                assert scorer is not None, (
-                    "who opens a worker for such an algorithm gives it the rewards"
-                )
-                if isinstance(ctx.config.hyper_parameters, DirectAlignConfig):
-                    rows = _build_direct_align_rows(
-                        ctx,
-                        batch,
-                        updater,
-                        scorer,
-                        conditioning,
-                        rollouts.latents,
-                        np.concatenate(shard),
-                    )
-                else:
-                    rows = _build_gradient_rows(
-                        ctx,
-                        batch,
-                        updater,
-                        scorer,
-                        conditioning,
-                        np.concatenate(shard),
-                        _count_passes(ctx, left),
-                    )
-            elif isinstance(ctx.config.hyper_parameters, MatchingConfig):
-                rows, before = _build_matching_rows(
-                    ctx,
-                    batch,
-                    updater,
-                    conditioning,
-                    np.concatenate(shard),
-                    _count_passes(ctx, left),
-                )
-            else:
-                rows = _build_loss_rows(
-                    ctx, batch, rollouts, conditioning, trajectory, shard, updater.sampler_sigmas
-                )
-            updates.append(before | _update_policy(ctx, updater, rows, left, batch.prompt_sets))
-    if updates and "ratio/deviation" in updates[0]:
-        metrics["ratio/first_deviation"] = updates[0]["ratio/deviation"]
-        metrics["ratio/first_dead_share"] = compute_dead_share(updates[0])
+    for selected in _split_groups_over_updates(ctx, batch):
+        groups = kind.list_trained_groups(step, selected)
+        if not groups:
+            continue  # the correction rejected all of them
+        passes = count_shared_micro_batches(
+            groups,
+            Ranks.current().world,
+            kind.rows_per_entry(ctx.config.hyper_parameters),
+            ctx.config.micro_batch,
+        )
+        shard = shard_for_rank(groups, Ranks.current())
+        rows, earlier_metrics = kind.build_batch(step, shard, passes)
+        updates.append(
+            earlier_metrics | _update_policy(updater, rows, groups, passes, batch.prompt_sets)
+        )
+    if updates:
+        metrics |= kind.summarise_first_update(updates[0])
     if updater.steps == 0 and trajectory is not None:
         updater.alarms += find_first_update_alarms(
             ctx.online_config, updater.policy.model.precision, metrics, rollouts.latents[0].numel()
@@ -297,153 +265,22 @@ def _split_groups_over_updates(ctx: StageContext, batch: TrainingBatch) -> list[
     ]
 
 
-def _build_loss_rows(
-    ctx: StageContext,
-    batch: TrainingBatch,
-    rollouts: Rollouts,
-    conditioning: Conditioning,
-    trajectory: CorrectedRollout | None,
-    groups: SampleGroups,
-    schedule: torch.Tensor,
-) -> RowBatch:
-    """The rows of the loss for some sample groups: samples, or single denoising steps of
-    trajectories.
-    """
-    numbers = np.concatenate(groups)
-    device = conditioning.device
-    if rollouts.velocities:
-        numbers.sort()  # in the order of the rollout, whose passes are those of the update
-    samples, steps = (numbers, None) if trajectory is None else trajectory.select_rows(numbers)
-    keys = batch.keys.select_samples(samples)
-    conditioning = conditioning.select_rows(torch.from_numpy(batch.sample_index[samples]))
-    values = batch.advantages if batch.step_advantages is None else batch.step_advantages
-    advantages = torch.from_numpy(values[samples]).to(device)
-    if steps is not None:
-        rows = build_trajectory_batch(
-            steps.move_to(device), conditioning, advantages, keys, ctx.config.sampler
-        )
-        return (
-            reuse_rollout_forward(rows, numbers, rollouts.velocities)
-            if rollouts.velocities
-            else rows
-        )
-    hyper = ctx.config.hyper_parameters
-    assert isinstance(hyper, ForwardConfig)
-    group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    clean = rollouts.latents[samples].to(device)
-    return build_forward_batch(
-        clean, conditioning, advantages, keys, group_index, hyper, schedule, visit=0
-    )
-
-
-def _build_gradient_rows(
-    ctx: StageContext,
-    batch: TrainingBatch,
-    updater: PolicyUpdater,
-    scorer: Scorer,
-    conditioning: Conditioning,
-    samples: np.ndarray,
-    passes: int,
-) -> RowBatch:
-    """The rows of some samples whose rewards give a gradient."""
-    hyper = ctx.config.hyper_parameters
-    update = updater.progress.updates
-    assert isinstance(hyper, GradientConfig)
-    draw = make_generator(ctx.stage_seed, prompt_id=0, sample=update, step=0, stream=Stream.WINDOWS)
-    return build_gradient_batch(
-        model=updater.policy.model,
-        conditioning=conditioning.select_rows(torch.from_numpy(batch.sample_index[samples])),
-        advantage=torch.from_numpy(batch.advantages[samples]).to(conditioning.device),
-        keys=batch.keys.select_samples(samples),
-        prompts=[batch.prompts[sample] for sample in samples],
-        sigmas=updater.sampler_sigmas,
-        first_step=hyper.first_step(ctx.config.sampler.steps, draw),
-        steps_with_gradient=hyper.steps_with_gradient,
-        score=scorer.score_latents_with_gradient,
-        passes=passes,
-    )
-
-
-def _build_direct_align_rows(
-    ctx: StageContext,
-    batch: TrainingBatch,
-    updater: PolicyUpdater,
-    scorer: Scorer,
-    conditioning: Conditioning,
-    latents: torch.Tensor,
-    samples: np.ndarray,
-) -> RowBatch:
-    """The rows of some samples that are recovered with gradient."""
-    hyper = ctx.config.hyper_parameters
-    assert isinstance(hyper, DirectAlignConfig)
-    return build_direct_align_batch(
-        model=updater.policy.model,
-        clean=latents[samples].to(conditioning.device),
-        conditioning=conditioning.select_rows(torch.from_numpy(batch.sample_index[samples])),
-        advantage=torch.from_numpy(batch.advantages[samples]).to(conditioning.device),
-        keys=batch.keys.select_samples(samples),
-        prompts=[batch.prompts[sample] for sample in samples],
-        config=hyper,
-        update=updater.progress.updates,
-        score=scorer.score_latents_with_gradient,
-    )
-
-
-def _build_matching_rows(
-    ctx: StageContext,
-    batch: TrainingBatch,
-    updater: PolicyUpdater,
-    conditioning: Conditioning,
-    samples: np.ndarray,
-    passes: int,
-) -> tuple[RowBatch, dict[str, float]]:
-    """(the rows of some samples, metrics of the fake score), once the fake score has followed the
-    policy.
-    """
-    hyper = ctx.config.hyper_parameters
-    assert isinstance(hyper, MatchingConfig)
-    conditioning = conditioning.select_rows(torch.from_numpy(batch.sample_index[samples]))
-    advantage = torch.from_numpy(batch.advantages[samples]).to(conditioning.device)
-    keys = batch.keys.select_samples(samples)
-    steps = sample_student_steps(
-        updater.policy, conditioning, keys, ctx.config.sampler, updater.sampler_sigmas, passes
-    )
-    fake = [
-        updater.update_fake_score(build_matching_batch(steps, advantage, hyper, draw), passes)
-        for draw in range(hyper.fake_updates)
-    ]
-    return build_matching_batch(steps, advantage, hyper, hyper.fake_updates), _average_metrics(fake)
-
-
-def _count_passes(ctx: StageContext, groups: SampleGroups) -> int:
-    """Forward-backward passes of an update on some sample groups, on every rank."""
-    hyper = ctx.config.hyper_parameters
-    draws = 1
-    if isinstance(hyper, ForwardConfig):
-        draws = hyper.noise_levels
-    elif isinstance(hyper, GradientConfig):
-        draws = hyper.rows_per_sample
-    return count_shared_micro_batches(groups, Ranks.current().world, draws, ctx.config.micro_batch)
-
-
 def _update_policy(
-    ctx: StageContext,
     updater: PolicyUpdater,
     rows: RowBatch,
     groups: SampleGroups,
+    passes: int,
     prompt_sets: Mapping[int, str],
 ) -> dict[str, float]:
-    """One optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of
+    """Take one optimiser step of all ranks on some sample groups; ``rows`` are this rank's share of
     them.
     """
     world = Ranks.current().world
-    passes = (
-        int(rows.group_index[-1]) + 1 if rows.inputs.predicted else _count_passes(ctx, groups)
-    )  # the rollout's, each a group
+    if rows.inputs.predicted:
+        passes = int(rows.group_index[-1]) + 1  # the rollout's passes, each of them a group
     metrics = updater.update_policy(rows, passes, prompt_sets)
-    if (
-        len(groups) < world and "grad_variance" in metrics
-    ):  # every rank had all of them, and each counted as another row
+    if len(groups) < world and "grad_variance" in metrics:
+        # Every rank had all groups, and each counted as another row.
         metrics["grad_variance"] /= world
     return metrics
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, ValidationError, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict, explain_validation_error
+from ebbflow.recipe.kinds import find_kind
 from ebbflow.recipe.paths import PathText
 from ebbflow.recipe.plugins import import_object, validate_name_or_path
 
@@ -92,7 +93,7 @@ class AlgorithmConfig(Strict):
         paper: arXiv id of the publication.
     """
 
-    kind: ClassVar[Literal["trajectory", "forward", "gradient", "matching"]]
+    kind: ClassVar[str]
     stages: ClassVar[tuple[str, ...]]
     stage_defaults: ClassVar[dict[str, Any]] = {}
     published: ClassVar[dict[str, PublishedSetting]] = {}
@@ -209,6 +210,8 @@ class DirectAlignConfig(GradientConfig):
     The denoising branch starts above it, the inversion branch below it.
     """
 
+    kind: ClassVar = "direct_align"
+
     min_sigma: float = Field(0.75, ge=0, lt=1)
     max_sigma: float = Field(0.9643, gt=0, lt=1)
     jump: float = Field(0.1, gt=0, le=0.5)
@@ -306,7 +309,7 @@ class CustomAlgorithmConfig(Strict):
             raise RecipeError(
                 f"options of {self.path}:\n{explain_validation_error(error, config)}"
             ) from None
-        if hyper.kind != "forward" and "offline" in hyper.stages:
+        if "offline" in hyper.stages and not find_kind(hyper.kind).can_be_offline:
             raise RecipeError(
                 f"{self.path}: offline stages store no trajectories; take them out of"
                 f" {config.__name__}.stages"

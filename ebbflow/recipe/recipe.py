@@ -19,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from ebbflow.recipe.algorithms import MatchingConfig
 from ebbflow.recipe.base import (
     MAX_LENGTH,
     NAME,
@@ -298,9 +297,8 @@ class Recipe(Strict):
         for index, stage in enumerate(self.stages):
             key = f"stages.{index}.algorithm"
             named = branches_teaching(stage)
-            if not isinstance(stage.hyper_parameters, MatchingConfig) or (
-                stage.hyper_parameters.teacher and not named
-            ):
+            teacher = getattr(stage.hyper_parameters, "teacher", None)
+            if not stage.algorithm_kind.trains_student or (teacher and not named):
                 continue
             branch = stage.branch
             end = index
@@ -312,7 +310,7 @@ class Recipe(Strict):
                 end = 1 + max(
                     number for number in range(index) if self.stages[number].branch == branch
                 )
-                policy = f"{key}.teacher = {stage.hyper_parameters.teacher!r} is"
+                policy = f"{key}.teacher = {teacher!r} is"
             if students := self._list_earlier_student_stages(end, branch):
                 since = f"since stages.{students[0]}" if students[0] < end else "in round 2"
                 raise ValueError(
@@ -327,7 +325,7 @@ class Recipe(Strict):
         return [
             index
             for index, stage in enumerate(self.stages)
-            if isinstance(stage.hyper_parameters, MatchingConfig)
+            if stage.algorithm_kind.trains_student
             and stage.branch in (None, branch)
             and (index < end or (self.rounds > 1 and stage.branch is None))
         ]
@@ -336,7 +334,8 @@ class Recipe(Strict):
     def _check_students_are_trainable(self) -> Recipe:
         family = FAMILIES.get(self.model.family)
         for index, stage in enumerate(self.stages):
-            if not isinstance(hyper := stage.hyper_parameters, MatchingConfig):
+            hyper = stage.hyper_parameters
+            if not stage.algorithm_kind.trains_student:
                 continue
             if self.model.guidance > 1 and (family is None or family.guided):
                 raise ValueError(
@@ -344,9 +343,11 @@ class Recipe(Strict):
                     f" guidance, and model.guidance = {self.model.guidance:g}; set it to 1, and"
                     " algorithm.guidance to that of the teacher"
                 )
-            if hyper.guidance > 1 and family and not family.guided:
+            guidance = getattr(hyper, "guidance", 1.0)
+            guides_teacher = stage.algorithm_kind.guides_teacher(hyper)
+            if guides_teacher and family and not family.guided:
                 raise ValueError(
-                    f"stages.{index}.algorithm.guidance = {hyper.guidance:g} needs classifier-free"
+                    f"stages.{index}.algorithm.guidance = {guidance:g} needs classifier-free"
                     f" guidance, which model.family = {self.model.family!r} has not; leave it out"
                 )
             if self.model.precision == "float16":

@@ -17,13 +17,10 @@ from pydantic import (
 from ebbflow.recipe.algorithms import (
     AlgorithmConfig,
     CustomAlgorithmConfig,
-    GradientConfig,
-    MatchingConfig,
 )
 from ebbflow.recipe.base import Strict, apportion_total
 from ebbflow.recipe.choices import (
     ENGINES,
-    WINDOW_KEYS,
     AdvantagesConfig,
     CorrectionConfig,
     OptimizerConfig,
@@ -35,6 +32,7 @@ from ebbflow.recipe.choices import (
     WindowConfig,
     describe_choices,
 )
+from ebbflow.recipe.kinds import AlgorithmKind, find_kind
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.online import OnlineConfig
 from ebbflow.recipe.paths import PathText
@@ -116,6 +114,11 @@ class StageConfig(Strict):
         )
 
     @property
+    def algorithm_kind(self) -> AlgorithmKind:
+        """The kind of rows that the algorithm trains on, which says what suits it."""
+        return find_kind(self.hyper_parameters.kind)
+
+    @property
     def algorithm_name(self) -> str:
         """How people call the algorithm: a user's own by its path."""
         return (
@@ -129,8 +132,8 @@ class StageConfig(Strict):
         """Whether it needs negative prompts for the reference or the teacher, though the policy
         generates without guidance.
         """
-        return self.reference.needs_guidance or (
-            isinstance(self.hyper_parameters, MatchingConfig) and self.hyper_parameters.guidance > 1
+        return self.reference.needs_guidance or self.algorithm_kind.guides_teacher(
+            self.hyper_parameters
         )
 
     @model_validator(mode="before")
@@ -146,7 +149,7 @@ class StageConfig(Strict):
         )
         if algorithm is None:
             return data  # its own error says more than ours could
-        penalty = "kl" if algorithm.kind == "trajectory" else "velocity"
+        penalty = find_kind(algorithm.kind).default_penalty
         defaults = {"reference": {}} | {
             k: v for k, v in algorithm.stage_defaults.items() if k in cls.model_fields
         }
@@ -172,14 +175,8 @@ class StageConfig(Strict):
                 f"{self.algorithm_name} learns from a teacher, which only online stages load; use"
                 " it in one"
             )
-        checks = {
-            "trajectory": self._check_trajectory,
-            "forward": self._check_forward,
-            "gradient": self._check_gradient,
-            "matching": self._check_matching,
-        }
-        checks[self.hyper_parameters.kind]()
-        if self.advantages.clip is None and self.hyper_parameters.kind != "trajectory":
+        self.algorithm_kind.check_stage(self)
+        if self.advantages.clip is None and not self.algorithm_kind.records_trajectory:
             raise ValueError(
                 "advantages.clip = null is for algorithms on trajectories, and"
                 f" {self.algorithm_name} is none; take a number such as 5, or leave it out"
@@ -232,150 +229,6 @@ class StageConfig(Strict):
             raise ValueError("a stage of your own kind chooses its sizes itself; leave sizes out")
         return self
 
-    def _check_trajectory(self) -> None:
-        name = self.algorithm_name
-        sampler = self.sampler
-        window = self.window
-        if self.reference.adaptive and self.advantages.clip is None:
-            raise ValueError(
-                "reference.adaptive weighs with shares of advantages.clip, which is null; give"
-                " advantages.clip a number such as 5"
-            )
-        if not sampler.is_stochastic:
-            raise ValueError(
-                f"{name} needs the log-probabilities of a stochastic sampler and {sampler.name!r}"
-                " has none; set sampler.name to flow_sde, dance_sde or cps, or algorithm.name to"
-                " diffusion_nft"
-            )
-        if self.reference.needs_guidance:
-            raise ValueError(
-                f"reference.guidance = {self.reference.guidance:g} is for algorithms on final"
-                f" latents, whose policy is unguided; {name} guides policy and base model by"
-                " model.guidance: leave it out"
-            )
-        if window is None:
-            raise ValueError(
-                f"{name} trains on a window of the denoising steps; leave 'window' out for the"
-                " default one"
-            )
-        _check_window(window, sampler.steps)
-        if not self.guidance_in_loss and self.correction is not None:
-            raise ValueError(
-                "guidance_in_loss: false takes the ratio against the policy without guidance, and"
-                " 'correction' would compare it with guided rollouts; leave 'correction' out, or"
-                " guidance_in_loss at true"
-            )
-        if sampler.name == "cps":
-            self._check_cps(name)
-
-    def _check_cps(self, name: str) -> None:
-        """The published log-prob of CPS is no density: it has no 1 / (2 b^2), so no threshold on it
-        has a unit.
-        """
-        if self.hyper_parameters.needs_density:
-            raise ValueError(
-                f"{name} needs log-probs that are densities, and those of cps leave out 1 / (2"
-                " b^2); set sampler.name to flow_sde or dance_sde, or algorithm.name to mix_grpo"
-            )
-        for key in ("weights", "reject"):
-            if (value := getattr(self.correction, key, "none")) != "none":
-                raise ValueError(
-                    f"correction.{key} = {value!r} compares densities, and the log-probs of cps are"
-                    f" none; set correction.{key} to none, or sampler.name to flow_sde or dance_sde"
-                )
-
-    def _check_forward(self) -> None:
-        name = self.algorithm_name
-        if self.window is not None:
-            raise ValueError(
-                f"{name} trains on final latents alone; leave 'window' out, or set algorithm.name"
-                " to mix_grpo"
-            )
-        if self.correction is not None:
-            raise ValueError(
-                f"{name} has no log-probs for a correction to compare; leave 'correction' out, or"
-                " set algorithm.name to mix_grpo"
-            )
-        if not self.guidance_in_loss:
-            raise ValueError(
-                f"the loss of {name} is without guidance always; leave 'guidance_in_loss' out"
-            )
-        if self.reference.penalty != "velocity":
-            raise ValueError(
-                f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory"
-                f" and {name} has none; take velocity, or leave it out"
-            )
-
-    def _check_gradient(self) -> None:
-        name = self.algorithm_name
-        hyper = self.hyper_parameters
-        steps = self.sampler.steps
-        assert isinstance(hyper, GradientConfig)
-        if self.sampler.name != "ode":
-            raise ValueError(
-                f"{name} takes the gradient through the steps of the sampler ode, and sampler.name"
-                f" = {self.sampler.name!r}; leave sampler.name out"
-            )
-        if hyper.steps_with_gradient > steps:
-            raise ValueError(
-                f"{name} takes {hyper.steps_with_gradient} steps with gradient, and sampler.steps ="
-                f" {steps}; raise it"
-            )
-        if self.window is not None:
-            raise ValueError(
-                f"{name} chooses its steps itself; leave 'window' out, or set algorithm.name to"
-                " mix_grpo"
-            )
-        if self.correction is not None:
-            raise ValueError(
-                f"{name} trains on samples of the policy as it is, which need no 'correction';"
-                " leave it out"
-            )
-        if not self.guidance_in_loss:
-            raise ValueError(
-                f"the gradient of {name} goes through guided steps; leave 'guidance_in_loss' out"
-            )
-        if self.reference.penalty != "velocity" or self.reference.needs_guidance:
-            raise ValueError(
-                f"the reference of {name} is its velocity as it generates; take reference.penalty ="
-                " velocity and reference.guidance = 1, or leave them out"
-            )
-
-    def _check_matching(self) -> None:
-        name = self.algorithm_name
-        hyper = self.hyper_parameters
-        sampler = self.sampler.name
-        assert isinstance(hyper, MatchingConfig)
-        if hyper.along_trajectory and sampler != "ode":
-            raise ValueError(
-                f"{name} matches the ends of deterministic steps, and sampler.name = {sampler!r};"
-                " take ode, or the algorithm dmd2"
-            )
-        if hyper.along_trajectory and hyper.sigma.kind == "schedule":
-            raise ValueError(
-                f"{name} noises samples to the levels of a step, and algorithm.sigma.kind ="
-                " 'schedule' has none but the ends of it, which say nothing; take uniform or"
-                " logit_normal, or leave algorithm.sigma out"
-            )
-        if sampler in ("dpm_solver", "unipc"):
-            raise ValueError(
-                f"{name} trains a student in single steps, and {sampler!r} needs the step before;"
-                " set sampler.name to cps or ode"
-            )
-        if self.window is not None or self.correction is not None:
-            raise ValueError(
-                f"{name} takes the student's steps itself; leave 'window' and 'correction' out"
-            )
-        if not self.guidance_in_loss:
-            raise ValueError(
-                f"the student of {name} is without guidance always; leave 'guidance_in_loss' out"
-            )
-        if self.reference.penalty != "velocity":
-            raise ValueError(
-                f"reference.penalty = {self.reference.penalty!r} compares the steps of a trajectory"
-                f" and {name} has none; take velocity, or leave it out"
-            )
-
 
 def _find_algorithm_class(given: Any) -> type[AlgorithmConfig] | None:
     """The class of hyper-parameters that a recipe's ``algorithm`` asks for, if there is one."""
@@ -411,22 +264,6 @@ def _merge_defaults(block: str, default: Any, given: Any) -> Any:
     if given.get(choice, own) != own:
         default = {key: value for key, value in default.items() if key == "steps"}
     return default | given
-
-
-def _check_window(window: WindowConfig, denoising_steps: int) -> None:
-    used = WINDOW_KEYS[window.kind]
-    reach = window.start + window.size
-    end = window.limit * denoising_steps
-    if "size" in used and reach >= denoising_steps:
-        raise ValueError(
-            f"the window's start + size = {reach} must be below sampler.steps = {denoising_steps}: "
-            "the last step is deterministic; take a smaller window or more steps"
-        )
-    if "limit" in used and window.start >= end:
-        raise ValueError(
-            f"a {window.kind} window would never move: its start = {window.start} must be below"
-            f" limit * sampler.steps = {end:g}; start earlier, raise limit, or take kind fixed"
-        )
 
 
 def _explain_wrong_stage(name: str, kind: str) -> str:
@@ -505,7 +342,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
         return self
 
     def _check_tree_of_window(self, tree: TreeConfig) -> None:
-        if self.hyper_parameters.kind != "trajectory":
+        if not self.algorithm_kind.records_trajectory:
             raise ValueError(
                 f"tree gives the steps of a trajectory advantages, and {self.algorithm_name} trains"
                 " on none; leave 'tree' out, or set algorithm.name to branch_grpo"
@@ -550,7 +387,7 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     def _check_forward_reuse(self) -> OnlineStageConfig:
         if not self.reuse_rollout_forward:
             return self
-        if self.hyper_parameters.kind != "trajectory":
+        if not self.algorithm_kind.records_trajectory:
             raise ValueError(
                 "reuse_rollout_forward is for algorithms on trajectories, and"
                 f" {self.algorithm_name} is none; leave it out, or set algorithm.name to mix_grpo"

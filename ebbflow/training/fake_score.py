@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import expand_like, mean_per_row
 from ebbflow.models.base import predict
-from ebbflow.recipe.algorithms import MatchingConfig
 from ebbflow.recipe.choices import OptimizerConfig
 from ebbflow.training.batches import split_into_passes
 from ebbflow.training.gradients import (
@@ -35,10 +34,10 @@ class FakeScore:
     sharded weights as well.
     """
 
-    def __init__(self, policy: Policy, config: OptimizerConfig, hyper: MatchingConfig) -> None:
+    def __init__(self, policy: Policy, config: OptimizerConfig, lr_factor: float) -> None:
         self.policy = policy
         self.max_grad_norm = config.max_grad_norm
-        own = config.model_copy(update={"lr": config.lr * hyper.fake_lr_factor})
+        own = config.model_copy(update={"lr": config.lr * lr_factor})
         self.optimizer: AnyOptimizer = build_optimizer(policy, own)
 
     def update_fake_score(self, batch: MatchingBatch, passes: int) -> dict[str, float]:

@@ -18,7 +18,6 @@ from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
 from ebbflow.models.base import predict, predict_checkpointed
-from ebbflow.recipe.algorithms import ForwardConfig, MatchingConfig
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.stage import choose_drift_stride, teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
@@ -86,11 +85,10 @@ class PolicyUpdater:
         self.hyper = stage.hyper_parameters
         _require_drawable_sigmas(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or build_optimizer(policy, stage.optimizer)
-        self.fake = (
-            FakeScore(policy, stage.optimizer, self.hyper)
-            if isinstance(self.hyper, MatchingConfig)
-            else None
-        )
+        lr_factor = stage.algorithm_kind.fake_score_lr_factor(self.hyper)
+        self.fake: FakeScore | None = None
+        if lr_factor is not None:
+            self.fake = FakeScore(policy, stage.optimizer, lr_factor)
         # Gradients of means over many latent elements are below what float16 can hold.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
         self.updates = self.steps = 0
@@ -361,15 +359,13 @@ def _require_drawable_sigmas(policy: Policy, stage: StageConfig) -> None:
     """Check that a loss that draws from the sampler's sigmas finds some, before rollouts are paid
     for.
     """
-    schedule = policy.model.compute_sigmas(stage.sampler.steps)
-    if (
-        isinstance(stage.hyper_parameters, ForwardConfig | MatchingConfig)
-        and stage.hyper_parameters.sigma.kind == "schedule"
-    ):
-        try:
-            list_schedule_points(stage.hyper_parameters.sigma, schedule)
-        except ValueError as error:
-            raise TrainingError(str(error)) from None
+    sigmas = stage.algorithm_kind.sigmas_to_draw(stage.hyper_parameters)
+    if sigmas is None or sigmas.kind != "schedule":
+        return
+    try:
+        list_schedule_points(sigmas, policy.model.compute_sigmas(stage.sampler.steps))
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
 
 
 @dataclass

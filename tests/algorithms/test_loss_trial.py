@@ -17,9 +17,9 @@ from ebbflow.algorithms.base import (
     compute_flow_matching_error,
 )
 from ebbflow.algorithms.registry import BUILT_IN
-from ebbflow.algorithms.trial import try_loss
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
 from ebbflow.recipe.base import RecipeError
+from ebbflow.training.trial import try_loss
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from ebbflow.algorithms.base import DirectAlignRows
 from ebbflow.algorithms.built_in import srpo
 from ebbflow.algorithms.built_in.srpo import SRPOConfig
-from ebbflow.algorithms.trial import try_loss
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise
 from ebbflow.models import load_model
@@ -27,6 +26,7 @@ from ebbflow.rewards.combine import load_reward
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.direct_align import build_direct_align_batch
 from ebbflow.training.policy import Policy
+from ebbflow.training.trial import try_loss
 from ebbflow.training.update import PolicyUpdater
 from tests.rewards.network_cases import make_reward
 

@@ -1,0 +1,129 @@
+"""Kinds of algorithms: what the rows of a loss are made of, and what that asks of a stage.
+
+An algorithm names its kind in ``AlgorithmConfig.kind``: one of ``ebbflow/training/kinds`` by its
+name, or a user's own by ``package.module:NAME``. Nothing else in Ebbflow tests which kind it has:
+it asks the object. The half of a kind that needs tensors is
+``ebbflow.training.kinds.base.TrainableKind``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+from ebbflow.recipe.base import RecipeError, suggest_name
+from ebbflow.recipe.plugins import PATH, import_modules, import_object
+
+
+class RowCost(NamedTuple):
+    """Evaluations of the network for one row of the loss, apart from those of policy copies.
+
+    Attributes:
+        with_gradient: forward and backward.
+        without_gradient: forward alone.
+    """
+
+    with_gradient: int = 1
+    without_gradient: int = 0
+
+
+class AlgorithmKind:
+    """What recipes and estimates ask of the algorithms on one kind of rows. Methods take their
+    hyper-parameters (``hyper``), or the stage.
+
+    Example::
+
+        kind = stage.algorithm_kind  # of DiffusionNFT: the forward process
+        kind.rows_per_entry(stage.hyper_parameters)  # 9, its noise levels
+
+    Attributes:
+        name: what ``AlgorithmConfig.kind`` says.
+        default_penalty: ``reference.penalty`` where the recipe has none.
+        can_be_offline: whether its rows can be built from what an offline stage stores: final
+            latents and advantages.
+        records_trajectory: rollouts record the steps of a window with their log-probs, and a row is
+            a step of a sample instead of a sample.
+        is_unguided: its losses are on the prediction without classifier-free guidance.
+        needs_reward_gradient: training loads the rewards, which must be differentiable.
+        trains_student: it makes a student of few steps, with a fake score network beside the
+            policy.
+    """
+
+    name: ClassVar[str]
+    default_penalty: ClassVar[str] = "velocity"
+    can_be_offline: ClassVar[bool] = False
+    records_trajectory: ClassVar[bool] = False
+    is_unguided: ClassVar[bool] = False
+    needs_reward_gradient: ClassVar[bool] = False
+    trains_student: ClassVar[bool] = False
+
+    def check_stage(self, stage: Any) -> None:
+        """Check the keys of a stage (``StageConfig``) that do not suit every kind.
+
+        Raises:
+            ValueError: one of them does not suit this kind; names the key and the fix.
+        """
+
+    def rows_per_entry(self, hyper: Any) -> int:
+        """Return the rows of the loss for each entry of a sample group: a sample, or where a
+        trajectory is recorded one of its steps.
+        """
+        return 1
+
+    def sigmas_to_draw(self, hyper: Any) -> Any:
+        """Return the noise levels that training draws (``SigmaConfig``), None for none."""
+        return None
+
+    def guides_teacher(self, hyper: Any) -> bool:
+        """Return whether a copy of the policy is evaluated with classifier-free guidance though the
+        policy is not.
+        """
+        return False
+
+    def row_cost(self, hyper: Any, sampler_steps: int) -> RowCost:
+        """Return what a row costs, for the estimate."""
+        return RowCost()
+
+    def fake_score_lr_factor(self, hyper: Any) -> float | None:
+        """Return the learning rate of the fake score as a share of the policy's; None for a kind
+        that trains none.
+        """
+        return None
+
+    def latents_per_row(self, sampler_steps: int) -> int:
+        """Return the latents that a row keeps in memory beyond its own, noise and target."""
+        return 0
+
+
+@cache
+def built_in_kinds() -> dict[str, AlgorithmKind]:
+    """Return the kinds in the files of ``ebbflow/training/kinds``, by name."""
+    return {
+        kind.name: kind
+        for module in import_modules("ebbflow.training.kinds")
+        for kind in vars(module).values()
+        if isinstance(kind, AlgorithmKind)
+    }
+
+
+def find_kind(name: str) -> AlgorithmKind:
+    """Return a kind by its name, or by the path of a user's own.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if not PATH.fullmatch(name):
+        kinds = built_in_kinds()
+        if name not in kinds:
+            raise RecipeError(
+                f"kind = {name!r}: {suggest_name(name, kinds)}take {', '.join(kinds)}, or give"
+                " package.module:NAME of your own"
+            )
+        return kinds[name]
+    kind = import_object(name)
+    if not isinstance(kind, AlgorithmKind):
+        raise RecipeError(
+            f"kind = {name!r} is a {type(kind).__name__}; make it an instance of a class that"
+            " derives from ebbflow.training.kinds.base.TrainableKind"
+        )
+    return kind

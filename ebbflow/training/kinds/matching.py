@@ -1,0 +1,137 @@
+"""Distribution matching: a row for each sample, at one of a few-step student's own steps and where
+its sample is noised again.
+
+A fake score network is trained on the same samples before each update of the student.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ebbflow.recipe.algorithms import MatchingConfig, SigmaConfig
+from ebbflow.recipe.kinds import RowCost
+from ebbflow.training.kinds.base import StepSamples, TrainableKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from ebbflow.algorithms.base import Algorithm, MatchingRows
+    from ebbflow.recipe.stages import StageConfig
+    from ebbflow.training.batches import RowBatch, SampleGroups
+
+
+class MatchingKind(TrainableKind):
+    """Distillation of a many-step teacher into a few-step student: online stages."""
+
+    name: ClassVar = "matching"
+    is_unguided: ClassVar = True
+    trains_student: ClassVar = True
+
+    def check_stage(self, stage: StageConfig) -> None:
+        name = stage.algorithm_name
+        hyper = stage.hyper_parameters
+        sampler = stage.sampler.name
+        assert isinstance(hyper, MatchingConfig)
+        if hyper.along_trajectory and sampler != "ode":
+            raise ValueError(
+                f"{name} matches the ends of deterministic steps, and sampler.name = {sampler!r};"
+                " take ode, or the algorithm dmd2"
+            )
+        if hyper.along_trajectory and hyper.sigma.kind == "schedule":
+            raise ValueError(
+                f"{name} noises samples to the levels of a step, and algorithm.sigma.kind ="
+                " 'schedule' has none but the ends of it, which say nothing; take uniform or"
+                " logit_normal, or leave algorithm.sigma out"
+            )
+        if sampler in ("dpm_solver", "unipc"):
+            raise ValueError(
+                f"{name} trains a student in single steps, and {sampler!r} needs the step before;"
+                " set sampler.name to cps or ode"
+            )
+        if stage.window is not None or stage.correction is not None:
+            raise ValueError(
+                f"{name} takes the student's steps itself; leave 'window' and 'correction' out"
+            )
+        if not stage.guidance_in_loss:
+            raise ValueError(
+                f"the student of {name} is without guidance always; leave 'guidance_in_loss' out"
+            )
+        if stage.reference.penalty != "velocity":
+            raise ValueError(
+                f"reference.penalty = {stage.reference.penalty!r} compares the steps of a"
+                f" trajectory and {name} has none; take velocity, or leave it out"
+            )
+
+    def sigmas_to_draw(self, hyper: MatchingConfig) -> SigmaConfig:
+        return hyper.sigma
+
+    def guides_teacher(self, hyper: MatchingConfig) -> bool:
+        return hyper.guidance > 1
+
+    def row_cost(self, hyper: MatchingConfig, sampler_steps: int) -> RowCost:
+        # The student's steps without gradient, and the second pass of a guided teacher.
+        guided = int(self.guides_teacher(hyper))
+        return RowCost(1 + hyper.fake_updates, sampler_steps + guided)
+
+    def fake_score_lr_factor(self, hyper: MatchingConfig) -> float:
+        return hyper.fake_lr_factor
+
+    def latents_per_row(self, sampler_steps: int) -> int:
+        # Latents and velocity at each of the student's steps; the noised sample and its target.
+        return 2 * sampler_steps + 2
+
+    def build_batch(
+        self, step: StepSamples, groups: SampleGroups, passes: int
+    ) -> tuple[RowBatch, dict[str, float]]:
+        import numpy as np
+
+        from ebbflow.training.matching import build_matching_batch, sample_student_steps
+
+        updater = step.updater
+        hyper = updater.hyper
+        assert isinstance(hyper, MatchingConfig)
+        samples = np.concatenate(groups)
+        advantage = step.select_advantages(samples)
+        student = sample_student_steps(
+            updater.policy,
+            step.select_conditioning(samples),
+            step.keys.select_samples(samples),
+            updater.stage.sampler,
+            updater.sampler_sigmas,
+            passes,
+        )
+        # Each update of the fake score, and then that of the student, draws its own step, noise
+        # level and noise.
+        metrics: dict[str, list[float]] = {}
+        for draw in range(hyper.fake_updates):
+            batch = build_matching_batch(student, advantage, hyper, draw)
+            for name, value in updater.update_fake_score(batch, passes).items():
+                metrics.setdefault(name, []).append(value)
+        batch = build_matching_batch(student, advantage, hyper, hyper.fake_updates)
+        return batch, {name: fmean(values) for name, values in metrics.items()}
+
+    def build_trial_rows(
+        self, groups: list[np.ndarray], algorithm: Algorithm, hyper: Any
+    ) -> tuple[MatchingRows, Tensor]:
+        import torch
+
+        from ebbflow.algorithms.base import MatchingRows
+        from ebbflow.training.trial import TrialInputs
+
+        inputs = TrialInputs.sample(groups)
+        velocity = inputs.sample_noise().requires_grad_()
+        rows = MatchingRows(
+            latents=inputs.sample_noise(),
+            sigma=torch.ones(len(inputs.advantage)),  # the first step
+            velocity=velocity,
+            noised=inputs.sample_noise(),
+            noised_sigma=torch.linspace(0.1, 0.9, len(inputs.advantage)),
+            copies={copy: inputs.sample_noise() for copy in algorithm.copies(hyper)},
+            advantage=inputs.advantage,
+        )
+        return rows, velocity
+
+
+MATCHING = MatchingKind()
