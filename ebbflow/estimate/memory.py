@@ -80,8 +80,6 @@ MODULATION = 1.5
 """Factor for blocks whose norms are shifted, scaled and gated; measured
 (``tests/estimate/test_activations.py``).
 """
-BLOCK_OF_8BIT = 256
-"""Numbers of a moment of 8-bit AdamW that share a scale, as bitsandbytes has it."""
 INFERENCE_NUMBERS = 10
 """Elements alive per token and unit of width in a pass without gradients."""
 REWARD_PARAMETERS = {
@@ -460,9 +458,7 @@ class ProcessMemory:
 
     def _moment_bytes(self, ctx: StageContext) -> int:
         """Bytes of the state of one optimiser."""
-        if ctx.config.optimizer.name == "adamw_8bit":
-            return 2 * (self.trained + 4 * math.ceil(self.trained / BLOCK_OF_8BIT))
-        return 8 * self.trained
+        return ctx.config.optimizer.factory.count_state_bytes(self.trained)
 
     def _update_bytes(self, ctx: StageContext, samples: int) -> int:
         """Of an optimiser step: three latents and a prediction of every copy for each term, a

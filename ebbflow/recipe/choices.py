@@ -4,13 +4,13 @@ penalty, correction, optimiser.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict
+from ebbflow.recipe.optimizers import OptimizerFactory, built_in_optimizers, find_optimizer
 from ebbflow.recipe.plugins import check_members, import_object, validate_name_or_path
 
 SAMPLERS = {
@@ -448,24 +448,18 @@ class LearningRateFactorConfig(Strict):
     """Factor of the learning rate. 0 freezes the parameters."""
 
 
-OPTIMIZERS = {
-    "adamw": "AdamW (1711.05101)",
-    "muon": (
-        "Muon for all matrices, whose step is made orthogonal and as large as AdamW's (2502.16982),"
-        " AdamW for the rest"
-    ),
-    "adamw_8bit": (
-        "AdamW of bitsandbytes, with moments of 8 bits (2110.02861) in a quarter of the memory; one"
-        " process trains"
-    ),
-}
+OPTIMIZERS = {name: factory.summary for name, factory in built_in_optimizers().items()}
 
 
 class OptimizerConfig(Strict):
     """The optimiser, with gradient clipping."""
 
-    name: Literal["adamw", "muon", "adamw_8bit"] = Field(
-        "adamw", description=describe_choices(OPTIMIZERS)
+    name: Annotated[str, validate_name_or_path(*OPTIMIZERS)] = Field(
+        "adamw",
+        description=(
+            f"{describe_choices(OPTIMIZERS)} Or package.module:NAME of your own"
+            " (docs/extending.md)."
+        ),
     )
     lr: float = Field(3e-4, ge=0, le=1)
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
@@ -483,20 +477,29 @@ class OptimizerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")
-    def _check_momentum_is_of_muon(self) -> OptimizerConfig:
-        if (
-            self.name != "muon"
-            and self.momentum != OptimizerConfig.model_fields["momentum"].default
-        ):
+    def _check_path_of_optimizer(self) -> OptimizerConfig:
+        try:
+            find_optimizer(self.name)
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _check_momentum_is_used(self) -> OptimizerConfig:
+        default = OptimizerConfig.model_fields["momentum"].default
+        if self.momentum != default and not self.factory.uses_momentum:
             raise ValueError(f"momentum is for name: muon, and {self.name} has betas; leave it out")
         return self
 
     @property
+    def factory(self) -> OptimizerFactory:
+        """What builds the optimiser and knows what it needs."""
+        return find_optimizer(self.name)
+
+    @property
     def has_divisible_state(self) -> bool:
-        """Whether its state can be divided among processes and wait in main memory: not in blocks
-        that share a scale.
-        """
-        return self.name != "adamw_8bit"
+        """Whether its state can be divided among processes and wait in main memory."""
+        return self.factory.state_is_divisible
 
     def require_whole_state(self, key: str, sharded: bool, offloaded: bool = False) -> None:
         """Check that the state stays where the optimiser has it; ``key`` is that of the optimiser
@@ -525,8 +528,10 @@ class OptimizerConfig(Strict):
         Raises:
             RecipeError: it is not.
         """
-        if self.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        factory = self.factory
+        if not factory.is_installed():
+            what = f'"ebbflow[{factory.extra}]"' if factory.extra else factory.package
             raise RecipeError(
-                f"{key}.name = {self.name!r} needs bitsandbytes, which is not installed; run `pip"
-                ' install "ebbflow[8bit]"`, or take adamw'
+                f"{key}.name = {self.name!r} needs {factory.package}, which is not installed; run"
+                f" `pip install {what}`, or take adamw"
             )

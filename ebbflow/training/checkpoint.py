@@ -151,11 +151,12 @@ def _collect_state_tensors(updater: PolicyUpdater) -> dict[str, dict[str, Tensor
     and by what it is.
     """
     policy = updater.policy
+    shared = updater.stage.optimizer.factory.shared_state
     optimizers = {
         kind: {
             f"{name}/{key}": value
             for name, parameter in policy.parameters.items()
-            for key, value in state_to_tensors(optimizer.state.get(parameter, {})).items()
+            for key, value in state_to_tensors(optimizer.state.get(parameter, {}), shared).items()
         }
         for kind, optimizer in _optimizers_by_name(updater).items()
     }

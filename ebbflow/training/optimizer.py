@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,11 +12,6 @@ from torch import Tensor
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.choices import LearningRateScheduleConfig, OptimizerConfig
 from ebbflow.training.policy import Policy, copy_to_main_memory
-
-RateGroups = list[tuple[float, list[Tensor]]]
-"""(factor of the learning rate, parameters)."""
-TABLES = ("qmap1", "qmap2")
-"""What the 8 bits of a moment mean, in the state of every parameter of 8-bit AdamW."""
 
 
 class CombinedOptimizer:
@@ -75,26 +70,9 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
     """
     config.require_whole_state("optimizer", policy.sharded, policy.offloaded)
     config.require_package("optimizer")
-    optimizer = _build_by_name(policy, config)
-    return OffloadedOptimizer(optimizer) if policy.offloaded else optimizer
-
-
-def _build_by_name(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
     groups = _group_by_learning_rate(policy, config)
-    if config.name == "adamw":
-        return _build_adamw(groups, config)
-    if config.name == "adamw_8bit":
-        return _build_adamw_8bit(groups, config)
-    matrices = _filter_parameters(groups, lambda parameter: parameter.ndim == 2)
-    others = _filter_parameters(groups, lambda parameter: parameter.ndim != 2)
-    muon = torch.optim.Muon(
-        _with_learning_rates(matrices, config),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return CombinedOptimizer(*([_build_adamw(others, config)] if others else []), muon)
+    optimizer: AnyOptimizer = config.factory.build_optimizer(groups, config)
+    return OffloadedOptimizer(optimizer) if policy.offloaded else optimizer
 
 
 def _split_by_parameter(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -106,41 +84,20 @@ def _split_by_parameter(optimizer: torch.optim.Optimizer) -> list[torch.optim.Op
     ]
 
 
-def _build_adamw(groups: RateGroups, config: OptimizerConfig) -> torch.optim.AdamW:
-    """One fused kernel for each parameter: on a CPU a fifth of the time of its single
-    operations."""
-    rated = _with_learning_rates(groups, config)
-    betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(
-        rated,
-        lr=config.lr,
-        betas=betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+def state_to_tensors(state: Mapping[str, Any], shared: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the state of a parameter as tensors that can be stored.
 
-
-def _build_adamw_8bit(groups: RateGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Parameters of fewer than 4,096 elements have moments of 32 bits, as the library has it."""
-    from bitsandbytes.optim import AdamW8bit  # takes seconds
-
-    rated = _with_learning_rates(groups, config)
-    betas = (config.betas[0], config.betas[1])
-    made: torch.optim.Optimizer = AdamW8bit(
-        rated, config.lr, betas, config.eps, config.weight_decay
-    )
-    return made
-
-
-def state_to_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state of a parameter as tensors of its own: 8-bit AdamW counts steps in a number and has
-    tables of all parameters.
+    Args:
+        shared: keys of tensors that all parameters have in common; a file stores each tensor of its
+            own, so they are copied.
     """
-    own = {key: value.clone() if key in TABLES else value for key, value in state.items()}
-    return {
-        key: torch.tensor(value) if isinstance(value, int) else value for key, value in own.items()
-    }
+    tensors = {}
+    for key, value in state.items():
+        if isinstance(value, int):  # 8-bit AdamW counts its steps in a number
+            tensors[key] = torch.tensor(value)
+        else:
+            tensors[key] = value.clone() if key in shared else value
+    return tensors
 
 
 def state_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -148,18 +105,6 @@ def state_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         key: int(value) if value.dtype == torch.int64 else value for key, value in tensors.items()
     }
-
-
-def _with_learning_rates(groups: RateGroups, config: OptimizerConfig) -> list[dict[str, Any]]:
-    return [{"params": values, "lr": config.lr * factor} for factor, values in groups]
-
-
-def _filter_parameters(groups: RateGroups, wanted: Callable[[Tensor], bool]) -> RateGroups:
-    chosen = [
-        (factor, [parameter for parameter in values if wanted(parameter)])
-        for factor, values in groups
-    ]
-    return [(factor, values) for factor, values in chosen if values]
 
 
 def set_learning_rate(
@@ -185,21 +130,29 @@ def set_learning_rate(
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
 
 
-def _group_by_learning_rate(policy: Policy, config: OptimizerConfig) -> RateGroups:
-    """(factor of the learning rate, parameters); those that no pattern fits come first."""
-    groups: RateGroups = [(1.0, []), *((rate.factor, []) for rate in config.lr_factors)]
+def _group_by_learning_rate(policy: Policy, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the parameter groups with their learning rates, none of them empty; parameters that no
+    pattern fits come first.
+    """
+    # Group 0 has the learning rate itself; group n that of the n-th pattern.
+    factors = [1.0, *(rate.factor for rate in config.lr_factors)]
+    members: list[list[Tensor]] = [[] for _ in factors]
     for name, parameter in policy.parameters.items():
-        fitting = (
-            index
-            for index, rate in enumerate(config.lr_factors, 1)
-            if fnmatchcase(name, rate.parameters)
-        )
-        groups[next(fitting, 0)][1].append(parameter)
-    for rate, (_, values) in zip(config.lr_factors, groups[1:], strict=True):
-        if not values:
+        index = 0
+        for number, rate in enumerate(config.lr_factors, 1):
+            if fnmatchcase(name, rate.parameters):
+                index = number
+                break
+        members[index].append(parameter)
+    for rate, parameters in zip(config.lr_factors, members[1:], strict=True):
+        if not parameters:
             raise RecipeError(
                 f"optimizer.lr_factors: {rate.parameters!r} is the first to fit no trained"
                 f" parameter; one is called {next(iter(policy.parameters))}. Write a pattern such"
                 " as '*.lora_B.*', special ones before general ones"
             )
-    return [group for group in groups if group[1]]
+    return [
+        {"params": parameters, "lr": config.lr * factor}
+        for factor, parameters in zip(factors, members, strict=True)
+        if parameters
+    ]

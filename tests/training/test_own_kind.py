@@ -71,9 +71,7 @@ def test_the_trial_of_an_own_kind_calls_its_loss_on_its_rows():
 
 def test_an_own_kind_without_offline_rows_is_rejected_offline():
     with pytest.raises(ValueError, match="cannot run in an offline stage|fresh trajectories"):
-        OfflineStageConfig.model_validate(
-            small_stage({"kind": "offline", "algorithm": FIRST_STEP})
-        )
+        OfflineStageConfig.model_validate(small_stage({"kind": "offline", "algorithm": FIRST_STEP}))
 
 
 @pytest.mark.parametrize(
