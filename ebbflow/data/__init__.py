@@ -2,13 +2,12 @@
 
 Where it fits
     Above ``ebbflow.recipe`` and ``ebbflow.storage``, below everything that generates, scores or
-        trains. A run starts here: a
-    prompt file becomes the prompt table that every later stage reads.
+    trains. A run starts here: a prompt file becomes the prompt table that every later stage reads.
 
 Why
     Files of prompts and pairs come from other people: they may be damaged, huge, in another
-        encoding, or name images that they
-    must not read. All checks are here, once, so that the stages can trust what they are given.
+    encoding, or name images that they must not read. All checks are here, once, so that the stages
+    can trust what they are given.
 
 How
     - ``schema``: the Arrow schema of every table; ``records``: the typed records (evaluations,

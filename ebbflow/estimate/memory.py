@@ -4,41 +4,37 @@ With P parameters and B buffer elements in the transformer, A trained parameters
 LoRA's), b bytes per element in ``model.precision``, n samples or loss rows per pass, s tokens of
 width h in each of L blocks, and D elements in a sample's latents, a process holds these bytes:
 
-=============
-=================================================================================================
+=============  ====================================================================================
 weights        LoRA: b (P + B) + 4 A. Full: 4 (P + B), and 2 P of casts that autocast keeps where b
-= 2 optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; 8 A more for a fake score
-(``dmd2``, ``tdm``). While a
-               copy is swapped in, the swapped-out parameters take the gradients' place.
-               ``adamw_8bit`` has 2 A and a scale of 4 bytes for each 256 numbers of them instead of
-               8 A, but for parameters of fewer than 4,096 elements
+               = 2
+optimiser      8 A of AdamW (1711.05101), and 4 A of gradients; 8 A more for a fake score (``dmd2``,
+               ``tdm``). While a copy is swapped in, the swapped-out parameters take the gradients'
+               place. ``adamw_8bit`` has 2 A and a scale of 4 bytes for each 256 numbers of them
+               instead of 8 A, but for parameters of fewer than 4,096 elements
 copies         4 A each (``ebbflow.training.policy``): the reference always, old, sampling, rollout,
-fake, ema and teacher
-               where a stage has them; where nothing trains, also the swapped-out parameters, and
-               while a fake score is trained that is sharded or offloaded
+               fake, ema and teacher where a stage has them; where nothing trains, also the
+               swapped-out parameters, and while a fake score is trained that is sharded or
+               offloaded
 activations    n s h L 34 b / 2 (2205.05198, without the scores that flash attention never stores),
-times 1.5:
-               modulation and gates, which that transformer lacks. With ``gradient_checkpointing`` n
-               s h (L b + 34 1.5 b / 2); with ``gradient_checkpointing_every`` some blocks keep
-               theirs. Twice with classifier-free guidance in training; a share of it where
-               processes share the tokens. Without gradients n s h 10 b: a token's residual, its
-               modulated copy, and the 4 h of the feed-forward layer before and after its
-               nonlinearity; or the VAE while it decodes, if that is more. Where adapters are merged
-               to generate (``Policy.merged_weight_bytes``), 4 bytes for each element of the weights
-               that they adapt. On the gradient of the reward also the VAE while it decodes with
-               gradient, and of the network of each reward n s h L 34 b / 2 for the image; of
-               several steps with gradient, which are repeated, the larger of the two With
-               ``reuse_rollout_forward`` what is kept for all trained steps of all samples of a step
-               at once, and where full weights are cast to 16 bits, 2 P for each of the forward
-               passes
+               times 1.5: modulation and gates, which that transformer lacks. With
+               ``gradient_checkpointing`` n s h (L b + 34 1.5 b / 2); with
+               ``gradient_checkpointing_every`` some blocks keep theirs. Twice with classifier-free
+               guidance in training; a share of it where processes share the tokens. Without
+               gradients n s h 10 b: a token's residual, its modulated copy, and the 4 h of the
+               feed-forward layer before and after its nonlinearity; or the VAE while it decodes, if
+               that is more. Where adapters are merged to generate
+               (``Policy.merged_weight_bytes``), 4 bytes for each element of the weights that they
+               adapt. On the gradient of the reward also the VAE while
+               it decodes with gradient, and of the network of each reward n s h L 34 b / 2 for the
+               image; of several steps with gradient, which are repeated, the larger of
+               the two. With ``reuse_rollout_forward`` what is kept for all trained steps of all
+               samples of a step at once, and where full weights are cast to 16 bits, 2 P for each
+               of the forward passes
 samples        4 D for each latent, and the encoded prompts; of a trajectory three latents for each
-trained step,
-               of a few-step student two for each step
+               trained step, of a few-step student two for each step
 others         text encoders, VAE or reward networks that are loaded at the same time; on the
-gradient of the reward
-               every process that trains has the reward networks
-=============
-=================================================================================================
+               gradient of the reward every process that trains has the reward networks
+=============  ====================================================================================
 
 With ``model.cpu_offload`` the copies and AdamW's 8 A are in main memory, and where a model is
 sharded, its shard of the weights and the gradients too.

@@ -7,9 +7,8 @@ Where it fits
 
 Why
     A training reward is a poor measure of progress: prompts, noise and the policy's exploration
-        change with every step. Here the
-    prompts, the noise, the sampler and the size are the same for every policy, so a difference is
-    the policy's.
+    change with every step. Here the prompts, the noise, the sampler and the size are the same for
+    every policy, so a difference is the policy's.
 
 How
     - ``evaluate``: one sample per validation and held-out prompt, and several of some held-out

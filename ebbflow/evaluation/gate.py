@@ -4,11 +4,11 @@ passes or fails.
 1. Coverage: both sides scored all held-out samples.
 2. Target: the confidence interval of the reward's paired difference lies above zero.
 3. Guardrails: no guardrail metric fell by more than its tolerance (a share of the spread of the
-  champion's prompts, unless the
-   recipe states it on the metric's own scale), failed on more than the allowed share of the samples
-   of a side, or failed more often on the candidate than on the champion.
+   champion's prompts, unless the recipe states it on the metric's own scale), failed on more than
+   the allowed share of the samples of a side, or failed more often on the candidate than on the
+   champion.
 4. Statistics: every image statistic provably moved by less than its margin
-  (``ebbflow.evaluation.non_inferiority``).
+   (``ebbflow.evaluation.non_inferiority``).
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ Where it fits
 
 Why
     Rollout and training must compute the same step in the same precision: a ratio of log-probs is
-        only 1 before the first
-    update if both run this code, in float32.
+    only 1 before the first update if both run this code, in float32.
 
 How
     - ``noise``: every random number is a function of (seed, prompt id, sample, step, stream), so

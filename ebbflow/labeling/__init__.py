@@ -1,10 +1,9 @@
-"""Preferences of people: a local page on which raters compare pictures, and what follows from their
-answers.
+"""Preferences of people: a local page on which raters compare pictures, and what follows from
+their answers.
 
 Where it fits
     Near the top: it reads the tables that evaluations and offline stages leave in a run's folder.
-        The command line starts it; no
-    task does, because a run does not wait for a page.
+    The command line starts it; no task does, because a run does not wait for a page.
 
 Why
     A reward and its guardrails are programs, and a policy can learn to please programs. Before a

@@ -20,11 +20,11 @@ How
 
 Gotchas
     Times are never truncated to integers, as some pipelines do. Prompts stay padded to one length:
-        else a row's last bits would
-    depend on the rows beside it. Conditioning waits on the CPU, and text encoders and VAE are on
-    the device only while they are called. Folders come from elsewhere: only safetensors are read,
-    no code in them is run, and a committed one is verified. A policy belongs to one base model:
-    open both with ``training.policy_io.load_policy``, which compares digests.
+    else a row's last bits would depend on the rows beside it. Conditioning waits on the CPU, and
+    text encoders and VAE are on the device only while they are called. Folders come from elsewhere:
+    only safetensors are read, no code in them is run, and a committed one is verified. A policy
+    belongs to one base model: open both with ``training.policy_io.load_policy``, which compares
+    digests.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@ epochs over it.
 
 Where it fits
     One file per task of the stage: ``rollouts`` (a shard of samples), ``scoring``, ``advantages``
-        or ``pairs``, and ``training``
-    (epochs, on a group of processes). The tasks hand Parquet files to each other; ``shards`` reads
-    and checks them.
+    or ``pairs``, and ``training`` (epochs, on a group of processes). The tasks hand Parquet files
+    to each other; ``shards`` reads and checks them.
 
 Why
     Shards are generated and scored on as many pods as there are, in one pass, and re-scoring never

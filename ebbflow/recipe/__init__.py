@@ -6,9 +6,8 @@ Where it fits
 
 Why
     A run that costs GPU hours must fail before it starts: unknown keys, values out of range and
-        invalid combinations are errors
-    that name the key, the value and the fix. Reading a recipe needs no GPU stack, so tasks and
-    workflows import this room freely.
+    invalid combinations are errors that name the key, the value and the fix. Reading a recipe needs
+    no GPU stack, so tasks and workflows import this room freely.
 
 How
     - ``recipe`` is the root; ``prompts``, ``model``, ``policy``, ``evaluation`` and ``promotion``

@@ -7,9 +7,8 @@ Where it fits
 
 Why
     A reward that fails must not become a number: a sample without a score is masked and counted,
-        and its reason is kept. And a
-    reward of another environment (a detector, a judge on a GPU) must be as easy to name as one of
-    this process.
+    and its reason is kept. And a reward of another environment (a detector, a judge on a GPU) must
+    be as easy to name as one of this process.
 
 How
     Every file in ``built_in/`` is one reward: the class of its options (``RewardConfig``, whose

@@ -2,12 +2,12 @@
 
 Where it fits
     The lowest room beside ``ebbflow.recipe``: every room above writes its files through it and none
-        does so on its own.
+    does so on its own.
 
 Why
     A run of hours dies in the middle: preempted, out of disk, killed. What it was writing must
-        never look finished, what it
-    had finished must survive, and two runs must never write into one folder.
+    never look finished, what it had finished must survive, and two runs must never write into one
+    folder.
 
 How
     - ``disk``: one way to write atomically (``atomic_write``), a full disk as one error

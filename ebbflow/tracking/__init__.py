@@ -1,10 +1,10 @@
-"""What a run leaves in MLflow: runs with metrics and artifacts, versions in the model registry, and
-the report.
+"""What a run leaves in MLflow: runs with metrics and artifacts, versions in the model registry,
+and the report.
 
 Where it fits
     Near the top: it shows the results of all rooms below and none of them imports it. Training
-        stages log to the protocol
-    ``ebbflow.stage.MetricsLogger``; the tasks pass them a ``child_run.RunLogger``.
+    stages log to the protocol ``ebbflow.stage.MetricsLogger``; the tasks pass them a
+    ``child_run.RunLogger``.
 
 Why
     Metrics are worth less than GPU hours, so an outage of MLflow must not stop a stage, and must

@@ -88,8 +88,8 @@ class TDMConfig(MatchingConfig):
     other noise.
     """
     fake_lr_factor: float = Field(5.0, gt=0)
-    """Learning rate of the fake score, in that of the student; its optimiser is the same otherwise.
-    """
+    """Learning rate of the fake score, relative to the student's. The rest of its optimiser is the
+    same."""
 
 
 ALGORITHM = build_matching_algorithm(TDMConfig)
