@@ -4,11 +4,8 @@ its own.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
-
-from pydantic import Field
 
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.registry import AnyRewardConfig
@@ -27,7 +24,7 @@ class BranchConfig(Strict):
 
     prompts: list[str] = []
     """Names of sets of ``prompts.mixture``. Default: all prompts."""
-    rewards: list[AnyRewardConfig] = Field([], exclude_if=operator.not_)
+    rewards: list[AnyRewardConfig] = []
     """Rewards that its stages train on and that evaluate its policies. Default: ``rewards``."""
 
 

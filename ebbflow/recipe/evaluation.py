@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from functools import partial
 from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
@@ -21,17 +19,16 @@ class EvaluationConfig(Strict):
     steps: int = Field(10, ge=2, le=1000)
     sampler: Annotated[str, validate_name_or_path(*SAMPLERS)] = Field(
         "ode",
-        exclude_if=partial(operator.eq, "ode"),
         description=(
             f"{describe_choices(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md)."
         ),
     )
-    eta: float | None = Field(None, gt=0, le=2, exclude_if=partial(operator.is_, None))
+    eta: float | None = Field(None, gt=0, le=2)
     """Noise level of a stochastic sampler. Default: its published value."""
-    height: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
+    height: int | None = Field(None, ge=8)
     """Height of the images, in pixels. Default: ``model.height``. A larger one trains small and
     evaluates large."""
-    width: int | None = Field(None, ge=8, exclude_if=partial(operator.is_, None))
+    width: int | None = Field(None, ge=8)
     micro_batch: int = Field(64, ge=1)
     """Samples per forward pass."""
     samples: int = Field(4, ge=1, le=64)

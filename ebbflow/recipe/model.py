@@ -34,9 +34,7 @@ class GlyphTrainingConfig(Strict):
     width: int = Field(32, ge=16, le=256, multiple_of=8)
     letters: int = Field(4, ge=1, le=16)
     """Letters per string."""
-    alphabets: list[Alphabet] = Field(
-        ["capitals"], min_length=1, exclude_if=lambda given: given == ["capitals"]
-    )
+    alphabets: list[Alphabet] = Field(["capitals"], min_length=1)
     """Alphabets of the strings; each string uses one of them. A model without ``lower_case`` reads
     small letters as capitals."""
     steps: int = Field(900, ge=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from functools import partial
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -46,7 +44,7 @@ class PromptsConfig(Strict):
     """Number of validation prompts, which choose the best round."""
     held_out: int = Field(128, ge=2)
     """Number of held-out prompts, which only the report and the promotion gate see."""
-    held_out_source: PathText | None = Field(None, exclude_if=partial(operator.is_, None))
+    held_out_source: PathText | None = None
     """A separate file for the held-out prompts, such as those of a benchmark: ``held_out`` of them,
     all or a choice that is the same in every run. No stage trains on them. Validation prompts still
     come from the training set."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
-import operator
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +31,7 @@ from ebbflow.recipe.base import (
     require_no_secrets,
 )
 from ebbflow.recipe.branches import BranchConfig, branches_teaching, check_branches
+from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resize_model
@@ -112,9 +111,7 @@ class Recipe(Strict):
     rounds: int = Field(1, ge=1, le=20)
     stages: list[AnyStageConfig] = Field([OnlineStageConfig(), OfflineStageConfig()], min_length=1)
     """Stages of one round, in order. Stages of different ``branches`` run side by side."""
-    branches: dict[Annotated[str, Field(pattern=NAME, max_length=MAX_LENGTH)], BranchConfig] = (
-        Field({}, exclude_if=operator.not_)
-    )
+    branches: dict[Annotated[str, Field(pattern=NAME, max_length=MAX_LENGTH)], BranchConfig] = {}
     """Branches of a round by name. Each trains a specialist, and a distillation can take them as
     teachers (docs/branches.md)."""
     stop: StopRuleConfig = StopRuleConfig()
@@ -552,7 +549,7 @@ class Recipe(Strict):
 
     @property
     def canonical_json(self) -> str:
-        """The resolved recipe as JSON, independent of key order and of what the YAML left out."""
+        """The resolved recipe as JSON: every key with its value, sorted."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @property
@@ -567,8 +564,8 @@ class Recipe(Strict):
 
     @property
     def digest(self) -> str:
-        """sha256 of ``canonical``."""
-        return hashlib.sha256(self.canonical_json.encode()).hexdigest()
+        """The sha256 of the keys that are set (``ebbflow.recipe.digest``)."""
+        return compute_digest(self)
 
     def stage_label(self, round_index: int, stage_index: int) -> str:
         """How a stage is called everywhere, counted from one: ``"2.1 online"``, or ``"2.1 online

@@ -7,7 +7,6 @@ it).
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,7 +38,7 @@ class RewardConfig(Strict):
     """Weight of the reward in the weighted sum that is trained on."""
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
     """Name of its scores in tables, charts and reports. Default: the reward's name."""
-    prompts: list[str] = Field([], exclude_if=operator.not_)
+    prompts: list[str] = []
     """Names of sets of ``prompts.mixture``: only their prompts are scored. Default: all prompts."""
 
     def applies_to(self, prompt_set: str) -> bool:
@@ -107,7 +106,7 @@ class OcrRewardConfig(ReadingRewardConfig):
     match: Match = "exact"
     """``exact``: every extra letter lowers the score. ``contained``: a reading that contains the
     target scores 1, as in published code; a policy can then write more than the prompt asks for."""
-    case: Case = Field("ignored", exclude_if=lambda given: given == "ignored")
+    case: Case = "ignored"
     """``ignored``: "open" is as good as "OPEN", as in published code. ``kept``: letter case
     counts."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -55,11 +52,11 @@ class StageConfig(Strict):
     """Keys that online and offline stages share."""
 
     algorithm: AnyAlgorithmConfig
-    branch: str | None = Field(None, exclude_if=operator.not_)
+    branch: str | None = None
     """The branch (a name of ``branches``) that this stage belongs to. Different branches start from
     the same policy and run side by side."""
     sampler: SamplerConfig = SamplerConfig()
-    sizes: list[SizeConfig] = Field([], exclude_if=operator.not_)
+    sizes: list[SizeConfig] = []
     """Image sizes of the rollouts. Each step of an online stage, and each shard of an offline
     stage, has one size, sampled by weight. Default: the size of ``model``."""
     window: WindowConfig | None = None
@@ -318,22 +315,13 @@ class OnlineStageConfig(OnlineConfig, StageConfig):
     which the newest weights generate."""
     updates_per_step: int = Field(2, ge=1)
     """Optimiser steps per rollout batch. The samples are split into this number of parts."""
-    reuse_rollout_forward: bool = Field(False, exclude_if=operator.not_)
+    reuse_rollout_forward: bool = False
     """For algorithms on trajectories with ``updates_per_step: 1``. The backward pass uses the
     rollout's own forward passes, so nothing is predicted again. Faster, but the activations of all
     trained steps of all samples of a step are in memory together (docs/online.md)."""
     tree: TreeConfig | None = None
     """Tree rollouts, for algorithms on trajectories: the samples of a group split from common
     trajectories, and every denoising step has an advantage of its own (docs/algorithms.md)."""
-
-    @model_serializer(mode="wrap")
-    def _omit_missing_tree(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """``exclude_if`` would leave out the null of an algorithm that has a tree by default,
-        too."""
-        fields: dict[str, Any] = write(self)
-        if self.tree is None and "tree" not in self.hyper_parameters.stage_defaults:
-            fields.pop("tree", None)
-        return fields
 
     @model_validator(mode="after")
     def _check_tree_fits(self) -> OnlineStageConfig:

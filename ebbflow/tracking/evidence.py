@@ -23,7 +23,6 @@ from ebbflow.data.schema import KEY, PROMPTS, SAMPLE_KEY
 from ebbflow.recipe import Recipe
 from ebbflow.storage.disk import sha256_of_file
 from ebbflow.storage.tables import read_table, write_table
-from ebbflow.tracking.store import DIGEST
 
 SIDES = ("candidate", "champion")
 RECIPE = "recipe.json"
@@ -33,7 +32,7 @@ GATE = "gate.json"
 PICTURES = "pictures.parquet"
 SCORES = {side: f"{side}.parquet" for side in SIDES}
 TAGS = {
-    RECIPE: DIGEST,
+    RECIPE: "ebbflow.recipe_file_digest",
     CODE: "ebbflow.code_digest",
     PROMPT_TABLE: "ebbflow.prompts_digest",
     SCORES["candidate"]: "ebbflow.candidate_scores_digest",

@@ -113,8 +113,7 @@ class RegisteredVersion:
     @property
     def has_evidence(self) -> bool:
         """Whether it was registered with evidence. Then nothing of it may be missing."""
-        own = [tag for file, tag in stored.TAGS.items() if file != stored.RECIPE]
-        return self.evidence.exists() or any(tag in self.tags for tag in own)
+        return self.evidence.exists() or any(tag in self.tags for tag in stored.TAGS.values())
 
     def find_file(self, name: str) -> Path:
         """A file of the evidence."""

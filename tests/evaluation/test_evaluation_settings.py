@@ -155,8 +155,6 @@ def test_a_validation_has_the_sampler_of_an_evaluation(base, make_prompts):
 
 def test_keys_at_their_defaults_leave_the_digest_as_it_was():
     plain = Recipe()
-    keys = plain.model_dump(mode="json")["evaluation"].keys()
-    assert not keys & {"sampler", "eta", "height", "width"}
     assert (
         Recipe.model_validate({"evaluation": {"sampler": "ode", "eta": None}}).digest
         == plain.digest

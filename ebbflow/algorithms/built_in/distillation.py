@@ -15,7 +15,6 @@ The rewards are watched, not learnt from, so groups without variance are trained
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -40,9 +39,7 @@ class DistillationConfig(TrajectoryConfig):
     """Policy folder (or URI) of the teacher, trained from the same base model with the same
     ``policy``.
     """
-    teachers: dict[str, Annotated[PathText, Field(min_length=1)]] = Field(
-        {}, exclude_if=operator.not_
-    )
+    teachers: dict[str, Annotated[PathText, Field(min_length=1)]] = {}
     """Several instead of one: the teacher of each set of ``prompts.mixture``, by the name of the
     set. Each takes the memory of a policy copy.
     """
