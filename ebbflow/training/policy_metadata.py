@@ -4,9 +4,7 @@ torch.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,12 +55,12 @@ class PolicyMetadata(Strict):
     """The base model, and how it generates."""
     steps: int = EVALUATION.steps
     """Denoising steps that it is evaluated with, and served."""
-    sampler: str = Field("ode", exclude_if=partial(operator.eq, "ode"))
+    sampler: str = "ode"
     """Their sampler. It may be a path to code, which reading the metadata does not import."""
-    eta: float | None = Field(None, exclude_if=partial(operator.is_, None))
-    height: int | None = Field(None, exclude_if=partial(operator.is_, None))
+    eta: float | None = None
+    height: int | None = None
     """Of the images that it is evaluated with, and served; left out, that of ``model``."""
-    width: int | None = Field(None, exclude_if=partial(operator.is_, None))
+    width: int | None = None
     start: str | None = None
     """Where the policy came from that this one was started at, if it was not the base model."""
     version: int = 0
@@ -72,7 +70,7 @@ class PolicyMetadata(Strict):
     copies: tuple[Annotated[str, Field(pattern=r"^[a-z]+$")], ...] = ()
     stages: tuple[str, ...] = ()
     """Labels of the stages behind it. No times: the same recipe gives the same bytes."""
-    teachers: dict[str, str] = Field({}, exclude_if=operator.not_)
+    teachers: dict[str, str] = {}
     """COMMIT of the policies that its last distillation from several teachers learnt from, by
     prompt set.
     """
