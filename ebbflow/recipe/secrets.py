@@ -4,6 +4,12 @@ that their issuers give them.
 Secrets have no place in a recipe: it becomes parameters, a file in MLflow, a page of the report.
 ``ebbflow.recipe.base`` refuses them, and everything that quotes somebody else's text redacts it.
 Every pattern takes linear time: none searches the same text from many places.
+
+detect-secrets 1.5.0 was tried on the forms of ``tests/recipe/test_secret_forms.py`` with its default
+plugins. It misses 10 of 18 secrets in URIs and connection strings, 18 of 23 marked keys (OpenAI,
+Anthropic, Hugging Face and GitHub among them: its patterns are older, or expect quotes) and 25 of
+36 names of keys, and it takes the commit of a ``revision`` for a secret. It finds secrets in source
+files and redacts no text. These patterns therefore stay.
 """
 
 from __future__ import annotations
