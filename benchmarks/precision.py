@@ -4,7 +4,7 @@ benchmarks.precision``.
 Before any update the policy that trains is the one that rolled out, so the log-probs of its own
 rollout must come out the same. What is left is arithmetic: none where rollout and training see the
 same micro-batches, rounding where they do not. Tiny models with random weights
-(``ebbflow.models.tiny``); a large one on a GPU is measured by ``python -m benchmarks.gpu``.
+(``benchmarks.tiny_models``); a large one on a GPU is measured by ``python -m benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.machine import describe_machine
+from benchmarks.tiny_models import build_tiny
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.trajectory import Trajectory
@@ -26,7 +27,6 @@ from ebbflow.flow.transition import compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models import Conditioning, Model, load_model
 from ebbflow.models.base import DTYPES, predict
-from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig

@@ -398,25 +398,6 @@ def replay(
     click.echo(f"{target / replays.PAGE}: {done}")
 
 
-@main.command()
-@click.argument("family")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--seed", default=0, show_default=True, help="Of the random weights.")
-def tiny(family: str, folder: Path, seed: int) -> None:
-    """Write a tiny model of FAMILY with random weights into FOLDER, in the published layout, for
-    trying a recipe out.
-    """
-    from ebbflow.models import ModelError  # imports torch
-    from ebbflow.models.tiny import build_tiny
-    from ebbflow.storage.artifacts import ArtifactError
-
-    try:
-        build_tiny(family, folder, seed)
-    except (ArtifactError, ModelError) as error:
-        sys.exit(str(error))
-    click.echo(f"{folder}: a tiny {family}, to be named in model.path")
-
-
 @main.command("list")
 def list_choices() -> None:
     """List the algorithms, samplers, windows and rewards that a recipe can use."""

@@ -15,11 +15,11 @@ import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from hypothesis import settings
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.data.prompts import Prompt
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model, load_model
 from ebbflow.models.families.glyph import build_glyph_model
-from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.rewards.base import RewardResult

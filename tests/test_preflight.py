@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow import preflight
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
@@ -11,7 +12,6 @@ from ebbflow.data.pairs import PairError
 from ebbflow.data.prompts import Prompt, PromptError
 from ebbflow.models import ModelError
 from ebbflow.models.families.glyph import GlyphModel
-from ebbflow.models.tiny import build_tiny
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig

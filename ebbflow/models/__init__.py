@@ -15,8 +15,8 @@ How
     called as its pipeline calls them (``pipeline.py``; with images to edit ``editing.py``).
     ``load_model`` checks a folder and loads it, ``prepare.py`` makes the folder of a run,
     ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once. ``sizes.py`` builds
-    models on the meta device for ``ebbflow estimate``; ``tiny/`` writes small ones for tests;
-    ``glyph_training/`` trains the glyph model.
+    models on the meta device for ``ebbflow estimate``; ``glyph_training/`` trains the
+    glyph model.
 
 Gotchas
     Times are never truncated to integers, as some pipelines do. Prompts stay padded to one length:

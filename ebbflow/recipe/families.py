@@ -30,8 +30,6 @@ class Family:
             with them.
         vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment
             (``containers/vllm_omni``); None: the engine cannot generate with it.
-        tiny: builders of its tiny models (``ebbflow tiny name``), in
-            ``ebbflow/models/tiny/NAME.py``.
     """
 
     adapter: str
@@ -40,7 +38,6 @@ class Family:
     experts: bool = False
     diffusers: bool = True
     vllm_omni: str | None = None
-    tiny: tuple[str, ...] = ()
 
 
 def _read_family_record(file: Path) -> Family:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import read_prompts, write_prompts
 from ebbflow.data.schema import PROMPTS
@@ -23,7 +24,6 @@ from ebbflow.evaluation.evaluate import (
 )
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.models import load_model
-from ebbflow.models.tiny import build_tiny
 from ebbflow.online.loop import train_online_folder
 from ebbflow.online.monitor import build_validation_requests
 from ebbflow.recipe import Recipe, RecipeError

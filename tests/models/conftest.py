@@ -18,11 +18,11 @@ from pipeline_cases import EDITED_PIXELS, FirstOrderDpmSolver, FirstOrderUniPC, 
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.models import load_model
 from ebbflow.models.families.flux2 import TextProcessor
 from ebbflow.models.families.qwen_image_edit import PictureProcessor, QwenImageEditModel
 from ebbflow.models.pipeline import PipelineModel
-from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import ModelConfig
 
 Folder = Callable[[str], Path]

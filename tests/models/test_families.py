@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tiny_models import TINY
 from ebbflow.models import ModelError
 from ebbflow.models.families import load_adapter
 from ebbflow.models.pipeline import PipelineModel
-from ebbflow.models.tiny import TINY
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.algorithms import import_object
 from ebbflow.recipe.families import FAMILIES
@@ -27,10 +27,9 @@ def test_a_record_names_an_adapter_that_agrees_with_it(family):
     assert issubclass(adapter, PipelineModel) == (family != "glyph")
 
 
-def test_tiny_models_have_a_name_each_and_a_builder():
-    assert len(TINY) == sum(len(record.tiny) for record in FAMILIES.values())
-    assert all(callable(import_object(path)) for path in TINY.values())
-    assert {family for family, record in FAMILIES.items() if not record.tiny} == {"glyph"}
+def test_every_family_but_glyph_has_a_tiny_model_and_each_of_them_a_builder():
+    assert set(TINY) == set(FAMILIES) - {"glyph"} | {"wan21"}
+    assert all(callable(import_path(path)) for path in TINY.values())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,10 +39,11 @@ from pipeline_cases import TINY as CORE
 from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor
 from transformers.utils import is_torchvision_available
 
+from benchmarks.tiny_models import TINY, build_tiny
 from ebbflow.models import ModelError
-from ebbflow.models.tiny import TINY, build_tiny
 from ebbflow.storage.artifacts import ArtifactError
 
+ROOT = Path(__file__).parents[2]
 CLIP = "CLIPTokenizer"
 T5 = "T5TokenizerFast"
 QWEN = {
@@ -405,11 +407,15 @@ def rebuilt(tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("rebuilt")
     code = (
-        "import sys, pathlib; from ebbflow.models.tiny import TINY, build_tiny; "
+        "import sys, pathlib; from benchmarks.tiny_models import TINY, build_tiny; "
         "[build_tiny(family, pathlib.Path(sys.argv[1], family)) for family in TINY]"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code, str(root)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return root

@@ -11,11 +11,11 @@ import pytest
 from diffusers.models.attention_dispatch import AttentionBackendName
 from safetensors.torch import load_file
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.models import load_model
 from ebbflow.models.base import ModelError
 from ebbflow.models.context_parallel import require_shareable_tokens
 from ebbflow.models.sizes import check_shared_tokens
-from ebbflow.models.tiny import build_tiny
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe
 from ebbflow.stage import MetricsRecorder, StageContext

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.data.images import decode_pngs
 from ebbflow.data.prompts import write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.models import ModelError
-from ebbflow.models.tiny import build_tiny
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.models import ModelError, load_model
 from ebbflow.models.base import generate_in_size
-from ebbflow.models.tiny import build_tiny
 from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import OnlineLoop, run_online_stage
 from ebbflow.online.rollout_queue import RolloutQueue

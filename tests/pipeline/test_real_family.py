@@ -17,8 +17,8 @@ from mlflow import MlflowClient
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.models import load_model
-from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.storage.tables import read_table
 from tests.glyph_stages import small_stage

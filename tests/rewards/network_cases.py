@@ -21,8 +21,8 @@ from transformers import (
     SwinConfig,
 )
 
+from benchmarks.tiny_models.tokenizers import build_qwen_tokenizer
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.tiny.tokenizers import build_qwen_tokenizer
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.built_in.geneval import CLASSES

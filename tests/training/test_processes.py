@@ -27,11 +27,11 @@ from training_cases import (
     updater_of,
 )
 
+from benchmarks.tiny_models import build_tiny
 from ebbflow.algorithms.base import Algorithm, mean_per_row
 from ebbflow.algorithms.built_in import diffusion_nft
 from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model, predict
-from ebbflow.models.tiny import build_tiny
 from ebbflow.recipe.model import FsdpConfig, ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import teacher_copy_name

@@ -16,7 +16,7 @@ from ebbflow.models.published import CLIP_L, IMAGE_VAE, T5_XXL, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="FluxModel", guided=False, tiny=("flux",))
+FAMILY = Family(adapter="FluxModel", guided=False)
 FLUX_DEV = {
     "transformer": Part("diffusers", "FluxTransformer2DModel", {"guidance_embeds": True}),
     "text_encoder": Part("transformers", "CLIPTextModel", CLIP_L),

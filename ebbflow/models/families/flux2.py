@@ -26,7 +26,7 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="Flux2Model", guided=False, tiny=("flux2",))
+FAMILY = Family(adapter="Flux2Model", guided=False)
 FLUX2_VAE = Part("diffusers", "AutoencoderKLFlux2", {})
 FLUX2_DEV = {
     "transformer": Part("diffusers", "Flux2Transformer2DModel", {}),

@@ -15,7 +15,7 @@ from ebbflow.models.published import QWEN3_4B, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="Flux2KleinModel", tiny=("flux2_klein",))
+FAMILY = Family(adapter="Flux2KleinModel")
 QWEN3_8B = QWEN3_4B | {
     "hidden_size": 4096,
     "intermediate_size": 12288,

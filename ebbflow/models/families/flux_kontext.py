@@ -16,7 +16,7 @@ from ebbflow.models.families.flux import FLUX_DEV, FluxModel, token_positions
 from ebbflow.models.pipeline import pack_latents
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="FluxKontextModel", guided=False, edits_images=True, tiny=("flux_kontext",))
+FAMILY = Family(adapter="FluxKontextModel", guided=False, edits_images=True)
 
 
 class FluxKontextModel(EditsImages, FluxModel):

@@ -18,7 +18,7 @@ from ebbflow.models.published import CLIP_L, Part, Published
 from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="HunyuanVideoModel", guided=False, tiny=("hunyuan_video",))
+FAMILY = Family(adapter="HunyuanVideoModel", guided=False)
 LLAMA_8B = {
     "vocab_size": 128320,
     "hidden_size": 4096,

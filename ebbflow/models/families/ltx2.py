@@ -18,7 +18,7 @@ from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="LTX2Model", tiny=("ltx2",))
+FAMILY = Family(adapter="LTX2Model")
 GEMMA3_12B = {
     "text_config": {
         "vocab_size": 262208,

@@ -20,7 +20,7 @@ from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="LTXVideoModel", tiny=("ltx_video",))
+FAMILY = Family(adapter="LTXVideoModel")
 PUBLISHED: Published = {
     "Lightricks/LTX-Video": {
         "transformer": Part("diffusers", "LTXVideoTransformer3DModel", {}),

@@ -15,7 +15,7 @@ from ebbflow.models.published import IMAGE_VAE, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="Lumina2Model", tiny=("lumina2",))
+FAMILY = Family(adapter="Lumina2Model")
 PUBLISHED: Published = {
     "Alpha-VLLM/Lumina-Image-2.0": {
         "transformer": Part("diffusers", "Lumina2Transformer2DModel", {"cap_feat_dim": 2304}),

@@ -24,7 +24,6 @@ from ebbflow.recipe.model import ModelConfig
 FAMILY = Family(
     adapter="QwenImageModel",
     vllm_omni="ebbflow_vllm_omni.networks:QWEN_IMAGE",
-    tiny=("qwen_image",),
 )
 QWEN_VL_7B = {
     "text_config": {

@@ -11,7 +11,7 @@ from ebbflow.models.families.qwen_image import PARTS, QwenImageModel, mask_or_no
 from ebbflow.models.families.qwen_image_edit import PIXELS_PER_TOKEN, QwenImageEditModel
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="QwenImageEditPlusModel", edits_images=True, tiny=("qwen_image_edit_plus",))
+FAMILY = Family(adapter="QwenImageEditPlusModel", edits_images=True)
 
 
 class QwenImageEditPlusModel(QwenImageEditModel):

@@ -18,7 +18,7 @@ from ebbflow.models.pipeline import PipelineModel
 from ebbflow.models.published import Part, Published
 from ebbflow.recipe.families import Family
 
-FAMILY = Family(adapter="SanaModel", tiny=("sana",))
+FAMILY = Family(adapter="SanaModel")
 INSTRUCTION = (
     inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 )

@@ -20,7 +20,7 @@ from ebbflow.models.videos import DrawsVideos
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="WanModel", tiny=("wan", "wan21"))
+FAMILY = Family(adapter="WanModel")
 PUBLISHED: Published = {
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
         "transformer": Part(

@@ -17,7 +17,7 @@ from ebbflow.models.published import XXL, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
 
-FAMILY = Family(adapter="WanA14BModel", experts=True, tiny=("wan_a14b",))
+FAMILY = Family(adapter="WanA14BModel", experts=True)
 EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 NETWORK = Part("diffusers", "WanTransformer3DModel", {}, bytes=4)
 OTHERS = {

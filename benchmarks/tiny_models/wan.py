@@ -1,14 +1,15 @@
-"""A tiny Wan 2.2 and a tiny Wan 2.1."""
+"""A tiny Wan 2.2, and what it shares with a tiny Wan 2.1."""
 
 from __future__ import annotations
 
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-from ebbflow.models.tiny.parts import build_umt5
-from ebbflow.models.tiny.tokenizers import build_t5_tokenizer
+from benchmarks.tiny_models.parts import build_umt5
+from benchmarks.tiny_models.tokenizers import build_t5_tokenizer
 
 
-def _build_wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> WanPipeline:
+def build_wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) -> WanPipeline:
+    """Build a pipeline around a VAE, with as many latent channels as the VAE has."""
     tokenizer = build_t5_tokenizer()
     transformer = WanTransformer3DModel(
         num_layers=2,
@@ -44,11 +45,4 @@ def wan() -> WanPipeline:
         patch_size=2,
         scale_factor_spatial=16,
     )
-    return _build_wan(vae, flow_shift=5.0, expand_timesteps=True)
-
-
-def wan21() -> WanPipeline:
-    """The layout of Wan 2.1 T2V 1.3B."""
-    return _build_wan(
-        AutoencoderKLWan(base_dim=4, num_res_blocks=1), flow_shift=3.0, expand_timesteps=False
-    )
+    return build_wan(vae, flow_shift=5.0, expand_timesteps=True)

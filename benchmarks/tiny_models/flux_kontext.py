@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffusers import FluxKontextPipeline
 
-from ebbflow.models.tiny.flux import flux
+from benchmarks.tiny_models.flux import flux
 
 
 def flux_kontext() -> FluxKontextPipeline:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from ebbflow.models.tiny.parts import build_image_vae, build_qwen3
-from ebbflow.models.tiny.tokenizers import build_qwen3_tokenizer
+from benchmarks.tiny_models.parts import build_image_vae, build_qwen3
+from benchmarks.tiny_models.tokenizers import build_qwen3_tokenizer
 
 
 def z_image() -> ZImagePipeline:

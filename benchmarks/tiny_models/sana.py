@@ -9,8 +9,8 @@ from diffusers import (
     SanaTransformer2DModel,
 )
 
-from ebbflow.models.tiny.parts import build_gemma2
-from ebbflow.models.tiny.tokenizers import build_gemma_tokenizer
+from benchmarks.tiny_models.parts import build_gemma2
+from benchmarks.tiny_models.tokenizers import build_gemma_tokenizer
 
 STAGES = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 CHANNELS = (8, 8, 8, 8, 16, 16)

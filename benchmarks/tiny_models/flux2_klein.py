@@ -11,8 +11,8 @@ from diffusers import (
 )
 from transformers import Qwen3ForCausalLM
 
-from ebbflow.models.tiny.parts import build_qwen3
-from ebbflow.models.tiny.tokenizers import build_qwen3_tokenizer
+from benchmarks.tiny_models.parts import build_qwen3
+from benchmarks.tiny_models.tokenizers import build_qwen3_tokenizer
 
 WIDTH = 16
 LAYERS = 27

@@ -10,8 +10,8 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 
-from ebbflow.models.tiny.parts import build_t5
-from ebbflow.models.tiny.tokenizers import build_t5_tokenizer
+from benchmarks.tiny_models.parts import build_t5
+from benchmarks.tiny_models.tokenizers import build_t5_tokenizer
 
 CHANNELS = 4
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 
-from ebbflow.models.tiny.parts import build_gemma2, build_image_vae
-from ebbflow.models.tiny.tokenizers import build_gemma_tokenizer
+from benchmarks.tiny_models.parts import build_gemma2, build_image_vae
+from benchmarks.tiny_models.tokenizers import build_gemma_tokenizer
 
 
 def lumina2() -> Lumina2Pipeline:

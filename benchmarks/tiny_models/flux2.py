@@ -9,9 +9,9 @@ from typing import Any
 from diffusers import Flux2Pipeline, Flux2Transformer2DModel
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
+from benchmarks.tiny_models.flux2_klein import flux2_klein
+from benchmarks.tiny_models.tokenizers import build_mistral_tokenizer
 from ebbflow.models.folder import INDEX
-from ebbflow.models.tiny.flux2_klein import flux2_klein
-from ebbflow.models.tiny.tokenizers import build_mistral_tokenizer
 
 WIDTH = 16
 LAYERS = 31

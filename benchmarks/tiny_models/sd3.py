@@ -9,8 +9,8 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from ebbflow.models.tiny.parts import build_clip, build_image_vae, build_t5
-from ebbflow.models.tiny.tokenizers import build_clip_tokenizer, build_t5_tokenizer
+from benchmarks.tiny_models.parts import build_clip, build_image_vae, build_t5
+from benchmarks.tiny_models.tokenizers import build_clip_tokenizer, build_t5_tokenizer
 
 
 def sd3() -> StableDiffusion3Pipeline:

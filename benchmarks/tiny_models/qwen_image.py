@@ -10,7 +10,7 @@ from diffusers import (
 )
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from ebbflow.models.tiny.tokenizers import build_qwen_tokenizer
+from benchmarks.tiny_models.tokenizers import build_qwen_tokenizer
 
 
 def qwen_image() -> QwenImagePipeline:

@@ -12,8 +12,8 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
-from ebbflow.models.tiny.parts import build_gemma3
-from ebbflow.models.tiny.tokenizers import build_gemma_tokenizer
+from benchmarks.tiny_models.parts import build_gemma3
+from benchmarks.tiny_models.tokenizers import build_gemma_tokenizer
 
 CHANNELS = 4
 LAYERS = 2

@@ -4,7 +4,9 @@ Hugging Face hub.
 ``diffusers.DiffusionPipeline.from_pretrained`` loads every part of such a folder without a network.
 Classes, configuration keys, schedulers, special tokens, latent shift and scale are those of the
 published models; widths, depths and vocabularies are as small as the architectures allow. The
-pictures are noise that depends on the prompt: made for tests and smoke runs.
+pictures are noise that depends on the prompt: made for tests, benchmarks and smoke runs, which is
+why they are no part of the library. From a clone, ``python -m benchmarks.tiny_models sd3 FOLDER``
+writes one.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from transformers.utils.logging import disable_progress_bar as silence_transform
 
 from ebbflow.models.base import ModelError
 from ebbflow.models.folder import INDEX
-from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.plugins import import_object
 from ebbflow.storage.artifacts import check_replaceable
 
+SHARED = ("__init__", "__main__", "parts", "tokenizers")
+"""Files of this folder that hold no model."""
 TINY = {
-    name: f"{__name__}.{family}:{name}"
-    for family, record in FAMILIES.items()
-    for name in record.tiny
+    file.stem: f"{__name__}.{file.stem}:{file.stem}"
+    for file in sorted(Path(__file__).parent.glob("*.py"))
+    if file.stem not in SHARED
 }
-"""The builder of each tiny model."""
+"""The builder of each tiny model: a function in a file, both with the name of the model."""
 
 
 def build_tiny(name: str, folder: Path, seed: int = 0) -> None:

@@ -10,8 +10,8 @@ from diffusers import (
 )
 from transformers import CLIPTextModel, LlamaConfig, LlamaModel
 
-from ebbflow.models.tiny.parts import build_clip
-from ebbflow.models.tiny.tokenizers import build_clip_tokenizer, build_llama_tokenizer
+from benchmarks.tiny_models.parts import build_clip
+from benchmarks.tiny_models.tokenizers import build_clip_tokenizer, build_llama_tokenizer
 
 
 def hunyuan_video() -> HunyuanVideoPipeline:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
-from ebbflow.models.tiny.qwen_image import qwen_image
-from ebbflow.models.tiny.qwen_image_edit import SavedForEditing
+from benchmarks.tiny_models.qwen_image import qwen_image
+from benchmarks.tiny_models.qwen_image_edit import SavedForEditing
 
 
 def qwen_image_edit_plus() -> QwenImagePipeline:

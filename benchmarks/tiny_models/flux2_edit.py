@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffusers import Flux2Pipeline
 
-from ebbflow.models.tiny.flux2 import flux2
+from benchmarks.tiny_models.flux2 import flux2
 
 
 def flux2_edit() -> Flux2Pipeline:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel
 
-from ebbflow.models.tiny.parts import build_clip, build_image_vae, build_t5
-from ebbflow.models.tiny.tokenizers import build_clip_tokenizer, build_t5_tokenizer
+from benchmarks.tiny_models.parts import build_clip, build_image_vae, build_t5
+from benchmarks.tiny_models.tokenizers import build_clip_tokenizer, build_t5_tokenizer
 
 
 def flux() -> FluxPipeline:

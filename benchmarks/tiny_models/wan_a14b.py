@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from ebbflow.models.tiny.wan import wan21
+from benchmarks.tiny_models.wan21 import wan21
 
 
 def wan_a14b() -> WanPipeline:

@@ -1,0 +1,29 @@
+"""Write a tiny model with random weights: ``python -m benchmarks.tiny_models sd3 FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.tiny_models import TINY, build_tiny
+from ebbflow.models import ModelError
+from ebbflow.storage.artifacts import ArtifactError
+
+
+def main() -> None:
+    """Write the model that the command line names, in the published layout of its family."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", help=f"one of {', '.join(TINY)}")
+    parser.add_argument("folder", type=Path, help="a new or empty folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    arguments = parser.parse_args()
+    try:
+        build_tiny(arguments.name, arguments.folder, arguments.seed)
+    except (ArtifactError, ModelError) as error:
+        sys.exit(str(error))
+    print(f"{arguments.folder}: a tiny {arguments.name}, to be named in model.path")
+
+
+if __name__ == "__main__":
+    main()
