@@ -220,7 +220,7 @@ def through_the_gate() -> Callable[..., dict[str, float]]:
     ) -> dict[str, float]:
         some = slice(0, parity.samples)
         conditioning, keys, (sampler, plan) = (
-            conditioning.rows(some),
+            conditioning.select_rows(some),
             keys.select_slice(some),
             plan_parity_samples(sampler),
         )

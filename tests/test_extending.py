@@ -328,7 +328,7 @@ def shifted(base_folder):
 def draw(model, prompts, seed=0):
     """Images of the deterministic sampler with the recipe's default number of steps."""
     keys = SampleKeys(seed, [0] * len(prompts), [0] * len(prompts))
-    return model.decode(
+    return model.decode_latents(
         generate_samples(
             model, model.encode_texts(prompts), keys, SamplerConfig(steps=Recipe().evaluation.steps)
         ).latents
@@ -339,8 +339,8 @@ def test_the_family_has_the_schedule_of_diffusers_with_that_shift(shifted, model
     peer = FlowMatchEulerDiscreteScheduler(shift=3.0)
     for steps in (2, 7):
         peer.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps).tolist())
-        torch.testing.assert_close(shifted.sigmas(steps), peer.sigmas)
-        assert (shifted.sigmas(steps)[1:-1] > model.sigmas(steps)[1:-1]).all()
+        torch.testing.assert_close(shifted.compute_sigmas(steps), peer.sigmas)
+        assert (shifted.compute_sigmas(steps)[1:-1] > model.compute_sigmas(steps)[1:-1]).all()
 
 
 def test_the_family_rolls_out(shifted, model):

@@ -247,13 +247,13 @@ class Model(Protocol):
         """Images, uint8 RGB [N, height, width, 3], or videos, [N, frames, height, width, 3]."""
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
-        """``decode`` with gradient, for rewards that give one: RGB in [0, 1], [N, 3, height, width]
-        or [N, frames, 3, ...].
+        """Decode with gradient, for rewards that give one: RGB in [0, 1], [N, 3, height, width]
+        or [N, frames, 3, height, width].
         """
 
     def encode_images(self, images: np.ndarray) -> Tensor:
-        """Latents [N, *latent_shape] of uint8 RGB images or videos: the inverse of ``decode`` up to
-        quantisation.
+        """Encode uint8 RGB images or videos as latents [N, *latent_shape]: the inverse of
+        ``decode_latents`` up to quantisation.
 
         Raises:
             ModelError: the images do not have the size of the latents.
@@ -306,7 +306,7 @@ def generate_in_size(model: Model, size: Size | None) -> Iterator[None]:
     """Have a model generate and train in another size inside the block; None changes nothing.
 
     Raises:
-        ModelError: a user's family has no ``resize``, or the family cannot draw the size.
+        ModelError: a user's family has no ``set_image_size``, or the family cannot draw the size.
     """
     if size is None:
         yield
@@ -314,23 +314,23 @@ def generate_in_size(model: Model, size: Size | None) -> Iterator[None]:
     resizable: Any = model
     require_resize(model)
     before = resizable.height, resizable.width
-    resizable.resize(*size)
+    resizable.set_image_size(*size)
     try:
         yield
     finally:
-        resizable.resize(*before)
+        resizable.set_image_size(*before)
 
 
 def require_pixels(model: Any, algorithm: str) -> None:
     """Check that a model, or its class, decodes with gradient.
 
     Raises:
-        ModelError: a user's family has no ``pixels``.
+        ModelError: a user's family has no ``decode_with_gradient``.
     """
-    if not hasattr(model, "pixels"):
+    if not hasattr(model, "decode_with_gradient"):
         raise ModelError(
             f"{algorithm} learns from the gradient of the rewards, and {_class_name(model)} has no"
-            " pixels(latents), which decodes with gradient; write one (docs/extending.md), or set"
+            " decode_with_gradient(latents); write one (docs/extending.md), or set"
             " algorithm.name to mix_grpo"
         )
 
@@ -339,12 +339,13 @@ def require_resize(model: Any) -> None:
     """Check that a model, or its class, generates in several sizes.
 
     Raises:
-        ModelError: a user's family has no ``resize``.
+        ModelError: a user's family has no ``set_image_size``.
     """
-    if not hasattr(model, "resize"):
+    if not hasattr(model, "set_image_size"):
         raise ModelError(
-            f"{_class_name(model)} has no resize(height, width); write one (docs/extending.md), or"
-            " leave 'sizes' of stages, evaluation.height and evaluation.width out"
+            f"{_class_name(model)} has no set_image_size(height, width); write one"
+            " (docs/extending.md), or leave 'sizes' of stages, evaluation.height and"
+            " evaluation.width out"
         )
 
 

@@ -72,7 +72,7 @@ def measure_model(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
     sizes = ModelSizes(
         parameters=_count_parameters(transformer),
         buffers=_count_buffers(transformer),
-        blocks=len(adapter.blocks()),
+        blocks=len(adapter.list_blocks()),
         width=width,
         linears={name: (layer.in_features, layer.out_features) for name, layer in layers.items()},
         lora_targets=adapter.lora_targets,
@@ -93,10 +93,10 @@ def measure_model(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
             else 0
         ),
         vae_encodes_prompts="vae" in adapter.text_parts,
-        decoded_frames=getattr(adapter, "decoded_frames", 1),
+        decoded_frames=getattr(adapter, "frames_per_decode", 1),
         stored=stored,
     )
-    tokens = adapter.tokens()
+    tokens = adapter.count_tokens()
     channels = adapter.latent_shape[0]
     sample = SampleSize(
         latent_shape=adapter.latent_shape,

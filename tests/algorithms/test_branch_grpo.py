@@ -125,7 +125,7 @@ def predicted(model, monkeypatch):
         rows.append(len(latents))
         return velocity(latents, sigma, conditioning)
 
-    monkeypatch.setattr(model, "velocity", counted)
+    monkeypatch.setattr(model, "predict_velocity", counted)
     return rows
 
 

@@ -172,12 +172,12 @@ def test_means_by_tag_are_of_held_out_prompts_alone(run, prompts, tmp_path):
 
 def test_images_are_those_of_the_deterministic_sampler(run, prompts, model, tmp_path):
     run()
-    conditioning = model.encode(prompts)
+    conditioning = model.encode_prompts(prompts)
     latents = generate_samples(
         model, conditioning, build_evaluation_keys(prompts), SamplerConfig(name="ode", steps=3)
     ).latents
     stored = decode_pngs(read_table(tmp_path / "samples.parquet")["image"].to_pylist())
-    assert np.abs(stored.astype(int) - model.decode(latents)).max() <= 1
+    assert np.abs(stored.astype(int) - model.decode_latents(latents)).max() <= 1
 
 
 def test_noise_belongs_to_the_prompt_whoever_else_is_evaluated(run, prompts, tmp_path):
@@ -232,7 +232,7 @@ def test_videos_are_stored_whole_and_scored_over_their_frames(run, tmp_path, mon
         return np.stack([images, images // 2, images // 4, images // 4], 1)
 
     run(path=tmp_path / "images.parquet")
-    monkeypatch.setattr(GlyphModel, "decode", fading)
+    monkeypatch.setattr(GlyphModel, "decode_latents", fading)
     evaluation = run(path=tmp_path / "videos.parquet")
     images, videos = (
         decode_pngs(read_table(tmp_path / f"{name}.parquet")["image"].to_pylist())

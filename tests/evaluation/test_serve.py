@@ -146,7 +146,7 @@ def test_a_picture_that_is_not_finite_is_an_error(drawn, monkeypatch):
         found[1] = torch.inf
         return found
 
-    monkeypatch.setattr(GlyphModel, "velocity", overflowing)
+    monkeypatch.setattr(GlyphModel, "predict_velocity", overflowing)
     fine, broken = drawn(["EBBS", "FLOW"])
     assert fine.image
     assert (broken.image, broken.error) == (None, serve.NOT_FINITE)

@@ -295,7 +295,7 @@ def blind(model, monkeypatch):
         found[1:] = np.nan
         return found
 
-    monkeypatch.setattr(model, "velocity", broken)
+    monkeypatch.setattr(model, "predict_velocity", broken)
     return model
 
 

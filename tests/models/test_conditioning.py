@@ -101,12 +101,12 @@ def test_a_prompt_is_encoded_alike_in_any_company(tiny, monkeypatch, name):
     model = tiny(name, **few_tokens(name))
     wanted = prompts(name, (*SHORT, LONG[:200]))
     monkeypatch.setattr("ebbflow.models.pipeline.ENCODED_AT_ONCE", 3)
-    together = model.encode(wanted)
+    together = model.encode_prompts(wanted)
     assert len(together) == 4
     assert (together.negative is None) == (not guided(name))
     for row, prompt in enumerate(wanted):
-        alone = model.encode([prompt])
-        found = together.rows(slice(row, row + 1))
+        alone = model.encode_prompts([prompt])
+        found = together.select_rows(slice(row, row + 1))
         for one, other in [(alone, found)] + (
             [(alone.negative, found.negative)] if guided(name) else []
         ):
@@ -124,7 +124,7 @@ def test_negative_prompts_can_be_asked_for_without_guidance(tiny, name):
     model = tiny(name, guidance=1.0)
     wanted = prompts(name)
     asked = embed_prompts(model, wanted, negatives=True)(wanted)
-    guided = tiny(name).encode(wanted)
+    guided = tiny(name).encode_prompts(wanted)
     assert asked.guidance == 1
     for one, other in ((asked, guided), (asked.negative, guided.negative)):
         for key, values in one.tensors.items():
@@ -153,7 +153,7 @@ def test_a_family_without_guidance_has_no_negative_prompts(tiny):
 
 @pytest.mark.parametrize("name", NEWER_LATER)
 def test_without_guidance_no_negative_prompt_is_encoded(tiny, name):
-    conditioning = tiny(name, guidance=1.0).encode(prompts(name))
+    conditioning = tiny(name, guidance=1.0).encode_prompts(prompts(name))
     assert conditioning.negative is None
     assert conditioning.guidance == 1
 
@@ -167,7 +167,7 @@ def test_every_different_prompt_is_encoded_once(tiny):
 
         def encode_prompts(self, wanted):
             calls.append(list(wanted))
-            return model.encode(wanted)
+            return model.encode_prompts(wanted)
 
     first, second = prompts("qwen_image_edit", SHORT[:2])
     other_image = replace(first, image=picture(48, 48, seed=9))
@@ -181,7 +181,7 @@ def test_every_different_prompt_is_encoded_once(tiny):
     found = look_up([second, renumbered, other_image, other_negative, second])
     assert len(calls) == 1
     assert same(found, look_up([second, first, other_image, other_negative, second]))
-    expected = model.encode([second, first, other_image, other_negative, second])
+    expected = model.encode_prompts([second, first, other_image, other_negative, second])
     for key, values in found.tensors.items():
         assert torch.allclose(values.float(), expected[key].float(), atol=1e-5)
     assert not torch.allclose(found["image"][1], found["image"][2], atol=1e-2)
@@ -262,10 +262,10 @@ def test_an_image_to_edit_is_needed_and_all_need_one_size(tiny, monkeypatch):
     with pytest.raises(
         ModelError, match=r"prompt 3 \('a sign .*'\) has no image to edit; add a column 'image'"
     ):
-        model.encode([square, replace(square, prompt_id=3, image=None)])
+        model.encode_prompts([square, replace(square, prompt_id=3, image=None)])
     monkeypatch.setattr("ebbflow.models.pipeline.ENCODED_AT_ONCE", 1)
     with pytest.raises(
         ModelError, match=r"different sizes \(64 x 64 of prompt 0, 96 x 32 of prompt 4\); crop them"
     ):
-        model.encode([square, replace(wide, prompt_id=4)])
-    assert len(model.encode([wide, wide])) == 2
+        model.encode_prompts([square, replace(wide, prompt_id=4)])
+    assert len(model.encode_prompts([wide, wide])) == 2

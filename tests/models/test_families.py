@@ -29,7 +29,7 @@ def test_a_record_names_an_adapter_that_agrees_with_it(family):
 
 def test_every_family_but_glyph_has_a_tiny_model_and_each_of_them_a_builder():
     assert set(TINY) == set(FAMILIES) - {"glyph"} | {"wan21"}
-    assert all(callable(import_path(path)) for path in TINY.values())
+    assert all(callable(import_object(path)) for path in TINY.values())
 
 
 @pytest.mark.parametrize(

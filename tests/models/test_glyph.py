@@ -91,13 +91,13 @@ def test_velocity_depends_on_everything_it_is_given(model):
 
 def test_the_schedule(model):
     for steps in (2, 6, 10):
-        sigmas = model.sigmas(steps)
+        sigmas = model.compute_sigmas(steps)
         assert sigmas.tolist() == pytest.approx(
             [1 - i / steps for i in range(steps)] + [0], abs=1e-6
         )
         assert sigmas.dtype == torch.float32
-    kept = model.sigmas(4)
-    model.sigmas(7)
+    kept = model.compute_sigmas(4)
+    model.compute_sigmas(7)
     assert len(kept) == 5
 
 
@@ -109,7 +109,7 @@ def test_encoding_is_by_row(model):
         alone = model.encode_texts([text])
         assert torch.allclose(alone["embeds"][0], together["embeds"][row], atol=1e-6)
         assert torch.allclose(alone["pooled"][0], together["pooled"][row], atol=1e-6)
-    some = together.rows(torch.tensor([2, 2, 0]))
+    some = together.select_rows(torch.tensor([2, 2, 0]))
     assert torch.equal(some["pooled"], together["pooled"][[2, 2, 0]])
 
 
@@ -159,7 +159,7 @@ def test_quotes_and_case_do_not_matter_and_letters_do(model):
 def test_decode_is_the_inverse_of_to_latents(model):
     grey = np.random.default_rng(0).integers(0, 256, (3, 16, 32), dtype=np.uint8)
     grey[0].flat[:256] = np.arange(256)
-    images = model.decode(encode_grey_images(grey))
+    images = model.decode_latents(encode_grey_images(grey))
     assert (images.dtype, images.shape) == (np.uint8, (3, 16, 32, 3))
     for channel in range(3):
         assert np.array_equal(images[..., channel], grey)
@@ -167,10 +167,10 @@ def test_decode_is_the_inverse_of_to_latents(model):
 
 def test_encoding_images_is_the_inverse_of_decoding(model):
     latents = torch.randn(5, *model.latent_shape, generator=torch.Generator().manual_seed(2))
-    images = model.decode(latents)
+    images = model.decode_latents(latents)
     encoded = model.encode_images(images)
     assert (encoded.dtype, encoded.shape) == (torch.float32, latents.shape)
-    assert np.array_equal(model.decode(encoded), images)
+    assert np.array_equal(model.decode_latents(encoded), images)
     inside = (latents * 0.75 + 0.55).abs() < 1
     assert inside.float().mean() > 0.5
     # Half a grey level of 255, in latents.
@@ -185,7 +185,7 @@ def test_images_of_another_size_are_refused_with_both_sizes(model, shape):
 
 def test_decode_stays_inside_the_pixels(model):
     wild = torch.tensor([-100.0, 100.0]).view(2, 1, 1, 1).expand(2, *model.latent_shape)
-    images = model.decode(wild)
+    images = model.decode_latents(wild)
     assert (images[0] == 0).all()
     assert (images[1] == 255).all()
 

@@ -62,12 +62,12 @@ def assert_same(model, pipeline, wanted, steps=3):
     )
     assert ours.std() > 0.5
     assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
-    decoded = model.decode(ours)
+    decoded = model.decode_latents(ours)
     assert decoded.dtype == np.uint8
     assert decoded.std() > 5
     assert np.abs(decoded - images).max() < 1
     leaf = ours.clone().requires_grad_()
-    pixels = model.pixels(leaf)
+    pixels = model.decode_with_gradient(leaf)
     assert np.abs((255 * pixels).detach().movedim(-3, -1).numpy() - decoded).max() < 0.51
     assert torch.autograd.grad(pixels.sum(), leaf)[0].abs().max() > 0
 
@@ -99,7 +99,7 @@ def test_blocks_are_listed_in_the_order_of_their_calls(tiny, name):
     """
     model = tiny(name)
     called = []
-    blocks = model.blocks()
+    blocks = model.list_blocks()
     hooks = [
         block.register_forward_pre_hook(lambda module, _: called.append(module)) for block in blocks
     ]
@@ -128,7 +128,7 @@ def test_videos_are_the_pipelines(tiny, peer, name, frames):
     model = tiny(name, frames=frames)
     assert_same(model, peer(name), prompts(name, SHORT[:2]))
     assert model.latent_shape[1] == 2
-    assert model.decode(torch.zeros(1, *model.latent_shape)).shape == (1, frames, 64, 64, 3)
+    assert model.decode_latents(torch.zeros(1, *model.latent_shape)).shape == (1, frames, 64, 64, 3)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
     model = open_tiny("ltx2", frames=9)
     wanted = prompts("ltx2", SHORT[:1])
     latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    conditioning = model.encode(wanted).without_guidance()
+    conditioning = model.encode_prompts(wanted).without_guidance()
 
     def with_sound(isolated):
         """Five tokens of noise, and the prompt for the sound."""
@@ -171,7 +171,7 @@ def test_an_image_to_edit_keeps_its_proportions(tiny, peer):
     model = tiny("qwen_image_edit")
     wanted = prompts("qwen_image_edit", SHORT[:2], size=(80, 40))
     assert_same(model, peer("qwen_image_edit"), wanted)
-    assert model.encode(wanted)["image"].shape == (2, 16, 4, 12)
+    assert model.encode_prompts(wanted)["image"].shape == (2, 16, 4, 12)
 
 
 def test_the_rounding_of_times_is_all_that_differs_from_steps_of_first_order(open_tiny, open_peer):
@@ -205,7 +205,7 @@ def test_unipc_is_the_published_solver_of_wan(tiny, open_peer):
     )
     latents, _ = theirs(pipeline, model, wanted, steps=5)
     ours = generate_samples(
-        model, model.encode(wanted), keys(wanted), SamplerConfig(name="unipc", steps=5)
+        model, model.encode_prompts(wanted), keys(wanted), SamplerConfig(name="unipc", steps=5)
     ).latents
     assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
     assert (ours - our_latents(model, wanted, steps=5)).abs().max() > 1e-2
@@ -223,7 +223,7 @@ def test_flux_without_guidance_is_the_pipeline(tiny_folder, open_tiny, open_peer
     FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
     model = open_tiny("flux", folder, guidance=1.0)
     assert_same(model, open_peer("flux", folder), prompts("flux"))
-    assert model.sigmas(4).tolist() == [1, 0.75, 0.5, 0.25, 0]
+    assert model.compute_sigmas(4).tolist() == [1, 0.75, 0.5, 0.25, 0]
     with pytest.raises(
         ModelError, match=r"model.guidance = 3.5: .*schnell takes no guidance.*leave it out"
     ):
@@ -260,7 +260,7 @@ def test_the_image_depends_on_everything_that_the_pipeline_is_told(tiny, name):
 
 @pytest.mark.parametrize("name", [name for name in TINY if has_limit(name)])
 def test_prompts_beyond_the_limit_are_cut_there(tiny, name):
-    together = tiny(name, max_tokens=20).encode(prompts(name, (SHORT[1], LONG)))
+    together = tiny(name, max_tokens=20).encode_prompts(prompts(name, (SHORT[1], LONG)))
     assert together["embeds"].shape[1] == (77 + 20 if name == "sd3" else 20)
     assert not torch.allclose(together["embeds"][0], together["embeds"][1])
     if name == "qwen_image":
@@ -312,7 +312,7 @@ def test_later_versions_of_ltx_2_are_refused(tiny, part, config, message):
     }
     parts[part] = SimpleNamespace(config=SimpleNamespace(**{**parts[part].config, **config}))
     with pytest.raises(ModelError, match=message):
-        type(model)._check(SimpleNamespace(**parts), model.config)
+        type(model)._check_pipeline(SimpleNamespace(**parts), model.config)
 
 
 # What follows from the family.
@@ -322,12 +322,12 @@ def test_later_versions_of_ltx_2_are_refused(tiny, part, config, message):
 def test_schedules_begin_at_pure_noise_and_end_at_the_image(tiny, name):
     model = tiny(name)
     for steps in (2, 4, 10):
-        sigmas = model.sigmas(steps)
+        sigmas = model.compute_sigmas(steps)
         assert (sigmas.dtype, sigmas.shape) == (torch.float32, (steps + 1,))
         assert (sigmas[0], sigmas[-1]) == (1, 0)
         assert (sigmas.diff() < 0).all()
-    kept = model.sigmas(4)
-    model.sigmas(7)
+    kept = model.compute_sigmas(4)
+    model.compute_sigmas(7)
     assert len(kept) == 5
 
 
@@ -340,7 +340,7 @@ def test_stochastic_samples_have_the_size_of_deterministic_ones(tiny, name, samp
     wanted = prompts(name)
     exact = our_latents(model, wanted, steps=6)
     noisy = generate_samples(
-        model, model.encode(wanted), keys(wanted), SamplerConfig(name=sampler, steps=6)
+        model, model.encode_prompts(wanted), keys(wanted), SamplerConfig(name=sampler, steps=6)
     ).latents
     assert (noisy - exact).abs().max() > 0.1
     assert noisy.std() < 2 * exact.std()
@@ -356,7 +356,9 @@ def test_the_blocks_are_all_that_repeats(tiny, name):
         module for module in model.transformer.modules() if type(module).__name__ in several
     ]
     assert len(repeated) >= 2
-    assert sorted(id(block) for block in model.blocks()) == sorted(id(block) for block in repeated)
+    assert sorted(id(block) for block in model.list_blocks()) == sorted(
+        id(block) for block in repeated
+    )
 
 
 @pytest.mark.parametrize("name", NEWER_LATER)
@@ -375,7 +377,7 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     """The closed form of guidance, from the network's own predictions of both."""
     model = tiny(name)
     wanted = prompts(name, SHORT[:2])
-    conditioning = model.encode(wanted)
+    conditioning = model.encode_prompts(wanted)
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.8, 0.3])
     with torch.no_grad():
@@ -481,16 +483,16 @@ def test_encoding_undoes_decoding_but_for_the_vae(tiny, monkeypatch, name, frame
         lambda pixels: SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: seen[0])),
     )
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    assert (model.encode_images(model.decode(latents)) - latents).abs().max() < 1e-5
+    assert (model.encode_images(model.decode_latents(latents)) - latents).abs().max() < 1e-5
 
 
 def test_many_images_pass_the_vae_in_parts(tiny, monkeypatch):
     model = tiny("sd3")
     latents = torch.randn(5, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    whole = model.decode(latents)
-    encoded = model.encode_images(model.decode(latents))
+    whole = model.decode_latents(latents)
+    encoded = model.encode_images(model.decode_latents(latents))
     monkeypatch.setattr("ebbflow.models.pipeline.PIXELS_AT_ONCE", 2 * 64 * 64)
-    assert np.abs(model.decode(latents).astype(int) - whole).max() <= 1
+    assert np.abs(model.decode_latents(latents).astype(int) - whole).max() <= 1
     assert (model.encode_images(whole) - encoded).abs().max() < 1e-5
 
 
@@ -673,9 +675,9 @@ def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
     model = open_tiny(name, gradient_checkpointing=True)
     calls = []
     model.transformer.requires_grad_(True)
-    model.blocks()[-1].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.list_blocks()[-1].register_forward_pre_hook(lambda *_: calls.append(1))
     latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    conditioning = model.encode(prompts(name, SHORT[:1]))
+    conditioning = model.encode_prompts(prompts(name, SHORT[:1]))
 
     def differentiate():
         calls.clear()
@@ -702,13 +704,15 @@ def test_every_second_block_recomputes_its_activations(open_tiny, name):
     model = open_tiny(name, gradient_checkpointing=True, gradient_checkpointing_every=2)
     calls = []
     model.transformer.requires_grad_(True)
-    for number, block in enumerate(model.blocks()):
+    for number, block in enumerate(model.list_blocks()):
         block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
     latents = torch.randn(1, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-    velocity = predict(model, latents, torch.tensor([0.7]), model.encode(prompts(name, SHORT[:1])))
+    velocity = predict(
+        model, latents, torch.tensor([0.7]), model.encode_prompts(prompts(name, SHORT[:1]))
+    )
     forward = list(calls)
     velocity.square().mean().backward()
-    assert forward == list(range(len(model.blocks())))
+    assert forward == list(range(len(model.list_blocks())))
     assert sorted(calls[len(forward) :]) == forward[::2]
 
 
@@ -730,6 +734,6 @@ def test_attention_backends_are_those_of_diffusers(open_tiny, tiny, name):
 
 
 def test_an_embedded_guidance_stays_without_negative_prompts(tiny):
-    conditioning = tiny("flux").encode(prompts("flux"))
+    conditioning = tiny("flux").encode_prompts(prompts("flux"))
     assert isinstance(conditioning, Conditioning)
     assert conditioning.without_guidance().guidance == conditioning.guidance == 3.5

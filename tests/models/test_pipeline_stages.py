@@ -152,7 +152,7 @@ def test_guided_rollouts_can_train_the_prediction_without_guidance(
         guided.append(conditioning.negative is not None)
         return velocity(latents, sigma, conditioning)
 
-    monkeypatch.setattr(model, "velocity", watched)
+    monkeypatch.setattr(model, "predict_velocity", watched)
     run_online_stage(
         ctx,
         open_local_workers(ctx, updater, Scorer(((Brightness(), 1.0),))),

@@ -61,7 +61,7 @@ def largest_change(model, conditioning, trajectory, micro_batch):
                 model,
                 latents,
                 trajectory.sigmas[step].expand(len(latents)),
-                conditioning.rows(part),
+                conditioning.select_rows(part),
             ).detach()
             move = compute_transition(SDE.name, latents, velocity, trajectory.sigmas, step)
             changes.append(
@@ -81,7 +81,7 @@ def test_the_first_ratio_is_one(open_tiny, name, precision, train):
     """
     model, _ = open_policy(open_tiny, name, precision, train)
     wanted = prompts(name, SHORT)
-    conditioning = model.encode(wanted)
+    conditioning = model.encode_prompts(wanted)
     rollouts = generate_samples(
         model, conditioning, keys(wanted), SDE, Plan(WINDOW, WINDOW), micro_batch=2
     )
@@ -115,7 +115,7 @@ def test_what_is_trained_is_fp32_and_the_rest_is_as_asked(open_tiny, name, preci
     for part in model.text_parts:
         expected = torch.float32 if part == "vae" else DTYPES[precision]
         assert getattr(model.pipeline, part).dtype == expected
-    conditioning = model.encode(prompts(name, SHORT[:2]))
+    conditioning = model.encode_prompts(prompts(name, SHORT[:2]))
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     predict(model, latents, torch.tensor([0.9, 0.2]), conditioning).square().mean().backward()
     gradients = [

@@ -31,7 +31,7 @@ def without_gradient(model):
     """Names of the parameters that a loss on the velocity gives none."""
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     velocity = predict(
-        model, latents, torch.tensor([0.8, 0.3]), model.encode(prompts("ltx2", SHORT[:2]))
+        model, latents, torch.tensor([0.8, 0.3]), model.encode_prompts(prompts("ltx2", SHORT[:2]))
     )
     velocity.square().mean().backward()
     return {

@@ -36,14 +36,17 @@ def changed(model):
 def test_gradients_are_of_the_rows_of_the_trained_band(open_tiny, expert, row):
     model = open_tiny("wan_a14b", expert=expert, guidance=1.0)
     policy = changed(model)
-    conditioning = model.encode(prompts("wan_a14b", SHORT[:2]))
+    conditioning = model.encode_prompts(prompts("wan_a14b", SHORT[:2]))
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     velocity = predict(model, latents, SIGMAS, conditioning)
     with torch.no_grad():
         for index, part in enumerate(EXPERTS.values()):
             rows = slice(index, index + 1)
             alone = model._denoise(
-                getattr(model.pipeline, part), latents[rows], SIGMAS[rows], conditioning.rows(rows)
+                getattr(model.pipeline, part),
+                latents[rows],
+                SIGMAS[rows],
+                conditioning.select_rows(rows),
             )
             assert torch.allclose(velocity[rows], alone, atol=1e-5)
     parameters = list(policy.parameters.values())
@@ -54,7 +57,7 @@ def test_gradients_are_of_the_rows_of_the_trained_band(open_tiny, expert, row):
         assert any(gradient.any() for gradient in gradients) == (index == row)
     # A pass without any row of the band has a gradient, which is zero.
     outside = slice(1 - row, 2 - row)
-    velocity = predict(model, latents[outside], SIGMAS[outside], conditioning.rows(outside))
+    velocity = predict(model, latents[outside], SIGMAS[outside], conditioning.select_rows(outside))
     assert not any(
         gradient.any() for gradient in torch.autograd.grad(velocity.square().sum(), parameters)
     )
@@ -79,14 +82,15 @@ def test_both_are_trained_in_one_run(open_tiny):
     """Each by the rows of its band."""
     model = open_tiny("wan_a14b", expert="both", guidance=1.0)
     policy = changed(model)
-    conditioning = model.encode(prompts("wan_a14b", SHORT[:2]))
-    assert len(model.blocks()) == 4
+    conditioning = model.encode_prompts(prompts("wan_a14b", SHORT[:2]))
+    assert len(model.list_blocks()) == 4
     latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
     velocity = predict(model, latents, SIGMAS, conditioning)
     with torch.no_grad():
         parts = [slice(row, row + 1) for row in (0, 1)]
         rows = [
-            predict(model, latents[part], SIGMAS[part], conditioning.rows(part)) for part in parts
+            predict(model, latents[part], SIGMAS[part], conditioning.select_rows(part))
+            for part in parts
         ]
     assert torch.allclose(velocity, torch.cat(rows), atol=1e-5)
     names, parameters = zip(*policy.parameters.items(), strict=True)

@@ -180,7 +180,7 @@ def test_the_noise_of_a_sample_is_its_own(ctx, stored, run):
     call = run(ctx, *stored(12)[:2])[1][0]
     first = slice(0, 1)
     keys = SampleKeys(ctx.seed, [call.keys[0][0]], [call.keys[0][1]])
-    conditioning = call.batch.inputs.conditioning.rows(first)
+    conditioning = call.batch.inputs.conditioning.select_rows(first)
     clean = call.batch.clean[first]
     advantage = call.batch.advantage[first]
     alone = build_forward_batch(

@@ -84,7 +84,7 @@ def test_every_pair_is_a_group_of_its_own(ctx, model, tmp_path):
         word = WORDS[number] if sample == 0 else WORDS[number][::-1]
         assert advantage == (1 if sample == 0 else -1)
         assert np.array_equal(image, picture(word))
-        assert np.array_equal(model.decode(latent[None])[0], picture(word))
+        assert np.array_equal(model.decode_latents(latent[None])[0], picture(word))
     assert len(imported.rollouts) == 2
     sizes = [read_table(path).num_rows for path in imported.rollouts]
     assert sizes == [6, 4]
@@ -109,7 +109,7 @@ def test_latents_are_kept_as_they_are(ctx, model, tmp_path, flat):
     imported = import_pairs(ctx, model, write(tmp_path / "p.parquet", rows), tmp_path / "out")
     for (number, sample), (latent, image, _) in by_key(imported, model.latent_shape).items():
         assert np.array_equal(latent.numpy(), latents[number, sample])
-        assert np.array_equal(image, model.decode(latent[None])[0])
+        assert np.array_equal(image, model.decode_latents(latent[None])[0])
     assert imported.ignored == ["by"]
     assert (
         str(imported)

@@ -99,7 +99,9 @@ def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_pro
         latents = read_latents(path)
         assert latents.dtype == torch.float32
         assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
-        assert np.array_equal(decode_pngs(table["image"].to_pylist()), model.decode(latents))
+        assert np.array_equal(
+            decode_pngs(table["image"].to_pylist()), model.decode_latents(latents)
+        )
 
 
 def test_the_old_copy_generates(ctx, model, policy, shards, make_prompts, tmp_path):
@@ -173,7 +175,7 @@ def test_an_exception_while_generating_leaves_nothing(
             raise RuntimeError("the second batch")
         return type(model).decode(model, latents)
 
-    monkeypatch.setattr(model, "decode", decode)
+    monkeypatch.setattr(model, "decode_latents", decode)
     wide = StageContext(
         ctx.recipe.model_copy(update={"stages": [ctx.config.model_copy(update={"shards": 1})] * 2}),
         0,
@@ -274,8 +276,8 @@ def film(model, monkeypatch):
         return np.stack([decode(latents[:, :, frame]) for frame in range(3)], 1)
 
     monkeypatch.setattr(model, "latent_shape", (channels, 3, height, width))
-    monkeypatch.setattr(model, "velocity", of_frames)
-    monkeypatch.setattr(model, "decode", to_videos)
+    monkeypatch.setattr(model, "predict_velocity", of_frames)
+    monkeypatch.setattr(model, "decode_latents", to_videos)
     return model
 
 

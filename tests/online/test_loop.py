@@ -423,7 +423,7 @@ def test_a_step_collects_whole_groups_with_new_noise(make_recipe, make_prompts, 
         assert all(
             list(batch.keys.prompt_ids).count(prompt_id) == 4 for prompt_id in batch.keys.prompt_ids
         )
-        images = model.decode(rollouts.latents)
+        images = model.decode_latents(rollouts.latents)
         assert images.shape == (8, 16, 32, 3)
         assert step.scores.reward == pytest.approx(1 - images.mean((1, 2, 3)) / 255)
     pairs = [set(zip(batch.keys.prompt_ids, batch.keys.samples, strict=True)) for batch in batches]
@@ -523,10 +523,10 @@ def test_direct_align_knows_the_noise_that_each_sample_came_from(run, monkeypatc
     assert len(batches) == 2
     for batch, _ in batches:
         latents = batch.noise
-        sigmas = policy.model.sigmas(3)
+        sigmas = policy.model.compute_sigmas(3)
         with torch.no_grad():
             for step in range(3):
-                conditioning = batch.inputs.conditioning.rows(batch.inputs.sample_index)
+                conditioning = batch.inputs.conditioning.select_rows(batch.inputs.sample_index)
                 velocity = policy.model.predict_velocity(
                     latents, sigmas[step].expand(len(latents)), conditioning
                 )
@@ -741,7 +741,7 @@ def test_a_stage_trains_on_a_reward_of_latents(run, scorer, name, monkeypatch):
         assert not latents.requires_grad
         return PIXELS(self, latents)
 
-    monkeypatch.setattr(GlyphModel, "pixels", decode)
+    monkeypatch.setattr(GlyphModel, "decode_with_gradient", decode)
     policy, before, (logged,), record = run(judge=Scorer(((LatentDarkness(), 1.0),)), **config)
     found = torch.cat([(policy.parameters[n] - before[n]).flatten() for n in before])
     assert torch.cosine_similarity(found, wanted, dim=0) > 0.98

@@ -132,7 +132,7 @@ def batch_and_rollouts(base: Path, ctx: StageContext, case: str) -> tuple[Traini
     sample_index = np.arange(5).repeat(3)
     keys = SampleKeys(ctx.stage_seed, sample_index.tolist(), [*range(3)] * 5)
     conditioning = model.encode_texts(TEXTS)
-    rows = conditioning.rows(torch.from_numpy(sample_index))
+    rows = conditioning.select_rows(torch.from_numpy(sample_index))
     chosen = Plan((0, 1), (0, 1)) if config.window else None
     rollouts = generate_samples(
         model, rows, keys, config.sampler, chosen, 4, config.rollout_precision

@@ -114,7 +114,7 @@ def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys
                 )
     order = [6, 2, 0]
     some = generate_samples(
-        model, conditioning.rows(torch.tensor(order)), keys.take(np.array(order)), SDE, plan
+        model, conditioning.select_rows(torch.tensor(order)), keys.take(np.array(order)), SDE, plan
     )
     assert torch.allclose(some.latents, whole.latents[order], rtol=0, atol=1e-5)
 
@@ -142,7 +142,7 @@ def test_the_trained_steps_are_recorded_as_they_were_sampled(model, make_keys, n
     keys = make_keys(7)
     rollouts = generate_samples(model, conditioning, keys, sampler, plan)
     record = rollouts.trajectory
-    sigmas = model.sigmas(5)
+    sigmas = model.compute_sigmas(5)
     assert record.steps.tolist() == list(plan.trained)
     assert torch.equal(record.sigmas, sigmas)
     assert record.log_probs.shape == (7, len(plan.trained))
@@ -241,7 +241,7 @@ def test_images_of_the_whole_path_have_the_exact_moments_on_gaussian_data(name):
 def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
-    sigmas = model.sigmas(6)
+    sigmas = model.compute_sigmas(6)
     rollouts = generate_samples(
         model, conditioning, keys, SamplerConfig(name="dpm_solver", steps=6)
     )
@@ -389,7 +389,7 @@ def test_a_tail_changes_the_images_of_the_network_little(model, make_keys):
 def test_bfloat16_is_the_networks_alone_and_moves_log_probs_a_little(model, make_keys):
     conditioning = model.encode_texts(TEXTS)
     keys = make_keys(7)
-    sigmas = model.sigmas(5)
+    sigmas = model.compute_sigmas(5)
     rollouts = generate_samples(
         model, conditioning, keys, SDE, window(0, 1, 2, 3), precision="bfloat16"
     )

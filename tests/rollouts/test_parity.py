@@ -124,7 +124,7 @@ def test_the_numbers_are_those_of_the_difference(ask, policy, other):
 
 def test_the_shift_of_the_means_is_in_standard_deviations(ask, policy, other):
     sampler = SamplerConfig(name="dance_sde", steps=5, eta=0.5)
-    sigmas = policy.model.sigmas(5)
+    sigmas = policy.model.compute_sigmas(5)
     std = 0.5 * (sigmas[:-2] - sigmas[1:-1]).sqrt()
 
     def moved(means):

@@ -44,7 +44,7 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
     chosen = torch.tensor([2, 0])
     batch = build_trajectory_batch(
         CorrectedRollout.without_correction(trajectory).select_samples(chosen),
-        conditioning.rows(chosen),
+        conditioning.select_rows(chosen),
         torch.tensor([3.0, 1.0]),
         keys.select_samples(chosen.numpy()),
         STAGE.sampler,
@@ -53,7 +53,7 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
     assert batch.steps.tolist() == [0, 2, 0, 2]
     assert batch.weight.tolist() == [1, 1, 1, 1]
     assert batch.group_index.tolist() == [0, 1, 2, 3]
-    assert torch.equal(batch.inputs.sigma, model.sigmas(5)[[0, 2, 0, 2]])
+    assert torch.equal(batch.inputs.sigma, model.compute_sigmas(5)[[0, 2, 0, 2]])
     for row, (sample, index) in enumerate([(2, 0), (2, 1), (0, 0), (0, 1)]):
         assert torch.equal(batch.inputs.latents[row], trajectory.latents[sample, index])
         assert torch.equal(batch.next_latents[row], trajectory.next_latents[sample, index])
@@ -65,7 +65,7 @@ def test_a_window_becomes_a_term_for_each_sample_and_step(model):
         )
     assert (
         batch.describe_row(1)
-        == f"prompt 2, sample 7, denoising step 2 (sigma {model.sigmas(5)[2].item():.4f})"
+        == f"prompt 2, sample 7, denoising step 2 (sigma {model.compute_sigmas(5)[2].item():.4f})"
     )
 
 
@@ -132,7 +132,7 @@ def test_forward_terms_are_stratified_and_belong_to_their_sample(model):
     # A sample's draws are its own: they do not depend on who else is in the batch.
     alone = build_forward_batch(
         *(of[4:5] for of in (clean,)),
-        conditioning.rows(slice(4, 5)),
+        conditioning.select_rows(slice(4, 5)),
         advantage[4:5],
         keys.select_slice(slice(4, 5)),
         ALONE[:1],
@@ -264,7 +264,7 @@ def test_sigmas_of_the_schedule_are_those_of_the_stages_sampler(model, group_ind
     for sample in range(6):
         drawn = batch.inputs.sigma[[prompt_id == sample for prompt_id in batch.keys.prompt_ids]]
         assert len(drawn.unique()) == 4
-        assert torch.isin(drawn, model.sigmas(5)[:-1]).all()
+        assert torch.isin(drawn, model.compute_sigmas(5)[:-1]).all()
 
 
 groups = st.lists(st.integers(1, 5), min_size=1, max_size=12)

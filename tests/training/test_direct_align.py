@@ -268,7 +268,7 @@ def margin(model, reward):
     latents = generate_samples(
         model, model.encode_texts(TEXTS), KEYS, SamplerConfig(name="ode", steps=4)
     ).latents
-    images = model.pixels(latents)
+    images = model.decode_with_gradient(latents)
     prompts = (
         [Prompt(0, f"{word}. {text}", "", None, "", "train", "{}") for text in TEXTS]
         for word in ("cat", "dog 3 birds")

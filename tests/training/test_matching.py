@@ -37,7 +37,12 @@ def steps_of(model, name, passes=2):
     policy = SimpleNamespace(model=model, kept_gathered=nullcontext)
     sampler = SAMPLERS[name]
     return sample_student_steps(
-        policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), passes
+        policy,
+        model.encode_texts(TEXTS),
+        KEYS,
+        sampler,
+        model.compute_sigmas(sampler.steps),
+        passes,
     )
 
 
@@ -89,7 +94,7 @@ def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypa
     )
     sampler = SAMPLERS["tdm"]
     sample_student_steps(
-        policy, model.encode_texts(TEXTS), KEYS, sampler, model.sigmas(sampler.steps), 2
+        policy, model.encode_texts(TEXTS), KEYS, sampler, model.compute_sigmas(sampler.steps), 2
     )
     assert states == [True] * 6
     assert not gathered

@@ -558,4 +558,6 @@ def test_a_band_that_holds_no_sigma_of_the_sampler_stops_the_stage_before_its_ro
     ):
         updater_of(model, band, **stage)
     steps = stage_of("dgpo", **stage).sampler.steps
-    assert torch.equal(updater_of(model, "dgpo", **stage).sampler_sigmas, model.sigmas(steps))
+    assert torch.equal(
+        updater_of(model, "dgpo", **stage).sampler_sigmas, model.compute_sigmas(steps)
+    )

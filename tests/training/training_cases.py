@@ -42,7 +42,7 @@ def stage_of(algorithm, **stage):
 
 def schedule_of(model, stage):
     """The sigmas of the stage's sampler."""
-    return model.sigmas(stage.sampler.steps)
+    return model.compute_sigmas(stage.sampler.steps)
 
 
 def sgd(policy, lr=0.1):

@@ -84,7 +84,7 @@ class EbbflowPipeline(nn.Module):
         rollouts = generate_samples(
             self.adapter, conditioning, task.keys, task.sampler, task.plan, len(task.keys)
         )
-        tensors = pack_rollouts(rollouts, self.adapter.decode(rollouts.latents))
+        tensors = pack_rollouts(rollouts, self.adapter.decode_latents(rollouts.latents))
         return DiffusionOutput(
             output={"payload": {"image": tensors.pop("images")}, "metadata": {"rl": tensors}},
             to_cpu=True,

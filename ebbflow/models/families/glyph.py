@@ -163,7 +163,7 @@ class GlyphModel:
         return self.encode_texts([prompt.prompt for prompt in prompts])
 
     def encode_texts(self, prompts: list[str]) -> Conditioning:
-        """``encode`` with a gradient, for training the text encoder itself.
+        """``encode_prompts`` with a gradient, for training the text encoder itself.
 
         Raises:
             ModelError: a prompt has more letters than the model can draw.
