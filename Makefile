@@ -15,7 +15,7 @@ NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online
 # In addition to tests/faults: attacks and accidents that are tested in the room that withstands them.
 FAULTS := $(addprefix tests/,pipeline/test_pods.py pipeline/test_post_train.py pipeline/test_files.py pipeline/test_bad_input.py \
 	storage/test_artifacts.py rewards/test_server_limits.py recipe/test_secret_forms.py evaluation/test_gate.py \
-	labeling/test_label_server.py tracking/test_sqlite.py tracking/test_verification.py tracking/test_verify_again.py)
+	labeling/test_label_server.py tracking/test_sqlite.py verification/test_verification.py verification/test_verify_again.py)
 EIGHT_BIT_TESTS := $(addprefix tests/,training/test_adamw_8bit.py online/test_resume.py)
 
 .DEFAULT_GOAL := help

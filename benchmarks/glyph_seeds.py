@@ -22,7 +22,7 @@ import yaml
 from tqdm import tqdm
 
 from benchmarks.machine import describe_machine
-from ebbflow.tracking.run_facts import RunFacts
+from ebbflow.report.run_facts import RunFacts
 from ebbflow.tracking.store import NODE, connect_to_store
 
 ROOT = Path(__file__).parents[1]

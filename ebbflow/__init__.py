@@ -13,7 +13,7 @@ what stands before it in this list, and a test reads the list (tests/test_house.
 - compute: threads and deterministic kernels of a process that computes
 - storage: committed folders, Parquet files, locks, digests
 - data: prompts, preference pairs, and the tables and records that pass between stages
-- plots: charts and image grids
+- plots: charts, image grids, HTML templates
 - flow: sigma schedules, the transition, noise
 - algorithms: advantages and losses, a file each
 - models: an adapter per model family
@@ -22,9 +22,13 @@ what stands before it in this list, and a test reads the list (tests/test_house.
 - training: the policy and its copies, FSDP2, the update, checkpoints
 - rollouts: the engines that generate samples
 - evaluation: fixed prompts and noise, paired statistics, the gate
+- tracking: MLflow runs, and the delivery of what they log
 - offline: stages that train on a fixed batch of rollouts or pairs
 - online: stages that generate, score and train step by step
-- tracking: MLflow runs, the registry, the report
+- registry: versions of registered models, promotion, serving
+- report: the page and the summary of a run
+- verification: whether a registered version is what the gate decided on
+- replay: a training step of a tracked run, generated again
 - labeling: preferences of people, by a local page
 - estimate: the cost of a recipe
 - preflight: the checks before anything is paid for

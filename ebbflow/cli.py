@@ -275,13 +275,13 @@ def export(
 )
 def rollback(recipe: Path, to: int | None) -> None:
     """Restore the previous champion of the model that RECIPE promotes."""
-    from ebbflow.tracking import registry  # imports MLflow
+    from ebbflow.registry import promotion  # imports MLflow
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri
 
     try:
         resolved = load_recipe(recipe)
         name = resolved.promotion.model_name
-        done = registry.roll_back_champion(
+        done = promotion.roll_back_champion(
             resolve_tracking_uri(resolved), name, None if to is None else str(to)
         )
     except (RecipeError, TrackingError) as error:
@@ -316,8 +316,8 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     MODEL alone means its champion; MODEL/3 is version 3. Exits with status 1 if a check failed.
     """
     from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
-    from ebbflow.tracking.verification import verify_version
     from ebbflow.training.policy_metadata import list_named_code
+    from ebbflow.verification.checks import verify_version
 
     try:
         given = load_recipe(recipe) if recipe else Recipe()
@@ -373,16 +373,16 @@ def replay(
     the step.
     """
     from ebbflow.models import ModelError  # imports torch
+    from ebbflow.replay import tracked_step
     from ebbflow.rewards.base import RewardError
     from ebbflow.storage.artifacts import ArtifactError
-    from ebbflow.tracking import replay as replays
     from ebbflow.tracking.store import TrackingError
     from ebbflow.training.policy_metadata import PolicyError
     from ebbflow.training.replay import ReplayError
 
     target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
     try:
-        done = replays.replay_step(
+        done = tracked_step.replay_step(
             run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes
         )
     except (
@@ -395,7 +395,7 @@ def replay(
         RewardError,
     ) as error:
         sys.exit(str(error))
-    click.echo(f"{target / replays.PAGE}: {done}")
+    click.echo(f"{target / tracked_step.PAGE}: {done}")
 
 
 @main.command("list")
@@ -616,7 +616,7 @@ def draw(
 
     MODEL is a registered model, which means its champion, MODEL@ALIAS, MODEL/3, or a policy folder.
     """
-    from ebbflow.tracking import drawing  # imports torch
+    from ebbflow.registry import drawing  # imports torch
     from ebbflow.tracking.store import resolve_tracking_uri
 
     seeds = range(seed, seed + samples)

@@ -27,9 +27,9 @@ def evaluate_champion(
     champion yet.
     """
     from ebbflow.evaluation.evaluate import evaluate_folder, require_same_image_size
+    from ebbflow.registry.promotion import download_champion_folders, find_champion
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation
-    from ebbflow.tracking.registry import download_champion_folders, find_champion
 
     champion = find_champion(run.tracking_uri, recipe.promotion.model_name)
     if champion is None:

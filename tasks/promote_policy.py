@@ -19,8 +19,8 @@ def promote_policy(
     """Idempotent: the champion moves once. ``approved`` is the question that a person approved, if
     one was asked.
     """
+    from ebbflow.registry.promotion import promote_version
     from ebbflow.tracking.child_run import open_node_run
-    from ebbflow.tracking.registry import promote_version
 
     execution = current_context().execution_id
     name = execution.name if execution else "local"

@@ -27,11 +27,11 @@ def register_policy(
     decision: GateDecision,
 ) -> Registration:
     """Idempotent: one version per run, with what the gate decided from."""
+    from ebbflow.registry.promotion import register_version
     from ebbflow.storage.artifacts import verify_folder
     from ebbflow.storage.identity import list_code
     from ebbflow.tracking.child_run import open_node_run
-    from ebbflow.tracking.evidence import GateInputs, write_evidence
-    from ebbflow.tracking.registry import register_version
+    from ebbflow.verification.evidence import GateInputs, write_evidence
 
     execution = current_context().execution_id
     base_folder = fetch_artifact(base.folder)

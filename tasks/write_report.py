@@ -37,12 +37,12 @@ def write_report(
     """
     import json
 
-    from ebbflow.tracking import report
+    from ebbflow.report import run_report
+    from ebbflow.report.outcome import describe_outcome, read_example_prompt
+    from ebbflow.report.run_facts import collect_run_facts
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.outage import deliver_saved_records
-    from ebbflow.tracking.outcome import describe_outcome, read_example_prompt
     from ebbflow.tracking.parent_run import log_results
-    from ebbflow.tracking.run_facts import collect_run_facts
 
     candidate = next(one for one in history if one.evaluation.label == decision.candidate)
     folders = {
@@ -59,7 +59,7 @@ def write_report(
             for evaluated in history
             for stage in evaluated.policy.finished_stages
         }
-        inputs = report.ReportInputs(
+        inputs = run_report.ReportInputs(
             recipe=recipe,
             tracked=run,
             evaluations=[
@@ -76,14 +76,14 @@ def write_report(
             facts=collect_run_facts(run),
             **folders,
         )
-        report.write_report(page, inputs)
-        report.write_summary(numbers, inputs)
+        run_report.write_report(page, inputs)
+        run_report.write_summary(numbers, inputs)
     Deck("report", page.read_text())
     log_results(run, [page, numbers], finish=not inputs.awaits_approval)
     delete_checkpoints(run)
     example = read_example_prompt(fetch_artifact(candidate.samples))
     outcome = describe_outcome(recipe, run, decision, registration, **folders, example=example)
-    print(f"\n{report.format_summary_table(inputs)}\n\n{outcome}", flush=True)
+    print(f"\n{run_report.format_summary_table(inputs)}\n\n{outcome}", flush=True)
     return Report(
         FlyteFile(str(page), remote_path=f"{run.folder}/report.html"),
         FlyteFile(str(numbers), remote_path=f"{run.folder}/summary.json"),

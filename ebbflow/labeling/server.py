@@ -26,10 +26,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from ebbflow.labeling.results import write_results
 from ebbflow.labeling.session import OutOfTurnError, Session, Side, normalize_rater_name
 from ebbflow.labeling.sources import LabelError
+from ebbflow.plots.pages import create_page_environment
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.server_limits import build_server_options
 from ebbflow.storage.disk import DiskFullError
-from ebbflow.tracking.pages import create_page_environment
 
 MAX_BYTES = 4096
 """Of a request: an answer has a hundred."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,6 +17,8 @@ CAPTION_SIZE = 13
 MIN_WIDTH = 128
 """Narrower images are enlarged by a whole factor, pixel by pixel."""
 MAX_WIDTH = 256
+MAX_SHARP_WIDTH = 96
+"""Pictures up to this width are embedded pixel by pixel, larger ones as JPEGs."""
 PAPER = "#ffffff"
 INK = "#30343b"
 
@@ -79,6 +82,19 @@ def fit_width(image: Image.Image, min_width: int, max_width: int) -> Image.Image
             Image.Resampling.LANCZOS,
         )
     return image
+
+
+def encode_data_uri(
+    image: Image.Image, sharp: bool, max_width: int = 2 * MAX_SHARP_WIDTH, quality: int = 80
+) -> str:
+    """A picture inside a page: pixel by pixel, or as a JPEG that is at most so wide."""
+    buffer = io.BytesIO()
+    if sharp:
+        image.save(buffer, "PNG", optimize=True)
+    else:
+        fit_width(image, 1, max_width).save(buffer, "JPEG", quality=quality)
+    kind = "png" if sharp else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @cache

@@ -25,9 +25,14 @@ from ebbflow.plots import charts
 from ebbflow.plots.images import build_image_grid, format_caption
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
+from ebbflow.report.run_report import (
+    ReportInputs,
+    format_summary_table,
+    summarise_run,
+    write_report,
+)
 from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import _build_parent_tags, start_run
-from ebbflow.tracking.report import ReportInputs, format_summary_table, summarise_run, write_report
 from ebbflow.tracking.store import connect_to_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:Glyph")

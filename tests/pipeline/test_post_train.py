@@ -17,9 +17,9 @@ import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
+from ebbflow.replay.tracked_step import replay_step
 from ebbflow.run_list import list_runs
-from ebbflow.tracking.replay import replay_step
-from ebbflow.tracking.verification import verify_version
+from ebbflow.verification.checks import verify_version
 from tests.metrics_page import unexplained
 from tests.pipeline.conftest import run_pipeline
 

@@ -23,13 +23,13 @@ from ebbflow.data.records import Evaluation
 from ebbflow.data.schema import PROMPTS, build_evaluation_schema
 from ebbflow.evaluation.gate import decide_by_gate
 from ebbflow.recipe import Recipe
+from ebbflow.registry.promotion import promote_version, register_version
 from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import read_table, write_table
-from ebbflow.tracking.evidence import GateInputs, write_evidence
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.registry import promote_version, register_version
 from ebbflow.tracking.store import connect_to_store, resolve_tracking_uri
-from ebbflow.tracking.verification import Check, verify_version
+from ebbflow.verification.checks import Check, verify_version
+from ebbflow.verification.evidence import GateInputs, write_evidence
 
 METRICS = ["reward", "similarity", "ocr"]
 CODE = json.dumps({"sources": [[["cli.py", "0" * 64]]], "versions": {"torch": "0.0"}})

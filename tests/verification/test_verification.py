@@ -19,18 +19,19 @@ from verification_cases import Version, flip, invoke
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import GateDecision
 from ebbflow.recipe import Recipe
-from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit_folder, verify_folder
-from ebbflow.storage.tables import read_table, write_table
-from ebbflow.tracking import evidence, model_version
-from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.registry import (
+from ebbflow.registry import model_version
+from ebbflow.registry.promotion import (
     COMPARED_WITH,
     DECISION,
     REPLACES,
     register_version,
     roll_back_champion,
 )
-from ebbflow.tracking.verification import CHECKS, Check, verify_version
+from ebbflow.storage.artifacts import COMMIT, MANIFEST, commit_folder, verify_folder
+from ebbflow.storage.tables import read_table, write_table
+from ebbflow.tracking.parent_run import start_run
+from ebbflow.verification import evidence
+from ebbflow.verification.checks import CHECKS, Check, verify_version
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_code_that_it_names_is_not_imported(
 TAMPERED_FILES: dict[str, tuple[str, str]] = {
     "model": ("MLmodel", "model files"),
     "packages": ("requirements.txt", "model files"),
-    "sources": ("code/ebbflow/tracking/serving.py", "model files"),
+    "sources": ("code/ebbflow/registry/serving.py", "model files"),
     "policy": ("data/ebbflow/policy/weights.safetensors", "policy"),
     "policy metadata": ("data/ebbflow/policy/policy.json", "policy"),
     "base": ("data/ebbflow/base/weights.safetensors", "base model"),

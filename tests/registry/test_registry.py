@@ -25,11 +25,9 @@ from ebbflow.evaluation import serve
 from ebbflow.models import load_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.storage.artifacts import ArtifactError, verify_folder
-from ebbflow.tracking import model_version
-from ebbflow.tracking.model_version import link_served_folder
-from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.registry import (
+from ebbflow.registry import model_version
+from ebbflow.registry.model_version import link_served_folder
+from ebbflow.registry.promotion import (
     Registration,
     RegistryError,
     download_champion,
@@ -38,6 +36,8 @@ from ebbflow.tracking.registry import (
     promote_version,
     register_version,
 )
+from ebbflow.storage.artifacts import ArtifactError, verify_folder
+from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect_to_store
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (

@@ -32,16 +32,15 @@ from ebbflow.models.hub import HubError
 from ebbflow.models.prepare import cache_base_folder
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.online.replay import replay_online_step
-from ebbflow.plots.images import open_rgb_image
+from ebbflow.plots.images import MAX_SHARP_WIDTH, encode_data_uri, open_rgb_image
+from ebbflow.plots.pages import create_page_environment
 from ebbflow.recipe import Recipe
+from ebbflow.registry.model_version import find_version
+from ebbflow.registry.promotion import check_store_exists, download_version, find_data_folder
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, ArtifactError, check_replaceable, verify_folder
 from ebbflow.storage.disk import write_text
 from ebbflow.storage.tables import write_table
-from ebbflow.tracking.model_version import find_version
-from ebbflow.tracking.pages import create_page_environment
-from ebbflow.tracking.registry import check_store_exists, download_version, find_data_folder
-from ebbflow.tracking.report_pictures import MAX_SHARP_WIDTH, encode_data_uri
 from ebbflow.tracking.store import (
     DIGEST,
     NODE,

@@ -30,19 +30,15 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import iter_leaves, sanitize_text
 from ebbflow.recipe.plugins import list_disallowed_paths
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.storage.artifacts import verify_folder
-from ebbflow.storage.disk import sha256_of_file
-from ebbflow.storage.identity import list_code
-from ebbflow.storage.tables import read_table
-from ebbflow.tracking import evidence as stored
-from ebbflow.tracking.model_version import (
+from ebbflow.registry.lock import CHAMPION, find_version_by_alias
+from ebbflow.registry.model_version import (
     BASE_STORED,
     EVIDENCE,
     MODEL_FILES_DIGEST,
     POLICY_DIGEST,
     compute_model_files_digest,
 )
-from ebbflow.tracking.registry import (
+from ebbflow.registry.promotion import (
     BASE_DIGEST,
     COMPARED_WITH,
     DECISION,
@@ -53,10 +49,14 @@ from ebbflow.tracking.registry import (
     find_named_version,
     format_decision_tag,
 )
-from ebbflow.tracking.registry_lock import CHAMPION, find_version_by_alias
-from ebbflow.tracking.serving import find_base_folder
+from ebbflow.registry.serving import find_base_folder
+from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.disk import sha256_of_file
+from ebbflow.storage.identity import list_code
+from ebbflow.storage.tables import read_table
 from ebbflow.tracking.store import connect_to_store
 from ebbflow.training.policy_metadata import list_named_code, read_policy_metadata
+from ebbflow.verification import evidence as stored
 
 LIBRARY = Path(__file__).parents[1]
 OLDER = "the version was registered before Ebbflow stored it"

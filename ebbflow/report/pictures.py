@@ -4,26 +4,21 @@ changed most.
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
-from PIL import Image
 
 from ebbflow.data.records import Evaluation
 from ebbflow.formatting import format_difference, format_number
 from ebbflow.plots import charts
-from ebbflow.plots.images import fit_width, open_rgb_image
+from ebbflow.plots.images import MAX_SHARP_WIDTH, encode_data_uri, open_rgb_image
 
 MAX_PROMPTS = 16
 MAX_CHANGES = 6
 """Prompts that rose most, and as many that fell most."""
-MAX_SHARP_WIDTH = 96
-"""Pictures up to this width are embedded pixel by pixel, larger ones as JPEGs."""
 MAX_PREVIEW_WIDTH = 320
 HELD_OUT = ("split", "==", "held_out")
 
@@ -104,19 +99,6 @@ def build_changed_rows(
         return plain._replace(change=format_difference(moved[prompt]))
 
     return [build_row(prompt) for prompt in fell], [build_row(prompt) for prompt in rose]
-
-
-def encode_data_uri(
-    image: Image.Image, sharp: bool, max_width: int = 2 * MAX_SHARP_WIDTH, quality: int = 80
-) -> str:
-    """A picture inside a page: pixel by pixel, or as a JPEG that is at most so wide."""
-    buffer = io.BytesIO()
-    if sharp:
-        image.save(buffer, "PNG", optimize=True)
-    else:
-        fit_width(image, 1, max_width).save(buffer, "JPEG", quality=quality)
-    kind = "png" if sharp else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _read_first_numbers(path: Path) -> dict[int, int]:

@@ -37,11 +37,11 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.registry import promotion
+from ebbflow.registry.model_version import REQUIREMENTS, compute_model_files_digest
+from ebbflow.registry.serving import ServedPolicy, how_to_draw, how_to_load
 from ebbflow.storage.artifacts import verify_folder
-from ebbflow.tracking import registry
-from ebbflow.tracking.model_version import REQUIREMENTS, compute_model_files_digest
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.serving import ServedPolicy, how_to_draw, how_to_load
 from ebbflow.training.policy_metadata import write_base_policy
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -97,7 +97,7 @@ def serve(
             reasons=["It won."],
         )
         lineage = {"base_digest": verify_folder(base_folder)}
-        made = registry.register_version(
+        made = promotion.register_version(
             tracked,
             folder / "policy",
             base_folder,
@@ -106,8 +106,8 @@ def serve(
             model_name=name,
             expected_champion=None,
         )
-        registry.promote_version(tracked, made, {}, expected_champion=None)
-        downloaded = registry.download_version(tracked.tracking_uri, name, made.version, folder)
+        promotion.promote_version(tracked, made, {}, expected_champion=None)
+        downloaded = promotion.download_version(tracked.tracking_uri, name, made.version, folder)
         return Served(
             tracked.tracking_uri, made.version, downloaded, base_folder, folder / "policy"
         )

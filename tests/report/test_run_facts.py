@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ebbflow.recipe import Recipe
+from ebbflow.report.run_facts import RunFacts, collect_run_facts
 from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.run_facts import RunFacts, collect_run_facts
 from ebbflow.tracking.store import connect_to_store
 
 

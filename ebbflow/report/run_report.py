@@ -31,18 +31,18 @@ from ebbflow.evaluation.gate import REFUSED
 from ebbflow.evaluation.statistics import average_over_prompts
 from ebbflow.formatting import format_difference, format_duration, format_number
 from ebbflow.plots import charts
+from ebbflow.plots.pages import create_page_environment
 from ebbflow.recipe import Recipe
-from ebbflow.storage.disk import write_text
-from ebbflow.tracking.glossary import build_glossary
-from ebbflow.tracking.pages import create_page_environment
-from ebbflow.tracking.report_pictures import (
+from ebbflow.registry.serving import how_to_load
+from ebbflow.report.glossary import build_glossary
+from ebbflow.report.pictures import (
     HELD_OUT,
     MAX_PREVIEW_WIDTH,
     build_changed_rows,
     build_first_rows,
 )
-from ebbflow.tracking.run_facts import RunFacts
-from ebbflow.tracking.serving import how_to_load
+from ebbflow.report.run_facts import RunFacts
+from ebbflow.storage.disk import write_text
 
 MAX_COLUMNS = 6
 """Evaluations in the image grid; of more, the first, the last ones and the chosen one are shown."""
@@ -74,7 +74,7 @@ class ReportInputs:
     (``ebbflow.tracking.outage.deliver_saved_records``).
     """
     facts: RunFacts | None = None
-    """Wall times, machine, versions and commit (``ebbflow.tracking.run_facts``)."""
+    """Wall times, machine, versions and commit (``ebbflow.report.run_facts``)."""
     policy: str | None = None
     """Path or URI of the candidate's policy folder."""
     base: str | None = None

@@ -11,8 +11,8 @@ import pytest
 
 from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.tracking.outcome import describe_outcome, read_example_prompt
-from ebbflow.tracking.serving import how_to_load
+from ebbflow.registry.serving import how_to_load
+from ebbflow.report.outcome import describe_outcome, read_example_prompt
 from ebbflow.tracking.store import resolve_tracking_uri
 
 TARGET = Comparison(

@@ -19,15 +19,15 @@ from ebbflow.evaluation.serve import iterate_images
 from ebbflow.models import ModelError
 from ebbflow.models.hub import HubError
 from ebbflow.models.prepare import cache_base_folder
-from ebbflow.storage.artifacts import COMMIT, ArtifactError
-from ebbflow.storage.disk import DiskFullError, atomic_write
-from ebbflow.tracking.registry import (
+from ebbflow.registry.promotion import (
     download_version,
     find_data_folder,
     find_named_version,
     find_version_with_base,
 )
-from ebbflow.tracking.serving import find_base_folder
+from ebbflow.registry.serving import find_base_folder
+from ebbflow.storage.artifacts import COMMIT, ArtifactError
+from ebbflow.storage.disk import DiskFullError, atomic_write
 from ebbflow.tracking.store import TrackingError
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 

@@ -39,16 +39,16 @@ from ebbflow.plots import charts
 from ebbflow.plots.images import build_image_grid
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.promotion import MarginsConfig
-from ebbflow.tracking.glossary import OWN, build_glossary
-from ebbflow.tracking.report import (
+from ebbflow.registry.serving import how_to_load
+from ebbflow.report.glossary import OWN, build_glossary
+from ebbflow.report.run_facts import RunFacts
+from ebbflow.report.run_report import (
     ReportInputs,
     format_summary_table,
     summarise_run,
     write_report,
     write_summary,
 )
-from ebbflow.tracking.run_facts import RunFacts
-from ebbflow.tracking.serving import how_to_load
 
 METRICS = ["reward", "ocr", "exact_match", "tesseract", "similarity"]
 HOSTILE = "<script>alert('prompt')</script>"

@@ -10,7 +10,7 @@ from ebbflow.evaluation.gate import REFUSED
 from ebbflow.formatting import format_difference, format_number
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact_secrets
-from ebbflow.tracking.serving import how_to_load
+from ebbflow.registry.serving import how_to_load
 from ebbflow.tracking.store import resolve_tracking_uri
 from ebbflow.tracking.ui import MODE
 

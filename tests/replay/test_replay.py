@@ -24,10 +24,10 @@ from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.replay import tracked_step
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table, read_table_metadata
-from ebbflow.tracking import replay
 from ebbflow.tracking.child_run import open_node_run
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect_to_store, find_run
@@ -292,7 +292,7 @@ def test_a_base_from_the_hub_is_the_one_in_its_cache(
             raise HubError("owner/name cannot be fetched")
         return base_folder
 
-    monkeypatch.setattr(replay, "cache_base_folder", cached_base)
+    monkeypatch.setattr(tracked_step, "cache_base_folder", cached_base)
     model = ModelConfig(family="sd3", path="owner/name", revision="0" * 40)
     policy = PolicyMetadata(
         base_digest=verify_folder(base_folder),
@@ -300,12 +300,12 @@ def test_a_base_from_the_hub_is_the_one_in_its_cache(
         config=PolicyConfig(),
         model=model,
     )
-    run = replay._open_run(str(broken.folder), None)
+    run = tracked_step._open_run(str(broken.folder), None)
     if fails:
         with pytest.raises(ReplayError, match="name its folder with --base"):
-            replay._find_base(run, policy, None, tmp_path)
+            tracked_step._find_base(run, policy, None, tmp_path)
     else:
-        assert replay._find_base(run, policy, None, tmp_path) == base_folder
+        assert tracked_step._find_base(run, policy, None, tmp_path) == base_folder
     assert asked == [model]
 
 
@@ -347,7 +347,7 @@ def test_a_stage_of_a_branch_began_with_the_policy_before_all_branches():
         5: ("2.1 online", "2.5 online"),
     }
     for stage, own in before.items():
-        assert tuple(replay._iterate_labels_before(StageContext(recipe, 1, stage))) == (
+        assert tuple(tracked_step._iterate_labels_before(StageContext(recipe, 1, stage))) == (
             *first,
             *own,
         )

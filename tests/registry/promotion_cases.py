@@ -21,10 +21,10 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from ebbflow.data.records import Comparison, GateDecision, Registration, TrackedRun
-from ebbflow.tracking import registry, registry_lock
-from ebbflow.tracking.model_version import MODEL_FILES_DIGEST, compute_model_files_digest
-from ebbflow.tracking.registry import RegistryError
-from ebbflow.tracking.registry_lock import LOCK, RegistryLockError
+from ebbflow.registry import lock, promotion
+from ebbflow.registry.lock import LOCK, RegistryLockError
+from ebbflow.registry.model_version import MODEL_FILES_DIGEST, compute_model_files_digest
+from ebbflow.registry.promotion import RegistryError
 
 WON = GateDecision(
     promote=True,
@@ -134,12 +134,12 @@ def race(
     """
     chance = random.Random(version)
     client = Watched(SmallRegistry(file), lambda _: time.sleep(chance.choice((0, 0, 0.001, 0.003))))
-    registry.connect_to_store = lambda uri: client  # type: ignore[assignment, return-value]
-    registry_lock.POLL = 0.001
+    promotion.connect_to_store = lambda uri: client  # type: ignore[assignment, return-value]
+    lock.POLL = 0.001
     for number in range(rounds):
         start.wait(120)
         try:
-            registry.promote_version(
+            promotion.promote_version(
                 tracked(), challenger(f"m{number}", version), {}, expected_champion=None
             )
             results.put((number, version, "won"))
@@ -158,7 +158,7 @@ def race_in_mlflow(
     for number, name in enumerate(names):
         start.wait(120)
         try:
-            registry.promote_version(
+            promotion.promote_version(
                 tracked(uri=uri), challenger(name, version), {}, expected_champion=None
             )
             results.put((number, version, "won"))
@@ -171,7 +171,7 @@ def killed_before(write: int, attempt: Callable[[], object], client: Any = None)
     -9.
     """
     left = write
-    connect = registry.connect_to_store
+    connect = promotion.connect_to_store
 
     def before(method: str) -> None:
         nonlocal left
@@ -179,13 +179,13 @@ def killed_before(write: int, attempt: Callable[[], object], client: Any = None)
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    registry.connect_to_store = lambda uri: Watched(client or connect(uri), before)  # type: ignore[assignment, return-value]
+    promotion.connect_to_store = lambda uri: Watched(client or connect(uri), before)  # type: ignore[assignment, return-value]
     attempt()
 
 
 def killed_promotion(file: Path, name: str, write: int) -> None:
     def attempt() -> None:
-        registry.promote_version(
+        promotion.promote_version(
             tracked(), challenger(name, 2), {"promoted_in": "it"}, expected_champion="1"
         )
 
@@ -193,16 +193,16 @@ def killed_promotion(file: Path, name: str, write: int) -> None:
 
 
 def register_and_promote(run: TrackedRun, policy: Path, name: str) -> Registration:
-    made = registry.register_version(
+    made = promotion.register_version(
         run, policy, None, WON, {}, model_name=name, expected_champion="1"
     )
-    return registry.promote_version(run, made, {"promoted_in": "it"}, expected_champion="1")
+    return promotion.promote_version(run, made, {"promoted_in": "it"}, expected_champion="1")
 
 
 def killed_registration(run: TrackedRun, policy: Path, name: str, write: int) -> None:
     killed_before(
         write,
-        lambda: registry.register_version(
+        lambda: promotion.register_version(
             run, policy, None, WON, {}, model_name=name, expected_champion="1"
         ),
     )

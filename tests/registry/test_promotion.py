@@ -22,16 +22,16 @@ from mlflow.exceptions import MlflowException
 from ebbflow.cli import main
 from ebbflow.data.records import Registration, TrackedRun
 from ebbflow.recipe import Recipe
-from ebbflow.tracking import registry, registry_lock
-from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.registry import (
+from ebbflow.registry import lock, promotion
+from ebbflow.registry.lock import LOCK, RegistryLockError
+from ebbflow.registry.promotion import (
     ROLLED_BACK,
     RegistryError,
     find_champion,
     promote_version,
     roll_back_champion,
 )
-from ebbflow.tracking.registry_lock import LOCK, RegistryLockError
+from ebbflow.tracking.parent_run import start_run
 from ebbflow.tracking.store import connect_to_store, resolve_tracking_uri
 from tests.forked import CONTEXT
 
@@ -166,7 +166,7 @@ def test_a_lock_that_a_killed_process_left_is_named_and_its_retry_takes_it_over(
 ) -> None:
     name = model(3, champion=1)
     leave_a_lock(client, name, dead)
-    monkeypatch.setattr(registry_lock, "TIMEOUT", 0.05)
+    monkeypatch.setattr(lock, "TIMEOUT", 0.05)
     with pytest.raises(
         RegistryLockError,
         match=(
@@ -212,7 +212,7 @@ def test_an_attempt_that_was_believed_dead_moves_nothing(
 
     def meanwhile(method: str) -> None:
         if method == "get_model_version" and next(calls, None):
-            monkeypatch.setattr(registry, "connect_to_store", lambda uri: client)
+            monkeypatch.setattr(promotion, "connect_to_store", lambda uri: client)
             promote_version(
                 cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
             )
@@ -220,7 +220,7 @@ def test_an_attempt_that_was_believed_dead_moves_nothing(
                 cases.tracked(uri=uri), cases.challenger(name, 3), {}, expected_champion="2"
             )
 
-    monkeypatch.setattr(registry, "connect_to_store", lambda uri: cases.Watched(client, meanwhile))
+    monkeypatch.setattr(promotion, "connect_to_store", lambda uri: cases.Watched(client, meanwhile))
     with pytest.raises(RegistryLockError, match="another attempt took over the promotion"):
         promote_version(
             cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
@@ -236,7 +236,7 @@ def test_killed_before_any_write_a_promotion_is_completed_by_its_retry(
 ) -> None:
     file = tmp_path / "registry.db"
     store = cases.SmallRegistry(file)
-    monkeypatch.setattr(registry, "connect_to_store", lambda uri: store)
+    monkeypatch.setattr(promotion, "connect_to_store", lambda uri: store)
     ends = []
     for write in itertools.count(1):
         name = f"m{write}"
@@ -314,7 +314,7 @@ def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
                 raise MlflowException("the server is away")
 
         monkeypatch.setattr(
-            registry, "connect_to_store", lambda uri, away=away: cases.Watched(client, away)
+            promotion, "connect_to_store", lambda uri, away=away: cases.Watched(client, away)
         )
         try:
             promote_version(
@@ -327,7 +327,7 @@ def test_when_mlflow_goes_away_at_any_call_nothing_is_half_promoted(
         else:
             assert aliases(client, name) == {"champion": "2", "previous": "1"}
             outcomes.append("promoted")
-        monkeypatch.setattr(registry, "connect_to_store", lambda uri: client)
+        monkeypatch.setattr(promotion, "connect_to_store", lambda uri: client)
         again = promote_version(
             cases.tracked(uri=uri), cases.challenger(name, 2), {}, expected_champion="1"
         )
@@ -450,7 +450,7 @@ def test_a_champion_that_moves_during_a_rollback_stays(
         if method == "set_model_version_tag":
             client.set_registered_model_alias(name, "champion", "3")
 
-    monkeypatch.setattr(registry, "connect_to_store", lambda uri: cases.Watched(client, meanwhile))
+    monkeypatch.setattr(promotion, "connect_to_store", lambda uri: cases.Watched(client, meanwhile))
     with pytest.raises(RegistryError, match="was 2 and is now 3; nothing was rolled back"):
         roll_back_champion(uri, name)
     assert aliases(client, name) == {"champion": "3", "previous": "1"}

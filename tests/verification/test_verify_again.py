@@ -22,10 +22,10 @@ from ebbflow.recipe import Recipe
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.identity import list_code
 from ebbflow.storage.tables import read_table, write_table
-from ebbflow.tracking import evidence
-from ebbflow.tracking.verification import CHECKS, verify_version
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import PolicyMetadata
+from ebbflow.verification import evidence
+from ebbflow.verification.checks import CHECKS, verify_version
 from tests.parameters import move
 
 

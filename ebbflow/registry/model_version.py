@@ -31,7 +31,7 @@ from ebbflow.tracking.store import RUN, TrackingError, allow_long_uploads
 from ebbflow.training.policy_metadata import METADATA, STATISTICS, read_policy_metadata
 
 EVIDENCE = "evidence"
-"""The folder of a version that holds what the gate decided from (``ebbflow.tracking.evidence``)."""
+"""The folder of a version with what the gate decided from (``ebbflow.verification.evidence``)."""
 POLICY_DIGEST = "ebbflow.policy_digest"
 MODEL_FILES_DIGEST = "ebbflow.model_files_digest"
 BASE_STORED = "ebbflow.base_stored"
@@ -235,7 +235,7 @@ def _upload_version(
         data = _collect_data(Path(folder) / "ebbflow", policy, base)
         mlflow.pyfunc.save_model(
             str(saved),
-            loader_module="ebbflow.tracking.serving",
+            loader_module="ebbflow.registry.serving",
             data_path=str(data),
             code_paths=_collect_code(Path(folder) / CODE, read_policy_metadata(policy).model),
             mlflow_model=Model(

@@ -24,16 +24,16 @@ from mlflow.models import Model
 
 from ebbflow.data.records import Champion, GateDecision, Registration, TrackedRun
 from ebbflow.recipe.secrets import redact_secrets
-from ebbflow.storage.artifacts import verify_folder
-from ebbflow.storage.disk import safe_join
-from ebbflow.tracking.model_version import (
+from ebbflow.registry.lock import CHAMPION, find_version_by_alias, hold_registry_lock
+from ebbflow.registry.model_version import (
     BASE_STORED,
     RegistryError,
     create_version,
     find_version,
     link_version_to_run,
 )
-from ebbflow.tracking.registry_lock import CHAMPION, find_version_by_alias, hold_registry_lock
+from ebbflow.storage.artifacts import verify_folder
+from ebbflow.storage.disk import safe_join
 from ebbflow.tracking.store import (
     DIGEST,
     EXECUTION,

@@ -1,0 +1,15 @@
+"""Whether a registered version is what the gate decided on (``ebbflow verify``).
+
+Where it fits
+    Above ``registry``, which stores the evidence with a version and downloads it.
+
+How
+    - ``evidence``: what the gate decided from, written when a version is registered.
+    - ``checks``: every digest, and the decision made again from the stored scores.
+
+Gotchas
+    - Digests are tags of the version and the files are its artifacts. A person who can change both
+      consistently is not detected.
+    - A version may name code. It is imported only with ``--again``, and only where the caller
+      allows it.
+"""

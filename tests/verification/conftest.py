@@ -1,0 +1,88 @@
+"""Registered versions with evidence, from made-up scores."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from verification_cases import Version, committed, evaluated, prompt_table, registered
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.recipe import Recipe
+from ebbflow.storage.artifacts import verify_folder
+from ebbflow.training.policy_metadata import PolicyMetadata
+from tests.store_fixtures import *  # noqa: F403
+
+
+@pytest.fixture
+def gated_recipe(store: Path) -> Recipe:
+    """With a reward and a guardrail that the made-up scores are of."""
+    settings = {
+        "output": str(store),
+        "rewards": [{"name": "similarity", "weight": 2}],
+        "guardrails": ["ocr"],
+    }
+    return Recipe.model_validate(settings | {"evaluation": {"steps": 2, "resamples": 200}})
+
+
+@pytest.fixture
+def prompts(make_prompts: Callable[..., list[Prompt]]) -> list[Prompt]:
+    shown = [*make_prompts(3), *make_prompts(3, "validation"), *make_prompts(12, "held_out")]
+    return [Prompt(**vars(prompt) | {"prompt_id": index}) for index, prompt in enumerate(shown)]
+
+
+@pytest.fixture
+def make_version(
+    gated_recipe: Recipe, name: str, prompts: list[Prompt], tmp_path: Path
+) -> Callable[..., Version]:
+    """``make_version(gain=0.2, promoted=True)``: registered with evidence, and promoted where the
+    gate lets it through.
+
+    ``repeated``: how many prompts have several samples. ``shown``: the prompts of the run.
+    """
+
+    def make(
+        gain: float = 0.2,
+        promoted: bool = True,
+        repeated: int = 0,
+        recipe: Recipe = gated_recipe,
+        shown: list[Prompt] = prompts,
+    ) -> Version:
+        folder = tmp_path / uuid.uuid4().hex
+        base = committed(
+            folder / "base", {"model_index.json": "{}", "weights.safetensors": "w" * 64}
+        )
+        metadata = PolicyMetadata(
+            base_digest=verify_folder(base),
+            recipe_digest=recipe.digest,
+            config=recipe.policy,
+            version=7,
+        )
+        policy = committed(
+            folder / "policy",
+            {"policy.json": metadata.model_dump_json(), "weights.safetensors": "p" * 64},
+        )
+        sides = {
+            "candidate": evaluated(
+                folder / "candidate.parquet", shown, gain, "1.1 online", repeated
+            ),
+            "champion": evaluated(folder / "champion.parquet", shown, 0.0, "before", repeated),
+        }
+        return registered(
+            recipe,
+            name,
+            base,
+            policy,
+            sides,
+            prompt_table(folder / "prompts.parquet", shown),
+            promoted,
+        )
+
+    return make
+
+
+@pytest.fixture
+def version(make_version: Callable[..., Version]) -> Version:
+    return make_version()
