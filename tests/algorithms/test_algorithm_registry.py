@@ -219,7 +219,7 @@ def test_a_path_leads_to_the_algorithm_with_its_options():
 def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
     source = '''
         """Flow matching, scaled."""
-        from ebbflow.algorithms.base import Algorithm, flow_matching_error
+        from ebbflow.algorithms.base import Algorithm, compute_flow_matching_error
         from ebbflow.recipe.algorithms import ForwardConfig
 
         class Scaled(ForwardConfig):
@@ -227,7 +227,7 @@ def test_a_user_s_own_algorithm_is_one_like_any_other(tmp_path, monkeypatch):
             factor: float = 1.0
 
         def loss(rows, config):
-            return config.factor * flow_matching_error(rows, rows.velocity), {}
+            return config.factor * compute_flow_matching_error(rows, rows.velocity), {}
 
         SCALED = Algorithm(Scaled, loss)
     '''

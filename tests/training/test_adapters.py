@@ -42,7 +42,7 @@ def predict(of):
 
 def saved(policy, folder):
     config = policy.config
-    policy.save(
+    policy.save_folder(
         folder, PolicyMetadata(base_digest="base", recipe_digest="recipe", config=config, version=3)
     )
     return folder

@@ -209,7 +209,7 @@ def test_logit_normal_sigmas_are_stratified_in_their_own_distribution(model):
     )
     keys = SampleKeys(1, list(range(count)), [0] * count)
     clean = torch.zeros(count, 1, 1, 1)
-    conditioning = model.encode_texts(TEXTS[:1]).rows(torch.zeros(count, dtype=torch.long))
+    conditioning = model.encode_texts(TEXTS[:1]).select_rows(torch.zeros(count, dtype=torch.long))
     advantage = torch.zeros(count)
     schedule = schedule_of(model, stage)
     batch = build_forward_batch(

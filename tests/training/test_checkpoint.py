@@ -74,7 +74,7 @@ def test_everything_comes_back_to_the_bit_and_goes_on_alike(start, checkpoints, 
     first.drifted = True
     with checkpoints().save_step(2, {"samples": 16}) as folder:
         write_part(folder, first)
-    folder, state = checkpoints().newest()
+    folder, state = checkpoints().find_newest()
     assert state == {"samples": 16}
     restore_updater(folder, second)
     counted = (second.updates, second.steps, second.alarms, second.drift, second.drifted)
@@ -95,16 +95,16 @@ def save(checkpoints, step, score=None):
 def test_a_checkpoint_of_another_training_is_refused(checkpoints):
     save(checkpoints(), 1)
     with pytest.raises(CheckpointError, match=r"recipe = '\w+' \(now '\w+'\); remove it"):
-        checkpoints(steps=7).newest()
+        checkpoints(steps=7).find_newest()
 
 
 def test_the_newest_whole_checkpoint_counts(checkpoints, tmp_path, caplog):
-    assert checkpoints().newest() is None
+    assert checkpoints().find_newest() is None
     for step in (99_999, 100_000):
         save(checkpoints(), step)
-    assert checkpoints().newest()[1] == {"done": 100_000}
+    assert checkpoints().find_newest()[1] == {"done": 100_000}
     (tmp_path / "kept" / "step-100000" / "state.json").write_text("{")
-    assert checkpoints().newest()[1] == {"done": 99_999}
+    assert checkpoints().find_newest()[1] == {"done": 99_999}
     assert re.search("passed over.*step-100000.*state.json", caplog.text)
 
 
@@ -121,11 +121,11 @@ def test_the_last_ones_are_kept(checkpoints, tmp_path, keep, expected):
 
 def test_the_best_one_is_kept_beside_them(checkpoints, tmp_path):
     stage = checkpoints(checkpoints={"keep": 1})
-    assert stage.best() is None
+    assert stage.find_best() is None
     for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.9), (5, 0.3)):
         save(stage, step, score)
     assert there(tmp_path / "kept") == [2, 5]
-    assert stage.best() == (tmp_path / "kept" / "step-00002", 2, 0.9)
+    assert stage.find_best() == (tmp_path / "kept" / "step-00002", 2, 0.9)
 
 
 def test_what_was_passed_over_goes_and_never_the_new_one(checkpoints, tmp_path, caplog):
@@ -133,7 +133,7 @@ def test_what_was_passed_over_goes_and_never_the_new_one(checkpoints, tmp_path, 
     save(stage, 20)
     save(checkpoints(checkpoints={"keep": 9}), 30)
     (tmp_path / "kept" / "step-00030" / "part").write_text("cut o")
-    assert stage.newest()[1] == {"done": 20}
+    assert stage.find_newest()[1] == {"done": 20}
     assert re.search("passed over.*step-00030", caplog.text)
     save(stage, 20)
     assert there(tmp_path / "kept") == [20]
@@ -143,14 +143,14 @@ def test_a_damaged_one_is_saved_again(checkpoints, tmp_path):
     save(checkpoints(), 20)
     (tmp_path / "kept" / "step-00020" / "part").write_text("cut o")
     save(checkpoints(), 20)
-    assert checkpoints().newest()[1] == {"done": 20}
+    assert checkpoints().find_newest()[1] == {"done": 20}
 
 
 def test_the_best_one_is_whole(checkpoints, tmp_path, caplog):
     for step, score in ((1, 0.5), (2, 0.9)):
         save(checkpoints(), step, score)
     (tmp_path / "kept" / "step-00002" / "part").write_text("weights with a flipped bit")
-    assert checkpoints().best().step == 1
+    assert checkpoints().find_best().step == 1
     assert re.search("passed over.*step-00002", caplog.text)
 
 
@@ -173,8 +173,8 @@ def test_a_damaged_state_of_an_older_one_is_never_the_best(checkpoints, tmp_path
     (tmp_path / "kept" / "step-00002" / "state.json").write_text(content)
     save(stage, 3, 0.2)
     assert there(tmp_path / "kept") == [1, 3]
-    assert stage.best().step == 1
-    assert stage.newest()[1] == {"done": 3}
+    assert stage.find_best().step == 1
+    assert stage.find_newest()[1] == {"done": 3}
     assert re.search(r"step-00002.state\.json is damaged: what it says is not used", caplog.text)
 
 
@@ -185,7 +185,7 @@ def test_a_state_of_another_version_is_named(checkpoints, tmp_path, content):
     with pytest.raises(
         CheckpointError, match=r"step-00001/state\.json is damaged, or of another version.*; remove"
     ):
-        checkpoints().newest()
+        checkpoints().find_newest()
 
 
 def test_what_lies_beside_checkpoints_is_left_alone(checkpoints, tmp_path):
@@ -195,7 +195,7 @@ def test_what_lies_beside_checkpoints_is_left_alone(checkpoints, tmp_path):
     for name in others:
         shutil.copytree(kept / "step-00002", kept / name)
     (kept / "step-00009").write_text("a file")
-    assert checkpoints().newest()[0] == checkpoints().best().folder == kept / "step-00002"
+    assert checkpoints().find_newest()[0] == checkpoints().find_best().folder == kept / "step-00002"
     save(checkpoints(checkpoints={"keep": 1}), 3, 0.9)
     assert {path.name for path in kept.iterdir()} == others | {"step-00003", "step-00009"}
 
@@ -203,9 +203,9 @@ def test_what_lies_beside_checkpoints_is_left_alone(checkpoints, tmp_path):
 @pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), (3, [3])])
 def test_they_are_due_every_so_many_steps(checkpoints, every, due):
     assert [
-        step for step in range(1, 6) if checkpoints(checkpoints={"every": every}).due(step)
+        step for step in range(1, 6) if checkpoints(checkpoints={"every": every}).is_due(step)
     ] == due
 
 
 def test_none_is_due_where_none_is_wanted(checkpoints):
-    assert not checkpoints(checkpoints=None).due(10)
+    assert not checkpoints(checkpoints=None).is_due(10)

@@ -61,7 +61,7 @@ def make(base_folder, score=waves, update=0, keys=KEYS, lr=1.0, **hyper):
     )
     samples = (
         clean,
-        model.encode_texts(TEXTS).rows(torch.tensor(keys.prompt_ids)),
+        model.encode_texts(TEXTS).select_rows(torch.tensor(keys.prompt_ids)),
         torch.zeros(len(keys)),
         keys,
     )

@@ -54,7 +54,7 @@ def take_steps(updater, count, group_index=None):
     )
     seen = []
     for _ in range(count):
-        updater.update(batch, 2)
+        updater.update_policy(batch, 2)
         updater.finish_step()
         seen.append(values(updater.policy))
     return seen
@@ -221,7 +221,7 @@ def train(ctx, base_folder, folder, trained, updates):
     """
     model = load_model(base_folder)
     policy, metadata = open_policy(ctx, model, folder)
-    updater = PolicyUpdater(policy, ctx.online, metadata, sgd(policy, 0.5))
+    updater = PolicyUpdater(policy, ctx.online_config, metadata, sgd(policy, 0.5))
     take_steps(updater, updates)
     record = StageRecord(
         label="x", algorithm="sft", samples=0, optimizer_steps=updater.updates, seconds={}
@@ -252,14 +252,14 @@ def test_a_schedule_goes_on_in_the_next_stage_of_the_algorithm(
         folder = start(FULL)
         for number, steps in enumerate(stages):
             policy, metadata = open_policy(ctx, load_model(base_folder), folder)
-            updater = PolicyUpdater(policy, ctx.online, metadata, sgd(policy, 1e-3))
+            updater = PolicyUpdater(policy, ctx.online_config, metadata, sgd(policy, 1e-3))
             take_steps(updater, steps, PAIRS)
             folder = tmp_path / f"{len(stages)}-{number}"
             record = StageRecord(
                 label="x", algorithm="x", samples=0, optimizer_steps=steps, seconds={}
             )
             save_policy(ctx, updater, metadata, record, folder)
-        ends.append({name: policy.copies[name] for name in ctx.following})
+        ends.append({name: policy.copies[name] for name in ctx.following_copies})
         assert read_policy_metadata(folder).progress == Progress(
             algorithm=algorithm["name"], steps=3, updates=3
         )

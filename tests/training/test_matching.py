@@ -88,7 +88,7 @@ def test_the_steps_are_taken_while_sharded_weights_stay_gathered(model, monkeypa
         yield
         gathered.pop()
 
-    policy.kept_gathered = kept_gathered
+    policy.keep_gathered = kept_gathered
     monkeypatch.setattr(
         matching, "predict", lambda *inputs: states.append(bool(gathered)) or predict(*inputs)
     )

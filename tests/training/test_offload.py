@@ -40,7 +40,7 @@ def begin(base, case, cpu_offload):
 def train(updater, count):
     """(metrics, every tensor) after some updates."""
     rows = forward_rows(updater.policy.model, updater.stage)
-    metrics = [updater.update(rows, 2) for _ in range(count)]
+    metrics = [updater.update_policy(rows, 2) for _ in range(count)]
     tensors = {"": updater.policy.parameters, **updater.policy.copies}
     tensors |= {
         name: updater.optimizer.state[parameter]

@@ -137,7 +137,7 @@ def rounded_gradients(base: Path, ranks: Ranks) -> dict[str, object]:
         hook = layer.register_forward_pre_hook(lambda layer, _: seen.add(str(layer.weight.dtype)))
         rows = slice(2 * ranks.rank, 2 * ranks.rank + 2) if shard else slice(0, 4)
         latents = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
-        conditioning = model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"]).rows(rows)
+        conditioning = model.encode_texts(["ABCD", "EFGH", "IJKL", "MNOP"]).select_rows(rows)
         seen.clear()
         predict(
             model, latents[rows], torch.full((4,), 0.7)[rows], conditioning

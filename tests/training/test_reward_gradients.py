@@ -86,7 +86,7 @@ def by_hand(base_folder, first_step, jump=False):
 def moves(updater, batch, passes):
     """(metrics of an update, how far it moved each parameter)."""
     before = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
-    metrics = updater.update(batch, passes)
+    metrics = updater.update_policy(batch, passes)
     return metrics, {
         name: value.detach() - before[name] for name, value in updater.policy.parameters.items()
     }

@@ -37,7 +37,7 @@ def correct(updater, made):
 
 
 def update(updater, made):
-    return updater.update(correct(updater, made)[2], 2)
+    return updater.update_policy(correct(updater, made)[2], 2)
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])

@@ -73,13 +73,18 @@ def test_every_row_has_the_prediction_of_its_own_pass(model, make, keep):
     slices = split_into_passes(batch.group_index, len(batch.inputs.predicted))
     found = []
     for part in slices:
-        prompts, (step,) = batch.keys.rows(part).prompt_ids, batch.steps[part].unique().tolist()
+        prompts, (step,) = (
+            batch.keys.select_slice(part).prompt_ids,
+            batch.steps[part].unique().tolist(),
+        )
         found.append((int(prompts[0] >= 4), step))
         assert prompts == [
             sample for sample in range(6) if (sample >= 4) == found[-1][0] and keep[sample, step]
         ]
         assert torch.allclose(
-            batch.inputs.predicted[part.start], predict(model, *batch.inputs.at(part)), atol=1e-5
+            batch.inputs.predicted[part.start],
+            predict(model, *batch.inputs.model_arguments(part)),
+            atol=1e-5,
         )
     assert found == [
         where
@@ -99,11 +104,11 @@ def test_its_gradient_is_that_of_the_rows_in_any_other_order(make, keep):
     gradients = []
     for rows, passes in ((batch, len(batch.inputs.predicted)), (plain, 4)):
         start = {name: value.detach().clone() for name, value in updater.policy.parameters.items()}
-        updater.update(rows, passes)
+        updater.update_policy(rows, passes)
         gradients.append(
             {name: value.grad.clone() for name, value in updater.policy.parameters.items()}
         )
-        updater.policy.assign(start)
+        updater.policy.assign_parameters(start)
     assert batch.inputs.predicted == {}
     for name, gradient in gradients[1].items():
         assert torch.allclose(
@@ -118,7 +123,7 @@ def test_a_sample_that_is_not_finite_does_not_spoil_the_others(make):
     updater, plain, batch = make(some(1), broken=1)
     assert len(batch.inputs.predicted) == 3
     assert batch.group_index.unique().tolist() == list(range(6))
-    updater.update(batch, 6)
+    updater.update_policy(batch, 6)
     gradients = [value.grad.clone() for value in updater.policy.parameters.values()]
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert any(gradient.any() for gradient in gradients)
@@ -128,7 +133,7 @@ def test_passes_that_are_repeated_after_an_overflow_predict_again(make):
     """A graph is good for one backward pass."""
     updater, _, batch = make(KEPT["all"])
     updater.loss_scale = 2.0**127
-    updater.update(replace(batch, advantage=1e6 * batch.advantage), 6)
+    updater.update_policy(replace(batch, advantage=1e6 * batch.advantage), 6)
     assert updater.loss_scale < 2.0**127
     gradient = torch.cat([value.grad.flatten() for value in updater.policy.parameters.values()])
     assert gradient.isfinite().all()

@@ -46,7 +46,7 @@ def after_steps(limit, clock, *seconds):
     said = []
     for each in seconds:
         clock.pass_(each)
-        said.append(limit.after_step())
+        said.append(limit.check_after_step())
     return said
 
 

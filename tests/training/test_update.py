@@ -125,11 +125,11 @@ def penalty_by_hand(penalty, policy, batch):
 
     @torch.no_grad()
     def predicted():
-        velocity = policy.model.predict_velocity(*batch.inputs.at(slice(None)))
-        return velocity, batch.transition(slice(None), velocity)
+        velocity = policy.model.predict_velocity(*batch.inputs.model_arguments(slice(None)))
+        return velocity, batch.compute_transition(slice(None), velocity)
 
     velocity, step = predicted()
-    with policy.using("reference"):
+    with policy.use_copy("reference"):
         base_velocity, base = predicted()
     if penalty == "velocity":
         return ((velocity - base_velocity) ** 2).mean().item()
@@ -178,7 +178,7 @@ def refused(updater, batch, passes=3):
     """The message of a step that is not taken."""
     before = state(updater)
     with pytest.raises(TrainingError) as error:
-        updater.update(batch, passes)
+        updater.update_policy(batch, passes)
     assert same(state(updater), before)
     text = str(error.value)
     assert "the step was not taken" in text
@@ -191,7 +191,7 @@ def with_adam(updater, batch):
     lose.
     """
     updater.optimizer = build_optimizer(updater.policy, updater.stage.optimizer)
-    updater.update(batch, 1)
+    updater.update_policy(batch, 1)
     return updater
 
 
@@ -262,7 +262,7 @@ def one_row(batch, row):
         name: getattr(batch, name)[part]
         for name in ("weight", "group_index", "clean", "noise", "advantage")
     }
-    return ForwardBatch(inputs=inputs, keys=batch.keys.rows(part), **values)
+    return ForwardBatch(inputs=inputs, keys=batch.keys.select_slice(part), **values)
 
 
 def test_what_is_wrong_with_a_term_is_said_by_its_metrics(model):
@@ -337,8 +337,8 @@ AWM = {"name": "awm", "noise_levels": 2, "old_weight": 0, "clip_range": 1e9}
 def surrogates(updater, batch):
     """s of every row under the policy as it is."""
     with torch.no_grad():
-        velocity = predict(updater.policy.model, *batch.inputs.at(slice(None)))
-    rows = batch.rows(slice(None), velocity, {"rollout": velocity})
+        velocity = predict(updater.policy.model, *batch.inputs.model_arguments(slice(None)))
+    rows = batch.build_rows(slice(None), velocity, {"rollout": velocity})
     return awm.compute_surrogate(
         compute_flow_matching_error(rows, velocity), rows.sigma, updater.hyper
     )
@@ -481,7 +481,7 @@ def taught(model):
 @pytest.mark.parametrize("passes", [1, 5])
 def test_every_row_learns_from_the_teacher_of_its_prompt_set(taught, passes):
     updater, batch, prompt_sets = taught
-    found = updater.update(batch, passes, prompt_sets)
+    found = updater.update_policy(batch, passes, prompt_sets)
     of_one = {}
     for name in ("a", "b c"):  # the other teacher is the policy, from which nothing diverges
         copies = updater.policy.copies
@@ -491,7 +491,7 @@ def test_every_row_learns_from_the_teacher_of_its_prompt_set(taught, passes):
             if copy.startswith("teacher:") and copy != teacher_copy_name(name)
         }
         with patch.dict(copies, others):
-            of_one[name] = updater.update(batch, passes, prompt_sets)["kl/teacher"]
+            of_one[name] = updater.update_policy(batch, passes, prompt_sets)["kl/teacher"]
     assert found["loss"] == pytest.approx(sum(of_one.values()), rel=1e-5)
     assert min(of_one.values()) > 1e-6
     # Four of the six prompts are of the first set.
@@ -503,14 +503,14 @@ def test_two_prompt_sets_with_one_teacher_learn_as_one(taught):
     updater, batch, prompt_sets = taught
     copies = updater.policy.copies
     copies["teacher"] = copies["teacher:b c"] = copies["teacher:a"]
-    found = updater.update(batch, 2, prompt_sets)
+    found = updater.update_policy(batch, 2, prompt_sets)
     del copies["teacher:a"], copies["teacher:b c"]
-    assert updater.update(batch, 2)["loss"] == pytest.approx(found["loss"], rel=1e-5)
+    assert updater.update_policy(batch, 2)["loss"] == pytest.approx(found["loss"], rel=1e-5)
 
 
 def test_a_teacher_whose_prompts_are_not_drawn_has_no_metric(taught):
     updater, batch, _ = taught
-    found = updater.update(batch, 2, dict.fromkeys(range(6), "a"))
+    found = updater.update_policy(batch, 2, dict.fromkeys(range(6), "a"))
     assert found["kl/teacher/a"] == pytest.approx(found["kl/teacher"])
     assert "kl/teacher/b_c" not in found
 

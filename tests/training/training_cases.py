@@ -86,7 +86,7 @@ def forward_rows(model, stage, group_index=ALONE, start=0, stop=6):
     return build_forward_batch(
         *samples(model, start, stop),
         group_index[start:stop],
-        stage.hyper,
+        stage.hyper_parameters,
         schedule_of(model, stage),
         visit=0,
     )
