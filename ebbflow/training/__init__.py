@@ -13,6 +13,9 @@ How
     - ``policy``: trained parameters (full or LoRA) and their copies (reference, old, sampling,
       rollout, ema, teacher), which are swapped in place; ``adapters``: which layers are trained,
       and LoRA on them; ``parameter_files``: their files.
+    - ``kinds``: a file per kind of algorithm (trajectory, forward process, ...), which
+      builds the rows of its losses; ``optimizers``: a file per optimiser; ``trial``: one call of a
+      user's loss on random rows.
     - ``batches``: samples to rows of a loss; ``update``: ``PolicyUpdater``, one optimiser step over
       micro-batches.
     - ``rollout_correction``: log-probs of stale or rough rollouts, predicted again by the training

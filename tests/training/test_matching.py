@@ -34,7 +34,7 @@ CONFIGS = {"dmd2": DMD2Config(), "tdm": TDMConfig()}
 
 
 def steps_of(model, name, passes=2):
-    policy = SimpleNamespace(model=model, kept_gathered=nullcontext)
+    policy = SimpleNamespace(model=model, keep_gathered=nullcontext)
     sampler = SAMPLERS[name]
     return sample_student_steps(
         policy,

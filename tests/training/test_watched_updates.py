@@ -128,7 +128,7 @@ def linear_policy(elements):
         copies={},
         using=lambda name: nullcontext(),
         reduce_gradients=lambda wanted: None,
-        kept_gathered=nullcontext,
+        keep_gathered=nullcontext,
         config=PolicyConfig(),
         context_parallel=1,
     )
