@@ -5,11 +5,10 @@ Secrets have no place in a recipe: it becomes parameters, a file in MLflow, a pa
 ``ebbflow.recipe.base`` refuses them, and everything that quotes somebody else's text redacts it.
 Every pattern takes linear time: none searches the same text from many places.
 
-detect-secrets 1.5.0 was tried on the forms of ``tests/recipe/test_secret_forms.py`` with its default
-plugins. It misses 10 of 18 secrets in URIs and connection strings, 18 of 23 marked keys (OpenAI,
-Anthropic, Hugging Face and GitHub among them: its patterns are older, or expect quotes) and 25 of
-36 names of keys, and it takes the commit of a ``revision`` for a secret. It finds secrets in source
-files and redacts no text. These patterns therefore stay.
+detect-secrets 1.5.0 with its default plugins was tried on ``tests/recipe/test_secret_forms.py``. It
+misses 10 of 18 secrets in URIs and connection strings, 18 of 23 marked keys (of OpenAI, Anthropic,
+Hugging Face and GitHub among them) and 25 of 36 names of keys, and it takes the commit of a
+``revision`` for a secret. It scans source files and redacts no text. These patterns therefore stay.
 """
 
 from __future__ import annotations
