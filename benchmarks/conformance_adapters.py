@@ -35,11 +35,11 @@ from ebbflow.algorithms.built_in import awm
 from ebbflow.algorithms.correction import compute_correction, compute_diagnostics
 from ebbflow.algorithms.reference import compute_penalty
 from ebbflow.algorithms.registry import BUILT_IN
-from ebbflow.flow.dpm_solver import dpm_solver_step
+from ebbflow.flow.sampler import SolverHistory, Transition
 from ebbflow.flow.transition import (
-    Transition,
     compute_log_prob,
     compute_transition,
+    find_sampler,
     sample_next_latents,
 )
 from ebbflow.recipe.choices import AdvantagesConfig, CorrectionConfig, ReferenceConfig
@@ -121,10 +121,11 @@ def _build_step(sampler: str, c: Any) -> Mapping[str, Any]:
 def _run_dpm_solver(c: Any) -> Mapping[str, Any]:
     c = _convert_to_tensors(c)
     latents = c.latents
-    clean = None
+    dpm_solver = find_sampler("dpm_solver")
+    history: SolverHistory | None = None
     path = []
     for step, velocity in enumerate(c.velocities):
-        latents, clean = dpm_solver_step(latents, velocity, clean, c.sigmas, step)
+        latents, history = dpm_solver.advance(latents, velocity, c.sigmas, step, history)
         path.append(latents)
     return {"path": torch.stack(path)}
 
@@ -180,7 +181,8 @@ def build_loss_rows(c: Any) -> tuple[Any, Tensor]:
         }
         return ForwardRows(c.clean, c.noise, c.sigma, at, copies, c.advantage, c.group_index), at
     at = c.mean.requires_grad_()
-    step = Transition("flow_sde", at, c.std, c.std / c.dt.abs().sqrt(), c.dt)
+    flow_sde = find_sampler("flow_sde")
+    step = Transition(flow_sde, at, c.std, c.std / c.dt.abs().sqrt(), c.dt)
     old, teacher, reference = (
         replace(step, mean=mean) for mean in (c.old_mean, c.teacher_mean, c.reference_mean)
     )

@@ -18,10 +18,11 @@ from ebbflow.formatting import first_doc_paragraph
 from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.base import read_field_docs
-from ebbflow.recipe.choices import SAMPLERS, STOCHASTIC_SAMPLERS, WINDOWS
+from ebbflow.recipe.choices import WINDOWS
 from ebbflow.recipe.defaults import write_defaults_page, write_defaults_table
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
 from ebbflow.recipe.registry import configure_reward as reward_named
+from ebbflow.recipe.samplers import SAMPLERS
 from ebbflow.recipe.yaml_text import describe_yaml_error
 
 
@@ -413,8 +414,8 @@ def list_choices() -> None:
     _print_choices(
         "samplers",
         {
-            name: (text, ("log-probs",) * (name in STOCHASTIC_SAMPLERS))
-            for name, text in SAMPLERS.items()
+            name: (facts.description, () if facts.eta is None else ("log-probs",))
+            for name, facts in SAMPLERS.items()
         },
     )
     _print_choices("windows", {name: (text, ()) for name, text in WINDOWS.items()})

@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from ebbflow.cli import main
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.choices import SAMPLERS
 from ebbflow.recipe.registry import REWARDS
+from ebbflow.recipe.samplers import SAMPLERS
 from ebbflow.rewards.built_in.tesseract import Tesseract
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"

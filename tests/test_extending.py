@@ -25,7 +25,6 @@ from ebbflow.data.prompts import Prompt, PromptError, write_prompts
 from ebbflow.data.schema import PROMPTS
 from ebbflow.evaluation.serve import generate_images
 from ebbflow.flow.noise import SampleKeys
-from ebbflow.flow.transition import Sampler as OwnSampler
 from ebbflow.flow.transition import compute_transition
 from ebbflow.models import load_model
 from ebbflow.models.families.glyph import encode_grey_images
@@ -386,7 +385,7 @@ def test_a_registered_policy_is_served_by_its_family(
     ("changes", "lines"),
     [
         ({"sampler": {"name": "mine.fading:FADIN"}}, "sampler.name"),
-        ({"sampler": {"name": "mine.fading:step"}}, "sampler.name"),
+        ({"sampler": {"name": "mine.fading:Transition"}}, "sampler.name"),
         ({"sampler": {"name": "fading"}}, "sampler.name"),
         ({"engine": "copy"}, "engine"),
     ],
@@ -446,7 +445,7 @@ def test_a_stage_trains_on_the_trajectories_of_the_sampler(train):
 
 
 def test_a_deterministic_sampler_of_ones_own_has_no_log_probs(monkeypatch):
-    monkeypatch.setattr("mine.fading.FADING", OwnSampler(lambda *step: None, eta=None))
+    monkeypatch.setattr("mine.fading.Fading.eta", None)
     assert not SamplerConfig(name=FADING).is_stochastic
     with pytest.raises(RecipeError, match="needs the log-probabilities of a stochastic sampler"):
         Recipe.model_validate({"stages": [{"kind": "online", "sampler": {"name": FADING}}]})

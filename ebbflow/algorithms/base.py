@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from ebbflow.flow.transition import Transition
+    from ebbflow.flow.sampler import Transition
 
 CopyName = Literal["reference", "old", "sampling", "teacher", "rollout", "fake"]
 """``rollout``: the policy as it was before the first update on the samples, of a step online, of

@@ -33,7 +33,7 @@ def compute_penalty(
         return mean_per_row((velocity - reference) ** 2)
     assert isinstance(rows, TrajectoryRows)
     divergence = compute_gaussian_kl(rows.transition, rows.copies["reference"].mean)
-    std_has_dt = rows.transition.sampler != "cps"
+    std_has_dt = rows.transition.sampler.std_has_dt
     return (
         divergence * rows.transition.dt.abs()
         if config.penalty == "kl_without_dt" and std_has_dt

@@ -11,11 +11,15 @@ from bisect import bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbflow.recipe.choices import WindowConfig
 from ebbflow.seeding import Stream, make_generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,18 @@ def _window_generator(optimisation_step: int, seed: int) -> np.random.Generator:
     return make_generator(
         seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS
     )
+
+
+def shorten_schedule(sigmas: Tensor, share: float) -> Tensor:
+    """Return a schedule of max(1, ceil(share * steps)) denoising steps instead of those of
+    ``sigmas``, [steps + 1], from its first sigma to its last.
+
+    They are spread evenly over its index, with linear interpolation, and so keep the family's
+    spacing.
+    """
+    steps = len(sigmas) - 1
+    positions = np.linspace(0, steps, count_tail_steps(steps, share) + 1)
+    return sigmas.new_tensor(np.interp(positions, np.arange(steps + 1), sigmas.cpu().numpy()))
 
 
 def count_tail_steps(steps: int, share: float) -> int:

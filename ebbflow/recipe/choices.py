@@ -11,23 +11,13 @@ from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict
 from ebbflow.recipe.optimizers import OptimizerFactory, built_in_optimizers, find_optimizer
-from ebbflow.recipe.plugins import check_members, import_object, validate_name_or_path
-
-SAMPLERS = {
-    "ode": "deterministic Euler steps",
-    "flow_sde": "noise that follows the schedule (Flow-GRPO, 2505.05470); eta .7",
-    "dance_sde": "the same noise at every step (DanceGRPO, 2505.07818); eta .3",
-    "cps": "keeps the noise level of the path, so that no grain is left (2509.05952); eta .8",
-    "dpm_solver": (
-        "deterministic second-order DPM-Solver++ (2211.01095): closer to the exact path in few"
-        " steps"
-    ),
-    "unipc": (
-        "the same with a corrector after each step (UniPC, 2302.04867), the published solver of Wan"
-    ),
-}
-STOCHASTIC_SAMPLERS = ("flow_sde", "dance_sde", "cps")
-
+from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.samplers import (
+    SAMPLERS,
+    STOCHASTIC_SAMPLERS,
+    SamplerFacts,
+    find_sampler_facts,
+)
 
 WINDOWS = {
     "all": "every step but the last, which is always deterministic (Flow-GRPO)",
@@ -71,57 +61,54 @@ def describe_choices(choices: dict[str, str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
 
 
+SAMPLER_HELP = (
+    describe_choices({name: facts.description for name, facts in SAMPLERS.items()})
+    + " Or package.module:NAME of your own (docs/extending.md)."
+)
+
+
 class SamplerConfig(Strict):
     """The sampler: how latents are denoised. ``ebbflow.flow`` has the denoising steps."""
 
     name: Annotated[str, validate_name_or_path(*SAMPLERS)] = Field(
         "ode",
-        description=(
-            f"{describe_choices(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md)."
-        ),
+        description=SAMPLER_HELP,
     )
     steps: int = Field(6, ge=2, le=1000)
     eta: float | None = Field(None, gt=0, le=2)
     """Noise level. Default: the published value of the sampler (.7, .3, .8)."""
 
     @property
+    def facts(self) -> SamplerFacts:
+        """What is known of the sampler: its default noise level, and what its log-probs are."""
+        return find_sampler_facts(self.name)
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether its steps have log-probabilities."""
-        return (
-            import_object(self.name).eta is not None
-            if ":" in self.name
-            else self.name in STOCHASTIC_SAMPLERS
-        )
+        return self.facts.eta is not None
 
     @model_validator(mode="after")
     def _check_path_of_sampler(self) -> SamplerConfig:
-        if ":" in self.name:
-            try:
-                check_members(
-                    import_object(self.name),
-                    ("step", "eta"),
-                    self.name,
-                    "ebbflow.flow.transition.Sampler",
-                )
-            except RecipeError as error:
-                raise ValueError(str(error)) from None
+        try:
+            _ = self.facts
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
         return self
 
     @model_validator(mode="after")
-    def _check_cps_noise_level(self) -> SamplerConfig:
-        if self.name == "cps" and self.eta is not None and self.eta > 1:
-            raise ValueError(
-                f"eta = {self.eta}: the noise of cps, sin(eta * 90 degrees), falls again above 1;"
-                " take 1 or less"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_noise_is_used(self) -> SamplerConfig:
-        if self.eta is not None and not self.is_stochastic:
+    def _check_noise_level(self) -> SamplerConfig:
+        if self.eta is None:
+            return self
+        if not self.is_stochastic:
             raise ValueError(
                 f"{self.name} is deterministic and has no eta; leave it out, or take"
                 f" {', '.join(STOCHASTIC_SAMPLERS)}"
+            )
+        if self.eta > self.facts.max_eta:
+            raise ValueError(
+                f"eta = {self.eta}: the noise of {self.name} falls again above"
+                f" {self.facts.max_eta:g}; take {self.facts.max_eta:g} or less"
             )
         return self
 

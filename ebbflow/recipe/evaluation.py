@@ -7,9 +7,10 @@ from typing import Annotated
 from pydantic import Field, ValidationError, model_validator
 
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.choices import SAMPLERS, SamplerConfig, describe_choices
+from ebbflow.recipe.choices import SAMPLER_HELP, SamplerConfig
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.samplers import SAMPLERS
 
 
 class EvaluationConfig(Strict):
@@ -19,9 +20,7 @@ class EvaluationConfig(Strict):
     steps: int = Field(10, ge=2, le=1000)
     sampler: Annotated[str, validate_name_or_path(*SAMPLERS)] = Field(
         "ode",
-        description=(
-            f"{describe_choices(SAMPLERS)} Or package.module:NAME of your own (docs/extending.md)."
-        ),
+        description=SAMPLER_HELP,
     )
     eta: float | None = Field(None, gt=0, le=2)
     """Noise level of a stochastic sampler. Default: its published value."""

@@ -5,26 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ebbflow.flow import transition as flow
-from ebbflow.flow.dpm_solver import dpm_solver_step, shorten_schedule
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise, generate_shared_noise
+from ebbflow.flow.sampler import Sampler, SolverHistory, remember_step
 from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.unipc import UniPCHistory, unipc_step
-from ebbflow.flow.windows import Plan, count_samples_per_prediction
+from ebbflow.flow.transition import (
+    compute_log_prob,
+    compute_transition,
+    find_sampler,
+    sample_next_latents,
+)
+from ebbflow.flow.windows import Plan, count_samples_per_prediction, shorten_schedule
 from ebbflow.models.base import Conditioning, Model, predict
-from ebbflow.recipe.choices import STOCHASTIC_SAMPLERS, SamplerConfig
+from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import Precision
+from ebbflow.recipe.samplers import STOCHASTIC_SAMPLERS
 from ebbflow.training.rollout_forward import RolloutVelocities
+
+EULER = "ode"
+"""Takes the steps that a plan leaves without noise, and the last one."""
+TAIL_SOLVER = "dpm_solver"
+"""Takes the fewer steps after the window of a plan with a tail, as in MixGRPO-Flash."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
     """Generated samples.
+
+    Example:
+        64 samples of latents [16, 64, 64] with 3 trained steps: ``latents`` is [64, 16, 64, 64],
+        ``trajectory.latents`` [64, 3, 16, 64, 64] and ``trajectory.log_probs`` [64, 3].
 
     Attributes:
         latents: the final ones, fp32 [N, ...].
@@ -43,16 +58,48 @@ class Rollouts:
         return find_finite_rows(self.latents)
 
     def move_to(self, device: torch.device) -> Rollouts:
+        """Return the same rollouts on a device; velocities stay where their graphs are."""
         trajectory = self.trajectory
         if trajectory is not None:
-            trajectory = Trajectory(
-                **{name: values.to(device) for name, values in vars(trajectory).items()}
-            )
+            columns = {name: values.to(device) for name, values in vars(trajectory).items()}
+            trajectory = Trajectory(**columns)
         return Rollouts(self.latents.to(device), trajectory, self.velocities)
 
 
+class DenoisingSteps(NamedTuple):
+    """What happens at each denoising step.
+
+    Attributes:
+        sigmas: the whole schedule, descending to 0, [steps + 1].
+        solvers: what takes each of the steps.
+        stochastic: the steps that get noise; their solver is the stage's own sampler.
+    """
+
+    sigmas: Tensor
+    solvers: Sequence[Sampler]
+    stochastic: frozenset[int]
+
+
+class DistinctRows(NamedTuple):
+    """The samples of a micro-batch that differ, where several are equal before a step.
+
+    Example:
+        Samples 0 to 3 of prompt 7 share their first noise in pairs: ``first`` is [0, 2],
+        ``row_of_sample`` [0, 0, 1, 1], and the network predicts 2 rows instead of 4.
+
+    Attributes:
+        first: positions of the first sample of each set of equal ones, [D].
+        row_of_sample: for every sample the row of its set, [N] with values below D.
+        conditioning: that of the first ones, D rows.
+    """
+
+    first: slice | Tensor
+    row_of_sample: slice | Tensor
+    conditioning: Conditioning
+
+
 def find_finite_rows(latents: Tensor) -> np.ndarray:
-    """Which of [N, ...] have only finite numbers, bool [N]."""
+    """Return which of [N, ...] have only finite numbers, bool [N]."""
     return latents.isfinite().flatten(1).all(1).cpu().numpy()
 
 
@@ -74,9 +121,12 @@ def generate_samples(
     Without one, every step but the last follows the sampler (its noise would stay in the image) and
     nothing is recorded. Micro-batches do not change a sample's noise; they can change the last bits
     of the arithmetic. Samples of a micro-batch that are equal before a step are predicted once
-    (``count_samples_per_prediction``). ``precision`` is that of the network, the model's where it
-    is left out; latents, means and log-probs are fp32 always. ``with_graph`` predicts the trained
-    steps with gradient and keeps their graphs.
+    (``count_samples_per_prediction``).
+
+    Args:
+        precision: that of the network, by default the model's; latents, means and log-probs are
+            fp32 always.
+        with_graph: whether to predict the trained steps with gradient and keep their graphs.
 
     Raises:
         ValueError: a plan for a deterministic sampler.
@@ -87,24 +137,25 @@ def generate_samples(
             f" plan could record; take one of {', '.join(STOCHASTIC_SAMPLERS)}, or leave the"
             " plan out"
         )
-    parts = [slice(start, start + micro_batch) for start in range(0, len(keys), micro_batch)]
     precision = precision or model.precision
-    schedule = _choose_solvers(
-        model.compute_sigmas(sampler.steps).to(conditioning.device), sampler, plan
-    )
-    rest = (sampler, plan, precision, *schedule, with_graph)
-    return join_rollouts(
-        [
+    sigmas = model.compute_sigmas(sampler.steps).to(conditioning.device)
+    steps = _choose_solvers(sigmas, sampler, plan)
+    trained = plan.trained if plan else ()
+    parts = []
+    for start in range(0, len(keys), micro_batch):
+        part = slice(start, start + micro_batch)
+        part_conditioning = conditioning.select_rows(part)
+        part_keys = keys.select_slice(part)
+        parts.append(
             _denoise_micro_batch(
-                model, conditioning.select_rows(part), keys.select_slice(part), *rest
+                model, part_conditioning, part_keys, sampler, steps, trained, precision, with_graph
             )
-            for part in parts
-        ]
-    )
+        )
+    return join_rollouts(parts)
 
 
 def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
-    """The rows of all parts, whose trained steps are the same."""
+    """Return the rows of all parts, whose trained steps are the same."""
     latents = torch.cat([part.latents for part in parts])
     trajectories = [part.trajectory for part in parts if part.trajectory is not None]
     if not trajectories:
@@ -116,9 +167,8 @@ def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
         means=torch.cat([part.means for part in trajectories]),
         log_probs=torch.cat([part.log_probs for part in trajectories]),
     )
-    return Rollouts(
-        latents, trajectory, tuple(chain.from_iterable(part.velocities for part in parts))
-    )
+    velocities = tuple(chain.from_iterable(part.velocities for part in parts))
+    return Rollouts(latents, trajectory, velocities)
 
 
 def _denoise_micro_batch(
@@ -126,100 +176,82 @@ def _denoise_micro_batch(
     conditioning: Conditioning,
     keys: SampleKeys,
     sampler: SamplerConfig,
-    plan: Plan | None,
+    steps: DenoisingSteps,
+    trained: Sequence[int],
     precision: Precision,
-    sigmas: Tensor,
-    solvers: Sequence[str],
     with_graph: bool,
 ) -> Rollouts:
-    """The rollouts of one micro-batch."""
-    device, conditioning = (
-        conditioning.device,
-        conditioning.for_precision(precision),
-    )  # cast once for all steps
-    trained = plan.trained if plan else ()
-    noisy = {
-        step
-        for step, solver in enumerate(solvers)
-        if sampler.is_stochastic and solver == sampler.name
+    """Denoise the samples of one micro-batch from pure noise to images."""
+    sigmas = steps.sigmas
+    device = conditioning.device
+    conditioning = conditioning.for_precision(precision)  # cast once for all steps
+    samples_per_prediction = count_samples_per_prediction(
+        keys.sharing, len(steps.solvers), steps.stochastic, trained
+    )
+    distinct_rows = {
+        count: _find_distinct_rows(keys, conditioning, count)
+        for count in set(samples_per_prediction)
     }
-    counts = count_samples_per_prediction(keys.sharing, len(solvers), noisy, trained)
-    distinct = {count: _find_distinct_rows(keys, conditioning, count) for count in set(counts)}
-    latents = generate_initial_noise(model.latent_shape, keys).to(device)
-    clean = None
+
+    latents = generate_initial_noise(model.latent_shape, keys).to(device)  # [N, ...]
+    history: SolverHistory | None = None
     record = []
     velocities: list[Tensor] = []
-    history: UniPCHistory | None = None
-    for step, solver in enumerate(solvers):
-        first, row, their_conditioning = distinct[counts[step]]
-        different = latents[first]
+    for step, solver in enumerate(steps.solvers):
+        distinct = distinct_rows[samples_per_prediction[step]]
         with torch.set_grad_enabled(with_graph and step in trained):
-            velocity = predict(
-                model, different, sigmas[step].expand(len(different)), their_conditioning, precision
-            )[row]
-        if solver == "dpm_solver":
-            latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
+            distinct_latents = latents[distinct.first]  # [D, ...], D <= N
+            sigma = sigmas[step].expand(len(distinct_latents))
+            prediction = predict(model, distinct_latents, sigma, distinct.conditioning, precision)
+            velocity = prediction[distinct.row_of_sample]  # [N, ...]
+
+        if step not in steps.stochastic:
+            latents, history = solver.advance(latents, velocity, sigmas, step, history)
             continue
-        if solver == "unipc":
-            latents, history = unipc_step(latents, velocity, history, sigmas, step)
-            continue
-        clean = (
-            latents - sigmas[step] * velocity
-        )  # the history that a tail begins with, as in MixGRPO's code
-        move = flow.compute_transition(solver, latents, velocity, sigmas, step, sampler.eta)
-        before = latents
-        latents = move.mean
-        if step in noisy:
-            latents = flow.sample_next_latents(
-                move, generate_shared_noise(model.latent_shape, keys, step + 1).to(device)
-            )
+
+        transition = compute_transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
+        noise = generate_shared_noise(model.latent_shape, keys, step + 1).to(device)
+        next_latents = sample_next_latents(transition, noise)
         if step in trained:
-            record.append((before, latents, move.mean, flow.compute_log_prob(move, latents)))
-            velocities += [velocity] * with_graph
+            log_prob = compute_log_prob(transition, next_latents)  # [N]
+            record.append((latents, next_latents, transition.mean, log_prob))
+            if with_graph:
+                velocities.append(velocity)
+        history = remember_step(latents, velocity, sigmas[step], history)
+        latents = next_latents
+
     if not trained:
         return Rollouts(latents, None)
-    columns = [torch.stack(column, 1) for column in zip(*record, strict=True)]
-    kept = (tuple(velocities),) if with_graph else ()
-    return Rollouts(
-        latents, Trajectory(sigmas, torch.tensor(trained, device=device), *columns), kept
-    )
+    columns = [torch.stack(column, 1) for column in zip(*record, strict=True)]  # [N, W, ...]
+    trajectory = Trajectory(sigmas, torch.tensor(trained, device=device), *columns)
+    return Rollouts(latents, trajectory, (tuple(velocities),) if with_graph else ())
 
 
-Rows = slice | Tensor
-"""Of a batch: all of them, or those at some positions."""
-
-
-def _find_distinct_rows(
-    keys: SampleKeys, conditioning: Conditioning, count: int
-) -> tuple[Rows, Rows, Conditioning]:
-    """Of each ``count`` successive samples of a prompt one: (its row, its number for every row,
-    their conditioning).
-    """
+def _find_distinct_rows(keys: SampleKeys, conditioning: Conditioning, count: int) -> DistinctRows:
+    """Find one sample of each ``count`` successive samples of a prompt, which are equal."""
     if count == 1:
-        return slice(None), slice(None), conditioning
-    nodes = np.stack([keys.prompt_ids, keys.find_first_siblings(count)])
-    _, first, row = np.unique(nodes, axis=1, return_index=True, return_inverse=True)
-    rows = torch.from_numpy(first).to(conditioning.device)
-    return (
-        rows,
-        torch.from_numpy(row.reshape(-1)).to(conditioning.device),
-        conditioning.select_rows(rows),
-    )
+        everything = slice(None)
+        return DistinctRows(everything, everything, conditioning)
+    nodes = np.stack([keys.prompt_ids, keys.find_first_siblings(count)])  # [2, N]
+    _, first, row_of_sample = np.unique(nodes, axis=1, return_index=True, return_inverse=True)
+    device = conditioning.device
+    positions = torch.from_numpy(first).to(device)
+    # NumPy 2.0 alone gives the inverse another shape.
+    rows = torch.from_numpy(row_of_sample.reshape(-1)).to(device)
+    return DistinctRows(positions, rows, conditioning.select_rows(positions))
 
 
-def _choose_solvers(
-    sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None
-) -> tuple[Tensor, list[str]]:
-    """(the sigmas to use, [steps + 1], and what takes each of their steps), from the family's
-    sigmas.
-    """
+def _choose_solvers(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -> DenoisingSteps:
+    """Choose what takes each step, from the family's ``sigmas``, [steps + 1]."""
+    chosen = find_sampler(sampler.name)
     if not sampler.is_stochastic:
-        return sigmas, [sampler.name] * sampler.steps
-    stochastic = plan.stochastic if plan else range(sampler.steps - 1)
-    solvers = [sampler.name if step in stochastic else "ode" for step in range(sampler.steps)]
-    if plan is None or plan.tail is None:
-        return sigmas, solvers
-    end = plan.stochastic[-1] + 1
-    tail = shorten_schedule(sigmas[end:], plan.tail)
-    solvers[end:] = ["dpm_solver"] * (len(tail) - 1)
-    return torch.cat([sigmas[:end], tail]), solvers
+        return DenoisingSteps(sigmas, [chosen] * sampler.steps, frozenset())
+    stochastic = frozenset(plan.stochastic if plan else range(sampler.steps - 1))
+    euler = find_sampler(EULER)
+    solvers = [chosen if step in stochastic else euler for step in range(sampler.steps)]
+    if plan is not None and plan.tail is not None:
+        end = plan.stochastic[-1] + 1
+        tail = shorten_schedule(sigmas[end:], plan.tail)
+        solvers[end:] = [find_sampler(TAIL_SOLVER)] * (len(tail) - 1)
+        sigmas = torch.cat([sigmas[:end], tail])
+    return DenoisingSteps(sigmas, solvers, stochastic)

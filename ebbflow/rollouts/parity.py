@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ebbflow.flow.noise import SampleKeys, generate_initial_noise
+from ebbflow.flow.sampler import Transition
 from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import Transition, compute_log_prob, compute_transition
+from ebbflow.flow.transition import compute_log_prob, compute_transition
 from ebbflow.flow.windows import Plan
 from ebbflow.models.base import Conditioning, predict
 from ebbflow.recipe.choices import SamplerConfig

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import AnyRows, CopyName, ForwardRows, TrajectoryRows, expand_like
 from ebbflow.flow.noise import SampleKeys
+from ebbflow.flow.sampler import Transition
 from ebbflow.flow.training_sigmas import sample_training_sigmas
 from ebbflow.flow.trajectory import Trajectory
-from ebbflow.flow.transition import Transition, compute_log_prob, compute_transition
+from ebbflow.flow.transition import compute_log_prob, compute_transition
 from ebbflow.models.base import Conditioning
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.choices import SamplerConfig

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from ebbflow.recipe.base import Strict, explain_validation_error
-from ebbflow.recipe.choices import SAMPLERS
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.plugins import list_disallowed_paths
 from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.recipe.samplers import SAMPLERS
 from ebbflow.storage.artifacts import digest_of_folder, verify_folder, write_new_folder
 
 METADATA = "policy.json"

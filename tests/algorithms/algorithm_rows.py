@@ -13,10 +13,11 @@ from ebbflow.algorithms.base import (
     MatchingRows,
     TrajectoryRows,
 )
+from ebbflow.flow.sampler import Transition
 from ebbflow.flow.transition import (
-    Transition,
     compute_log_prob,
     compute_transition,
+    find_sampler,
     sample_next_latents,
 )
 
@@ -139,7 +140,7 @@ def gaussian(mean, std, dt=-0.1):
     """A step with that mean, [M, ...], standard deviation and dt, both the same in every row."""
     std = torch.full((len(mean),), std, dtype=torch.float64)
     dt = torch.full((len(mean),), dt, dtype=torch.float64)
-    return Transition("flow_sde", mean, std, std / dt.abs().sqrt(), dt)
+    return Transition(find_sampler("flow_sde"), mean, std, std / dt.abs().sqrt(), dt)
 
 
 def kl_per_element(step, other):

@@ -35,7 +35,7 @@ from ebbflow.algorithms.built_in.crd import CRDConfig
 from ebbflow.algorithms.built_in.diffusion_nft import DiffusionNFTConfig
 from ebbflow.algorithms.built_in.distillation import DistillationConfig
 from ebbflow.algorithms.registry import find_algorithm
-from ebbflow.flow.transition import Transition
+from ebbflow.flow.sampler import Transition
 from ebbflow.formatting import first_doc_paragraph
 from ebbflow.recipe.algorithms import (
     CustomAlgorithmConfig,

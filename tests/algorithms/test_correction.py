@@ -12,7 +12,9 @@ from ebbflow.algorithms.correction import (
     compute_correction_metrics,
     compute_diagnostics,
 )
-from ebbflow.flow.transition import Transition, compute_log_prob, sample_next_latents
+from ebbflow.flow.sampler import Transition
+from ebbflow.flow.samplers.flow_sde import SAMPLER as FLOW_SDE
+from ebbflow.flow.transition import compute_log_prob, sample_next_latents
 from ebbflow.recipe.choices import CorrectionConfig
 
 DELTA = tensor([[0.001, -0.002, 0.003], [-0.004, 0.0, 0.0005]], dtype=torch.float64)
@@ -288,11 +290,11 @@ def gaussian_delta(samples: int, dims: int, kappa: float) -> Tensor:
     std = tensor(0.7, dtype=torch.float64)
     nothing = tensor(0.0)
     rollout = Transition(
-        "flow_sde", torch.randn(1, dims, generator=draw, dtype=torch.float64), std, nothing, nothing
+        FLOW_SDE, torch.randn(1, dims, generator=draw, dtype=torch.float64), std, nothing, nothing
     )
     shift = torch.randn(1, dims, generator=draw, dtype=torch.float64)
     train = Transition(
-        "flow_sde",
+        FLOW_SDE,
         rollout.mean + shift / shift.norm() * std * math.sqrt(kappa),
         std,
         nothing,
@@ -378,8 +380,8 @@ def found_gradients(correction: dict[str, object]) -> Tensor:
     reward = SCALE * (moves.sum(1) @ DIRECTION).exp()
     nothing = tensor(0.0)
     theta = SHIFT.expand(count * STEPS, ELEMENTS).clone().requires_grad_()
-    train = Transition("flow_sde", theta, tensor(STD, dtype=torch.float64), nothing, nothing)
-    rollout = Transition("flow_sde", torch.zeros_like(theta), train.std, nothing, nothing)
+    train = Transition(FLOW_SDE, theta, tensor(STD, dtype=torch.float64), nothing, nothing)
+    rollout = Transition(FLOW_SDE, torch.zeros_like(theta), train.std, nothing, nothing)
     score, old = (compute_log_prob(step, moves.flatten(0, 1)) for step in (train, rollout))
     weights = torch.ones(count, STEPS, dtype=torch.float64)
     if correction not in (UNCORRECTED, BYPASS):

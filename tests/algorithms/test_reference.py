@@ -20,7 +20,7 @@ from algorithm_rows import (
 )
 
 from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
-from ebbflow.flow.transition import DEFAULT_ETA
+from ebbflow.flow.transition import find_sampler
 from ebbflow.recipe.choices import ReferenceConfig
 
 KL, WITHOUT_DT, VELOCITY = (
@@ -49,7 +49,7 @@ def noise_level(sampler):
     """(std_dev_t of published code, b) of the five steps of ``rollout``, written out again; both
     contain eta.
     """
-    eta = DEFAULT_ETA[sampler]
+    eta = find_sampler(sampler).eta
     sigma = SIGMAS[:5]
     after = SIGMAS[1:6]
     dt = sigma - after

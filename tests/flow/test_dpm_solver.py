@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from solver_cases import DATA_MEAN, DATA_STD, affine_velocity, bent_velocity, schedule
 
-from ebbflow.flow.dpm_solver import dpm_solver_step, shorten_schedule
+from ebbflow.flow.sampler import SolverHistory
+from ebbflow.flow.samplers.dpm_solver import SAMPLER as DPM_SOLVER
 from ebbflow.flow.transition import compute_transition
+from ebbflow.flow.windows import shorten_schedule
 
 
 def exact_path(z, sigma):
@@ -21,10 +23,10 @@ def exact_path(z, sigma):
 
 
 def solve(x, velocity, sigmas):
-    clean = None
+    history = None
     path = [x]
     for step in range(len(sigmas) - 1):
-        x, clean = dpm_solver_step(x, velocity(x, sigmas[step]), clean, sigmas, step)
+        x, history = DPM_SOLVER.advance(x, velocity(x, sigmas[step]), sigmas, step, history)
         path.append(x)
     return path
 
@@ -69,22 +71,21 @@ def test_every_step_is_that_of_diffusers(steps, first):
 def test_the_first_the_last_and_the_step_after_pure_noise_are_euler_and_no_other_is():
     sigmas = schedule(6)
     x = noise(2, 4)
-    clean = None
+    history = None
     for step in range(6):
         velocity = bent_velocity(x, sigmas[step])
-        after, clean_now = dpm_solver_step(x, velocity, clean, sigmas, step)
+        after, history = DPM_SOLVER.advance(x, velocity, sigmas, step, history)
         distance = (after - compute_transition("ode", x, velocity, sigmas, step).mean).abs().max()
-        assert torch.allclose(clean_now, x - sigmas[step] * velocity, atol=1e-12)
+        assert torch.allclose(history.clean, x - sigmas[step] * velocity, atol=1e-12)
         assert distance < 1e-12 if step in (0, 1, 5) else distance > 1e-3
         x = after
-        clean = clean_now
 
 
 def test_it_can_start_at_any_step_and_is_euler_there():
     sigmas = schedule(6)
     x = noise(2, 4)
     velocity = bent_velocity(x, sigmas[3])
-    after, _ = dpm_solver_step(x, velocity, None, sigmas, 3)
+    after, _ = DPM_SOLVER.advance(x, velocity, sigmas, 3, None)
     assert torch.allclose(after, compute_transition("ode", x, velocity, sigmas, 3).mean, atol=1e-12)
 
 
@@ -132,9 +133,12 @@ def test_bf16_input_is_computed_in_float32():
     latents, velocity, before = (
         noise(2, 4, dtype=torch.float32).bfloat16() * scale for scale in (1, 2, 3)
     )
-    low = dpm_solver_step(latents, velocity, before.float(), schedule(6), 3)
-    full = dpm_solver_step(latents.float(), velocity.float(), before.float(), schedule(6), 3)
-    for ours, theirs in zip(low, full, strict=True):
+    history = SolverHistory(latents.float(), before.float())
+    low, low_history = DPM_SOLVER.advance(latents, velocity, schedule(6), 3, history)
+    full, full_history = DPM_SOLVER.advance(
+        latents.float(), velocity.float(), schedule(6), 3, history
+    )
+    for ours, theirs in ((low, full), (low_history.clean, full_history.clean)):
         assert ours.dtype == torch.float32
         assert torch.equal(ours, theirs)
 

@@ -9,9 +9,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from ebbflow.flow.transition import (
-    DEFAULT_ETA,
     compute_log_prob,
     compute_transition,
+    find_sampler,
     sample_next_latents,
 )
 
@@ -63,12 +63,13 @@ def test_golden_table(shift_3, sampler, eta, step, mean, std, score):
 
 
 def test_the_published_noise_levels_are_the_defaults(shift_3):
-    assert DEFAULT_ETA == {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
+    default_etas = {sampler: find_sampler(sampler).eta for sampler in SAMPLERS}
+    assert default_etas == {"ode": None, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
     latents, velocity, _ = random_step()
     for sampler in SAMPLERS:
         left_out, given = (
             compute_transition(sampler, latents, velocity, shift_3, 2, eta)
-            for eta in (None, DEFAULT_ETA[sampler])
+            for eta in (None, default_etas[sampler])
         )
         assert torch.equal(left_out.mean, given.mean)
         assert torch.equal(left_out.std, given.std)

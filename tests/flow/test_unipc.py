@@ -5,15 +5,15 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from solver_cases import DATA_MEAN, DATA_STD, affine_velocity, bent_velocity, schedule
 
-from ebbflow.flow.dpm_solver import dpm_solver_step
-from ebbflow.flow.unipc import unipc_step
+from ebbflow.flow.samplers.dpm_solver import SAMPLER as DPM_SOLVER
+from ebbflow.flow.samplers.unipc import SAMPLER as UNIPC
 
 
-def solve(step_of, x, velocity, sigmas):
+def solve(sampler, x, velocity, sigmas):
     history = None
     path = [x]
     for step in range(len(sigmas) - 1):
-        x, history = step_of(x, velocity(x, sigmas[step]), history, sigmas, step)
+        x, history = sampler.advance(x, velocity(x, sigmas[step]), sigmas, step, history)
         path.append(x)
     return path
 
@@ -31,7 +31,7 @@ def test_every_step_is_that_of_diffusers(steps, flow_shift):
     peer.set_timesteps(steps)
     sigmas = torch.where(peer.sigmas > 1 - 1e-5, 1.0, peer.sigmas)
     latents = noise(2, 3, 4, dtype=torch.float32)
-    ours = solve(unipc_step, latents, bent_velocity, sigmas)
+    ours = solve(UNIPC, latents, bent_velocity, sigmas)
     for step in range(steps):
         latents = peer.step(
             bent_velocity(latents, sigmas[step]), peer.timesteps[step], latents
@@ -44,7 +44,7 @@ def test_a_constant_clean_prediction_is_reached_exactly_whatever_the_steps():
     for steps in (1, 2, 7):
         start = torch.ones(2, 4, dtype=torch.float64)
         end = solve(
-            unipc_step,
+            UNIPC,
             start,
             lambda x, sigma: (x - data) / sigma.clamp(max=1 - 1e-6),
             schedule(steps),
@@ -59,15 +59,15 @@ def test_it_is_of_second_order_at_least_and_nearer_than_its_predictor_alone():
         """Every quantile of a Gaussian stays one."""
         return (1 - sigma) * DATA_MEAN + torch.sqrt((1 - sigma) ** 2 * DATA_STD**2 + sigma**2) * z
 
-    def error(step, steps):
+    def error(sampler, steps):
         sigmas = torch.linspace(
             0.9, 0.1, steps + 1, dtype=torch.float64
         )  # inside (0, 1): at its ends lambda is infinite
         return (
-            (solve(step, exact(sigmas[0]), affine_velocity, sigmas)[-1] - exact(sigmas[-1]))
+            (solve(sampler, exact(sigmas[0]), affine_velocity, sigmas)[-1] - exact(sigmas[-1]))
             .abs()
             .max()
         )
 
-    assert error(unipc_step, 40) < error(unipc_step, 20) / 3.5
-    assert error(unipc_step, 40) < error(dpm_solver_step, 40)
+    assert error(UNIPC, 40) < error(UNIPC, 20) / 3.5
+    assert error(UNIPC, 40) < error(DPM_SOLVER, 40)

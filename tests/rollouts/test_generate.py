@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.flow.dpm_solver import dpm_solver_step, shorten_schedule
 from ebbflow.flow.noise import SampleKeys, generate_noise
+from ebbflow.flow.sampler import SolverHistory
+from ebbflow.flow.samplers.dpm_solver import SAMPLER as DPM_SOLVER
 from ebbflow.flow.transition import compute_log_prob, compute_transition, sample_next_latents
-from ebbflow.flow.windows import Plan
+from ebbflow.flow.windows import Plan, shorten_schedule
 from ebbflow.models import Conditioning
 from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.rollouts.generate import generate_samples
@@ -247,11 +248,11 @@ def test_dpm_solver_takes_every_step_and_needs_no_noise(model, make_keys):
     )
     assert rollouts.trajectory is None
     latents = generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples)
-    clean = None
+    history = None
     for step in range(6):
         with torch.no_grad():
             velocity = model.predict_velocity(latents, sigmas[step].expand(7), conditioning)
-        latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
+        latents, history = DPM_SOLVER.advance(latents, velocity, sigmas, step, history)
     assert torch.equal(rollouts.latents, latents)
 
 
@@ -343,13 +344,13 @@ def test_after_the_window_the_tail_is_dpm_solver_with_the_history_of_the_window(
     record = rollouts.trajectory
     latents = rollouts.trajectory.next_latents[:, -1]
     with torch.no_grad():
-        clean = record.latents[:, -1] - sigmas[2] * model.predict_velocity(
-            record.latents[:, -1], sigmas[2].expand(7), conditioning
-        )
+        last = record.latents[:, -1]
+        velocity = model.predict_velocity(last, sigmas[2].expand(7), conditioning)
+    history = SolverHistory(last, clean=last - sigmas[2] * velocity)
     for step in range(3, len(sigmas) - 1):
         with torch.no_grad():
             velocity = model.predict_velocity(latents, sigmas[step].expand(7), conditioning)
-        latents, clean = dpm_solver_step(latents, velocity, clean, sigmas, step)
+        latents, history = DPM_SOLVER.advance(latents, velocity, sigmas, step, history)
     assert torch.equal(rollouts.latents, latents)
 
 
