@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from torch import Tensor
 
@@ -18,8 +19,8 @@ def find_sampler(name: str) -> Sampler:
     Raises:
         RecipeError: nothing can be imported from the path.
     """
-    sampler: Sampler = import_object(name) if ":" in name else SAMPLERS[name]
-    return sampler
+    sampler = SAMPLERS[name] if name in SAMPLERS else import_object(name)
+    return cast(Sampler, sampler)  # the recipe has rejected everything else
 
 
 def compute_transition(

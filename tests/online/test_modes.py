@@ -196,14 +196,14 @@ class Straggler(LocalWorker):
 
 def with_a_straggler(workers):
     """The workers of this process, but two rollout workers, one of which straggles."""
-    publish = workers.publish
+    publish = workers.publish_weights
     workers.version = 0
 
     async def noted(version, copy=None):
         workers.version = version
         return await publish(version, copy)
 
-    workers.publish = noted
+    workers.publish_weights = noted
     straggling = Straggler(workers.rollout_worker, workers)
     workers.rollout = build_rollout_pool([straggling, LocalWorker(workers.rollout_worker, 1)], None)
     return workers

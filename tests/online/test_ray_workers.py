@@ -212,7 +212,7 @@ def rollouts(monkeypatch):
     train_on = OnlineLoop._train_on_batch
 
     async def watched(loop, batch, advantages):
-        seen.extend([await loop.workers.fetch(part.rollouts) for part in batch.parts])
+        seen.extend([await loop.workers.fetch_value(part.rollouts) for part in batch.parts])
         return await train_on(loop, batch, advantages)
 
     monkeypatch.setattr(OnlineLoop, "_train_on_batch", watched)

@@ -261,7 +261,7 @@ REFUSED = [
             online("diffusion_nft", sampler={"name": s, "eta": 0.5}),
             s,
             "deterministic and has no eta",
-            "flow_sde, dance_sde, cps",
+            "cps, dance_sde, flow_sde",
         )
         for s in ("ode", "dpm_solver")
     ),

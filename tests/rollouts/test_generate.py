@@ -115,7 +115,11 @@ def test_micro_batches_order_and_company_do_not_change_a_sample(model, make_keys
                 )
     order = [6, 2, 0]
     some = generate_samples(
-        model, conditioning.select_rows(torch.tensor(order)), keys.take(np.array(order)), SDE, plan
+        model,
+        conditioning.select_rows(torch.tensor(order)),
+        keys.select_samples(np.array(order)),
+        SDE,
+        plan,
     )
     assert torch.allclose(some.latents, whole.latents[order], rtol=0, atol=1e-5)
 

@@ -1,6 +1,6 @@
 """The samplers that a recipe can name, one file each: ``sampler.name`` is the name of the file,
-and its ``SAMPLER`` is an ``ebbflow.flow.sampler.Sampler``. A new sampler is one file here; no list of
-names has to follow.
+and its ``SAMPLER`` is an ``ebbflow.flow.sampler.Sampler``. A new sampler is one file here; no list
+of names has to follow.
 
 ============  =========================================  =====================  ===========
 sampler       a                                          b                      default eta
