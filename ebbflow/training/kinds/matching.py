@@ -45,7 +45,7 @@ class MatchingKind(TrainableKind):
                 " 'schedule' has none but the ends of it, which say nothing; take uniform or"
                 " logit_normal, or leave algorithm.sigma out"
             )
-        if sampler in ("dpm_solver", "unipc"):
+        if stage.sampler.facts.multistep:
             raise ValueError(
                 f"{name} trains a student in single steps, and {sampler!r} needs the step before;"
                 " set sampler.name to cps or ode"

@@ -59,8 +59,8 @@ class TrajectoryKind(TrainableKind):
                 " 'correction' would compare it with guided rollouts; leave 'correction' out, or"
                 " guidance_in_loss at true"
             )
-        if sampler.name == "cps":
-            _check_cps(stage)
+        if not sampler.facts.log_prob_is_density:
+            _check_use_of_densities(stage)
 
     def list_trained_groups(self, step: StepSamples, groups: SampleGroups) -> SampleGroups:
         import numpy as np
@@ -155,22 +155,24 @@ def _check_window(window: WindowConfig, denoising_steps: int) -> None:
         )
 
 
-def _check_cps(stage: StageConfig) -> None:
-    """Check that nothing takes the published log-probs of CPS for densities: they leave out
-    1 / (2 b^2), so no threshold on them has a unit.
+def _check_use_of_densities(stage: StageConfig) -> None:
+    """Check that nothing takes log-probs for densities that leave out 1 / (2 b^2), as the published
+    ones of CPS do: no threshold on them has a unit.
     """
     name = stage.algorithm_name
+    sampler = stage.sampler.name
     if stage.hyper_parameters.needs_density:
         raise ValueError(
-            f"{name} needs log-probs that are densities, and those of cps leave out 1 / (2"
-            " b^2); set sampler.name to flow_sde or dance_sde, or algorithm.name to mix_grpo"
+            f"{name} needs log-probs that are densities, and those of {sampler} leave out 1"
+            " / (2 b^2); set sampler.name to flow_sde or dance_sde, or algorithm.name to mix_grpo"
         )
     for key in ("weights", "reject"):
         value = getattr(stage.correction, key, "none")
         if value != "none":
             raise ValueError(
-                f"correction.{key} = {value!r} compares densities, and the log-probs of cps are"
-                f" none; set correction.{key} to none, or sampler.name to flow_sde or dance_sde"
+                f"correction.{key} = {value!r} compares densities, and the log-probs of"
+                f" {sampler} are none; set correction.{key} to none, or sampler.name to flow_sde or"
+                " dance_sde"
             )
 
 
