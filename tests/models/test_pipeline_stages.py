@@ -254,7 +254,14 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
     advantage = torch.tensor([5.0, -5.0, 1.0, -1.0])
     groups = np.array([0, 0, 1, 1])
     batch = build_forward_batch(
-        clean, conditioning, advantage, keys, groups, ctx.config.hyper, updater.schedule, visit=0
+        clean,
+        conditioning,
+        advantage,
+        keys,
+        groups,
+        ctx.config.hyper_parameters,
+        updater.schedule,
+        visit=0,
     )
     latents = batch.inputs.latents
     sigma = batch.inputs.sigma
@@ -339,7 +346,7 @@ def test_an_offline_update(start, name):
         advantage,
         keys,
         np.arange(4),
-        ctx.config.hyper,
+        ctx.config.hyper_parameters,
         updater.schedule,
         visit=0,
     )

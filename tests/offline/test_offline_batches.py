@@ -189,7 +189,7 @@ def test_the_noise_of_a_sample_is_its_own(ctx, stored, run):
         advantage,
         keys,
         np.array([0]),
-        ctx.config.hyper,
+        ctx.config.hyper_parameters,
         torch.tensor([1, 2 / 3, 1 / 3, 0]),
         visit=0,
     )

@@ -387,7 +387,7 @@ def test_a_stage_hands_on_the_old_copy_that_its_algorithm_keeps(
     record = StageRecord(
         label="1.1 online", algorithm="x", samples=0, optimizer_steps=4, seconds={}
     )
-    updater = PolicyUpdater(policy, stage.online, metadata)
+    updater = PolicyUpdater(policy, stage.online_config, metadata)
     updater.updates = 4
     updater.steps = 2
     save_policy(stage, updater, metadata, record, tmp_path / "trained")

@@ -155,7 +155,7 @@ ALGORITHM = Algorithm(
     select=grouping.select_groups,
     follows={
         "old": lambda config, step: config.old.decay_after_step(step),
-        "sampling": lambda config, step: config.sampling.decay(step),
+        "sampling": lambda config, step: config.sampling.decay_after_step(step),
     },
     generates="sampling",
 )
