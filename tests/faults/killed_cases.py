@@ -35,14 +35,14 @@ POINTS = {
     "mid-table": "ebbflow.storage.tables:pq.ParquetWriter.write_batch",
     "before the optimiser's step": "torch.optim.adamw:AdamW.step",
     "metrics": "ebbflow.stage:MetricsRecorder.log_metrics",
-    "mid-update": "ebbflow.training.policy:Policy.blend",
-    "before shards": "ebbflow.training.checkpoint:Checkpoints.saving",
+    "mid-update": "ebbflow.training.policy:Policy.blend_copy",
+    "before shards": "ebbflow.training.checkpoint:Checkpoints.save_step",
     "mid-shard": "ebbflow.training.checkpoint:save_file",
     "before the manifest": "ebbflow.storage.artifacts:commit_folder",
     "after the manifest": "ebbflow.storage.artifacts:sync_path",
     "after COMMIT": "ebbflow.storage.artifacts:_replace_folder",
-    "an older checkpoint goes": "ebbflow.training.checkpoint:Checkpoints._forget",
-    "the policy folder": "ebbflow.training.policy:Policy.save",
+    "an older checkpoint goes": "ebbflow.training.checkpoint:Checkpoints._remove_old",
+    "the policy folder": "ebbflow.training.policy:Policy.save_folder",
 }
 """Where a process may die, by what it is doing: functions as they are named where they are looked
 up.

@@ -273,7 +273,7 @@ def test_weights_that_cannot_be_read_although_the_manifest_fits(
     only_speaks_plainly(
         lambda: read_prompt_statistics(ctx, metadata, folder), PolicyError, str(folder)
     )
-    policy.assign(before)
+    policy.assign_parameters(before)
 
 
 @pytest.fixture

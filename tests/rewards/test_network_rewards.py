@@ -111,7 +111,7 @@ def test_it_is_loaded_at_the_first_image_and_kept(config, tmp_path, monkeypatch)
     fresh = load_reward(make_reward(config.name, tmp_path / "own"))
     assert fresh.unavailable() is None
     assert fresh(IMAGES[:0], []).values.shape == (0,)
-    assert "_score" not in vars(fresh)
+    assert "_score_function" not in vars(fresh)
     first = score(fresh)
     shutil.rmtree(tmp_path / "own")
     assert np.array_equal(score(fresh), first)
