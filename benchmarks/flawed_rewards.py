@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.built_in.ocr import Ocr
 from ebbflow.rewards.built_in.similarity import match_letters
 from ebbflow.rewards.ppocr import read_lines_of_text
@@ -27,13 +27,10 @@ READABLE = 0.5
 """The OCR score below which ``FailingOcr`` gives no score."""
 
 
-class FlawedReward:
+class FlawedReward(Reward):
     """Base of the rewards of this file: all of them run everywhere."""
 
     name = "flawed"
-
-    def unavailable(self) -> str | None:
-        return None
 
 
 class Brightness(FlawedReward):

@@ -45,7 +45,7 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.training import train_epochs
 from ebbflow.recipe import Recipe
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -181,13 +181,10 @@ class OneLayer:
         return []
 
 
-class Darkness:
+class Darkness(Reward):
     """Mean darkness of an image."""
 
     name = "darkness"
-
-    def unavailable(self) -> str | None:
-        return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         return RewardResult(1 - images.mean((1, 2, 3)) / 255)

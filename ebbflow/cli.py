@@ -420,7 +420,7 @@ def list_choices() -> None:
     )
     _print_choices("windows", {name: (text, ()) for name, text in WINDOWS.items()})
     missing: dict[str, str | None] = {
-        config.name: load_reward(config).unavailable()
+        config.name: load_reward(config).explain_unavailable()
         for config in map(reward_named, ("ocr", "tesseract"))
     }
     _print_choices(

@@ -22,7 +22,7 @@ from ebbflow.models import Model, load_model
 from ebbflow.models.families.glyph import build_glyph_model
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import GlyphTrainingConfig
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.storage.artifacts import write_new_folder
@@ -64,15 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-class Darkness:
+class Darkness(Reward):
     """Stub reward: the mean darkness of the image in [0, 1]; fails on the prompts whose target is
     ``FAIL``.
     """
 
-    name = "darkness"
+    has_gradient = True
 
-    def unavailable(self) -> str | None:
-        return None
+    name = "darkness"
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         values = 1 - images.mean((1, 2, 3)) / 255
@@ -82,7 +81,7 @@ class Darkness:
         values[list(failures)] = np.nan
         return RewardResult(values, {"brightness": 1 - values}, failures)
 
-    def with_gradient(self, images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
+    def score_with_gradient(self, images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
         return 1 - images.mean((1, 2, 3))
 
 

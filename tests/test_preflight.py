@@ -16,7 +16,7 @@ from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.rewards.base import RewardError, RewardResult
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -436,11 +436,8 @@ def test_the_size_of_an_evaluation_must_be_drawable(tmp_path: Path) -> None:
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
-class OnlySigns:
+class OnlySigns(Reward):
     """A reward that cannot score other prompts."""
-
-    def unavailable(self) -> None:
-        return None
 
     def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
         assert [prompt.source for prompt in prompts] == ["signs", "signs"]

@@ -39,7 +39,6 @@ from transformers import (
 )
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.estimate.memory import REWARD_PARAMETERS
 from ebbflow.estimate.run import count_trained_parameters, estimate_recipe
 from ebbflow.models import load_model
 from ebbflow.models.families import load_adapter
@@ -47,6 +46,7 @@ from ebbflow.models.families.glyph import build_glyph_model
 from ebbflow.models.sizes import measure_model
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.registry import REWARDS
 from tests.conftest import TINY_SIZES
 
 RECIPES = Path(__file__).parents[1] / "workflows" / "recipes"
@@ -463,8 +463,10 @@ def test_the_networks_of_rewards_are_as_large_as_their_classes_build_them():
     with torch.device("meta"):
         huge = clip(1280, 32, 1024, 24)
         large = clip(1024, 24, 768, 12)
-    assert REWARD_PARAMETERS["pickscore"] == REWARD_PARAMETERS["hps"] == numel(huge)
-    assert REWARD_PARAMETERS["clipscore"] == REWARD_PARAMETERS["aesthetic"] == numel(large)
+    assert REWARDS["pickscore"].num_parameters == REWARDS["hps"].num_parameters == numel(huge)
+    assert (
+        REWARDS["clipscore"].num_parameters == REWARDS["aesthetic"].num_parameters == numel(large)
+    )
 
 
 def test_geneval_has_a_mask2former_and_a_large_clip():
@@ -479,7 +481,9 @@ def test_geneval_has_a_mask2former_and_a_large_clip():
         detector = Mask2FormerForUniversalSegmentation(
             Mask2FormerConfig(backbone_config=backbone, num_labels=80)
         )
-    assert REWARD_PARAMETERS["geneval"] == numel(detector) + REWARD_PARAMETERS["clipscore"]
+    assert (
+        REWARDS["geneval"].num_parameters == numel(detector) + REWARDS["clipscore"].num_parameters
+    )
 
 
 def test_hpsv3_is_a_qwen2_vl_with_one_more_token_and_a_head():
@@ -496,7 +500,7 @@ def test_hpsv3_is_a_qwen2_vl_with_one_more_token_and_a_head():
     with torch.device("meta"):
         network = Qwen2VLModel(config)
         head = nn.Sequential(nn.Linear(3584, 1024), nn.Linear(1024, 16), nn.Linear(16, 2))
-    assert REWARD_PARAMETERS["hpsv3"] == numel(network) + numel(head)
+    assert REWARDS["hpsv3"].num_parameters == numel(network) + numel(head)
 
 
 def test_videoalign_is_a_qwen2_vl_with_three_more_tokens_and_a_head():
@@ -516,7 +520,7 @@ def test_videoalign_is_a_qwen2_vl_with_three_more_tokens_and_a_head():
     }
     with torch.device("meta"):
         network = Qwen2VLModel(Qwen2VLConfig(**published, **sizes))
-    assert REWARD_PARAMETERS["videoalign"] == numel(network) + 1536
+    assert REWARDS["videoalign"].num_parameters == numel(network) + 1536
 
 
 def test_a_published_lora_has_382_matrices_of_rank_32():

@@ -8,6 +8,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ebbflow.recipe.model import Precision
+
+BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
+BLOCK_BYTES = 34
+"""Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without
+5 a s / h).
+"""
 ENCODED_AT_ONCE = 16
 """Prompts per pass of the text encoders."""
 PIXELS_AT_ONCE = 2**21

@@ -53,9 +53,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE, ModelSizes, SampleSize
-from ebbflow.estimate.work import (
+from ebbflow.data.model_sizes import (
+    BLOCK_BYTES,
     BYTES,
+    ENCODED_AT_ONCE,
+    PIXELS_AT_ONCE,
+    ModelSizes,
+    SampleSize,
+)
+from ebbflow.estimate.work import (
     count_passes_per_term,
     count_rows_per_sample,
     count_selected_samples,
@@ -68,41 +74,12 @@ from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.combine import select_scored_frames
 from ebbflow.stage import StageContext
 
-BLOCK_BYTES = 34
-"""Bytes that a block saves per token and unit of width, in 16 bits (2205.05198, equation 2 without
-5 a s / h).
-"""
 MODULATION = 1.5
 """Factor for blocks whose norms are shifted, scaled and gated; measured
 (``tests/estimate/test_activations.py``).
 """
 INFERENCE_NUMBERS = 10
 """Elements alive per token and unit of width in a pass without gradients."""
-REWARD_PARAMETERS = {
-    "pickscore": 986_109_441,
-    "hps": 986_109_441,
-    "clipscore": 427_616_513,
-    "aesthetic": 427_616_513,
-    "imagereward": 445_278_720,
-    "hpsv3": 7_748_610_610,
-    "videoalign": 2_208_563_200,
-    "geneval": 496_357_596,
-}
-"""Of networks that rewards load: CLIP-H, CLIP-L, BLIP, Qwen2-VL-7B and -2B without their heads for
-words, Mask2Former (Swin-S) and CLIP-L, as transformers builds them.
-"""
-
-REWARD_BLOCKS = {
-    "pickscore": ((32, 1280, 257),),
-    "hps": ((32, 1280, 257),),
-    "clipscore": ((24, 1024, 257),),
-    "aesthetic": ((24, 1024, 257),),
-    "imagereward": ((24, 1024, 197),),
-    "hpsv3": ((32, 1280, 1024), (28, 3584, 900)),
-}
-"""(blocks, width, tokens) of what the gradient of an image goes through: vision transformers, of
-``hpsv3`` also Qwen2-7B, which reads 256 tokens of the image, the question and the prompt.
-"""
 
 
 @dataclass(frozen=True)
@@ -506,7 +483,7 @@ class ProcessMemory:
         rows = max(ctx.config.micro_batch, count_selected_samples(ctx)[1])
         network = rows * self._saved_activation_bytes(ctx)
         if not kind.needs_reward_gradient or all(
-            reward.reads_latents for reward in ctx.branch_recipe.rewards
+            reward.scores == "latents" for reward in ctx.branch_recipe.rewards
         ):
             return network
         images = rows * (
@@ -536,26 +513,8 @@ class ProcessMemory:
         backward pass.
         """
         frames = len(select_scored_frames(self.recipe.model.frames))
-        return frames * sum(map(scoring_bytes, ctx.branch_recipe.rewards))
-
-
-def scoring_bytes(reward: RewardConfig) -> int:
-    """Bytes that the network of a reward keeps of an image for the backward pass; 0 where none is
-    known.
-    """
-    of_blocks = (
-        blocks * width * tokens for blocks, width, tokens in REWARD_BLOCKS.get(reward.name, ())
-    )
-    return BLOCK_BYTES * sum(of_blocks) * _bytes_per_reward_number(reward) // 2
+        return frames * sum(reward.gradient_bytes for reward in ctx.branch_recipe.rewards)
 
 
 def _reward_weight_bytes(rewards: Iterable[RewardConfig]) -> int:
-    return sum(
-        REWARD_PARAMETERS.get(reward.name, 0) * _bytes_per_reward_number(reward)
-        for reward in rewards
-    )
-
-
-def _bytes_per_reward_number(reward: RewardConfig) -> int:
-    """Bytes of a number."""
-    return BYTES[getattr(reward, "precision", "float32")]
+    return sum(reward.network_bytes for reward in rewards)

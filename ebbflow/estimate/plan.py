@@ -24,10 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ebbflow.data.model_sizes import BYTES
 from ebbflow.estimate.hours import TERA, count_forward_operations, training_pass_cost
 from ebbflow.estimate.run import Estimate
 from ebbflow.estimate.schedule import Schedule, Stage, TaskSeconds, simulate_stage
-from ebbflow.estimate.work import BYTES, count_rows_per_sample, count_selected_samples
+from ebbflow.estimate.work import count_rows_per_sample, count_selected_samples
 from ebbflow.recipe.online import Mode
 from ebbflow.stage import StageContext
 

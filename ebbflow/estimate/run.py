@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ebbflow.data.model_sizes import (
+    BYTES,
     ModelSizes,
     SampleSize,
     Shape,
@@ -16,7 +17,7 @@ from ebbflow.data.model_sizes import (
     select_adapted_layers,
 )
 from ebbflow.estimate.memory import Memory, ProcessMemory, estimate_stage_memory
-from ebbflow.estimate.work import BYTES, PNG_BYTES_PER_PIXEL, Work, estimate_work
+from ebbflow.estimate.work import PNG_BYTES_PER_PIXEL, Work, estimate_work
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import ModelConfig

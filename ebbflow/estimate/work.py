@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ebbflow.data.model_sizes import ModelSizes, SampleSize
+from ebbflow.data.model_sizes import BYTES, ModelSizes, SampleSize
 from ebbflow.flow.windows import Plan, count_samples_per_prediction, count_tail_steps
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import resolve_correction
@@ -18,7 +18,6 @@ from ebbflow.stage import StageContext, choose_drift_stride
 PNG_BYTES_PER_PIXEL = 3
 """At most: noise; photographs take about half."""
 KEY_BYTES = 3 * 8
-BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def estimate_best_of(
     found = []
     for _, group in _group_by_prompt(prompt_ids, values):
         ordered = np.sort(group.to_numpy())
-        if (count := len(ordered)) >= samples:
+        count = len(ordered)
+        if count >= samples:
             chances = [math.comb(rank, k - 1) / math.comb(count, k) for rank in range(count)]
             found.append(float(np.dot(chances, ordered)))
     return float(np.mean(found)) if found else None

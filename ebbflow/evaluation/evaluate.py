@@ -187,7 +187,8 @@ def evaluate_on_prompts(
     samples = first
     # The further samples have micro-batches of their own: the first ones are the same bytes however
     # many there are.
-    if repeats := _list_repeats(recipe, prompts):
+    repeats = _list_repeats(recipe, prompts)
+    if repeats:
         prompts_again, indices = map(list, zip(*repeats, strict=True))
         with policy.merge_adapters():
             again = _generate_and_score(

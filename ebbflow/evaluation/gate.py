@@ -217,7 +217,8 @@ def _explain_failures(
     if ours > its:
         return f"{failed}: it fails more often on the candidate"
     scored = asked[np.isfinite(asked[["candidate", "champion"]]).all(axis=1)]
-    if (common := scored["prompt_id"].nunique()) < 2:
+    common = scored["prompt_id"].nunique()
+    if common < 2:
         return (
             f"Guardrail {metric} scored {common} held-out prompts on both sides, too few to compare"
         )
@@ -255,7 +256,8 @@ def _compute_tolerance(
 ) -> tuple[float, str]:
     """How far a guardrail may fall on the scale of its scores, and how a reason says so."""
     rule = recipe.promotion.guardrail_tolerance
-    if (absolute := rule.absolute.get(metric)) is not None:
+    absolute = rule.absolute.get(metric)
+    if absolute is not None:
         return absolute, format_number(absolute)
     share = rule.standard_deviations.get(metric, rule.default)
     spread = float(average_over_prompts(metric, candidate, champion)["champion"].std())

@@ -70,7 +70,8 @@ def check_statistics(
     findings: list[StatisticFinding] = []
     hypotheses: list[_Hypothesis] = []
     for statistic, margin in select_statistic_margins(recipe).items():
-        if (missing := _explain_missing_statistic(statistic, candidate, champion)) is None:
+        missing = _explain_missing_statistic(statistic, candidate, champion)
+        if missing is None:
             hypotheses += _build_hypotheses(recipe, statistic, margin, candidate, champion)
         elif missing:
             findings.append(StatisticFinding(False, f"Statistic {statistic} {missing}", None))

@@ -133,7 +133,8 @@ def _encode_prompts(
     try:
         encoded: Embeddings | str = embed_prompts(model, [prompts[index] for index in indices])
     except (ModelError, ValueError) as error:
-        if middle := len(indices) // 2:
+        middle = len(indices) // 2
+        if middle:
             yield from _encode_prompts(model, prompts, indices[:middle])
             yield from _encode_prompts(model, prompts, indices[middle:])
             return

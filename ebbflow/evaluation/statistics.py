@@ -55,7 +55,8 @@ def compute_paired_bootstrap(
             f"an interval needs at least 2 prompts scored by both sides, got {count}; evaluate more"
             " prompts"
         )
-    if broken := int((~np.isfinite(differences)).sum()):
+    broken = int((~np.isfinite(differences)).sum())
+    if broken:
         raise ValueError(f"{broken} of {count} pairs are not finite; filter them out first")
     difference = float(differences.mean())
     tails = np.quantile(
@@ -195,7 +196,8 @@ def _select_held_out(metric: str, table: pa.Table) -> pd.DataFrame:
         )
     kept = table.filter(pc.equal(table["split"], "held_out")).select([*KEY, metric])
     frame = kept.to_pandas().astype({metric: np.float64})
-    if duplicates := frame[frame.duplicated(KEY)][KEY].values.tolist():
+    duplicates = frame[frame.duplicated(KEY)][KEY].values.tolist()
+    if duplicates:
         raise ValueError(
             f"(prompt_id, sample) = {duplicates[0]} occurs more than once in an evaluation; it must"
             " be unique"

@@ -67,7 +67,8 @@ class Session:
         self.all_pairs = all_pairs
         self.pairs = {pair.key: pair for pair in task.pairs}
         self.answers = AnswerFile(folder / ANSWERS)
-        if strange := [answer for answer in self.answers.standing if answer.pair not in self.pairs]:
+        strange = [answer for answer in self.answers.standing if answer.pair not in self.pairs]
+        if strange:
             raise LabelError(
                 f"{self.answers.path}: there is no pair {strange[0].pair!r}; restore the file"
             )
@@ -123,7 +124,8 @@ class Session:
         """
         if self.is_decided():
             raise OutOfTurnError("the test has decided")
-        if not (answered := self.answers.answers_of_rater(rater)):
+        answered = self.answers.answers_of_rater(rater)
+        if not answered:
             raise OutOfTurnError(f"{rater} has no answer to take back")
         self._append_answer(rater, list(answered)[-1], "undo")
 

@@ -145,7 +145,8 @@ def find_comparison(run: Path) -> tuple[Path, Path]:
         str(_read_metadata(path).get("label")): path
         for path in _sort_by_age(run.glob("nodes/*/samples.parquet"))
     }
-    if missing := [label for label in labels if label not in found]:
+    missing = [label for label in labels if label not in found]
+    if missing:
         raise LabelError(
             f"{run}: no samples of {missing[0]!r} below nodes, only of"
             f" {sanitize_text(', '.join(found)) or 'nothing'}; name the samples.parquet of two"

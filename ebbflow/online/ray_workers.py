@@ -185,7 +185,7 @@ class RayWorkers:
         self.folders = folders
         own = ctx.branch_recipe
         self.reward_weights = {row.column: row.weight for row in own.rewards}
-        self.reads_latents = any(row.reads_latents for row in (*own.rewards, *own.guardrails))
+        self.reads_latents = any(row.scores == "latents" for row in (*own.rewards, *own.guardrails))
         self.all: list[RayWorker] = []
         self.step = 0
         register_tensor_serializer()

@@ -209,12 +209,16 @@ class Recipe(Strict):
                 "recognizer reads capitals alone, and model.training.alphabets has lower_case; take"
                 " ocr, case: kept"
             )
-        if self.model.frames == 1 and (
-            strange := [config.column for config in self._all_rewards if config.needs_videos]
-        ):
+        # What a user's own scores is not known before it is imported: it fails when it gets images.
+        of_videos = [
+            config.column
+            for config in self._all_rewards
+            if not isinstance(config, CustomRewardConfig) and config.scores == "videos"
+        ]
+        if self.model.frames == 1 and of_videos:
             raise ValueError(
-                f"{strange[0]} scores videos, and model.frames = 1 draws images; raise it, or leave"
-                f" {strange[0]} out"
+                f"{of_videos[0]} scores videos, and model.frames = 1 draws images; raise it, or"
+                f" leave {of_videos[0]} out"
             )
         return self
 

@@ -16,6 +16,9 @@ from pydantic import Field
 from ebbflow.recipe.base import Strict
 from ebbflow.recipe.plugins import import_object, validate_name_or_path
 
+Scored = Literal["images", "pairs", "groups", "videos", "latents"]
+"""What a reward gets (``ebbflow.rewards.base.Reward.scores``)."""
+
 MAX_SCORE = 1e30
 MAX_WEIGHT = 1e6
 """Of a score, in magnitude, and of a reward: float64 then holds the squares of weighted sums."""
@@ -58,32 +61,45 @@ class RewardConfig(Strict):
         return False
 
     @property
+    def scores(self) -> Scored:
+        """What it scores (``ebbflow.rewards.base.Reward.scores``).
+
+        Raises:
+            RecipeError: nothing can be imported from the path of a user's own.
+        """
+        return "images"
+
+    @property
     def compares(self) -> bool:
-        """Whether it compares the images of a prompt with each other, so that it cannot score one
-        by itself.
+        """Whether a score depends on the other images of the prompt, so that it cannot score one
+        image.
 
         Raises:
-            RecipeError: nothing can be imported from the path of a user's own.
+            RecipeError: as ``scores``.
         """
-        return False
+        return self.scores in ("pairs", "groups")
 
     @property
-    def needs_videos(self) -> bool:
-        """Whether it scores whole videos; of a user's own it is known when it gets images."""
-        return False
-
-    @property
-    def reads_latents(self) -> bool:
-        """Whether it scores latents, so that it gets them besides the images.
+    def network_bytes(self) -> int:
+        """Memory of the weights of its network; 0 without one.
 
         Raises:
-            RecipeError: nothing can be imported from the path of a user's own.
+            RecipeError: as ``scores``.
         """
-        return False
+        return 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory that its network keeps of one image until the backward pass; 0 without a network.
+
+        Raises:
+            RecipeError: as ``scores``.
+        """
+        return 0
 
     @abstractmethod
     def build(self) -> Any:
-        """The ``ebbflow.rewards.base.Reward``, or ``GroupReward``, with these options."""
+        """Build the ``ebbflow.rewards.base.Reward`` with these options."""
 
 
 class ReadingRewardConfig(RewardConfig):
@@ -122,13 +138,20 @@ class CustomRewardConfig(RewardConfig):
     def column(self) -> str:
         return self.label or self.path.rpartition(":")[2]
 
-    @property
-    def compares(self) -> bool:
-        return hasattr(import_object(self.path), "compare")
+    # What a function makes is not known before it is called: these are the defaults of a reward.
 
     @property
-    def reads_latents(self) -> bool:
-        return hasattr(import_object(self.path), "score_latents")
+    def scores(self) -> Scored:
+        scored: Scored = getattr(import_object(self.path), "scores", "images")
+        return scored
+
+    @property
+    def network_bytes(self) -> int:
+        return int(getattr(import_object(self.path), "network_bytes", 0))
+
+    @property
+    def gradient_bytes(self) -> int:
+        return int(getattr(import_object(self.path), "gradient_bytes", 0))
 
     def build(self) -> Any:
         """As of every reward.

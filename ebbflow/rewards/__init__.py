@@ -23,8 +23,8 @@ Gotchas
     - Reading a recipe imports every file in ``built_in/``: import numpy, torch and the like inside
       the functions that use them.
     - A score depends on its image and prompt alone, never on the batch; a guardrail that depends on
-      it measures nothing. What compares images (``GroupReward``) gets whole groups, in training
-      alone.
+      it measures nothing. What compares images (``Reward.compares``) gets whole groups, in
+      training alone.
     - NaN is a failure of one sample; a number above 1e30 or a wrong shape is a bug of the reward
       and stops the run.
 """

@@ -1,5 +1,8 @@
-"""What rewards share that ask a vision-language model behind an OpenAI-compatible server about
+"""Share what rewards need that ask a vision-language model behind an OpenAI-compatible server about
 images.
+
+The client of openai is not used: it takes its host, proxies and key from the environment, and a
+token must go to no other host than the recipe's (``ebbflow.rewards.http``).
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import json
 import math
 import re
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask_server, quote_answer
 
 if TYPE_CHECKING:
@@ -181,7 +184,7 @@ def parse_answer(
     return found
 
 
-class ChatReward:
+class ChatReward(Reward):
     """A reward that asks a model behind ``/chat/completions``.
 
     Attributes:
@@ -196,11 +199,11 @@ class ChatReward:
         self.name = config.name
         self.sleep = sleep
 
-    def unavailable(self) -> str | None:
+    def explain_unavailable(self) -> str | None:
         return explain_missing_model(self.config, self.sleep)
 
 
-class ImageChatReward(ChatReward, ABC):
+class ImageChatReward(ChatReward):
     """One that asks about each image by itself."""
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import isabstract
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,17 +15,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, MAX_SCORE, CustomRewardConfig, RewardConfig
-from ebbflow.rewards.base import (
-    AnyReward,
-    DifferentiableLatentReward,
-    DifferentiableReward,
-    FeatureReward,
-    GroupReward,
-    LatentReward,
-    RewardError,
-    RewardResult,
-    VideoReward,
-)
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.groups import score_samples
 
 if TYPE_CHECKING:
@@ -117,8 +108,8 @@ class Scorer:
         of_sets: the options of those that score the prompts of some sets only, by their columns.
     """
 
-    rewards: tuple[tuple[AnyReward, float], ...]
-    guardrails: tuple[AnyReward, ...] = ()
+    rewards: tuple[tuple[Reward, float], ...]
+    guardrails: tuple[Reward, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     of_sets: Mapping[str, RewardConfig] = field(default_factory=dict)
 
@@ -130,37 +121,35 @@ class Scorer:
     @property
     def compares_groups(self) -> bool:
         """Whether it can score whole groups only."""
-        return any(isinstance(reward, GroupReward) for reward, _ in self.rewards)
+        return any(reward.compares for reward, _ in self.rewards)
 
     @property
     def reads_latents(self) -> bool:
         """Whether it needs the latents besides the images."""
-        return any(isinstance(reward, LatentReward) for reward in self._all_rewards)
+        return any(reward.scores == "latents" for reward in self._all_rewards)
 
     @property
     def trains_on_images(self) -> bool:
         """Whether a trained reward does; else nothing has to be decoded for their gradient."""
-        return not all(isinstance(reward, LatentReward) for reward, _ in self.rewards)
+        return not all(reward.scores == "latents" for reward, _ in self.rewards)
 
     @property
-    def _all_rewards(self) -> list[AnyReward]:
+    def _all_rewards(self) -> list[Reward]:
         return [*(reward for reward, _ in self.rewards), *self.guardrails]
 
     def without_group_rewards(self) -> Scorer:
         """The same without rewards that compare the images of a prompt with each other."""
-        return replace(
-            self, rewards=tuple(row for row in self.rewards if not isinstance(row[0], GroupReward))
-        )
+        return replace(self, rewards=tuple(row for row in self.rewards if not row[0].compares))
 
     def compute_features(self, images: np.ndarray) -> np.ndarray | None:
         """Features of images or videos, float32 [N, D], of the first reward or guardrail with
-        ``features``; None without one.
+        ``compute_features``; None without one.
 
         Those of a video are of its middle frame.
         """
         shown = images if images.ndim == 4 else images[:, images.shape[1] // 2]
-        networks = (reward for reward in self._all_rewards if isinstance(reward, FeatureReward))
-        return next((network.features(shown) for network in networks), None)
+        networks = (reward for reward in self._all_rewards if reward.has_features)
+        return next((network.compute_features(shown) for network in networks), None)
 
     def require_gradients(self, algorithm: str) -> None:
         """Check that all trained rewards are differentiable.
@@ -168,12 +157,12 @@ class Scorer:
         Raises:
             RewardError: one is not; names it and the algorithm.
         """
-        known = (DifferentiableReward, DifferentiableLatentReward)
-        if lacking := [reward.name for reward, _ in self.rewards if not isinstance(reward, known)]:
+        lacking = [reward.name for reward, _ in self.rewards if not reward.has_gradient]
+        if lacking:
             raise RewardError(
                 f"{algorithm} learns from the gradient of the rewards, and {lacking[0]!r} has none;"
                 " train on hpsv3, imagereward, pickscore, hps, clipscore, aesthetic, recognizer"
-                " (glyph) or one of your own with 'with_gradient', or set algorithm.name to"
+                " (glyph) or one of your own with 'score_with_gradient', or set algorithm.name to"
                 " mix_grpo"
             )
 
@@ -187,19 +176,15 @@ class Scorer:
             decode: from latents to images or videos as ``score_with_gradient`` takes them, with
                 gradient.
         """
-        of_images = [
-            row for row in self.rewards if not isinstance(row[0], DifferentiableLatentReward)
-        ]
+        of_images = [row for row in self.rewards if row[0].scores != "latents"]
         total = latents.new_zeros(len(latents))
         if of_images:
             total = replace(self, rewards=tuple(of_images)).score_with_gradient(
                 decode(latents), prompts
             )
         for reward, weight in self.rewards:
-            if isinstance(reward, DifferentiableLatentReward):
-                total = self._add_weighted_scores(
-                    total, reward, weight, reward.latents_with_gradient, latents, prompts
-                )
+            if reward.scores == "latents":
+                total = self._add_weighted_scores(total, reward, weight, latents, prompts)
         return total
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -217,18 +202,14 @@ class Scorer:
             return frames.view(len(images), -1).mean(1)
         total = images.new_zeros(len(images))
         for reward, weight in self.rewards:
-            assert isinstance(reward, DifferentiableReward)
-            total = self._add_weighted_scores(
-                total, reward, weight, reward.with_gradient, images, prompts
-            )
+            total = self._add_weighted_scores(total, reward, weight, images, prompts)
         return total
 
     def _add_weighted_scores(
         self,
         total: Tensor,
-        reward: AnyReward,
+        reward: Reward,
         weight: float,
-        score: Callable[[Tensor, Sequence[Prompt]], Tensor],
         images: Tensor,
         prompts: Sequence[Prompt],
     ) -> Tensor:
@@ -236,13 +217,12 @@ class Scorer:
         prompts."""
         rows = np.flatnonzero(self._select_prompts(reward, prompts)).tolist()
         if len(rows) == len(images):
-            return total + weight * score(images, prompts)
+            return total + weight * reward.score_with_gradient(images, prompts)
         if not rows:
             return total
         index = images.new_tensor(rows).long()
-        return total.index_add(
-            0, index, weight * score(images[index], [prompts[row] for row in rows]).to(total.dtype)
-        )
+        scores = reward.score_with_gradient(images[index], [prompts[row] for row in rows])
+        return total.index_add(0, index, weight * scores.to(total.dtype))
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[Prompt], latents: np.ndarray | None = None
@@ -264,7 +244,7 @@ class Scorer:
         asked = {reward.name: self._select_prompts(reward, prompts) for reward in self._all_rewards}
         results = {}
         for reward in self._all_rewards:
-            of_latents = isinstance(reward, LatentReward)
+            of_latents = reward.scores == "latents"
             shown = (
                 _replace_non_finite_latents(reward, latents, len(images)) if of_latents else images
             )
@@ -282,7 +262,7 @@ class Scorer:
             np.where(without, np.nan, np.sum(trained, axis=0)), _collect_columns(results), reasons
         )
 
-    def _select_prompts(self, reward: AnyReward, prompts: Sequence[Prompt]) -> np.ndarray:
+    def _select_prompts(self, reward: Reward, prompts: Sequence[Prompt]) -> np.ndarray:
         """Which prompts a reward scores, bool [N]."""
         config = self.of_sets.get(reward.name)
         return np.array(
@@ -291,8 +271,8 @@ class Scorer:
 
 
 def _score_rows(
-    score: Callable[[AnyReward, np.ndarray, Sequence[Prompt]], RewardResult],
-    reward: AnyReward,
+    score: Callable[[Reward, np.ndarray, Sequence[Prompt]], RewardResult],
+    reward: Reward,
     images: np.ndarray,
     prompts: Sequence[Prompt],
     asked: np.ndarray,
@@ -323,7 +303,7 @@ def _scatter_rows(rows: Sequence[int], values: np.ndarray, count: int) -> np.nda
 
 
 def _replace_non_finite_latents(
-    reward: AnyReward, latents: np.ndarray | None, count: int
+    reward: Reward, latents: np.ndarray | None, count: int
 ) -> np.ndarray:
     if latents is None or len(latents) != count:
         found = "none" if latents is None else len(latents)
@@ -333,17 +313,15 @@ def _replace_non_finite_latents(
     return np.nan_to_num(latents.astype(np.float32), posinf=0.0, neginf=0.0)
 
 
-def _score_samples(
-    reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]
-) -> RewardResult:
+def _score_samples(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
     return check_result(reward.name, score_samples(reward, images, prompts), len(images))
 
 
-def _score_videos(reward: AnyReward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    if isinstance(reward, VideoReward):
+def _score_videos(reward: Reward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    if reward.scores == "videos":
         return _score_samples(reward, videos, prompts)
     shown = select_scored_frames(videos.shape[1])
-    if isinstance(reward, GroupReward):
+    if reward.compares:
         result = _interleave_frames(
             [_score_samples(reward, videos[:, frame], prompts) for frame in shown]
         )
@@ -402,46 +380,52 @@ def _explain_failed_videos(result: RewardResult, shown: np.ndarray) -> dict[int,
     return reasons
 
 
-def load_reward(config: RewardConfig) -> AnyReward:
+def load_reward(config: RewardConfig) -> Reward:
     """The reward of a recipe, named as the column of its scores.
 
     Raises:
         RewardError: a user's own reward lacks a method, or rejects its options.
         RecipeError: nothing can be imported from its path.
     """
-    made: AnyReward = (
-        _build_custom_reward(config) if isinstance(config, CustomRewardConfig) else config.build()
-    )
-    made.name = config.column
-    return made
+    reward: Reward
+    if isinstance(config, CustomRewardConfig):
+        reward = _build_custom_reward(config)
+    else:
+        reward = config.build()
+    reward.name = config.column
+    return reward
 
 
-def _build_custom_reward(config: CustomRewardConfig) -> AnyReward:
-    import_object(config.path)  # whatever goes wrong in the module itself comes through as it is
+def _build_custom_reward(config: CustomRewardConfig) -> Reward:
+    # Whatever goes wrong in the module itself is raised as it is, before any of the errors below.
+    target = import_object(config.path)
+    if isinstance(target, type):
+        if not issubclass(target, Reward):
+            raise RewardError(
+                f"{config.path} is not a reward: derive it from ebbflow.rewards.base.Reward"
+            )
+        if isabstract(target):
+            missing = ", ".join(sorted(target.__abstractmethods__))
+            raise RewardError(f"{config.path} is not a whole reward: it lacks {missing}")
     try:
-        made: AnyReward = config.build()
+        reward = config.build()
     except TypeError as error:
         raise RewardError(
             f"{config.path} rejects the options {', '.join(config.options)}: {error}"
         ) from error
-    compares = hasattr(made, "compare")
-    others = [part for part in ("score_videos", "score_latents") if hasattr(made, part)]
-    scores = "compare" if compares else others[0] if others else "__call__"
-    if missing := [part for part in ("unavailable", scores) if not hasattr(made, part)]:
+    if not isinstance(reward, Reward):
         raise RewardError(
-            f"{config.path} is not a reward: it lacks {missing[0]!r} (ebbflow.rewards.base.Reward)"
+            f"{config.path} makes a {type(reward).__name__}, which is not a reward: derive it from"
+            " ebbflow.rewards.base.Reward"
         )
-    if compares and not config.compares:
+    # Workers read what a reward scores from the path, before they build it: a function says
+    # nothing, so what it makes must score images or videos.
+    if reward.scores != config.scores and reward.scores != "videos":
         raise RewardError(
-            f"{config.path} leads to what makes a reward that compares; name the class with"
-            " 'compare' itself"
+            f"{config.path} makes a reward of {reward.scores}; name the class with scores ="
+            f" {reward.scores!r} itself"
         )
-    if "score_latents" in others and not config.reads_latents:
-        raise RewardError(
-            f"{config.path} leads to what makes a reward of latents; name the class with"
-            " 'score_latents' itself"
-        )
-    return made
+    return reward
 
 
 def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConfig]) -> Scorer:
@@ -453,15 +437,19 @@ def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConf
     """
     trained = [(load_reward(reward), reward.weight) for reward in rewards]
     for reward, _ in trained:
-        if reason := reward.unavailable():
+        reason = reward.explain_unavailable()
+        if reason:
             raise RewardError(
                 f"the reward {reward.name!r} is trained on and cannot run here: {reason}"
             )
     watched = [load_reward(guardrail) for guardrail in guardrails]
-    if compared := [guardrail.name for guardrail in watched if isinstance(guardrail, GroupReward)]:
+    compared = [guardrail.name for guardrail in watched if guardrail.compares]
+    if compared:
         raise RewardError(GUARDRAIL_COMPARES.format(compared[0]))
     left_out = {
-        guardrail.name: reason for guardrail in watched if (reason := guardrail.unavailable())
+        guardrail.name: reason
+        for guardrail in watched
+        if (reason := guardrail.explain_unavailable())
     }
     if left_out:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
@@ -499,7 +487,8 @@ def check_result(name: str, result: RewardResult, count: int) -> RewardResult:
                 f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count}"
                 " images"
             )
-        if len(beyond := np.flatnonzero(np.abs(values) > MAX_SCORE)):
+        beyond = np.flatnonzero(np.abs(values) > MAX_SCORE)
+        if len(beyond):
             raise RewardError(
                 f"the reward {name!r} returned {column!r} = {values[beyond[0]]:g} for image"
                 f" {beyond[0]}; scores lie between {-MAX_SCORE:g} and {MAX_SCORE:g}, and NaN is a"

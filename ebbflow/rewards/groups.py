@@ -1,53 +1,41 @@
-"""Rewards that compare the images of a prompt with each other: scored group by group, and win rates
-from comparisons.
-"""
+"""Call a reward as it declares: with samples, with the whole group of a prompt, or with pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import (
-    AnyReward,
-    GroupReward,
-    LatentReward,
-    RewardError,
-    RewardResult,
-    VideoReward,
-)
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 
 ALONE = "the only image of its prompt here, and this reward compares images"
+PAIRS_PER_CALL = 64
+"""Bounds memory: a group of 24 images has 276 pairs, each of which is a copy of two images."""
 
 
-def score_samples(reward: AnyReward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    """The scores of images [N, height, width, 3], each against its prompt, or against all others of
-    its prompt; or of latents.
+def score_samples(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    """Score samples [N, ...] in the form that the reward declares (``Reward.scores``), each against
+    its prompt or against the others of its prompt.
 
     Raises:
-        RewardError: a reward that compares breaks its contract, or one that scores videos, [N,
-            frames, ...], gets images.
+        RewardError: a reward that compares breaks its contract, or one of videos [N, frames, ...]
+            gets images.
     """
-    if isinstance(reward, GroupReward):
-        return score_groups(reward, images, prompts)
-    if isinstance(reward, LatentReward):
-        return reward.score_latents(images, prompts)
-    if not isinstance(reward, VideoReward):
-        return reward(images, prompts)
-    if images.ndim == 4:
+    if reward.scores in ("groups", "pairs"):
+        return score_groups(reward, samples, prompts)
+    if reward.scores == "videos" and samples.ndim == 4:
         raise RewardError(
             f"the reward {reward.name!r} scores videos and got images; set model.frames, or leave"
             " it out"
         )
-    return reward.score_videos(images, prompts)
+    return reward(samples, prompts)
 
 
-def score_groups(
-    reward: GroupReward, images: np.ndarray, prompts: Sequence[Prompt]
-) -> RewardResult:
-    """The scores of images [N, ...], whose whole groups they are; an image without others of its
-    prompt fails.
+def score_groups(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    """Score images [N, height, width, 3] against the others of their prompts; an image without
+    others fails.
 
     Raises:
         RewardError: the reward breaks its contract.
@@ -61,7 +49,11 @@ def score_groups(
         if len(rows) == 1:
             failures[int(rows[0])] = ALONE
             continue
-        result = _compare_group(reward, images[rows], prompts[rows[0]])
+        prompt = prompts[rows[0]]
+        if reward.scores == "pairs":
+            result = _compute_win_rates_of_group(reward, images[rows], prompt)
+        else:
+            result = _call_and_check(reward, images[rows], prompt, "images")
         values[rows] = result.values
         for name, column in result.metrics.items():
             metrics.setdefault(name, np.full(len(images), np.nan))[rows] = column
@@ -69,38 +61,90 @@ def score_groups(
     return RewardResult(values, metrics, failures)
 
 
-def _compare_group(reward: GroupReward, images: np.ndarray, prompt: Prompt) -> RewardResult:
-    result = reward.compare(images, prompt)
+def _compute_win_rates_of_group(reward: Reward, images: np.ndarray, prompt: Prompt) -> RewardResult:
+    """Compare each pair of a group once and return the win rates, [N]; the metric
+    ``<name>_unanswered`` is the share of an image's comparisons without an outcome.
+    """
+    pairs = list_balanced_pairs(len(images))
+    wins = np.full((len(images), len(images)), np.nan)  # [row is better than column]
+    reasons = dict[int, str]()
+    for start in range(0, len(pairs), PAIRS_PER_CALL):
+        part = pairs[start : start + PAIRS_PER_CALL]
+        result = _call_and_check(reward, images[np.array(part)], prompt, "pairs")
+        _check_probabilities(reward, result)
+        for index, (first, second) in enumerate(part):
+            outcome = result.values[index]
+            if np.isnan(outcome):
+                reason = result.failures.get(index, "no reason given")
+                # An image that fails is explained by the first of its comparisons that failed.
+                reasons.setdefault(first, reason)
+                reasons.setdefault(second, reason)
+            else:
+                wins[first, second] = outcome
+                wins[second, first] = 1 - outcome
+    values = compute_win_rates(wins)
+    failures = {int(index): reasons[int(index)] for index in np.flatnonzero(np.isnan(values))}
+    # The diagonal is NaN as well, and no comparison.
+    unanswered = (np.isnan(wins).sum(1) - 1) / (len(images) - 1)
+    return RewardResult(values, {f"{reward.name}_unanswered": unanswered}, failures)
+
+
+def _call_and_check(reward: Reward, samples: np.ndarray, prompt: Prompt, noun: str) -> RewardResult:
+    """Call a reward with samples of one prompt, and check the form of what it returns."""
+    result = reward(samples, [prompt] * len(samples))
     if not isinstance(result, RewardResult):
         raise RewardError(
             f"the reward {reward.name!r} returned a {type(result).__name__}; return an"
             " ebbflow.rewards.base.RewardResult"
         )
     for column, values in {reward.name: result.values, **result.metrics}.items():
-        if np.shape(values) != (len(images),):
+        if np.shape(values) != (len(samples),):
             raise RewardError(
                 f"the reward {reward.name!r} returned {column!r} of shape {np.shape(values)} for a"
-                f" group of {len(images)} images"
+                f" group of {len(samples)} {noun}"
             )
     return result
 
 
+def _check_probabilities(reward: Reward, result: RewardResult) -> None:
+    if result.metrics:
+        raise RewardError(
+            f"the reward {reward.name!r} of pairs returned the metrics {', '.join(result.metrics)};"
+            " a pair has none, declare scores = 'groups' for metrics of images"
+        )
+    outside = np.flatnonzero((result.values < 0) | (result.values > 1))
+    if len(outside):
+        raise RewardError(
+            f"the reward {reward.name!r} returned {result.values[outside[0]]:g} for a pair; return"
+            " the probability that its first image is better, from 0 to 1"
+        )
+
+
+def list_balanced_pairs(count: int) -> list[tuple[int, int]]:
+    """Return every pair of ``count`` images once, as (first, second).
+
+    Judges prefer the first of two images, or the second: each image is first as often as it is
+    second, or once more.
+    """
+    return [(i, j) if (j - i) % 2 else (j, i) for i, j in combinations(range(count), 2)]
+
+
 def compute_win_rates(wins: np.ndarray) -> np.ndarray:
-    """The share of its comparisons that each image won, float64 [N]; NaN where more than half of
-    them have no outcome.
+    """Return the share of its comparisons that each image won, float64 [N]; NaN where more than
+    half of them have no outcome.
 
         w_i = mean over j != i of P(i is better than j)            (Pref-GRPO, 2508.20751)
+
+    A comparison without an outcome is not counted; the published code counts it as half a win for
+    both.
 
     Args:
         wins: [N, N], 1 where the image of the row is better than that of the column, 0 where it is
             worse, between them where it may be either; NaN where nothing is known. The diagonal is
-            not looked at.
-
-    A comparison without an outcome is left out; the published code counts it as half a win for
-    both.
+            ignored.
     """
     others = ~np.eye(len(wins), dtype=bool)
-    known = others & ~np.isnan(wins)
-    count = known.sum(1)
-    rates = np.where(known, wins, 0.0).sum(1) / np.maximum(count, 1)
+    has_outcome = others & ~np.isnan(wins)
+    count = has_outcome.sum(1)  # [N]
+    rates = np.where(has_outcome, wins, 0.0).sum(1) / np.maximum(count, 1)
     return np.where(2 * count >= np.maximum(others.sum(1), 1), rates, np.nan)

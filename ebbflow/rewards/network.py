@@ -6,19 +6,20 @@ used.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from ebbflow.data.model_sizes import BLOCK_BYTES, BYTES
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import RewardError, RewardResult
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     """From n images, uint8 RGB [n, height, width, 3], and their n prompts to n scores; with
     gradient from RGB in [0, 1], [n, 3, height, width].
     """
+
+Blocks = tuple[tuple[int, int, int], ...]
+"""(blocks, width, tokens of an image) of transformers."""
 
 CLIP_FILES = ("config.json", "model*.safetensors", "*processor_config.json", "tokenizer.json")
 """Of a CLIP in the Hugging Face layout (``ebbflow.rewards.load_clip_model``)."""
@@ -47,6 +51,25 @@ class PretrainedRewardConfig(RewardConfig, PretrainedSourceConfig):
 
     batch: int = Field(16, ge=1)
     """Images per forward pass."""
+
+    num_parameters: ClassVar[int] = 0
+    """Of its networks."""
+    gradient_blocks: ClassVar[Blocks] = ()
+    """The transformers that the gradient of an image goes through."""
+
+    @property
+    def network_bytes(self) -> int:
+        return self.num_parameters * self._bytes_per_number
+
+    @property
+    def gradient_bytes(self) -> int:
+        saved = sum(blocks * width * tokens for blocks, width, tokens in self.gradient_blocks)
+        return BLOCK_BYTES * saved * self._bytes_per_number // 2  # BLOCK_BYTES are of 16 bits
+
+    @property
+    def _bytes_per_number(self) -> int:
+        # Only the large networks have the key ``precision``; the others are kept in float32.
+        return BYTES[getattr(self, "precision", "float32")]
 
 
 @dataclass(frozen=True)
@@ -81,7 +104,8 @@ class Files:
 
         # Tokenizers spread over many small JSON and text files.
         folder = locate_pretrained(self.source, [*self.patterns, "*.json", "*.txt"])
-        if reason := self._explain_missing_in(folder):
+        reason = self._explain_missing_in(folder)
+        if reason:
             raise RewardError(reason)
         return folder
 
@@ -94,7 +118,7 @@ class Files:
         )
 
 
-class PretrainedReward(ABC):
+class PretrainedReward(Reward):
     """A reward with a network that is loaded when it is first used: frozen, kept for the life of
     the process.
     """
@@ -112,7 +136,7 @@ class PretrainedReward(ABC):
         """Load the network onto this process's device, and give the function that scores with
         it."""
 
-    def unavailable(self) -> str | None:
+    def explain_unavailable(self) -> str | None:
         return next(
             (reason for files in self.list_files() if (reason := files.explain_missing_files())),
             None,
@@ -161,6 +185,8 @@ class PretrainedReward(ABC):
 class NetworkReward(PretrainedReward):
     """A network that scores an image and the text of its prompt, with a gradient."""
 
+    has_gradient = True
+
     @abstractmethod
     def load_score_function(self) -> Score: ...
 
@@ -181,8 +207,8 @@ class NetworkReward(PretrainedReward):
         values[list(failures)] = np.nan
         return RewardResult(values, failures=failures)
 
-    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """As of ``ebbflow.rewards.base.DifferentiableReward``; all images in one forward pass."""
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """As ``Reward.score_with_gradient``; all images in one forward pass."""
         scores: Tensor = self._score_function(images, [prompt.prompt for prompt in prompts])
         return scores
 
@@ -192,13 +218,15 @@ class ClipReward(NetworkReward):
     embeddings are features.
     """
 
+    has_features = True
+
     def load_clip_model(self) -> Clip:
         """The CLIP; loaded once, however many rewards read from it."""
         from ebbflow.rewards.clip import load_clip
 
         return load_clip(self.list_files()[0].fetch_folder())
 
-    def features(self, images: np.ndarray) -> np.ndarray:
+    def compute_features(self, images: np.ndarray) -> np.ndarray:
         """Unit image embeddings, float32 [N, D], of images, uint8 RGB [N, height, width, 3]."""
         import torch
 

@@ -26,14 +26,7 @@ from pydantic import ValidationError
 from ebbflow.data.images import PNG_SIGNATURE, iterate_png_chunks
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import (
-    GroupReward,
-    LatentReward,
-    Reward,
-    RewardError,
-    RewardResult,
-    VideoReward,
-)
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.combine import check_result, load_reward
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import (
@@ -69,11 +62,12 @@ def run_reward_server(config: RewardConfig, host: str, port: int, token: str | N
             f"host = {host!r} is open to others than this machine; set a token, or take 127.0.0.1"
         )
     reward = load_reward(config)
-    if reason := reward.unavailable():
+    reason = reward.explain_unavailable()
+    if reason:
         raise RewardError(f"the reward {reward.name!r} cannot run here: {reason}")
-    if isinstance(reward, (GroupReward, VideoReward, LatentReward)):
-        of_whole = "scores videos" if isinstance(reward, VideoReward) else "scores latents"
-        what = "compares images" if isinstance(reward, GroupReward) else of_whole
+    if reward.scores != "images":
+        compares = reward.scores in ("pairs", "groups")
+        what = "compares images" if compares else f"scores {reward.scores}"
         raise RewardError(
             f"the reward {reward.name!r} {what}, and requests hold single images; name it in the"
             " recipe itself"
@@ -152,7 +146,8 @@ def _decode_images(texts: list[str]) -> np.ndarray:
         return np.zeros((0, 1, 1, 3), np.uint8)
     chunks_left = iter(range(MAX_CHUNKS))
     images = [_open_image(index, text, chunks_left) for index, text in enumerate(texts)]
-    if len(sizes := {image.size for image in images}) > 1:
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
         raise HTTPException(
             422, f"the images of a request must have one size, got {sorted(sizes)}; send them apart"
         )

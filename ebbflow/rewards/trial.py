@@ -10,7 +10,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.rewards.base import GroupReward, LatentReward, RewardError, RewardResult, VideoReward
+from ebbflow.rewards.base import RewardError, RewardResult
 from ebbflow.rewards.combine import check_result, load_reward
 from ebbflow.rewards.groups import score_samples
 
@@ -33,12 +33,12 @@ def try_reward(
         RecipeError: nothing can be imported from its path.
     """
     reward = load_reward(config)
-    if reward.unavailable() or isinstance(reward, LatentReward):
+    if reward.explain_unavailable() or reward.scores == "latents":
         return
     name = f"the reward {reward.name!r}, {config.path},"
-    if isinstance(reward, GroupReward):
+    if reward.scores in ("pairs", "groups"):
         prompts = [prompt for prompt in prompts for _ in range(2)]
-    of_videos = isinstance(reward, VideoReward) and frames > 1
+    of_videos = reward.scores == "videos" and frames > 1
     shape = (len(prompts), *([min(frames, TRIED_FRAMES)] if of_videos else []), height, width, 3)
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     try:

@@ -73,7 +73,8 @@ def pick_weights(weights: Mapping[str, Tensor], names: Sequence[str], source: Pa
     Raises:
         RewardError: one of them is missing.
     """
-    if absent := [name for name in names if name not in weights]:
+    absent = [name for name in names if name not in weights]
+    if absent:
         raise RewardError(f"{source} lacks the weights {absent[0]!r}; take the published file")
     return [weights[name] for name in names]
 
@@ -168,7 +169,8 @@ def load_linear_head(weights: Mapping[str, Tensor], width: int, source: Path) ->
         pick_weights(weights, (f"layers.{number}.weight", f"layers.{number}.bias"), source)
         for number in HEAD_LAYERS
     ]
-    if (takes := pairs[0][0].shape[1]) != width:
+    takes = pairs[0][0].shape[1]
+    if takes != width:
         raise RewardError(
             f"the head in {source} takes {takes} features, and its network gives {width}; take the"
             " network it is for"

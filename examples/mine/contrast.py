@@ -7,19 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 
 LUMA = np.array([0.299, 0.587, 0.114])
 """Shares of red, green and blue in the luminance (ITU-R BT.601)."""
 
 
-class Contrast:
+class Contrast(Reward):
     """Standard deviation of the luminance over half its range, in [0, 1]: 0 for one grey, 1 for
     half black and half white.
     """
-
-    def unavailable(self) -> str | None:
-        return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         luminance = images @ LUMA / 255

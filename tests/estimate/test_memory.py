@@ -10,13 +10,15 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from ebbflow.estimate.hours import estimate_hours
-from ebbflow.estimate.memory import REWARD_PARAMETERS, Memory, activation_bytes
+from ebbflow.estimate.memory import Memory, activation_bytes
 from ebbflow.estimate.run import count_trained_parameters, estimate_from_sizes, estimate_recipe
 from ebbflow.estimate.text import describe_estimate
 from ebbflow.models import load_model
 from ebbflow.models.sizes import measure_model
 from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
+from ebbflow.recipe.registry import REWARDS
+from ebbflow.rewards.base import Reward
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
@@ -255,12 +257,12 @@ def test_an_evaluation_of_a_branch_scores_with_the_rewards_of_the_branch(tiny_re
             / 4
         )
 
-    assert evaluation() == REWARD_PARAMETERS["clipscore"]
+    assert evaluation() == REWARDS["clipscore"].num_parameters
     assert (
         evaluation(a={"rewards": ["pickscore"]}, b={"rewards": ["ocr"]})
-        == REWARD_PARAMETERS["pickscore"]
+        == REWARDS["pickscore"].num_parameters
     )
-    assert evaluation(a={"rewards": ["ocr"]}, b={}) == REWARD_PARAMETERS["clipscore"]
+    assert evaluation(a={"rewards": ["ocr"]}, b={}) == REWARDS["clipscore"].num_parameters
 
 
 def test_a_stage_of_several_sizes_is_counted_at_the_largest(tiny_recipe):
@@ -350,9 +352,39 @@ def test_the_gradient_of_the_reward_goes_through_the_vae_and_the_reward_s_networ
     )
 
 
-class OfLatents:
-    def score_latents(self, latents, prompts):
+class OfLatents(Reward):
+    scores = "latents"
+
+    def __call__(self, latents, prompts):
         raise NotImplementedError
+
+
+class LargeReward(Reward):
+    has_gradient = True
+    network_bytes = 3 * 10**9
+    gradient_bytes = 10**12
+
+    def __call__(self, images, prompts):
+        raise NotImplementedError
+
+    def score_with_gradient(self, images, prompts):
+        raise NotImplementedError
+
+
+def test_the_declared_memory_of_a_users_own_reward_is_counted(tiny_recipe):
+    own = {"name": "custom", "path": f"{__name__}:LargeReward"}
+
+    def training_memory(**keys):
+        stages = [gradient_stage({"name": "refl"}, **RAY)]
+        memory = estimate_recipe(tiny_recipe("sd3", stages=stages, **keys)).memory
+        return memory["1.1 online training"], memory["evaluation"]
+
+    with_own, evaluation_with_own = training_memory(rewards=[own, "recognizer"], guardrails=[])
+    without, evaluation_without = training_memory(rewards=["recognizer"], guardrails=[])
+    assert with_own.others - without.others == LargeReward.network_bytes
+    assert evaluation_with_own.others - evaluation_without.others == LargeReward.network_bytes
+    # The stage trains on micro-batches of three images.
+    assert with_own.activations - without.activations == 3 * LargeReward.gradient_bytes
 
 
 def test_a_reward_of_latents_needs_no_decoder(tiny_recipe):
@@ -381,7 +413,7 @@ def test_every_rank_that_learns_from_the_gradient_has_the_reward_networks(tiny_r
         ).memory
         return [memory[name].others for name in memory if name.startswith("1.1 online")]
 
-    pickscore = 4 * REWARD_PARAMETERS["pickscore"]
+    pickscore = 4 * REWARDS["pickscore"].num_parameters
     assert others({"name": "refl"}) == [pickscore]
     assert others({"name": "refl"}, **RAY) == [pickscore, 0, pickscore]
     assert others({"name": "dgpo"}, **RAY) == [0, 0, pickscore]

@@ -26,7 +26,7 @@ from ebbflow.recipe.choices import SamplerConfig
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.registry import configure_reward
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.storage.artifacts import verify_folder
@@ -302,18 +302,17 @@ def test_one_sample_of_a_prompt_has_no_diversity(run):
     assert evaluation.distributions["reward"].best_of is None
 
 
-class Embedding:
+class Embedding(Reward):
     """A guardrail with features: the mean colour."""
 
-    name = "embedding"
+    has_features = True
 
-    def unavailable(self):
-        return None
+    name = "embedding"
 
     def __call__(self, images, prompts):
         return RewardResult(np.zeros(len(images)))
 
-    def features(self, images):
+    def compute_features(self, images):
         return images.mean((1, 2)).astype(np.float32)
 
 
@@ -335,13 +334,12 @@ def test_diversity_is_also_that_of_features_where_a_reward_has_some(run, scorer,
 SHIFTED = "mine.shifted:ShiftedGlyph"
 
 
-class Compared:
+class Compared(Reward):
     """A reward of whole groups, which an evaluation has none of."""
 
-    def unavailable(self):
-        return None
+    scores = "groups"
 
-    def compare(self, images, prompt):
+    def __call__(self, images, prompts):
         raise AssertionError("there is nothing to compare")
 
 
@@ -451,15 +449,14 @@ def test_a_reward_of_a_prompt_set_counts_its_own_prompts_alone(run, prompts, tmp
     assert found.coverage == 1.0
 
 
-class LatentDarkness:
+class LatentDarkness(Reward):
     """``Darkness``, from the latents."""
+
+    scores = "latents"
 
     name = "of_latents"
 
-    def unavailable(self):
-        return None
-
-    def score_latents(self, latents, prompts):
+    def __call__(self, latents, prompts):
         grey = GlyphModel.decode_with_gradient(None, torch.from_numpy(latents)).mean((1, 2, 3))
         return RewardResult(1 - grey.numpy().astype(float))
 

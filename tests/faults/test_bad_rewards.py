@@ -345,4 +345,4 @@ def test_a_server_that_says_anything_of_itself(said, form):
         client = (VisionJudge if form == "vision_judge" else Remote)(
             config, sleep=lambda seconds: None
         )
-        assert_readable(str(client.unavailable()), url)
+        assert_readable(str(client.explain_unavailable()), url)

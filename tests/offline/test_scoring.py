@@ -16,7 +16,7 @@ from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.scoring import score_shard
 from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch, build_shard_identity
 from ebbflow.recipe.registry import configure_reward
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_table, write_table
@@ -24,20 +24,19 @@ from ebbflow.storage.tables import read_table, write_table
 LATENT = (1, 2, 2)
 
 
-class Rank:
+class Rank(Reward):
     """How many images of the group are darker; keeps the groups that it was asked about."""
+
+    scores = "groups"
 
     name = "rank"
 
     def __init__(self):
         self.groups = []
 
-    def unavailable(self):
-        return None
-
-    def compare(self, images, prompt):
+    def __call__(self, images, prompts):
         light = images.mean((1, 2, 3))
-        self.groups.append((prompt.prompt_id, light.tolist()))
+        self.groups.append((prompts[0].prompt_id, light.tolist()))
         return RewardResult(light.argsort().argsort().astype(float))
 
 
@@ -83,15 +82,14 @@ def test_groups_are_scored_whole(make_recipe, make_prompts, tmp_path, micro_batc
     assert found["rank"].to_numpy()[finite].tolist() == expected[finite].tolist()
 
 
-class Level:
+class Level(Reward):
     """Mean of the latents."""
+
+    scores = "latents"
 
     name = "level"
 
-    def unavailable(self):
-        return None
-
-    def score_latents(self, latents, prompts):
+    def __call__(self, latents, prompts):
         return RewardResult(latents.mean((1, 2, 3)).astype(float))
 
 
@@ -125,14 +123,11 @@ def test_a_reward_of_latents_reads_those_of_the_shard(
     assert read_table(scores)["level"].to_pylist() == [0, 1, 2, 3, 4, None, 6, 7]
 
 
-class Halved:
+class Halved(Reward):
     """A reward with a metric of its own."""
 
     def __init__(self, name):
         self.name = name
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         values = images.mean((1, 2, 3)).astype(float)

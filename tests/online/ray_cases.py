@@ -16,7 +16,7 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.online.rollout_worker import RolloutWorker
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.training.distributed import Ranks
 from ebbflow.training.update import PolicyUpdater
 
@@ -35,7 +35,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Darkness:
+class Darkness(Reward):
     """The mean darkness of the image. Its process dies or hangs over it once; prompts with the
     target ``HANG`` hang it always.
     """
@@ -46,9 +46,6 @@ class Darkness:
         self.dies = dies
         self.hangs = hangs
 
-    def unavailable(self) -> str | None:
-        return None
-
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         if first(self.dies):
             die()
@@ -58,13 +55,12 @@ class Darkness:
         return RewardResult(images.mean((1, 2, 3)) / 255, {})
 
 
-class Level:
+class Level(Reward):
     """The mean of the latents, which it may write into."""
 
-    def unavailable(self) -> str | None:
-        return None
+    scores = "latents"
 
-    def score_latents(self, latents: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    def __call__(self, latents: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         latents += 1.0
         return RewardResult(latents.mean((1, 2, 3)).astype(float))
 

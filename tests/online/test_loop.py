@@ -21,7 +21,7 @@ from ebbflow.online.prompt_sampler import PromptSampler
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.registry import ALGORITHMS
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rewards.groups import compute_win_rates
 from ebbflow.rollouts.generate import generate_samples, join_rollouts
@@ -307,8 +307,10 @@ def test_the_old_policy_follows_with_its_decay(run):
         assert torch.allclose(value, 0.9 * before[name] + 0.1 * policy.parameters[name], atol=1e-6)
 
 
-class Turned:
+class Turned(Reward):
     """Stub reward: another one, times a factor and without its failures."""
+
+    has_gradient = True
 
     name = "darkness"
 
@@ -316,14 +318,11 @@ class Turned:
         self.reward = reward
         self.factor = factor
 
-    def unavailable(self):
-        return None
-
     def __call__(self, images, prompts):
         return RewardResult(self.factor * self.reward(images, prompts).values + 0.5)
 
-    def with_gradient(self, images, prompts):
-        return self.factor * self.reward.with_gradient(images, prompts) + 0.5
+    def score_with_gradient(self, images, prompts):
+        return self.factor * self.reward.score_with_gradient(images, prompts) + 0.5
 
 
 @pytest.fixture
@@ -352,15 +351,14 @@ def test_the_reward_steers(run, turned, name):
     assert torch.cosine_similarity(*moves, dim=0) < -0.99
 
 
-class Darkest:
+class Darkest(Reward):
     """Stub reward of groups: the share of the other images that are lighter."""
+
+    scores = "groups"
 
     name = "darkest"
 
-    def unavailable(self):
-        return None
-
-    def compare(self, images, prompt):
+    def __call__(self, images, prompts):
         light = images.mean((1, 2, 3))
         return RewardResult(compute_win_rates(np.sign(light[None] - light[:, None]) / 2 + 0.5))
 
@@ -703,20 +701,20 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
     assert {count for _, count, *_ in seen[0].state()["darkness"]} == {12}
 
 
-class LatentDarkness:
+class LatentDarkness(Reward):
     """The stub reward of the images, from the latents."""
+
+    scores = "latents"
+    has_gradient = True
 
     name = "darkness"
 
-    def unavailable(self):
-        return None
-
-    def score_latents(self, latents, prompts):
+    def __call__(self, latents, prompts):
         return RewardResult(
-            self.latents_with_gradient(torch.from_numpy(latents), prompts).numpy().astype(float)
+            self.score_with_gradient(torch.from_numpy(latents), prompts).numpy().astype(float)
         )
 
-    def latents_with_gradient(self, latents, prompts):
+    def score_with_gradient(self, latents, prompts):
         return 1 - PIXELS(None, latents).mean((1, 2, 3))
 
 

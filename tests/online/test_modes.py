@@ -15,7 +15,7 @@ from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.workers import LocalWorker, ResultLost, build_rollout_pool
 from ebbflow.recipe import RecipeError
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.training.policy import Policy
@@ -116,7 +116,7 @@ def test_without_a_learning_rate_every_mode_is_the_same(run, online, policy):
     assert bool(watched) == (online == {})
 
 
-class SlowAtFirst:
+class SlowAtFirst(Reward):
     """Darkness, of which the first part takes its time."""
 
     name = "darkness"
@@ -124,9 +124,6 @@ class SlowAtFirst:
     def __init__(self, seconds):
         self.seconds = seconds
         self.asked = 0
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         self.asked += 1
@@ -323,7 +320,7 @@ def test_samples_that_are_gone_are_generated_again_with_the_weights_that_they_ha
     assert len(versions) == 3 * 3 + 1
 
 
-class Counting:
+class Counting(Reward):
     """Stub reward that notes in which threads it runs, and fails or hangs on some calls."""
 
     name = "darkness"
@@ -332,9 +329,6 @@ class Counting:
         self.calls = 0
         self.threads = []
         self.misbehave = misbehave
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         self.calls += 1

@@ -32,7 +32,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.plots.charts import Span, plot_timeline
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.online import ResourcesConfig
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -53,13 +53,10 @@ WATCHED = {
 }
 
 
-class Redness:
+class Redness(Reward):
     """Stub guardrail: the mean of the red channel."""
 
     name = "redness"
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         return RewardResult(images[..., 0].mean((1, 2)) / 255)

@@ -26,6 +26,7 @@ from ebbflow.online.messages import RolloutRequest, TrainingBatch
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
+from ebbflow.rewards.base import Reward
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import Rollouts, generate_samples
@@ -228,16 +229,15 @@ def test_two_ranks_learn_what_one_learns(base_folder, together, tmp_path, case):
     assert (farthest(expected, untouched) > 1e-4) == (case != "nothing")
 
 
-class OfLatents:
+class OfLatents(Reward):
+    scores = "latents"
+    has_gradient = True
     name = "of_latents"
 
-    def unavailable(self):
-        return None
-
-    def score_latents(self, latents, prompts):
+    def __call__(self, latents, prompts):
         raise NotImplementedError
 
-    def latents_with_gradient(self, latents, prompts):
+    def score_with_gradient(self, latents, prompts):
         raise NotImplementedError
 
 

@@ -23,7 +23,7 @@ def scores(config, **head) -> np.ndarray:
     if head:
         config = config.model_copy(update={"head": config.head.model_copy(update=head)})
     made = load_reward(config)
-    assert made.unavailable() is None
+    assert made.explain_unavailable() is None
     return made(IMAGES, PROMPTS).values
 
 

@@ -157,7 +157,7 @@ def test_a_pickle_in_the_place_of_the_weights_is_not_read(tmp_path):
     with pytest.raises(RewardError, match="'pickscore' cannot be loaded: .*model.safetensors"):
         made(IMAGES, PROMPTS)
     half.unlink()
-    assert "holds no model*.safetensors" in str(made.unavailable())
+    assert "holds no model*.safetensors" in str(made.explain_unavailable())
 
 
 def test_another_tokenizer_and_a_broken_file_are_named(tmp_path):
@@ -184,4 +184,4 @@ def test_the_features_of_a_clip_reward_are_its_image_embeddings(folder):
     clipscore = load_reward(configure_reward("clipscore", path=str(folder), batch=2))
     with torch.no_grad():
         expected = load_clip(folder).embed_images(IMAGES).numpy()
-    assert np.allclose(clipscore.features(IMAGES), expected, rtol=0, atol=1e-6)
+    assert np.allclose(clipscore.compute_features(IMAGES), expected, rtol=0, atol=1e-6)

@@ -13,7 +13,7 @@ from reward_cases import as_prompt
 from ebbflow.recipe import RecipeError
 from ebbflow.recipe.registry import REWARDS, configure_reward
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import (
     FRAMES_SCORED,
     RewardError,
@@ -29,7 +29,7 @@ IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = [as_prompt(index, "AB") for index in range(3)]
 
 
-class Fixed:
+class Fixed(Reward):
     """A reward that gives fixed values."""
 
     def __init__(self, name, values, reason=None, metrics=None, failures=None):
@@ -37,7 +37,7 @@ class Fixed:
         self.reason = reason
         self.result = RewardResult(np.asarray(values, np.float64), metrics or {}, failures or {})
 
-    def unavailable(self):
+    def explain_unavailable(self):
         return self.reason
 
     def __call__(self, images, prompts):
@@ -158,7 +158,7 @@ def test_every_reward_of_the_recipe_has_its_code():
             key: given[key] for key, field in config.model_fields.items() if field.is_required()
         }
         made = load_reward(configure_reward(name, **required))
-        assert callable(getattr(made, "compare", getattr(made, "score_videos", made)))
+        assert isinstance(made, Reward)
         assert made.name == name
     with pytest.raises(
         ValidationError, match="Take aesthetic, .* or give package.module:name of your own"
@@ -220,7 +220,7 @@ def test_a_path_to_a_guard_that_cannot_run_here_leaves_it_out():
         (
             "collections:OrderedDict",
             RewardError,
-            "collections:OrderedDict is not a reward: it lacks 'unavailable'",
+            "collections:OrderedDict is not a reward: derive it from ebbflow.rewards.base.Reward",
         ),
     ],
 )
@@ -239,7 +239,7 @@ def test_real_rewards_on_clean_renderings(clean):
     assert table.failures == [None] * 6
 
 
-class Watched:
+class Watched(Reward):
     """The grey of an image; fails on black ones. It remembers what it was shown."""
 
     name = "grey"
@@ -247,9 +247,6 @@ class Watched:
     def __init__(self):
         self.images = None
         self.prompts = None
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         self.images, self.prompts = images, list(prompts)
@@ -361,17 +358,16 @@ def test_tables_of_parts_are_the_table_of_all():
     assert together.failures == expected.failures
 
 
-class OfTheirImages:
+class OfTheirImages(Reward):
     """Scores images by their first pixel, and says which prompts it was asked about; a pixel of 0
     is a failure.
     """
 
+    has_gradient = True
+
     def __init__(self, name):
         self.name = name
         self.asked = []
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         self.asked.append([prompt.prompt_id for prompt in prompts])
@@ -382,7 +378,7 @@ class OfTheirImages:
             values, {f"{self.name}_half": values / 2}, {int(index): "black" for index in lost}
         )
 
-    def with_gradient(self, images, prompts):
+    def score_with_gradient(self, images, prompts):
         self.asked.append([prompt.prompt_id for prompt in prompts])
         return images[:, 0, 0, 0]
 
@@ -465,16 +461,15 @@ def test_the_sets_of_a_scorer_are_those_of_the_recipe():
     assert list(scorer.of_sets) == ["ocr"]
 
 
-class Motion:
+class Motion(Reward):
     """Mean change from frame to frame; a still video is a failure."""
+
+    scores = "videos"
 
     def __init__(self):
         self.shapes = []
 
-    def unavailable(self):
-        return None
-
-    def score_videos(self, videos, prompts):
+    def __call__(self, videos, prompts):
         self.shapes.append(videos.shape)
         values = np.abs(np.diff(videos.astype(float), axis=1)).mean((1, 2, 3, 4))
         still = np.flatnonzero(values == 0)
@@ -499,25 +494,25 @@ def test_a_reward_of_videos_gets_all_frames_beside_one_of_frames():
         Scorer(((made, 1.0),))(IMAGES, PROMPTS)
 
 
-class Level:
+class Level(Reward):
     """Mean of the latents, which it scores without images; ``lost``: below which it fails."""
+
+    scores = "latents"
+    has_gradient = True
 
     def __init__(self, lost=-1e9):
         self.name = "level"
         self.lost = lost
         self.seen = []
 
-    def unavailable(self):
-        return None
-
-    def score_latents(self, latents, prompts):
+    def __call__(self, latents, prompts):
         self.seen.append(latents)
         values = latents.mean((1, 2)).astype(float)
         lost = np.flatnonzero(values < self.lost)
         values[lost] = np.nan
         return RewardResult(values, failures={int(index): "too low" for index in lost})
 
-    def latents_with_gradient(self, latents, prompts):
+    def score_with_gradient(self, latents, prompts):
         return latents.mean((1, 2))
 
 
@@ -557,10 +552,10 @@ def test_latents_that_are_missing_or_not_finite():
 
 def test_what_makes_a_reward_of_latents_must_be_the_class():
     """Workers learn from the path whether they have to send latents."""
-    assert configure_reward(f"{__name__}:Level").reads_latents
-    assert not configure_reward("ocr").reads_latents
+    assert configure_reward(f"{__name__}:Level").scores == "latents"
+    assert configure_reward("ocr").scores == "images"
     with pytest.raises(
-        RewardError, match="make_level leads to what makes a reward of latents; name the class with"
+        RewardError, match="make_level makes a reward of latents; name the class with"
     ):
         load_reward(configure_reward(f"{__name__}:make_level"))
 

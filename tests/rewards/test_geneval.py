@@ -18,7 +18,6 @@ from torch.nn.functional import normalize
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.rewards.base import DifferentiableReward
 from ebbflow.rewards.built_in import geneval
 from ebbflow.rewards.built_in.geneval import (
     CLASSES,
@@ -339,7 +338,7 @@ def test_networks_of_the_published_layout_are_loaded_and_judge(reward):
         for color in COLORS
     ]
     assert sorted(colored) == [0] * 9 + [1]
-    assert not isinstance(reward, DifferentiableReward)
+    assert not reward.has_gradient
 
 
 def test_the_size_of_a_batch_does_not_count_and_prompts_without_rules_neither(config, reward):
@@ -420,6 +419,6 @@ def test_a_detector_of_other_classes_or_with_other_weights_is_refused(tmp_path):
 def test_missing_files_are_named_before_anything_is_loaded(tmp_path):
     config = make_reward("geneval", tmp_path)
     (tmp_path / "clip" / "tokenizer.json").unlink()
-    assert "holds no tokenizer.json" in str(load_reward(config).unavailable())
+    assert "holds no tokenizer.json" in str(load_reward(config).explain_unavailable())
     with pytest.raises(RecipeError, match=r"clip"):
         Recipe.model_validate({"rewards": [{"name": "geneval"}]})

@@ -22,29 +22,28 @@ from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import server
-from ebbflow.rewards.base import NO_TARGET, RewardError, RewardResult
-from ebbflow.rewards.built_in.pairwise_judge import PairwiseJudge, list_balanced_pairs
+from ebbflow.rewards.base import NO_TARGET, Reward, RewardError, RewardResult
+from ebbflow.rewards.built_in.pairwise_judge import PairwiseJudge
 from ebbflow.rewards.combine import Scorer, load_reward, load_scorer
-from ebbflow.rewards.groups import ALONE, compute_win_rates, score_groups
+from ebbflow.rewards.groups import ALONE, compute_win_rates, list_balanced_pairs, score_groups
 from ebbflow.rewards.trial import try_reward
 
 NAN = float("nan")
 PAIRWISE = {"name": "pairwise_judge", "url": "http://127.0.0.1:9", "model": "eyes"}
 
 
-class Brighter:
+class Brighter(Reward):
     """The share of the others that are darker; ``name`` as a run sets it."""
+
+    scores = "groups"
 
     name = "brighter"
 
     def __init__(self):
         self.groups = []
 
-    def unavailable(self):
-        return None
-
-    def compare(self, images, prompt):
-        self.groups.append((prompt.prompt_id, len(images)))
+    def __call__(self, images, prompts):
+        self.groups.append((prompts[0].prompt_id, len(images)))
         light = images.mean((1, 2, 3))
         failures = {int(index): "black" for index in np.flatnonzero(light == 0)}
         values = compute_win_rates(np.sign(light[:, None] - light[None]) / 2 + 0.5)
@@ -52,25 +51,42 @@ class Brighter:
         return RewardResult(values, {"light": light}, failures)
 
 
-class Tall:
+class Tall(Reward):
     """A reward of single images."""
 
     name = "tall"
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         return RewardResult(np.full(len(images), float(images.shape[1])))
 
 
+class FirstIsBrighter(Reward):
+    """A reward of pairs: whether the first image is brighter; black images cannot be compared."""
+
+    name = "first"
+    scores = "pairs"
+    value = 1.0
+
+    def __call__(self, pairs, prompts):
+        assert len(pairs) == len(prompts)
+        light = pairs.mean((2, 3, 4))  # [pairs, 2]
+        values = np.where(light[:, 0] > light[:, 1], self.value, 0.0)
+        values[(light == 0).any(1)] = NAN
+        failures = {int(index): "black" for index in np.flatnonzero(np.isnan(values))}
+        return RewardResult(values, failures=failures)
+
+
 class NotNumbers(Brighter):
-    def compare(self, images, prompt):
+    scores = "groups"
+
+    def __call__(self, images, prompts):
         return images.mean((1, 2, 3))
 
 
 class TooFew(Brighter):
-    def compare(self, images, prompt):
+    scores = "groups"
+
+    def __call__(self, images, prompts):
         return RewardResult(np.zeros(len(images) - 1))
 
 
@@ -99,6 +115,34 @@ def test_a_group_is_all_images_of_a_prompt_wherever_they_are():
     assert np.array_equal(result.values, [1, 0, 0.5, 1, 0, NAN], equal_nan=True)
     assert np.array_equal(result.metrics["light"], [9, 1, 5, 7, 3, NAN], equal_nan=True)
     assert result.failures == {5: ALONE}
+
+
+def test_outcomes_of_pairs_become_win_rates_of_images(monkeypatch):
+    monkeypatch.setattr("ebbflow.rewards.groups.PAIRS_PER_CALL", 2)
+    result = score_groups(FirstIsBrighter(), grey(9, 1, 5, 0, 7), prompts(4, 4, 4, 4, 2))
+    assert np.array_equal(result.values, [1, 0, 0.5, NAN, NAN], equal_nan=True)
+    assert result.failures == {3: "black", 4: ALONE}
+    unanswered = [1 / 3, 1 / 3, 1 / 3, 1, NAN]
+    assert np.array_equal(result.metrics["first_unanswered"], unanswered, equal_nan=True)
+
+
+def test_the_outcome_of_a_pair_is_a_probability(monkeypatch):
+    monkeypatch.setattr(FirstIsBrighter, "value", 1.5)
+    with pytest.raises(RewardError, match="'first' returned 1.5 for a pair; return the probabil"):
+        score_groups(FirstIsBrighter(), grey(9, 1), prompts(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"scores": "frames"}, "Odd.scores = 'frames'; take one of images, pairs, groups, videos"),
+        ({"has_gradient": True}, "Odd has has_gradient = True; define score_with_gradient"),
+        ({"compute_features": len}, "Odd defines compute_features; declare has_features = True"),
+    ],
+)
+def test_a_declaration_that_differs_from_the_code_fails_at_the_class(members, message):
+    with pytest.raises(TypeError, match=message):
+        type("Odd", (Reward,), members)
 
 
 def test_the_scorer_adds_it_to_rewards_of_single_images_and_keeps_failures():
@@ -170,7 +214,7 @@ def made_by_a_function():
 def test_a_function_that_makes_one_is_refused():
     with pytest.raises(
         RewardError,
-        match="made_by_a_function leads to what makes a reward that compares; name the class",
+        match="made_by_a_function makes a reward of groups; name the class",
     ):
         load_reward(configure_reward(f"{__name__}:made_by_a_function"))
 
@@ -264,9 +308,8 @@ def judged(said, **keys):
     """(the result of comparing ``LEVELS``, what was asked)."""
     with answering(shows(said)) as served:
         config = configure_reward("pairwise_judge", url=served.url, model="eyes", timeout=5, **keys)
-        result = PairwiseJudge(config, sleep=lambda seconds: None).compare(
-            grey(*LEVELS), as_prompt(3, "AB")
-        )
+        judge = PairwiseJudge(config, sleep=lambda seconds: None)
+        result = score_groups(judge, grey(*LEVELS), [as_prompt(3, "AB")] * len(LEVELS))
     return result, served.asked
 
 
@@ -348,7 +391,7 @@ def test_a_question_about_the_target_needs_one():
         question="Which one says {target}?",
     )
     assert config.reads
-    result = PairwiseJudge(config).compare(grey(1, 2), as_prompt(0, None))
+    result = score_groups(PairwiseJudge(config), grey(1, 2), [as_prompt(0, None)] * 2)
     assert np.isnan(result.values).all()
     assert result.failures == {0: NO_TARGET, 1: NO_TARGET}
 

@@ -21,6 +21,7 @@ from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards.built_in.edit_judge import NO_SOURCE
 from ebbflow.rewards.built_in.pairwise_judge import parse_score_shares, parse_verdict
 from ebbflow.rewards.combine import load_reward
+from ebbflow.rewards.groups import score_groups
 from ebbflow.rewards.templates import FOLDER, fill_template, read_template
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), dtype=np.uint8)
@@ -160,7 +161,7 @@ def test_pairs_are_asked_about_with_the_published_question():
             attempts=1,
             concurrency=1,
         )
-        result = load_reward(config).compare(IMAGES[:2], as_prompt(0, "A"))
+        result = score_groups(load_reward(config), IMAGES[:2], [as_prompt(0, "A")] * 2)
     assert result.values.tolist() == pytest.approx([0.7, 0.3])
     (asked,) = server.asked
     assert question(asked.json) == fill_template("unified_reward_2_pair", '"A"')

@@ -15,7 +15,6 @@ from ebbflow.models import hub
 from ebbflow.models.hub import HubError
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import templates
-from ebbflow.rewards.base import DifferentiableReward
 from ebbflow.rewards.built_in import hpsv3
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 from ebbflow.rewards.network import PretrainedRewardConfig
@@ -109,7 +108,7 @@ def test_the_network_is_frozen_and_nothing_is_recorded(made, monkeypatch):
 
 def test_it_is_loaded_at_the_first_image_and_kept(config, tmp_path, monkeypatch):
     fresh = load_reward(make_reward(config.name, tmp_path / "own"))
-    assert fresh.unavailable() is None
+    assert fresh.explain_unavailable() is None
     assert fresh(IMAGES[:0], []).values.shape == (0,)
     assert "_score_function" not in vars(fresh)
     first = score(fresh)
@@ -136,7 +135,7 @@ def test_every_file_it_needs_is_missed(config, tmp_path):
         folder = Path(files.source.path)
         (file,) = folder.glob(pattern)
         hidden = file.rename(tmp_path / "hidden")
-        reason = own.unavailable()
+        reason = own.explain_unavailable()
         assert reason is not None
         assert str(folder) in reason
         assert pattern in reason
@@ -145,7 +144,7 @@ def test_every_file_it_needs_is_missed(config, tmp_path):
         with pytest.raises(RewardError, match="holds no"):
             score(load_reward(own.config))
         hidden.rename(file)
-    assert own.unavailable() is None
+    assert own.explain_unavailable() is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -170,7 +169,7 @@ def test_a_repository_is_fetched_at_its_commit_and_no_sooner_than_needed(name, m
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repository_without_its_commit_is_not_fetched(name):
     path = configure_reward(name, **PARTS.get(name, {})).path
-    reason = load_reward(configure_reward(name, **PARTS.get(name, {}))).unavailable()
+    reason = load_reward(configure_reward(name, **PARTS.get(name, {}))).explain_unavailable()
     assert (
         reason
         == f"path = {path!r} is not a folder here; for a Hugging Face repository give the commit as"
@@ -217,15 +216,15 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 def test_the_gradient_is_that_of_the_score(made):
     """Of numbers instead of bytes, so up to the rounding of the resized image."""
-    assert isinstance(made, DifferentiableReward)
+    assert made.has_gradient
     images = IMAGES // 2 + 64  # so that resizing clips nothing
     pixels = (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255).requires_grad_()
-    scores = made.with_gradient(pixels, PROMPTS)
+    scores = made.score_with_gradient(pixels, PROMPTS)
     bytewise = made(images, PROMPTS).values
     assert scores.detach().numpy() == pytest.approx(bytewise, abs=0.05 * np.ptp(bytewise))
     (gradient,) = torch.autograd.grad(scores.sum(), pixels)
     norm = gradient.flatten(1).norm(dim=1)
     with torch.no_grad():
         step = 0.02 * gradient / norm.view(-1, 1, 1, 1)
-        up, down = (made.with_gradient(pixels + sign * step, PROMPTS) for sign in (1, -1))
+        up, down = (made.score_with_gradient(pixels + sign * step, PROMPTS) for sign in (1, -1))
     torch.testing.assert_close((up - down) / 0.04, norm, rtol=0.05, atol=0.02 * float(norm.max()))

@@ -92,14 +92,14 @@ def test_decoding_agrees_with_rapidocr():
 
 def test_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [])
-    assert "constraints.txt" in Ocr().unavailable()
+    assert "constraints.txt" in Ocr().explain_unavailable()
 
     def not_installed(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", not_installed)
-    assert "pip install rapidocr" in Ocr().unavailable()
+    assert "pip install rapidocr" in Ocr().explain_unavailable()
 
 
 def test_is_available_where_the_tests_run():
-    assert Ocr().unavailable() is None
+    assert Ocr().explain_unavailable() is None

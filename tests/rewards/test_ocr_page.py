@@ -150,8 +150,10 @@ def test_needs_the_detector_too(monkeypatch):
         return real(part)
 
     monkeypatch.setattr(ppocr, "find_model_file", without_detector)
-    assert load_reward(configure_reward("ocr", layout="page")).unavailable() == "no detector"
-    assert load_reward(configure_reward("ocr")).unavailable() is None
+    assert (
+        load_reward(configure_reward("ocr", layout="page")).explain_unavailable() == "no detector"
+    )
+    assert load_reward(configure_reward("ocr")).explain_unavailable() is None
 
 
 def test_threads_wait_without_spinning_as_those_of_the_line_reader():

@@ -15,7 +15,6 @@ from ebbflow.models.glyph_training import recognizer as training
 from ebbflow.models.glyph_training.lettering import render_text
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
-from ebbflow.rewards.base import DifferentiableReward
 from ebbflow.rewards.built_in.recognizer import Recognizer
 from ebbflow.storage.artifacts import ArtifactError
 
@@ -81,16 +80,18 @@ def test_case_and_spaces_are_ignored_and_what_it_cannot_read_is_a_failure():
 def test_the_gradient_is_that_of_finite_differences():
     reward = Recognizer()
     prompts = [as_prompt(index, text) for index, text in enumerate(["AB", "QX"])]
-    assert isinstance(reward, DifferentiableReward)
+    assert reward.has_gradient
     network = training.open_recognizer(*SIZE).double()
     try:
         images = (
             torch.from_numpy(pictures(["AC", "QX"])).permute(0, 3, 1, 2).double() / 255 * 0.8 + 0.1
         )
         images.requires_grad_()
-        torch.autograd.gradcheck(lambda x: reward.with_gradient(x, prompts), images, fast_mode=True)
-        assert reward.with_gradient(images, prompts).shape == (2,)
-        (gradient,) = torch.autograd.grad(reward.with_gradient(images, prompts)[0], images)
+        torch.autograd.gradcheck(
+            lambda x: reward.score_with_gradient(x, prompts), images, fast_mode=True
+        )
+        assert reward.score_with_gradient(images, prompts).shape == (2,)
+        (gradient,) = torch.autograd.grad(reward.score_with_gradient(images, prompts)[0], images)
         assert gradient[0].abs().max() > 1e-3
         assert (gradient[1] == 0).all()
     finally:
@@ -104,7 +105,7 @@ def test_the_gradient_is_of_the_score_and_targets_of_different_lengths_keep_thei
     )
     images = pictures(["AB", "CC", "QX"])
     targets = ["AB", "C", "QX"]
-    found = Recognizer().with_gradient(
+    found = Recognizer().score_with_gradient(
         torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255,
         [as_prompt(i, text) for i, text in enumerate(targets)],
     )

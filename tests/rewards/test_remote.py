@@ -17,7 +17,7 @@ from served_cases import answering, hangs, hangs_up, says, serving, trickles
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import http
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
 from ebbflow.rewards.built_in.remote import Remote
 from ebbflow.rewards.combine import RewardError, load_reward, load_scorer, require_scored_share
@@ -48,16 +48,13 @@ def client(waits):
     return make
 
 
-class Stub:
+class Stub(Reward):
     """A reward with everything that one can have; it fails on the prompts without a target."""
 
     name = "stub"
 
     def __init__(self):
         self.prompts = []
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         self.prompts += prompts
@@ -74,7 +71,7 @@ def test_our_server_gives_what_the_local_reward_gives(client):
     local = JpegCompressibility()
     with serving(local) as url:
         remote = client(url, batch=3)
-        assert remote.unavailable() is None
+        assert remote.explain_unavailable() is None
         result = remote(IMAGES, PROMPTS)
     assert np.array_equal(result.values, local(IMAGES, PROMPTS).values)
     assert not result.failures
@@ -271,7 +268,7 @@ def test_nobody_listening(client, waits):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     remote = client(url)
-    assert "ConnectionRefusedError" in remote.unavailable()
+    assert "ConnectionRefusedError" in remote.explain_unavailable()
     assert len(waits) == 2
 
 
@@ -286,7 +283,7 @@ def test_a_host_that_is_not_listed_is_not_asked(client, monkeypatch, host):
     monkeypatch.setattr(socket, "create_connection", connected)
     monkeypatch.setenv(http.HOSTS, "rewards.internal, other.example.org")
     remote = client(f"http://{host}:8000")
-    assert http.HOSTS in remote.unavailable()
+    assert http.HOSTS in remote.explain_unavailable()
     assert host.strip("[]") in remote(TWO, TWO_PROMPTS).failures[1]
 
 
@@ -324,14 +321,14 @@ def test_the_token_is_read_when_it_is_needed(client, monkeypatch):
     with serving(JpegCompressibility(), token=TOKEN) as url:
         remote = client(url, token_variable="REWARD_TOKEN")
         monkeypatch.delenv("REWARD_TOKEN", raising=False)
-        assert "REWARD_TOKEN is not set" in remote.unavailable()
+        assert "REWARD_TOKEN is not set" in remote.explain_unavailable()
         assert "REWARD_TOKEN is not set" in remote(TWO, TWO_PROMPTS).failures[0]
         monkeypatch.setenv("REWARD_TOKEN", "another")
-        assert "check the token in REWARD_TOKEN" in remote.unavailable()
+        assert "check the token in REWARD_TOKEN" in remote.explain_unavailable()
         monkeypatch.setenv("REWARD_TOKEN", TOKEN)
-        assert remote.unavailable() is None
+        assert remote.explain_unavailable() is None
         assert not remote(TWO, TWO_PROMPTS).failures
-        assert "answered 401" in client(url).unavailable()
+        assert "answered 401" in client(url).explain_unavailable()
 
 
 @pytest.mark.parametrize(
@@ -373,7 +370,7 @@ def test_the_token_is_in_no_message(client, monkeypatch, caplog, behaviour):
         )
         messages = [
             *remote(TWO, TWO_PROMPTS).failures.values(),
-            remote.unavailable() or "",
+            remote.explain_unavailable() or "",
             repr(remote.config),
             caplog.text,
         ]
@@ -394,7 +391,7 @@ def test_the_token_is_in_no_message(client, monkeypatch, caplog, behaviour):
 )
 def test_unavailable_says_why(client, behaviour, reason):
     with answering(behaviour) as server:
-        assert reason in client(server.url).unavailable()
+        assert reason in client(server.url).explain_unavailable()
     assert server.asked[0].path == "/health"
 
 

@@ -24,7 +24,7 @@ from ebbflow.cli import main
 from ebbflow.data.images import encode_pngs
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rewards import server, server_limits
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
 from ebbflow.rewards.built_in.remote import Remote, build_request
 from ebbflow.rewards.combine import RewardError
@@ -203,7 +203,7 @@ class Crashes:
         raise ValueError("no such class: bear")
 
 
-class Infinite:
+class Infinite(Reward):
     name = "infinite"
 
     def __call__(self, images, prompts):
@@ -226,7 +226,7 @@ def test_a_reward_that_crashes_is_an_error_and_the_server_goes_on(broken, reason
             assert reason in said
 
 
-class Counting:
+class Counting(Reward):
     """A reward that sees how many ask it at the same time."""
 
     name = "counting"

@@ -10,7 +10,7 @@ import pytest
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.registry import configure_reward
-from ebbflow.rewards.base import RewardError, RewardResult
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.trial import try_reward
 
 PROMPTS = [
@@ -19,14 +19,14 @@ PROMPTS = [
 CALLS: list[tuple[int, ...]] = []
 
 
-class Brightness:
+class Brightness(Reward):
     """``answer``: what it returns instead of what it should."""
 
     def __init__(self, answer: Any = None, missing: str | None = None) -> None:
         self.answer = answer
         self.missing = missing
 
-    def unavailable(self) -> str | None:
+    def explain_unavailable(self) -> str | None:
         return self.missing
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> Any:
@@ -85,9 +85,9 @@ def test_a_broken_contract_is_named(answer: str, says: str) -> None:
 class Motion(Brightness):
     """A reward of whole videos."""
 
-    __call__ = None  # type: ignore[assignment]
+    scores = "videos"
 
-    def score_videos(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    def __call__(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         CALLS.append(videos.shape)
         return RewardResult(videos.mean((1, 2, 3, 4)))
 

@@ -28,7 +28,7 @@ from served_cases import serving
 
 from ebbflow.data.images import encode_pngs
 from ebbflow.rewards import server, server_limits
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.built_in.jpeg import JpegCompressibility
 from ebbflow.rewards.protocol import MAX_JSON_VALUES, count_values
 
@@ -289,7 +289,7 @@ def test_the_oldest_half_request_makes_room_and_one_that_is_answered_does_not(mo
     asked = threading.Event()
     release = threading.Event()
 
-    class Waits:
+    class Waits(Reward):
         name = "waits"
 
         def __call__(self, images, prompts):

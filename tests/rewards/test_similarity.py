@@ -53,4 +53,4 @@ def test_what_cannot_be_rendered_is_a_failure():
 
 
 def test_is_always_available():
-    assert Similarity().unavailable() is None
+    assert Similarity().explain_unavailable() is None

@@ -23,7 +23,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from ebbflow.rewards.base import DifferentiableReward, VideoReward
 from ebbflow.rewards.built_in import videoalign
 from ebbflow.rewards.built_in.videoalign import VideoAlignConfig, select_seen_frames
 from ebbflow.rewards.combine import RewardError, Scorer, load_reward
@@ -126,7 +125,7 @@ def published(
 
 def test_it_is_the_sum_of_the_published_ratings(config):
     reward = load_reward(config)
-    result = reward.score_videos(VIDEOS, as_prompts(*TEXTS))
+    result = reward(VIDEOS, as_prompts(*TEXTS))
     wanted = [
         published(config, video, text.replace("<|MQ_reward|>", ""), [0, 5, 11, 16])
         for video, text in zip(VIDEOS, TEXTS, strict=True)
@@ -136,7 +135,7 @@ def test_it_is_the_sum_of_the_published_ratings(config):
     )
     assert found == pytest.approx(np.array(wanted), abs=2e-5)
     assert result.values == pytest.approx(found.sum(1))
-    assert not isinstance(reward, DifferentiableReward)
+    assert not reward.has_gradient
 
 
 def test_a_recipe_may_add_up_some_of_them_and_names_their_columns(config):
@@ -161,14 +160,12 @@ def test_motion_is_seen(config):
     """The same frames in another order are another video."""
     reward = load_reward(config)
     prompts = as_prompts(*TEXTS)
-    forwards, backwards = (
-        reward.score_videos(videos, prompts).values for videos in (VIDEOS, VIDEOS[:, ::-1])
-    )
+    forwards, backwards = (reward(videos, prompts).values for videos in (VIDEOS, VIDEOS[:, ::-1]))
     assert (np.abs(forwards - backwards) > 1e-4).all()
 
 
 def test_no_videos_are_no_scores(config):
-    result = load_reward(config).score_videos(VIDEOS[:0], [])
+    result = load_reward(config)(VIDEOS[:0], [])
     assert result.values.shape == (0,)
     assert {values.shape for values in result.metrics.values()} == {(0,)}
 
@@ -208,8 +205,8 @@ def test_images_are_not_scored(config):
     ):
         Scorer(((load_reward(config), 1.0),))(VIDEOS[:, 0], as_prompts(*TEXTS))
     with pytest.raises(RewardError, match="videos of two frames or more"):
-        load_reward(config).score_videos(VIDEOS[:, :1], as_prompts(*TEXTS))
-    assert isinstance(load_reward(config), VideoReward)
+        load_reward(config)(VIDEOS[:, :1], as_prompts(*TEXTS))
+    assert load_reward(config).scores == "videos"
 
 
 BROKEN = {
@@ -240,6 +237,4 @@ def test_a_checkpoint_of_another_model_is_refused(config, tmp_path: Path, case):
             path,
         )
     with pytest.raises(RewardError, match=reason):
-        load_reward(config.model_copy(update={"path": str(folder)})).score_videos(
-            VIDEOS, as_prompts(*TEXTS)
-        )
+        load_reward(config.model_copy(update={"path": str(folder)}))(VIDEOS, as_prompts(*TEXTS))

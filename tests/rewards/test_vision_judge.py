@@ -311,11 +311,11 @@ def test_no_images_are_no_request():
 def test_hosts_and_tokens_are_those_of_every_served_reward(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", TOKEN)
     outside = judge("https://api.example.org/v1", token_variable="JUDGE_TOKEN")
-    assert http.HOSTS in outside.unavailable()
+    assert http.HOSTS in outside.explain_unavailable()
     assert http.HOSTS in outside(ONE, [as_prompt(0, "A")]).failures[0]
     with answering(says({"error": f"Incorrect API key provided: {TOKEN}"}, 401)) as server:
         inside = judge(server.url, token_variable="JUDGE_TOKEN")
-        reasons = [inside(ONE, [as_prompt(0, "A")]).failures[0], inside.unavailable()]
+        reasons = [inside(ONE, [as_prompt(0, "A")]).failures[0], inside.explain_unavailable()]
     assert {asked.headers["Authorization"] for asked in server.asked} == {f"Bearer {TOKEN}"}
     assert all(
         "check the token in JUDGE_TOKEN" in reason and TOKEN not in reason for reason in reasons
@@ -357,7 +357,7 @@ def test_the_url_is_that_of_the_host_or_of_the_api(url, base):
 )
 def test_unavailable_asks_for_the_model(answer, reason):
     with answering(answer) as server:
-        found = judge(server.url).unavailable()
+        found = judge(server.url).explain_unavailable()
     assert server.asked[0].path == "/v1/models"
     assert found is None if reason is None else reason in found
 

@@ -255,7 +255,7 @@ def test_a_clip_moves_samples_from_the_negative_word_to_the_positive(base_folder
         "min_sigma": 0.3,
         "max_sigma": 0.8,
     }
-    updater, batch = make(base_folder, reward.with_gradient, lr=3.0, **words)
+    updater, batch = make(base_folder, reward.score_with_gradient, lr=3.0, **words)
     before = margin(updater.policy.model, reward)
     for _ in range(3):
         updater.update_policy(batch, 1)
@@ -273,7 +273,7 @@ def margin(model, reward):
         [Prompt(0, f"{word}. {text}", "", None, "", "train", "{}") for text in TEXTS]
         for word in ("cat", "dog 3 birds")
     )
-    positive, negative = (reward.with_gradient(images, shown) for shown in prompts)
+    positive, negative = (reward.score_with_gradient(images, shown) for shown in prompts)
     return (positive - negative).mean().item()
 
 

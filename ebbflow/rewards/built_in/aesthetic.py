@@ -7,10 +7,10 @@ https://github.com/christophschuhmann/improved-aesthetic-predictor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.rewards.network import CLIP_FILES, ClipReward, Files, PretrainedRewardConfig
+from ebbflow.rewards.network import CLIP_FILES, Blocks, ClipReward, Files, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
@@ -27,6 +27,8 @@ class AestheticConfig(PretrainedRewardConfig):
     prompt.
     """
 
+    num_parameters: ClassVar[int] = 427_616_513  # CLIP-L, as transformers builds it
+    gradient_blocks: ClassVar[Blocks] = ((24, 1024, 257),)
     name: Literal["aesthetic"] = "aesthetic"
     path: str | None = "openai/clip-vit-large-patch14"
     head: PretrainedSourceConfig

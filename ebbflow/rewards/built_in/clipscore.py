@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ebbflow.rewards.network import CLIP_FILES, ClipReward, Files, PretrainedRewardConfig
+from ebbflow.rewards.network import CLIP_FILES, Blocks, ClipReward, Files, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class ClipScoreConfig(PretrainedRewardConfig):
     """Cosine between prompt and image under CLIP (2104.08718), about .15 to .4."""
 
+    num_parameters: ClassVar[int] = 427_616_513  # CLIP-L, as transformers builds it
+    gradient_blocks: ClassVar[Blocks] = ((24, 1024, 257),)
     name: Literal["clipscore"] = "clipscore"
     path: str | None = "openai/clip-vit-large-patch14"
 

@@ -111,9 +111,8 @@ def read_questions(metadata: str) -> list[Question]:
             "two questions of the prompt have the same proposition_id; take the published"
             " dpg_bench.csv"
         )
-    if lost := [
-        number for question in found for number in question.depends_on if number not in numbers
-    ]:
+    lost = [number for question in found for number in question.depends_on if number not in numbers]
+    if lost:
         raise NoAnswer(
             f"a question of the prompt depends on question {lost[0]}, which is not there; take the"
             " published file"

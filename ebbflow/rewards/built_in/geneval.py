@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -138,6 +138,9 @@ Relation = Literal["left of", "right of", "above", "below"]
 class GenEvalConfig(PretrainedRewardConfig):
     """Whether the image shows what a GenEval prompt asks for (2310.11513), 0 or 1."""
 
+    num_parameters: ClassVar[int] = (
+        496_357_596  # Mask2Former (Swin-S) and CLIP-L, as transformers builds it
+    )
     name: Literal["geneval"] = "geneval"
     path: str | None = "facebook/mask2former-swin-small-coco-instance"
     clip: PretrainedSourceConfig
@@ -192,7 +195,8 @@ class Rules(BaseModel):
         targets = [
             (index, rule.position[1]) for index, rule in enumerate(self.include) if rule.position
         ]
-        if wrong := [(index, target) for index, target in targets if not 0 <= target < index]:
+        wrong = [(index, target) for index, target in targets if not 0 <= target < index]
+        if wrong:
             raise ValueError(
                 "rule {} has a position relative to rule {}, which is no earlier one".format(
                     *wrong[0]
@@ -246,7 +250,8 @@ class GenEval(PretrainedReward):
 
         folder, clip = (files.fetch_folder() for files in self.list_files())
         detector = load_network(Mask2FormerForUniversalSegmentation, folder, UNUSED)
-        if (labels := detector.config.num_labels) != len(CLASSES):
+        labels = detector.config.num_labels
+        if labels != len(CLASSES):
             reason = f"the detector in {folder} knows {labels} classes and COCO has {len(CLASSES)}"
             raise RewardError(f"{reason}; take one of COCO instances")
         return partial(_examine_images, detector, ColorNamer(load_clip(clip)))

@@ -7,10 +7,10 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.rewards.network import Files, NetworkReward, PretrainedRewardConfig
+from ebbflow.rewards.network import Blocks, Files, NetworkReward, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,6 +45,8 @@ NAMES = {
 class HpsConfig(PretrainedRewardConfig):
     """Cosine between prompt and image under HPS v2.1 (2306.09341), about .2 to .35."""
 
+    num_parameters: ClassVar[int] = 986_109_441  # CLIP-H, as transformers builds it
+    gradient_blocks: ClassVar[Blocks] = ((32, 1280, 257),)
     name: Literal["hps"] = "hps"
     path: str | None = "xswu/HPSv2"
     processor: PretrainedSourceConfig

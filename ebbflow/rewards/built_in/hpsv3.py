@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.rewards.network import QWEN_FILES, Files, NetworkReward, PretrainedRewardConfig
+from ebbflow.rewards.network import QWEN_FILES, Blocks, Files, NetworkReward, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +32,12 @@ PIXELS = 256 * 28 * 28
 class HpsV3Config(PretrainedRewardConfig):
     """Human preference under HPSv3 (2508.03789), raw: it has no fixed range."""
 
+    num_parameters: ClassVar[int] = (
+        7_748_610_610  # Qwen2-VL-7B without its head for words, as transformers builds it
+    )
+    # The vision transformer; and Qwen2-7B, which reads 256 tokens of the image, the question and
+    # the prompt.
+    gradient_blocks: ClassVar[Blocks] = ((32, 1280, 1024), (28, 3584, 900))
     name: Literal["hpsv3"] = "hpsv3"
     path: str | None = "MizzenAI/HPSv3"
     processor: PretrainedSourceConfig

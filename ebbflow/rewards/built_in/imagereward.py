@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.rewards.network import Files, NetworkReward, PretrainedRewardConfig
+from ebbflow.rewards.network import Blocks, Files, NetworkReward, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +66,8 @@ class ImageRewardConfig(PretrainedRewardConfig):
     its own training set.
     """
 
+    num_parameters: ClassVar[int] = 445_278_720  # BLIP, as transformers builds it
+    gradient_blocks: ClassVar[Blocks] = ((24, 1024, 197),)
     name: Literal["imagereward"] = "imagereward"
     path: str | None = "zai-org/ImageReward"
     tokenizer: PretrainedSourceConfig

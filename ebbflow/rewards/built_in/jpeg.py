@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward
 
 QUALITY = 95
 KILOBYTE = 1000
@@ -45,26 +44,20 @@ class JpegIncompressibilityConfig(RewardConfig):
         return JpegIncompressibility()
 
 
-class JpegCompressibility:
+class JpegCompressibility(Reward):
     """-kB / 500 of the image as a JPEG of quality 95, below 0: plain images score higher."""
 
     name = "jpeg_compressibility"
-
-    def unavailable(self) -> str | None:
-        return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         return RewardResult(-measure_kilobytes(images) / SCALE)
 
 
-class JpegIncompressibility:
+class JpegIncompressibility(Reward):
     """kB / 500 of the image as a JPEG of quality 95, above 0: images full of detail score
     higher."""
 
     name = "jpeg_incompressibility"
-
-    def unavailable(self) -> str | None:
-        return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         return RewardResult(measure_kilobytes(images) / SCALE)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ebbflow.recipe.rewards import OcrRewardConfig
+from ebbflow.rewards.base import Reward, RewardResult
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward, RewardResult
 
 
 class OcrConfig(OcrRewardConfig):
@@ -33,7 +33,7 @@ class OcrConfig(OcrRewardConfig):
         return Ocr(self)
 
 
-class Ocr:
+class Ocr(Reward):
     """Similarity of what PP-OCR reads to the prompt's target; the metric ``exact_match`` is 1 where
     they are equal.
     """
@@ -43,7 +43,7 @@ class Ocr:
     def __init__(self, config: OcrConfig | None = None) -> None:
         self.config = config or OcrConfig()
 
-    def unavailable(self) -> str | None:
+    def explain_unavailable(self) -> str | None:
         from ebbflow.rewards.ppocr import DETECTOR, RECOGNISER, find_model_file
 
         try:

@@ -13,13 +13,13 @@ as half a win for both.
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from ebbflow.rewards.base import NO_TARGET, RewardResult
+from ebbflow.recipe.rewards import Scored
+from ebbflow.rewards.base import NO_TARGET, Reward, RewardResult
 from ebbflow.rewards.chat import (
     ChatReward,
     ChatRewardConfig,
@@ -28,6 +28,7 @@ from ebbflow.rewards.chat import (
     build_completions_url,
     compute_word_probability,
     fill_question,
+    judge_images,
 )
 from ebbflow.rewards.http import NoAnswer, quote_answer
 from ebbflow.rewards.templates import fill_template
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import GroupReward
 
 MAX_TOKENS = {
     "probability": 1,
@@ -104,10 +104,10 @@ class PairwiseJudgeConfig(ChatRewardConfig):
         return self
 
     @property
-    def compares(self) -> bool:
-        return True
+    def scores(self) -> Scored:
+        return "pairs"
 
-    def build(self) -> GroupReward:
+    def build(self) -> Reward:
         return PairwiseJudge(self)
 
 
@@ -116,73 +116,45 @@ class PairwiseJudge(ChatReward):
     comparisons failed.
     """
 
+    scores = "pairs"
+
     config: PairwiseJudgeConfig
 
-    def compare(self, images: np.ndarray, prompt: Prompt) -> RewardResult:
+    def __call__(self, pairs: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         import numpy as np
 
-        from ebbflow.rewards.groups import compute_win_rates
+        if self.config.reads and any(prompt.target is None for prompt in prompts):
+            failures = dict.fromkeys(range(len(pairs)), NO_TARGET)
+            return RewardResult(np.full(len(pairs), np.nan), failures=failures)
+        return judge_images(self.config, self._judge_pair, pairs, prompts)
 
-        if self.config.reads and prompt.target is None:
-            return RewardResult(
-                np.full(len(images), np.nan), failures=dict.fromkeys(range(len(images)), NO_TARGET)
-            )
-        wins = np.full((len(images), len(images)), np.nan)
-        reasons = dict[int, str]()
-        pairs = list_balanced_pairs(len(images))
-        with ThreadPoolExecutor(self.config.concurrency) as pool:
-            outcomes = list(
-                pool.map(lambda pair: self._judge_pair(images[list(pair)], prompt), pairs)
-            )
-        for (first, second), outcome in zip(pairs, outcomes, strict=True):
-            if isinstance(outcome, str):
-                reasons = {first: outcome, second: outcome} | reasons
-            else:
-                wins[first, second], wins[second, first] = outcome, 1 - outcome
-        values = compute_win_rates(wins)
-        failures = {int(index): reasons[int(index)] for index in np.flatnonzero(np.isnan(values))}
-        unanswered = (np.isnan(wins).sum(1) - 1) / (len(images) - 1)
-        return RewardResult(values, {f"{self.name}_unanswered": unanswered}, failures)
+    def _judge_pair(self, pair: np.ndarray, prompt: Prompt) -> list[float]:
+        """Return the probability that the first of two images, [2, height, width, 3], is better.
 
-    def _judge_pair(self, two: np.ndarray, prompt: Prompt) -> float | str:
-        """The probability that the first of two images is the better one, or why there is none."""
+        Raises:
+            NoAnswer: the answer names neither.
+        """
         template = self.config.template
-        answer = self.config.template or self.config.answer
-        question = (
-            fill_template(f"{template}_pair", prompt.prompt)
-            if template
-            else fill_question(self.config.question, prompt)
+        form = template or self.config.answer
+        if template:
+            question = fill_template(f"{template}_pair", prompt.prompt)
+        else:
+            question = fill_question(self.config.question, prompt)
+        asks_for_probability = form == "probability"
+        choice = ask_about_images(
+            self.config, list(pair), question, MAX_TOKENS[form], asks_for_probability, self.sleep
         )
-        try:
-            choice = ask_about_images(
-                self.config,
-                list(two),
-                question,
-                MAX_TOKENS[answer],
-                answer == "probability",
-                self.sleep,
-            )
-        except NoAnswer as error:
-            return str(error)
-        judged = (
-            compute_word_probability(choice, "1", "2")
-            if answer == "probability"
-            else parse_answer_in_words(choice, answer)
-        )
-        if judged is None:
+        if asks_for_probability:
+            outcome = compute_word_probability(choice, "1", "2")
+        else:
+            outcome = parse_answer_in_words(choice, form)
+        if outcome is None:
             text = quote_answer((choice.message.content or "")[-200:], self.config)
-            return (
-                f'{build_completions_url(self.config)} answered "{text}", which is no {answer}:'
-                f" {WANTED[answer]}"
+            raise NoAnswer(
+                f'{build_completions_url(self.config)} answered "{text}", which is no {form}:'
+                f" {WANTED[form]}"
             )
-        return judged
-
-
-def list_balanced_pairs(count: int) -> list[tuple[int, int]]:
-    """Every pair of ``count`` images once, as (first, second): each image is first as often as it
-    is second, or once more.
-    """
-    return [(i, j) if (j - i) % 2 else (j, i) for i, j in combinations(range(count), 2)]
+        return [outcome]
 
 
 def parse_answer_in_words(choice: Choice, answer: str) -> float | None:

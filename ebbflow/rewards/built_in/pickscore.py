@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ebbflow.rewards.network import CLIP_FILES, ClipReward, Files, PretrainedRewardConfig
+from ebbflow.rewards.network import CLIP_FILES, Blocks, ClipReward, Files, PretrainedRewardConfig
 
 if TYPE_CHECKING:
     from ebbflow.rewards.base import Reward
@@ -18,6 +18,8 @@ class PickScoreConfig(PretrainedRewardConfig):
     """logit scale * cosine / 26 of a CLIP-H trained on human choices (2305.01569), about .75 to
     .9."""
 
+    num_parameters: ClassVar[int] = 986_109_441  # CLIP-H, as transformers builds it
+    gradient_blocks: ClassVar[Blocks] = ((32, 1280, 257),)
     name: Literal["pickscore"] = "pickscore"
     path: str | None = "yuvalkirstain/PickScore_v1"
 

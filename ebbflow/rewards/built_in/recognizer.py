@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ebbflow.recipe.rewards import ReadingRewardConfig
-from ebbflow.rewards.base import NO_TARGET, RewardResult
+from ebbflow.rewards.base import NO_TARGET, Reward, RewardResult
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward
 
 BATCH = 256
 """Images per forward pass."""
@@ -40,15 +39,14 @@ class RecognizerConfig(ReadingRewardConfig):
         return Recognizer()
 
 
-class Recognizer:
+class Recognizer(Reward):
     """Mean log-probability of the target's letters; the metric ``recognizer_exact`` is 1 where each
     is the likeliest.
     """
 
-    name = "recognizer"
+    has_gradient = True
 
-    def unavailable(self) -> str | None:
-        return None
+    name = "recognizer"
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         import numpy as np
@@ -75,10 +73,8 @@ class Recognizer:
         failures = {index: reason for index, reason in enumerate(reasons) if reason is not None}
         return RewardResult(values, {"recognizer_exact": exact}, failures)
 
-    def with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """As of ``ebbflow.rewards.base.DifferentiableReward``; images whose scoring fails have no
-        place here.
-        """
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """As ``Reward.score_with_gradient``; every image must be one that can be scored."""
         return _score_letters(images, prompts)[0]
 
 

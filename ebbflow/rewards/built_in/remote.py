@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.http import NoAnswer, ServedRewardConfig, ask_server, quote_answer
 from ebbflow.rewards.protocol import HEALTH, SCORE, Health, PromptMessage, ScoreAnswer, ScoreRequest
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward
 
 
 class RemoteConfig(ServedRewardConfig):
@@ -38,7 +37,7 @@ class RemoteConfig(ServedRewardConfig):
         return Remote(self)
 
 
-class Remote:
+class Remote(Reward):
     """What the server scores; NaN with a reason for every image of a request that got no usable
     answer.
     """
@@ -49,7 +48,7 @@ class Remote:
         self.config = config
         self.sleep = sleep
 
-    def unavailable(self) -> str | None:
+    def explain_unavailable(self) -> str | None:
         try:
             health = ask_server(self.config, self.config.url + HEALTH, Health, sleep=self.sleep)
         except NoAnswer as error:
@@ -97,7 +96,8 @@ class Remote:
         )
         if len(answer.scores) != len(images):
             raise NoAnswer(f"{url} answered {len(answer.scores)} scores for {len(images)} images")
-        if missing := set(self.config.metrics) - answer.metrics.keys():
+        missing = set(self.config.metrics) - answer.metrics.keys()
+        if missing:
             given = quote_answer(", ".join(answer.metrics) or "none", self.config)
             raise NoAnswer(f"{url} answered without the metrics {sorted(missing)}; it has {given}")
         return answer

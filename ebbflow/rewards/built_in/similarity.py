@@ -9,13 +9,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from ebbflow.recipe.rewards import ReadingRewardConfig
-from ebbflow.rewards.base import NO_TARGET, RewardResult
+from ebbflow.rewards.base import NO_TARGET, Reward, RewardResult
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward
 
 SIZES = (0.9, 1.0, 1.1)
 """Font sizes to try, as shares of the largest that fits: layout is not what this judges."""
@@ -36,7 +35,7 @@ class SimilarityConfig(ReadingRewardConfig):
         return Similarity()
 
 
-class Similarity:
+class Similarity(Reward):
     """Mean over the target's letters of the best match of the rendered letter near its place.
 
     The match is the zero-mean normalised cross-correlation, in [-1, 1], over positions and sizes.
@@ -45,9 +44,6 @@ class Similarity:
     """
 
     name = "similarity"
-
-    def unavailable(self) -> str | None:
-        return None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         import cv2

@@ -17,13 +17,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from ebbflow.recipe.rewards import OcrRewardConfig
+from ebbflow.rewards.base import Reward, RewardResult
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import Reward, RewardResult
 
 COMMAND = ("tesseract", "stdin", "stdout", "-l", "eng", "--psm", "7", "tsv")
 PAGES = 64
@@ -47,7 +47,7 @@ class TesseractConfig(OcrRewardConfig):
         return Tesseract(self)
 
 
-class Tesseract:
+class Tesseract(Reward):
     """Similarity of what tesseract reads to the prompt's target; ``tesseract_exact`` is 1 where
     they are equal.
     """
@@ -57,7 +57,7 @@ class Tesseract:
     def __init__(self, config: TesseractConfig | None = None) -> None:
         self.config = config or TesseractConfig()
 
-    def unavailable(self) -> str | None:
+    def explain_unavailable(self) -> str | None:
         return _explain_unavailable()
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:

@@ -8,13 +8,14 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
-from ebbflow.rewards.base import RewardError, RewardResult
+from ebbflow.recipe.rewards import Scored
+from ebbflow.rewards.base import Reward, RewardError, RewardResult
 from ebbflow.rewards.network import QWEN_FILES, Files, PretrainedReward, PretrainedRewardConfig
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ebbflow.data.prompts import Prompt
-    from ebbflow.rewards.base import VideoReward
     from ebbflow.rewards.network import Score
     from ebbflow.rewards.qwen2_vl import JudgingQwen
 
@@ -43,6 +43,9 @@ class VideoAlignConfig(PretrainedRewardConfig):
     z-scores, about -6 to 6.
     """
 
+    num_parameters: ClassVar[int] = (
+        2_208_563_200  # Qwen2-VL-2B without its head for words, as transformers builds it
+    )
     name: Literal["videoalign"] = "videoalign"
     path: str | None = "KwaiVGI/VideoReward"
     processor: PretrainedSourceConfig
@@ -61,10 +64,10 @@ class VideoAlignConfig(PretrainedRewardConfig):
     """Videos per forward pass."""
 
     @property
-    def needs_videos(self) -> bool:
-        return True
+    def scores(self) -> Scored:
+        return "videos"
 
-    def build(self) -> VideoReward:
+    def build(self) -> Reward:
         return VideoAlign(self)
 
 
@@ -76,6 +79,8 @@ class VideoAlign(PretrainedReward):
     such.
     """
 
+    scores = "videos"
+
     config: VideoAlignConfig
 
     def list_files(self) -> list[Files]:
@@ -84,8 +89,8 @@ class VideoAlign(PretrainedReward):
             Files(self.config.processor, QWEN_FILES),
         ]
 
-    def score_videos(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-        """As of ``ebbflow.rewards.base.VideoReward``.
+    def __call__(self, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+        """Score whole videos.
 
         Raises:
             HubError: the network cannot be fetched.
