@@ -129,7 +129,7 @@ def test_a_number_that_is_none_is_a_failure(made, monkeypatch):
 
 def test_every_file_it_needs_is_missed(config, tmp_path):
     own = load_reward(make_reward(config.name, tmp_path / "own"))
-    needed = [(files, pattern) for files in own.files() for pattern in files.patterns]
+    needed = [(files, pattern) for files in own.list_files() for pattern in files.patterns]
     assert needed
     for files, pattern in needed:
         folder = Path(files.source.path)

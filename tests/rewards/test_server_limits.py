@@ -253,10 +253,11 @@ def test_three_hundred_half_requests_to_a_process_of_few_files():
     number = port.getsockname()[1]
     code = (
         "import resource, socket, uvicorn\n"
-        "from ebbflow.recipe.registry import reward\n"
+        "from ebbflow.recipe.registry import configure_reward\n"
         "from ebbflow.rewards import server\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
-        f"server.serve(reward('jpeg_compressibility'), '127.0.0.1', {number}, '{TOKEN}')\n"
+        "config = configure_reward('jpeg_compressibility')\n"
+        f"server.run_reward_server(config, '127.0.0.1', {number}, '{TOKEN}')\n"
     )
     port.close()
     process = subprocess.Popen(
