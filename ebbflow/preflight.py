@@ -26,7 +26,7 @@ from ebbflow.recipe.stages import StageConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rewards.trial import try_reward
 from ebbflow.storage.artifacts import ArtifactError
-from ebbflow.tracking.sinks import check_sinks_installed
+from ebbflow.tracking.node_sinks import check_sinks
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
 
 LOCAL_PATH = "is a local path, which pods cannot see; upload it and give its URI"
@@ -100,7 +100,7 @@ def check_recipe(
                 scorer.require_gradients(stage.algorithm_name)
                 if scorer.trains_on_images:
                     _check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
-    check_sinks_installed(recipe)
+    check_sinks(recipe)
     _warn_of_evaluation_sampler(recipe)
     if prompts and not on_cluster:
         _try_rewards(recipe, prompts)

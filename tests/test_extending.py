@@ -86,7 +86,16 @@ def test_the_code_of_the_page_is_that_of_the_examples():
 
 def test_the_page_counts_the_lines_of_the_examples():
     rows = re.findall(r"^\| \[.*\| (\d+) \|$", DOC, re.MULTILINE)
-    files = ("reinforce", "contrast", "fading", "second_copy", "soup", "shifted")
+    files = (
+        "reinforce",
+        "contrast",
+        "fading",
+        "sign_descent",
+        "second_copy",
+        "soup",
+        "shifted",
+        "text_file",
+    )
     texts = [(EXAMPLES / "mine" / f"{name}.py").read_text() for name in files]
     assert rows == [str(len(text.splitlines())) for text in texts]
 

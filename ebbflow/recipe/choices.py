@@ -5,19 +5,24 @@ penalty, correction, optimiser.
 from __future__ import annotations
 
 import math
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict
 from ebbflow.recipe.optimizers import OptimizerFactory, built_in_optimizers, find_optimizer
-from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.plugins import check_members, import_object, validate_name_or_path
 from ebbflow.recipe.samplers import (
     SAMPLERS,
     STOCHASTIC_SAMPLERS,
     SamplerFacts,
     find_sampler_facts,
 )
+
+SINKS = tuple(file.name for file in iter_modules(import_module("ebbflow.tracking.sinks").__path__))
+"""The sinks of Ebbflow, by the names of their files, which nothing imports here."""
 
 WINDOWS = {
     "all": "every step but the last, which is always deterministic (Flow-GRPO)",

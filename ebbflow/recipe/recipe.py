@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     Field,
@@ -31,11 +31,13 @@ from ebbflow.recipe.base import (
     require_no_secrets,
 )
 from ebbflow.recipe.branches import BranchConfig, branches_teaching, check_branches
+from ebbflow.recipe.choices import SINKS
 from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import FAMILIES
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
+from ebbflow.recipe.plugins import validate_name_or_path
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.promotion import PromotionConfig
 from ebbflow.recipe.prompts import PromptsConfig
@@ -77,7 +79,7 @@ class TrackingConfig(Strict):
 
     experiment: str = Field("ebbflow", min_length=1, max_length=MAX_LENGTH)
     uri: StoreText | None = None
-    sinks: list[Literal["tensorboard", "wandb"]] = []
+    sinks: list[Annotated[str, validate_name_or_path(*SINKS)]] = []
     """Other trackers that also get the curves of a run; each needs its package (docs/metrics.md). A
     sink that fails causes a warning."""
 

@@ -18,8 +18,8 @@ How
       a node ends is saved in the run's folder, and delivered by the next attempt or at the end of
       the run (``outage``).
     - ``curves``: what the parent shows of all stages, by the training steps of the run; ``sinks``:
-      where the curves go besides MLflow. ``system_metrics``: the load of a node's machine. ``ui``:
-      MLflow's UI, opened at the runs.
+      where the curves go besides MLflow, a file each; ``node_sinks``: those of a node.
+    - ``system_metrics``: the load of a node's machine. ``ui``: MLflow's UI, opened at the runs.
     - ``nodes``: what evaluations, stages, shards and the gate log.
 
 Gotchas

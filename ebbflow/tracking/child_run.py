@@ -28,9 +28,9 @@ from ebbflow.storage.disk import safe_join
 from ebbflow.tracking import pending as files
 from ebbflow.tracking.curves import build_stage_curves
 from ebbflow.tracking.delivery import flatten_settings
+from ebbflow.tracking.node_sinks import NodeSinks
 from ebbflow.tracking.pending import PendingRecords, Record, Status
 from ebbflow.tracking.sender import RunSender
-from ebbflow.tracking.sinks import NodeSinks
 from ebbflow.tracking.system_metrics import log_system_metrics
 
 FLUSH_AT = 256

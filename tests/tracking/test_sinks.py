@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from ebbflow.cli import main
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.tracking import sinks
+from ebbflow.tracking import node_sinks
 from ebbflow.tracking.child_run import open_node_run
+from ebbflow.tracking.node_sinks import NodeSinks, check_sinks
 from ebbflow.tracking.parent_run import start_run
-from ebbflow.tracking.sinks import NodeSinks, check_sinks_installed
 
 
 def tracked_with(recipe: Recipe, *names: str) -> TrackedRun:
@@ -49,7 +49,7 @@ GOT: list[tuple[str, int, dict[str, float]]] = []
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
-    monkeypatch.setitem(sinks.SINKS, "wandb", (Kept, "pathlib"))
+    monkeypatch.setattr(node_sinks, "load_sink", lambda name: Kept)
     monkeypatch.setattr(Kept, "fails_at", -1)
     GOT.clear()
     return Kept
@@ -111,7 +111,62 @@ def test_check_names_the_package_that_a_sink_needs(
         " tensorboard`" in done.output
     )
     with pytest.raises(RecipeError, match="needs the package wandb"):
-        check_sinks_installed(Recipe.model_validate({"tracking": {"sinks": ["wandb"]}}))
+        check_sinks(Recipe.model_validate({"tracking": {"sinks": ["wandb"]}}))
+
+
+OWN_SINK = """
+class Lines:
+    def __init__(self, tracked, node):
+        self.path, self.node = f"{tracked.folder}.txt", node
+
+    def log(self, values, step):
+        with open(self.path, "a") as file:
+            print(self.node, step, *values, file=file)
+
+    def close(self):
+        with open(self.path, "a") as file:
+            print("closed", file=file)
+"""
+
+
+def test_a_sink_of_a_users_own_is_one_file_that_the_recipe_names(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_sink.py").write_text(OWN_SINK)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"output": recipe.output, "tracking": {"sinks": ["own_sink:Lines"]}}
+    named = Recipe.model_validate(settings)
+    check_sinks(named)
+    tracked = start_run(named, None)
+    train(tracked, 2)
+    assert Path(f"{tracked.folder}.txt").read_text().splitlines() == [
+        "1.1 online 10 1.1 online/reward/mean train/reward",
+        "1.1 online 11 1.1 online/reward/mean train/reward",
+        "closed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("own_sink:Line", "has no 'Line'; did you mean 'Lines'"),
+        ("own_sink:OPEN", "it lacks 'log'"),
+        ("no_such_module:Lines", "cannot be imported"),
+    ],
+)
+def test_check_rejects_a_path_that_leads_to_no_sink(
+    name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_sink.py").write_text(OWN_SINK + "\nOPEN = open\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_sink", raising=False)
+    with pytest.raises(RecipeError, match=error):
+        check_sinks(Recipe.model_validate({"tracking": {"sinks": [name]}}))
+
+
+def test_a_recipe_names_the_sinks_that_there_are() -> None:
+    with pytest.raises(RecipeError, match=r"take tensorboard, wandb, or give package.module:name"):
+        Recipe.model_validate({"tracking": {"sinks": ["csv"]}})
 
 
 @pytest.mark.skipif(
