@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict
 from ebbflow.recipe.optimizers import OptimizerFactory, built_in_optimizers, find_optimizer
-from ebbflow.recipe.plugins import check_members, import_object, validate_name_or_path
+from ebbflow.recipe.plugins import validate_name_or_path
 from ebbflow.recipe.samplers import (
     SAMPLERS,
     STOCHASTIC_SAMPLERS,
