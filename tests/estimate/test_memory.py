@@ -77,11 +77,11 @@ def kept_bytes(recipe, ctx, prompts):
         storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return value
 
-    groups, keys = ctx.groups(prompts, 0)
+    groups, keys = ctx.build_sample_groups(prompts, 0)
     engine = Diffusers(ctx, policy, with_graph=True)
     conditioning = policy.model.encode_prompts(groups)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        rollouts, _ = engine.generate(conditioning, keys, ctx.online.sampler, ctx.plan(0))
+        rollouts, _ = engine.generate(conditioning, keys, ctx.online_config.sampler, ctx.plan(0))
     assert rollouts.velocities
     return sum(size for pointer, size in storages.items() if pointer not in weights)
 

@@ -19,7 +19,7 @@ from ebbflow.online.loop import run_online_stage
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
-from ebbflow.rewards.base import Reward, RewardResult
+from ebbflow.rewards.base import RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import generate_samples
@@ -33,10 +33,13 @@ from tests.parameters import changed, values
 LORA = {"train": "lora", "rank": 4, "alpha": 8}
 
 
-class Brightness(Reward):
+class Brightness:
     """Stub reward of images and videos."""
 
     name = "brightness"
+
+    def unavailable(self):
+        return None
 
     def __call__(self, images, prompts):
         return RewardResult(images.reshape(len(images), -1).mean(1) / 255, {}, {})
@@ -244,7 +247,7 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
     }
     ctx, model, updater = start("sd3", online | {"optimizer": {"lr": 0}}, guidance=1.0)
     wanted = [prompt for prompt in prompts("sd3", SHORT[:2]) for _ in range(2)]
-    keys = SampleKeys(ctx.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
+    keys = SampleKeys(ctx.stage_seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
     trainer = TrainingWorker(ctx, updater)
     conditioning = trainer.encode(wanted)(wanted)
     clean = torch.randn(4, *model.latent_shape, generator=torch.Generator().manual_seed(0))
@@ -257,7 +260,7 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
         keys,
         groups,
         ctx.config.hyper_parameters,
-        updater.schedule,
+        updater.sampler_sigmas,
         visit=0,
     )
     latents = batch.inputs.latents
@@ -333,7 +336,7 @@ def test_an_offline_update(start, name):
     }
     ctx, model, updater = start(name, offline)
     wanted = [prompt for prompt in prompts(name, SHORT[:2]) for _ in range(2)]
-    keys = SampleKeys(ctx.seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
+    keys = SampleKeys(ctx.stage_seed, [prompt.prompt_id for prompt in wanted], [0, 1, 0, 1])
     conditioning = build_prompt_lookup(model, wanted)(wanted)
     clean = generate_samples(model, conditioning, keys, ctx.config.sampler).latents
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5])
@@ -344,7 +347,7 @@ def test_an_offline_update(start, name):
         keys,
         np.arange(4),
         ctx.config.hyper_parameters,
-        updater.schedule,
+        updater.sampler_sigmas,
         visit=0,
     )
     assert batch.inputs.conditioning.negative is None

@@ -51,7 +51,7 @@ def run(make_prompts, model):
     """Train on stored shards with the updates watched; returns (record, what they were given)."""
 
     def train(ctx, rollouts, advantages, recorder=None):
-        updater = Watched()
+        updater = Watched(ctx.config.hyper_parameters)
         return train_epochs(
             ctx,
             model,

@@ -48,15 +48,18 @@ def write_rollouts(path, keys, shape=(1, 2, 2), precision="float32"):
 class Watched:
     """A updater that keeps a record of what it was given and learns nothing."""
 
-    def __init__(self):
-        self.calls, self.alarms, self.schedule = [], [], torch.tensor([1, 2 / 3, 1 / 3, 0])
+    def __init__(self, hyper):
+        self.hyper = hyper
+        self.calls = []
+        self.alarms = []
+        self.sampler_sigmas = torch.tensor([1, 2 / 3, 1 / 3, 0])
         self.policy = SimpleNamespace(context_parallel=1, model=None)
 
     @property
     def updates(self):
         return len(self.calls)
 
-    def update(self, batch, passes):
+    def update_policy(self, batch, passes):
         keys = [(int(row[0, 0, 0]), int(row[0, 0, 1])) for row in batch.clean]
         assert keys == list(zip(batch.keys.prompt_ids, batch.keys.samples, strict=True))
         self.calls.append(SimpleNamespace(keys=keys, batch=batch, passes=passes))

@@ -96,7 +96,7 @@ def test_every_epoch_draws_noise_of_its_own(make_recipe, stored, run):
 def test_noise_levels_of_a_schedule_are_the_samplers(ctx, stored, run):
     calls = run(ctx, *stored(12)[:2])[1]
     sigmas = torch.cat([call.batch.inputs.sigma for call in calls])
-    assert sorted(sigmas.unique().tolist()) == sorted(Watched().schedule[:-1].tolist())
+    assert sorted(sigmas.unique().tolist()) == sorted(Watched(None).sampler_sigmas[:-1].tolist())
 
 
 def units_seen(call):
@@ -179,7 +179,7 @@ def test_pairs_are_the_better_and_the_worse_of_a_prompt(make_recipe, stored, run
 def test_the_noise_of_a_sample_is_its_own(ctx, stored, run):
     call = run(ctx, *stored(12)[:2])[1][0]
     first = slice(0, 1)
-    keys = SampleKeys(ctx.seed, [call.keys[0][0]], [call.keys[0][1]])
+    keys = SampleKeys(ctx.stage_seed, [call.keys[0][0]], [call.keys[0][1]])
     conditioning = call.batch.inputs.conditioning.select_rows(first)
     clean = call.batch.clean[first]
     advantage = call.batch.advantage[first]

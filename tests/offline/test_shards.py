@@ -91,7 +91,9 @@ def test_ids_lead_to_the_same_shards_as_prompts(ctx, make_prompts):
 def test_latents_and_images_are_those_of_the_engine(ctx, model, shards, make_prompts):
     for path in shards:
         table = read_table(path)
-        keys = SampleKeys(ctx.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
+        keys = SampleKeys(
+            ctx.stage_seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist()
+        )
         texts = [make_prompts(6)[prompt_id].prompt for prompt_id in keys.prompt_ids]
         expected = generate_samples(
             model, model.encode_texts(texts), keys, ctx.config.sampler, micro_batch=8
@@ -139,7 +141,7 @@ def test_a_shard_says_what_made_it(ctx, shards):
     assert (said["stage"], said["shard"], said["seed"], said["micro_batch"]) == (
         "2.2 offline",
         1,
-        ctx.seed,
+        ctx.stage_seed,
         8,
     )
     assert (said["sampler"]["name"], said["dtype"]) == ("ode", "float32")
@@ -287,7 +289,7 @@ def test_a_shard_of_videos_holds_their_latents_and_every_frame(
     rollouts = tmp_path / "rollouts.parquet"
     generate_shard(ctx, film, policy, 7, make_prompts(6), 0, rollouts)
     table = read_table(rollouts, build_rollout_schema(film.latent_shape))
-    keys = SampleKeys(ctx.seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
+    keys = SampleKeys(ctx.stage_seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
     conditioning = film.encode([make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids])
     expected = generate_samples(film, conditioning, keys, ctx.config.sampler, micro_batch=8).latents
     latents = read_latents(rollouts)

@@ -295,7 +295,7 @@ def test_dumps_hold_the_first_samples_and_all_about_them(run, make_prompts):
             assert (line["failure"] is None) == (not failed)
             assert (line["policy_version"], line["seed"], line["sample"]) == (
                 version,
-                ctx.seed,
+                ctx.stage_seed,
                 step * 4 + index % 4,
             )
             assert line["prompt"] == broken[line["prompt_id"]].prompt

@@ -246,11 +246,11 @@ def test_a_family_that_does_not_decode_with_gradient_is_refused_before_the_first
     updater = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(decode=None)))
     with pytest.raises(
         ModelError,
-        match=r"draft learns .*, and SimpleNamespace has no pixels\(latents\), .* write one",
+        match=r"draft learns .*, and SimpleNamespace has no decode_with_gradient\(latents\)",
     ):
         TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
     TrainingWorker(ctx, updater, scorer=Scorer(((OfLatents(), 1.0),)))  # which decodes nothing
-    updater.policy.model.pixels = updater.policy.model.decode
+    updater.policy.model.decode_with_gradient = updater.policy.model.decode
     TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
 
 
