@@ -19,7 +19,7 @@ from ebbflow.online.loop import run_online_stage
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe import Recipe
-from ebbflow.rewards.base import RewardResult
+from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
 from ebbflow.rollouts.generate import generate_samples
@@ -33,13 +33,10 @@ from tests.parameters import changed, values
 LORA = {"train": "lora", "rank": 4, "alpha": 8}
 
 
-class Brightness:
+class Brightness(Reward):
     """Stub reward of images and videos."""
 
     name = "brightness"
-
-    def unavailable(self):
-        return None
 
     def __call__(self, images, prompts):
         return RewardResult(images.reshape(len(images), -1).mean(1) / 255, {}, {})

@@ -56,29 +56,32 @@ def sampler_of(make_recipe, make_prompts):
 def test_without_further_keys_it_is_the_batch_of_the_step(sampler_of, make_prompts):
     sampler = sampler_of(9, steps=5)
     for step in range(5):
-        assert sampler.batch(step) == sample_prompts(
+        assert sampler.sample_batch(step) == sample_prompts(
             make_prompts(9), 2, step, sampler.ctx.stage_seed
         )
     assert sampler.list_possible_prompts() == [
-        prompt for step in range(5) for prompt in sampler.batch(step)
+        prompt for step in range(5) for prompt in sampler.sample_batch(step)
     ]
 
 
 def test_as_many_other_prompts_are_drawn_as_say_nothing(sampler_of):
     sampler = sampler_of(12, prompts_per_step=4, refill_rounds=1)
-    taken = sampler.batch(3)
-    assert sampler.further(3, taken, ids(taken)) == []
-    two = sampler.further(3, taken, ids(taken)[:2])
-    four = sampler.further(3, taken, [])
+    taken = sampler.sample_batch(3)
+    assert sampler.sample_replacements(3, taken, ids(taken)) == []
+    two = sampler.sample_replacements(3, taken, ids(taken)[:2])
+    four = sampler.sample_replacements(3, taken, [])
     assert (len(two), len(four), four[:2]) == (2, 4, two)
     assert not set(ids(taken)) & set(ids(four))
     assert (
-        sampler.further(3, [*taken, *two], [])
-        == sampler.further(3, taken, [])[2:] + sampler.further(3, [*taken, *four], [])[:2]
+        sampler.sample_replacements(3, [*taken, *two], [])
+        == sampler.sample_replacements(3, taken, [])[2:]
+        + sampler.sample_replacements(3, [*taken, *four], [])[:2]
     )
-    assert sampler.further(4, taken, []) != four
-    assert len(sampler.further(3, [*taken, *four], [])) == 4
-    assert len(sampler_of(6, prompts_per_step=4).further(0, sampler.prompts[:4], [])) == 2
+    assert sampler.sample_replacements(4, taken, []) != four
+    assert len(sampler.sample_replacements(3, [*taken, *four], [])) == 4
+    assert (
+        len(sampler_of(6, prompts_per_step=4).sample_replacements(0, sampler.prompts[:4], [])) == 2
+    )
 
 
 @pytest.mark.parametrize("combine", ["sum", "per_reward"])
@@ -224,10 +227,12 @@ def test_a_first_pass_leaves_out_what_is_outside_the_range(sampler_of):
         ({"min_reward": 0.6}, [3, 5]),
     ):
         sampler = sampler_of(6, prompt_filter=config)
-        sampler.keep(*moments_of(found))
-        assert (sampler.state.kept_prompts, ids(sampler.left)) == (kept, kept)
-        assert {prompt for step in range(6) for prompt in ids(sampler.batch(step))} == set(kept)
-        assert set(ids(sampler.further(0, sampler.batch(0), []))) <= set(kept)
+        sampler.filter_prompts(*moments_of(found))
+        assert (sampler.state.kept_prompts, ids(sampler.remaining_prompts)) == (kept, kept)
+        assert {prompt for step in range(6) for prompt in ids(sampler.sample_batch(step))} == set(
+            kept
+        )
+        assert set(ids(sampler.sample_replacements(0, sampler.sample_batch(0), []))) <= set(kept)
         assert sampler.state.prompt_rewards == {}
     with pytest.raises(
         StageError,
@@ -247,8 +252,8 @@ def test_a_first_pass_tries_a_choice_of_the_prompts(sampler_of):
 
 def test_running_rewards_follow_the_groups_and_survive_a_checkpoint(sampler_of):
     sampler = sampler_of(4, curriculum={"rate": 0.25})
-    sampler.learn(*moments_of({1: [0.0, 1.0], 3: [1.0, 1.0]}))
-    sampler.learn(*moments_of({1: [1.0, 1.0]}))
+    sampler.update_curriculum(*moments_of({1: [0.0, 1.0], 3: [1.0, 1.0]}))
+    sampler.update_curriculum(*moments_of({1: [1.0, 1.0]}))
     deviation = 0.5**0.5
     assert sampler.state.prompt_rewards == {
         1: (0.625, pytest.approx(0.75 * deviation)),
@@ -280,10 +285,11 @@ def test_prompts_are_drawn_in_proportion_to_their_weights(sampler_of):
     sampler = sampler_of(4, prompts_per_step=1, curriculum={})
     sampler.state.prompt_rewards |= {0: (1.0, 0.4), 1: (0.5, 0.2), 2: (0.0, 0.0)}
     drawn = (
-        np.bincount([sampler.batch(step)[0].prompt_id for step in range(4000)], minlength=4) / 4000
+        np.bincount([sampler.sample_batch(step)[0].prompt_id for step in range(4000)], minlength=4)
+        / 4000
     )
     assert drawn == pytest.approx(np.array([1, 0.5, 0.1, 1]) / 2.6, abs=0.03)
-    assert sampler.batch(7) == sampler.batch(7)
+    assert sampler.sample_batch(7) == sampler.sample_batch(7)
     two = sampler_of(4, prompts_per_step=2, curriculum={})
     assert all(len(set(ids(two.batch(step)))) == 2 for step in range(20))
 
