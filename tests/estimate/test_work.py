@@ -214,7 +214,7 @@ def train_on(ctx, model, policy, prompts, shard, folder):
     advantages = folder / "advantages.parquet"
     score_shard(ctx, Scorer(((Darkness(), 1.0),)), prompts, shard, scores)
     write_advantages(ctx, [scores], advantages)
-    updater = PolicyUpdater(policy, ctx.offline)
+    updater = PolicyUpdater(policy, ctx.offline_config)
     train_epochs(ctx, model, updater, prompts, [shard], advantages, MetricsRecorder())
 
 

@@ -242,7 +242,7 @@ def test_weights_that_do_not_fit_are_named(policies, tmp_path, kind, which, how)
         pytest.skip("every matrix is square")
     save_file(change(tensors, how), path)
     with pytest.raises(PolicyError) as error:
-        policy.load(remade(folder), to_train=True)
+        policy.load_folder(remade(folder), to_train=True)
     assert_readable(str(error.value), str(folder))
 
 

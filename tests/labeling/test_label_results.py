@@ -134,7 +134,7 @@ def test_an_offline_stage_trains_on_the_preferences_of_people(ctx, model, tmp_pa
     policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure_copy("old")
     before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-    updater = PolicyUpdater(policy, ctx.offline)
+    updater = PolicyUpdater(policy, ctx.offline_config)
     prompts = read_prompts(imported.prompts, "train")
     record = train_epochs(
         ctx, model, updater, prompts, imported.rollouts, imported.advantages, recorder

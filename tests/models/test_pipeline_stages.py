@@ -269,7 +269,7 @@ def test_the_policy_is_pulled_to_the_base_model_as_it_draws_with_guidance(start)
             for each in (rows.without_guidance(), rows.negative)
         )
     apart = ((plain - (negative + 4.5 * (plain - negative))) ** 2).flatten(1).mean(1)
-    metrics = updater.update(batch, 2)
+    metrics = updater.update_policy(batch, 2)
     assert metrics["kl/reference"] == pytest.approx(apart.mean().item(), rel=1e-4) != 0
     assert metrics["velocity_drift"] == pytest.approx(0, abs=1e-9)
     assert metrics["crd/implied"] == pytest.approx(0, abs=1e-6)
@@ -349,7 +349,7 @@ def test_an_offline_update(start, name):
     )
     assert batch.inputs.conditioning.negative is None
     before = values(updater.policy)
-    metrics = updater.update(batch, count_micro_batches(batch.group_index, ctx.config.micro_batch))
+    metrics = updater.update_policy(batch, count_micro_batches(batch.group_index, ctx.config.micro_batch))
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0
     assert len(changed(updater.policy, before)) > len(before) / 3

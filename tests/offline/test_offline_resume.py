@@ -101,7 +101,7 @@ def train(
 def rows(recorder):
     return [
         {key: value for key, value in row.items() if not key.startswith(TIMED)}
-        for row in recorder.metrics
+        for row in recorder.metrics_rows
     ]
 
 

@@ -146,7 +146,7 @@ def test_the_old_policy_is_where_training_began(ctx, base_folder, generated, mak
     recorder = MetricsRecorder()
     policy = Policy(model, ctx.recipe.policy, 0)
     policy.ensure_copy("old")
-    updater = PolicyUpdater(policy, ctx.offline)
+    updater = PolicyUpdater(policy, ctx.offline_config)
     train_epochs(ctx, model, updater, make_prompts(6), *generated, recorder)
     assert recorder.metrics_rows[0]["nft/old_deviation"] == pytest.approx(0, abs=1e-9)
     assert recorder.metrics_rows[-1]["nft/old_deviation"] > 1e-9

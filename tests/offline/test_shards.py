@@ -112,7 +112,7 @@ def test_the_old_copy_generates(ctx, model, policy, shards, make_prompts, tmp_pa
             parameter += 0.05
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "again.parquet")
     assert torch.equal(read_latents(tmp_path / "again.parquet"), read_latents(shards[0]))
-    policy.snapshot("old")
+    policy.snapshot_copy("old")
     generate_shard(ctx, model, policy, 7, make_prompts(6), 0, tmp_path / "later.parquet")
     assert not torch.allclose(
         read_latents(tmp_path / "later.parquet"), read_latents(shards[0]), atol=1e-2
@@ -265,7 +265,7 @@ def film(model, monkeypatch):
     """
     velocity, decode, (channels, height, width) = (
         model.predict_velocity,
-        model.decode,
+        model.decode_latents,
         model.latent_shape,
     )
 

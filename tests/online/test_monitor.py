@@ -147,7 +147,7 @@ def run(make_recipe, make_prompts, base_folder, scorer, validation):
 
 def opened(ctx, base_folder):
     policy = Policy(load_model(base_folder), ctx.recipe.policy, 0)
-    for name in ctx.following:
+    for name in ctx.following_copies:
         policy.ensure_copy(name)
     if ctx.recipe.policy.ema:
         policy.ensure_copy("ema")

@@ -56,7 +56,7 @@ def test_it_is_masked_and_counted(run):
     recorder = run(max_failed_share=0.2)
     assert recorder.dumped.count(NO_PICTURE) == 1
     assert recorder.dumped.count('"failure": null') == 7
-    assert all(np.isfinite(row["loss"]) for row in recorder.metrics)
+    assert all(np.isfinite(row["loss"]) for row in recorder.metrics_rows)
 
 
 @pytest.mark.usefixtures("broken")

@@ -102,7 +102,7 @@ def test_every_step_is_replayed_with_the_same_bytes(train, online, policy):
 def test_it_starts_at_a_checkpoint_and_leaves_it_as_it_was(train, monkeypatch):
     ctx, folders, checkpoints, _, files = train({})
     before = {path: path.read_bytes() for path in checkpoints.folder.rglob("*") if path.is_file()}
-    newest = checkpoints.newest()
+    newest = checkpoints.find_newest()
     assert newest
     assert newest[0].name == "step-00002"
     trained = []

@@ -194,7 +194,7 @@ def test_a_shard_of_an_offline_stage_has_the_shares_too(mixed):
 def test_a_stage_trains_on_a_mixture(mixed, base_folder):
     ctx, prompts = mixed(group_size=2, micro_batch=8, updates_per_step=1)
     reward = VariedReward(set(range(9)))
-    updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+    updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online_config)
     run_online_stage(
         ctx, open_local_workers(ctx, updater, Scorer(((reward, 1.0),))), prompts, MetricsRecorder()
     )
@@ -489,7 +489,7 @@ def test_a_stage_trains_on_prompt_sets_with_their_own_rewards(mixed, base_folder
     recorder = MetricsRecorder()
     of_sets = {name: configure_reward("ocr", prompts=[f"{name}.txt"]) for name in "ab"}
     scorer = Scorer(((rewards[0], 1.0), (rewards[1], 2.0)), of_sets=of_sets)
-    updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online)
+    updater = PolicyUpdater(Policy(load_model(base_folder), ctx.recipe.policy, 0), ctx.online_config)
     run_online_stage(ctx, open_local_workers(ctx, updater, scorer), prompts, recorder)
     assert [[prompt % 3 == 0 for prompt in seen] for seen in rewards[0].seen] == [[False] * 3] * 2
     assert [[prompt % 3 == 0 for prompt in seen] for seen in rewards[1].seen] == [[True]] * 2

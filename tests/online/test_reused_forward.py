@@ -75,7 +75,7 @@ def train(make_prompts, scorer, monkeypatch):
         if ctx.recipe.model.compile == "blocks":
             compile_blocks(policy.model)
         optimizer = torch.optim.SGD(policy.parameters.values(), sgd) if sgd else None
-        updater = PolicyUpdater(policy, ctx.online, optimizer=optimizer)
+        updater = PolicyUpdater(policy, ctx.online_config, optimizer=optimizer)
         recorder = MetricsRecorder()
         step = updater.optimizer.step
         update = updater.update_policy
@@ -95,7 +95,7 @@ def train(make_prompts, scorer, monkeypatch):
             return predict(*arguments)
 
         updater.optimizer.step = note_gradients
-        if ctx.online.reuse_rollout_forward:
+        if ctx.online_config.reuse_rollout_forward:
             updater.update_policy = without_graphs
         with monkeypatch.context() as patch:
             for module in (rollouts_module, update_module):

@@ -65,7 +65,7 @@ def context(folder, stage):
 
 def workers_of(ctx, folder, scorer) -> LocalWorkers:
     policy = Policy(load_model(folder, ctx.recipe.model), ctx.recipe.policy, seed=0)
-    for name in ctx.following:
+    for name in ctx.following_copies:
         policy.ensure_copy(name)
     return open_local_workers(ctx, PolicyUpdater(policy, ctx.config), scorer)
 

@@ -155,7 +155,7 @@ def test_a_stage_logs_the_statistics_of_its_rollouts(ctx, base_folder, make_prom
     policy = Policy(model, context.recipe.policy, 0)
     run_online_stage(
         context,
-        open_local_workers(context, PolicyUpdater(policy, context.online), scorer),
+        open_local_workers(context, PolicyUpdater(policy, context.online_config), scorer),
         make_prompts(6),
         recorder,
     )

@@ -250,7 +250,7 @@ def test_a_family_that_does_not_decode_with_gradient_is_refused_before_the_first
     ):
         TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
     TrainingWorker(ctx, updater, scorer=Scorer(((OfLatents(), 1.0),)))  # which decodes nothing
-    updater.policy.model.decode_with_gradient = updater.policy.model.decode
+    updater.policy.model.decode_with_gradient = updater.policy.model.decode_latents
     TrainingWorker(ctx, updater, scorer=Scorer(((Darkness(), 1.0),)))
 
 

@@ -90,7 +90,7 @@ def test_a_push_replaces_the_weights_of_the_one_before(both, family, train):
         both.change(seed, scale)
         both.push()
         drawn[seed] = compare(both, both.conditioning, SDE, MIDDLE)
-    with both.policy.using("reference"):
+    with both.policy.use_copy("reference"):
         base = compare(both, both.conditioning, SDE, MIDDLE)
     assert torch.equal(drawn[3], base)
     assert all(
