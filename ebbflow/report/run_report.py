@@ -89,11 +89,11 @@ class ReportInputs:
             )
 
     @property
-    def before(self) -> Evaluation:
+    def first_evaluation(self) -> Evaluation:
         return self.evaluations[0][0]
 
     @property
-    def after(self) -> Evaluation:
+    def candidate_evaluation(self) -> Evaluation:
         return next(
             evaluation
             for evaluation, _ in self.evaluations
@@ -150,8 +150,8 @@ def summarise_run(inputs: ReportInputs) -> dict[str, Any]:
         else {}
     )
     return {
-        "before": _keep_finite(inputs.before.held_out),
-        "after": _keep_finite(inputs.after.held_out),
+        "before": _keep_finite(inputs.first_evaluation.held_out),
+        "after": _keep_finite(inputs.candidate_evaluation.held_out),
         "seconds": seconds | {"total": round(sum(seconds.values()), 3)} | whole,
         "candidate": inputs.decision.candidate,
         "champion": inputs.decision.champion,
@@ -180,7 +180,9 @@ def _summarise_categories(inputs: ReportInputs) -> dict[str, Any]:
             }
             for when, categories in sides.items()
         }
-        for column, sides in _group_categories(inputs.before, inputs.after).items()
+        for column, sides in _group_categories(
+            inputs.first_evaluation, inputs.candidate_evaluation
+        ).items()
     }
 
 
@@ -212,7 +214,7 @@ def _build_category_tables(inputs: ReportInputs) -> dict[str, list[CategoryRow]]
     """By column, its categories and their mean, of what the gate compared."""
     tables = {}
     for column, sides in _group_categories(
-        _find_compared_sides(inputs)[0][0], inputs.after
+        _find_compared_sides(inputs)[0][0], inputs.candidate_evaluation
     ).items():
         before = {category.value: category for category in sides["before"]}
         rows = [
@@ -239,7 +241,7 @@ def format_summary_table(inputs: ReportInputs) -> str:
     metrics = _list_metrics(inputs)
     table = [["", *(charts.format_metric_name(metric) for metric in metrics), "drift"]]
     for evaluation, _ in inputs.evaluations:
-        mark = "*" if evaluation is inputs.after else ""
+        mark = "*" if evaluation is inputs.candidate_evaluation else ""
         values = [format_number(evaluation.held_out.get(metric)) for metric in metrics]
         table.append([evaluation.label + mark, *values, f"{evaluation.velocity_drift:.2g}"])
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
@@ -294,7 +296,7 @@ def _build_page(inputs: ReportInputs) -> dict[str, Any]:
         "categories": _build_category_tables(inputs),
         "statistics": statistics,
         "progress": charts.plot_progress(
-            own_evaluations, metrics, inputs.after.label, inputs.champion
+            own_evaluations, metrics, inputs.candidate_evaluation.label, inputs.champion
         ),
         "differences": charts.plot_differences(inputs.decision),
         "curves": [
@@ -370,7 +372,9 @@ def _find_compared_sides(
     pairs = {
         evaluation.label: (evaluation, path) for evaluation, path in reversed(inputs.evaluations)
     }
-    return pairs[(inputs.champion or inputs.before).label], pairs[inputs.after.label]
+    return pairs[(inputs.champion or inputs.first_evaluation).label], pairs[
+        inputs.candidate_evaluation.label
+    ]
 
 
 def _list_problems(inputs: ReportInputs) -> list[str]:
@@ -403,7 +407,9 @@ def _list_metrics(inputs: ReportInputs) -> list[str]:
     exact match, guardrails.
     """
     trained = [reward.column for reward in inputs.recipe.rewards]
-    combined = [] if len(trained) == 1 and trained[0] in inputs.before.held_out else ["reward"]
+    combined = (
+        [] if len(trained) == 1 and trained[0] in inputs.first_evaluation.held_out else ["reward"]
+    )
     wanted = [*combined, *trained, "exact_match", *_list_guardrails(inputs.recipe)]
     return [
         metric
@@ -421,7 +427,11 @@ def _list_distributions(
     """The distribution of every metric, before and after, and of the champion where it is another
     policy.
     """
-    compared = [inputs.before, *([inputs.champion] if inputs.champion else []), inputs.after]
+    compared = [
+        inputs.first_evaluation,
+        *([inputs.champion] if inputs.champion else []),
+        inputs.candidate_evaluation,
+    ]
     return [
         (each, metric, each.distributions[metric])
         for metric in metrics
@@ -437,7 +447,9 @@ def _select_evaluations(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
     kept = {0, *range(len(evaluations) - MAX_COLUMNS + 2, len(evaluations))}
     kept.add(
         next(
-            index for index, (evaluation, _) in enumerate(evaluations) if evaluation is inputs.after
+            index
+            for index, (evaluation, _) in enumerate(evaluations)
+            if evaluation is inputs.candidate_evaluation
         )
     )
     return [evaluations[index] for index in sorted(kept)]
