@@ -487,7 +487,7 @@ def _complex_step_gradient(loss: Callable[[Any], Any], at: Any, h: float = 1e-30
 
 
 FORMS: dict[str, Callable[[Any], Values]] = {
-    form.__name__: form
+    form.__name__.removeprefix("group_"): form
     for form in (
         *(ode_step, flow_sde_step, dance_sde_step, cps_step, dpm_solver_steps),
         *(flow_grpo_loss, tempflow_grpo_loss, grpo_guard_loss, flow_dppo_loss, distillation_loss),

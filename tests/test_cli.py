@@ -44,7 +44,7 @@ def test_keys_reach_into_every_choice() -> None:
         "rewards[](Ocr).layout = line",
     ):
         assert key in shown
-    assert "Prompts that choose the best round." in shown
+    assert "Number of validation prompts, which choose the best round." in shown
 
 
 def listed() -> dict[str, dict[str, str]]:
@@ -91,7 +91,9 @@ def test_list_says_where_an_algorithm_runs_and_what_a_sampler_gives() -> None:
 
 def test_list_says_which_reward_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not installed" not in listed()["rewards"]["similarity"]
-    monkeypatch.setattr(Tesseract, "unavailable", lambda self: "no such program; install it")
+    monkeypatch.setattr(
+        Tesseract, "explain_unavailable", lambda self: "no such program; install it"
+    )
     result = CliRunner().invoke(main, ["list"])
     assert listed()["rewards"]["tesseract"].startswith("not installed  ")
     assert "\n  no such program; install it\n" in result.output

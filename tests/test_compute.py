@@ -170,8 +170,8 @@ def test_pods_that_evaluate(monkeypatch, tmp_path):
 
 def arguments_of_a_task(monkeypatch, module):
     """What its body gets, with inputs that are only handed on."""
-    monkeypatch.setattr(module, "node_output", lambda *named: None)
-    monkeypatch.setattr(module, "fetch", lambda artifact: None, raising=False)
+    monkeypatch.setattr(module, "make_node_output", lambda *named: None)
+    monkeypatch.setattr(module, "fetch_artifact", lambda artifact: None, raising=False)
     return {
         "recipe": DETERMINISTIC,
         "run": SimpleNamespace(),
@@ -184,7 +184,7 @@ def arguments_of_a_task(monkeypatch, module):
 def test_ranks_before_they_join_their_group(monkeypatch):
     from tasks import train_offline as module
 
-    seen = stop_at(monkeypatch, distributed, "process_group")
+    seen = stop_at(monkeypatch, distributed, "join_process_group")
     given = arguments_of_a_task(monkeypatch, module) | {
         "base": None,
         "policy": None,

@@ -105,8 +105,8 @@ def interrupt(recipe):
     if OPENED:
         resume.note_run("runs/mine-1")
     os.kill(os.getpid(), signal.SIGINT)
-launch._prepare = interrupt
-launch.launch(Path(sys.argv[2]), debug=False)
+launch._prepare_environment = interrupt
+launch.launch_recipe(Path(sys.argv[2]), debug=False)
 """
 
 

@@ -102,7 +102,7 @@ class SleepingWorker:
 class Queue(RolloutQueue):
     """The stage's own, for requests without content."""
 
-    def requests(self, step: int, chosen: object = None) -> Any:
+    def build_requests(self, step: int, chosen: object = None) -> Any:
         return [SimpleNamespace(step=step)] * self.num_requests
 
     async def generate_and_score(
@@ -112,7 +112,7 @@ class Queue(RolloutQueue):
         await self.workers.reward.call("score", lambda: ())
         return SimpleNamespace(request=request, report=SimpleNamespace(version=version))
 
-    async def _received(self, step: object) -> bool:
+    async def _receive_step(self, step: object) -> bool:
         return True
 
 

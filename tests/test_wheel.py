@@ -26,10 +26,10 @@ BUILD = "from setuptools import build_meta; import sys; build_meta.build_wheel(s
 
 
 USED = """
-from ebbflow.recipe.paths import local_path
+from ebbflow.recipe.paths import resolve_local_path
 from tasks.cache import LOCAL_CACHE
 
-print(local_path("ebbflow:datasets/signs/prompts.txt").is_file(), LOCAL_CACHE)
+print(resolve_local_path("ebbflow:datasets/signs/prompts.txt").is_file(), LOCAL_CACHE)
 """
 
 

@@ -39,7 +39,7 @@ def test_the_samples_of_a_prompt_are_one_until_the_step_where_they_branch(model,
     assert stage.shared_initial_noise
     chosen = [plan_steps(stage.window, 4, step, seed=0) for step in range(30)]
     assert {one.trained for one in chosen} == {(0,), (1,), (2,)}
-    assert all(one.is_stochastic == one.trained for one in chosen)
+    assert all(one.stochastic == one.trained for one in chosen)
     keys = SampleKeys(5, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, sharing=[3])
     conditioning = model.encode_texts(["ABCD"] * 3 + ["WXYZ"] * 3)
     predicted = []

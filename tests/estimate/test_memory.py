@@ -81,7 +81,9 @@ def kept_bytes(recipe, ctx, prompts):
     engine = Diffusers(ctx, policy, with_graph=True)
     conditioning = policy.model.encode_prompts(groups)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        rollouts, _ = engine.generate(conditioning, keys, ctx.online_config.sampler, ctx.plan_window(0))
+        rollouts, _ = engine.generate(
+            conditioning, keys, ctx.online_config.sampler, ctx.plan_window(0)
+        )
     assert rollouts.velocities
     return sum(size for pointer, size in storages.items() if pointer not in weights)
 

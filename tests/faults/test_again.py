@@ -39,12 +39,12 @@ RECIPE: dict[str, Any] = {
 DEATHS = [
     "ebbflow.evaluation.evaluate:evaluate_folder:1:after",
     # in the online stage, in pyflyte's own process
-    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",
+    "ebbflow.training.update:PolicyUpdater.update_policy:1:sigterm",
     "ebbflow.offline.rollouts:generate_shard_from_folders:2",
     # between two nodes: Flyte does not know yet that shard 0 has been scored
     "flytekit.core.local_cache:LocalTaskCache.set:2",
     # in the offline stage, in the processes of its group
-    "ebbflow.training.update:PolicyUpdater.update:1:sigterm",
+    "ebbflow.training.update:PolicyUpdater.update_policy:1:sigterm",
     "mlflow:MlflowClient.create_model_version:1",
     # the challenger is named, the champion not yet
     "mlflow:MlflowClient.set_registered_model_alias:2",

@@ -207,7 +207,7 @@ def test_a_copy_cannot_be_read_from_elsewhere(policies, tmp_path, name):
     metadata = json.loads((folder / "policy.json").read_text()) | {"copies": [name]}
     (folder / "policy.json").write_text(json.dumps(metadata))
     with pytest.raises(PolicyError, match=r"copies\.0 = .*pattern"):
-        policies["lora"][0].load(remade(folder), to_train=True)
+        policies["lora"][0].load_folder(remade(folder), to_train=True)
 
 
 def change(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:

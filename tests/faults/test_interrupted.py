@@ -25,7 +25,7 @@ POINTS = [
     "ebbflow.models.glyph_training.train:_flow_matching_loss:2",
     "ebbflow.evaluation.evaluate:_generate_and_score:1",
     # of the online stage, in the process of the command
-    "ebbflow.training.update:PolicyUpdater.update:1",
+    "ebbflow.training.update:PolicyUpdater.update_policy:1",
     "ebbflow.offline.training:_time_update:1",  # of the offline stage, where ranks save first
 ]
 

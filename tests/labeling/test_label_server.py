@@ -76,7 +76,8 @@ def test_a_rater_goes_through_all_pairs(client, session):
         assert (done["answered"], done["left"]) == (7 - left, left - 1)
     assert (done["pair"], done["next"], done["finished"]) == (None, None, "all")
     assert [
-        answer.preferred for answer in sorted(session.answers.standing, key=lambda one: one.pair)
+        answer.preferred_picture
+        for answer in sorted(session.answers.standing, key=lambda one: one.pair)
     ] == [1, 0] * 3
     evidence = json.loads((session.folder / "evidence.json").read_text())
     assert (evidence["answers"]["candidate"], evidence["decision"]) == (3, "undecided")
@@ -139,7 +140,7 @@ def test_what_a_rater_gets_does_not_depend_on_who_is_the_candidate(tmp_path):
 
 def test_prompts_are_data_and_never_in_the_page(client, session):
     (pair,) = [pair for pair in session.pairs.values() if pair.prompt == HOSTILE]
-    for position, key in enumerate(session.order("anna")):
+    for position, key in enumerate(session.order_of_pairs("anna")):
         if key == pair.key:
             rate(session, "anna", position)
     answered = client.get(f"/{TOKEN}/state", params={"rater": "anna"})
@@ -310,7 +311,7 @@ def test_what_is_not_there(client, path):
 
 
 def test_a_full_disk_is_told_and_the_answer_can_be_given_again(client, session, monkeypatch):
-    append = session.answers.append
+    append = session.answers.append_answer
 
     def full(given):
         raise DiskFullError("full")

@@ -31,12 +31,12 @@ import json, sys, types
 # The real package imports torch.
 package = sys.modules["ebbflow.models"] = types.ModuleType("ebbflow.models")
 package.__path__ = ["ebbflow/models"]
-from ebbflow.models.hub import HubError, pretrained_folder
+from ebbflow.models.hub import HubError, locate_pretrained
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 for path, commit in json.loads(sys.argv[1]):
     try:
         source = PretrainedSourceConfig(path=path, revision=commit)
-        print("folder", pretrained_folder(source, ["*.json", "*.safetensors"]))
+        print("folder", locate_pretrained(source, ["*.json", "*.safetensors"]))
     except HubError as error:
         print("HubError", error)
 """

@@ -349,7 +349,9 @@ def test_an_offline_update(start, name):
     )
     assert batch.inputs.conditioning.negative is None
     before = values(updater.policy)
-    metrics = updater.update_policy(batch, count_micro_batches(batch.group_index, ctx.config.micro_batch))
+    metrics = updater.update_policy(
+        batch, count_micro_batches(batch.group_index, ctx.config.micro_batch)
+    )
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0
     assert len(changed(updater.policy, before)) > len(before) / 3

@@ -78,7 +78,7 @@ def train(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        patch.setattr(PolicyUpdater, "update", doomed)
+        patch.setattr(PolicyUpdater, "update_policy", doomed)
         rollouts, (prompts, advantages) = (
             sorted(folder.glob("rollouts-*")),
             [folder / f"{table}.parquet" for table in ("prompts", "advantages")],

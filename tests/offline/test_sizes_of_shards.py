@@ -139,7 +139,7 @@ def test_a_stage_trains_on_each_shard_in_its_size_and_resumes_exactly(
         return step(updater, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(update.PolicyUpdater, "update", doomed)
+        patch.setattr(update.PolicyUpdater, "update_policy", doomed)
         with pytest.raises(Killed):
             train(ctx, base, folder, tmp_path / "killed", Checkpoints(ctx, tmp_path / "kept"))
     assert (

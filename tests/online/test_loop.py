@@ -467,7 +467,7 @@ def watch_updates(monkeypatch):
         updater.updates += 1
         return {"loss": 0.0}
 
-    monkeypatch.setattr(PolicyUpdater, "update", watch)
+    monkeypatch.setattr(PolicyUpdater, "update_policy", watch)
     return batches
 
 
@@ -698,7 +698,7 @@ def test_statistics_of_the_prompts_run_over_the_steps_of_a_stage(run, monkeypatc
     monkeypatch.setattr(loop, "compute_advantages", watch)
     run(steps=3, prompts_per_step=6, advantages={"running": True})
     assert seen[0] is seen[1] is seen[2]
-    assert {count for _, count, *_ in seen[0].state()["darkness"]} == {12}
+    assert {count for _, count, *_ in seen[0].state_dict()["darkness"]} == {12}
 
 
 class LatentDarkness(Reward):

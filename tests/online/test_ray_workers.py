@@ -399,7 +399,7 @@ def test_damaged_weights_are_not_generated_with(
         next(iter(bucket.values())).view(-1)[0] += 1e-3
         return replace(weights, buckets=(ray.put(bucket), *weights.buckets[1:]))
 
-    monkeypatch.setattr(RayWorkers, "publish", damaged)
+    monkeypatch.setattr(RayWorkers, "publish_weights", damaged)
     with pytest.raises(TransferError, match="the weights of version 1 arrived as"):
         train(context_of({}), prompts, partial(ray_cases.noted, base_folder, tmp_path))
     wait_until_gone([int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()])

@@ -230,7 +230,7 @@ def test_it_can_end_with_the_best_that_was_validated(attempt, tmp_path, monkeypa
         )
         return await validate(self, version, last)
 
-    monkeypatch.setattr(monitor.StageMonitor, "validate", made_up)
+    monkeypatch.setattr(monitor.StageMonitor, "validate_policy", made_up)
     best = attempt("two", steps=2, **running)
     whole = attempt("whole", **watched)
     assert whole[2] == ["step-00002", "step-00004"]

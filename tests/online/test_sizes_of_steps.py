@@ -163,7 +163,7 @@ def test_a_size_that_cannot_be_drawn_leaves_the_model_as_it_was(flux):
         pass
     assert (model.height, model.width, model.latent_shape[1:]) == (64, 64, model.latent_shape[1:])
     with (
-        pytest.raises(ModelError, match="SimpleNamespace has no resize"),
+        pytest.raises(ModelError, match="SimpleNamespace has no set_image_size"),
         generate_in_size(SimpleNamespace(), (64, 64)),
     ):
         pass

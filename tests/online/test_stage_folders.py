@@ -63,7 +63,7 @@ def test_windows_and_statistics_go_on_in_the_next_stage(
         seen.append(step)
         return plan(ctx, step)
 
-    monkeypatch.setattr(StageContext, "plan", watched)
+    monkeypatch.setattr(StageContext, "plan_window", watched)
     folder = start(ctx.recipe)
     counts = []
     for name in ("first", "second"):

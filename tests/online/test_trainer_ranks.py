@@ -243,7 +243,7 @@ class OfLatents(Reward):
 
 def test_a_family_that_does_not_decode_with_gradient_is_refused_before_the_first_step():
     ctx = StageContext(recipe_of("reward gradients"), 0, 0)
-    updater = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(decode=None)))
+    updater = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(decode_latents=None)))
     with pytest.raises(
         ModelError,
         match=r"draft learns .*, and SimpleNamespace has no decode_with_gradient\(latents\)",

@@ -218,7 +218,7 @@ def test_what_a_checkpoint_does_not_find_is_generated_again():
         )
         return [await queue.fetch_part(step, index) for index in range(2)]
 
-    queue.workers = SimpleNamespace(fetch=fetch)
+    queue.workers = SimpleNamespace(fetch_value=fetch)
     queue._start_request = roll_out
     assert asyncio.run(run()) == [(again, "again", "again"), (found, "found", "found")]
     assert started == [(request, "version 2")]

@@ -368,7 +368,7 @@ def test_where_a_pod_may_run_and_for_how_long(for_gpus: Tasks) -> None:
 
 def test_no_two_tasks_share_a_pod_template() -> None:
     # Flyte writes into some of them.
-    kinds = (getattr(resources, kind) for kind in set(KINDS.values()))
+    kinds = (getattr(resources, f"{kind}_resources") for kind in set(KINDS.values()))
     templates = [kind()["pod_template"] for kind in kinds for _ in range(2)]
     assert (
         len({id(template) for template in templates})

@@ -27,7 +27,11 @@ from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 CONFIGS = ALGORITHMS
 TRAJECTORY = [name for name, config in CONFIGS.items() if config.kind == "trajectory"]
 FORWARD = [name for name, config in CONFIGS.items() if config.kind == "forward"]
-GRADIENT = [name for name, config in CONFIGS.items() if config.kind == "gradient"]
+GRADIENT = [
+    name
+    for name, config in CONFIGS.items()
+    if config.kind in ("gradient", "reward_gradient", "direct_align")
+]
 STOCHASTIC = ["flow_sde", "dance_sde", "cps"]
 
 

@@ -108,7 +108,7 @@ def test_an_exact_match_stays_exact_whatever_scores_one():
 )
 def test_every_reward_that_reads_takes_the_match_of_its_configuration(monkeypatch, name, reader):
     reading = ["OPEN DAILY"] if name == "ocr" else (["OPEN DAILY"], "")
-    monkeypatch.setattr(f"ebbflow.rewards.{reader}.read", lambda images: reading)
+    monkeypatch.setattr(f"ebbflow.rewards.{reader}.read_lines_of_text", lambda images: reading)
     image = np.zeros((1, 8, 8, 3), np.uint8)
     prompts = [as_prompt(0, "OPEN")]
     scores = [

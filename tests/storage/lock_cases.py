@@ -10,7 +10,7 @@ HOLDER = "\n".join(
     [
         "import sys",
         "from pathlib import Path",
-        "from ebbflow.storage.locks import exclusive_lock",
+        "from ebbflow.storage.locks import lock_folder",
         "with exclusive_lock(Path(sys.argv[1])):",
         "    print('has it', flush=True)",
         "    input()",

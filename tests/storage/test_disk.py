@@ -188,8 +188,8 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
 WRITER = """
 import sys, time
 from pathlib import Path
-from ebbflow.storage.artifacts import new_folder
-with new_folder(Path(sys.argv[1])) as partial:
+from ebbflow.storage.artifacts import write_new_folder
+with write_new_folder(Path(sys.argv[1])) as partial:
     (partial / "weights").write_bytes(bytes(1000))
     print("writing", flush=True)
     time.sleep(600)
@@ -220,7 +220,7 @@ ON_A_SMALL_DISK = """
 import os, sys
 from pathlib import Path
 import pyarrow as pa
-from ebbflow.storage.artifacts import new_folder, verify
+from ebbflow.storage.artifacts import write_new_folder, verify_folder
 from ebbflow.storage.tables import write_table
 from ebbflow.storage.disk import DiskFullError, write_text
 from safetensors.torch import save_file
@@ -229,7 +229,7 @@ import torch
 disk, schema = Path(sys.argv[1]), pa.schema([("bytes", pa.binary())])
 
 def weights(megabytes):
-    with new_folder(disk / "policy") as partial:
+    with write_new_folder(disk / "policy") as partial:
         save_file({"w": torch.ones(megabytes, 2**18)}, partial / "parameters.safetensors")
 
 def table(megabytes):
@@ -246,7 +246,7 @@ for write in (weights, table):
     assert not list(disk.iterdir()), list(disk.iterdir())
 weights(3)
 table(3)
-verify(disk / "policy")
+verify_folder(disk / "policy")
 """
 
 

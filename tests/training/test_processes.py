@@ -347,7 +347,7 @@ def test_copies_are_swapped_in_in_the_same_order_on_every_process(model, monkeyp
     updater = updater_of(model, NFT, lr=0)
     order = []
     using = updater.policy.use_copy
-    monkeypatch.setattr(updater.policy, "using", lambda name: order.append(name) or using(name))
+    monkeypatch.setattr(updater.policy, "use_copy", lambda name: order.append(name) or using(name))
     updater.algorithm = dataclasses.replace(diffusion_nft.ALGORITHM, copies=lambda config: names)
     updater.update_policy(forward_rows(model, updater.stage), 1)
     assert order == ["old", "reference", "teacher"]

@@ -80,7 +80,7 @@ def test_after_the_first_updates_every_fourth_is_watched(model, monkeypatch):
     swapped = []
     using = updater.policy.use_copy
     monkeypatch.setattr(
-        updater.policy, "using", lambda name: swapped.append(updater.updates) or using(name)
+        updater.policy, "use_copy", lambda name: swapped.append(updater.updates) or using(name)
     )
     batch = forward_rows(model, updater.stage)
     drifts = [updater.update_policy(batch, 1)["velocity_drift"] for _ in range(14)]
@@ -126,7 +126,7 @@ def linear_policy(elements):
         parameters={"weight": weight},
         model=model,
         copies={},
-        using=lambda name: nullcontext(),
+        use_copy=lambda name: nullcontext(),
         reduce_gradients=lambda wanted: None,
         keep_gathered=nullcontext,
         config=PolicyConfig(),
