@@ -89,13 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compute conformance_vectors.json again, before",
     )
     given = parser.parse_args(arguments)
-    if given.write and given.rows != "*":
+    if given.write and given.only != "*":
         parser.error("--write writes the table of all cases; leave --only out")
     if given.write:
         write_vectors(VECTORS)
-    cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.rows)]
+    cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.only)]
     if not cases:
-        raise SystemExit(f"no case is named {given.rows!r}; the names are in {VECTORS}")
+        raise SystemExit(f"no case is named {given.only!r}; the names are in {VECTORS}")
     found = {
         library: [run_case(library, case) for case in cases]
         for library in map(load_library, given.library)

@@ -212,7 +212,7 @@ def test_samples_are_decoded_and_scored_in_batches(run, tmp_path, monkeypatch):
     decode = GlyphModel.decode_latents
     monkeypatch.setattr(
         GlyphModel,
-        "decode",
+        "decode_latents",
         lambda self, latents: sizes.append(len(latents)) or decode(self, latents),
     )
     parts = run(0.02, path=tmp_path / "parts.parquet", micro_batch=4)

@@ -316,13 +316,13 @@ def test_a_full_disk_is_told_and_the_answer_can_be_given_again(client, session, 
     def full(given):
         raise DiskFullError("full")
 
-    monkeypatch.setattr(session.answers, "append", full)
+    monkeypatch.setattr(session.answers, "append_answer", full)
     refused = answer(client)
     assert (refused.status_code, refused.json()["detail"]) == (
         507,
         "The answer was not saved: the disk is full.",
     )
-    monkeypatch.setattr(session.answers, "append", append)
+    monkeypatch.setattr(session.answers, "append_answer", append)
     assert answer(client).status_code == 200
 
 

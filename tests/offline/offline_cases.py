@@ -49,7 +49,7 @@ class Watched:
     """A updater that keeps a record of what it was given and learns nothing."""
 
     def __init__(self, hyper):
-        self.hyper_parameters = hyper
+        self.hyper = hyper
         self.calls = []
         self.alarms = []
         self.sampler_sigmas = torch.tensor([1, 2 / 3, 1 / 3, 0])

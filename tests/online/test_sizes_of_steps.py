@@ -122,7 +122,7 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(
         trained.append((latents.shape[1:], (model.height, model.width)))
         return predict(model, latents, *rest)
 
-    monkeypatch.setattr(type(model), "decode", watched_decode)
+    monkeypatch.setattr(type(model), "decode_latents", watched_decode)
     monkeypatch.setattr(update, "predict", watched_predict)
     before = parameters(workers)
     pixels = 64 // model.latent_shape[1]

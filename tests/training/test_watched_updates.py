@@ -118,7 +118,7 @@ def test_a_policy_that_stays_near_the_base_raises_no_alarm(model):
 def linear_policy(elements):
     weight = torch.nn.Parameter(torch.zeros(elements))
     model = SimpleNamespace(
-        velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements),
+        predict_velocity=lambda latents, sigma, conditioning: weight.expand(len(latents), elements),
         sigmas=lambda steps: torch.linspace(1, 0, steps + 1),
         precision="float32",
     )

@@ -88,7 +88,7 @@ class ForwardKind(TrainableKind):
     ) -> ForwardBatch:
         from ebbflow.training.batches import build_forward_batch
 
-        hyper = updater.hyper_parameters
+        hyper = updater.hyper
         assert isinstance(hyper, ForwardConfig)
         sigmas = updater.sampler_sigmas
         return build_forward_batch(
