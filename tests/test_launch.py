@@ -103,7 +103,7 @@ sys.argv = ["/somewhere/bin/ebbflow", "run", "my recipe.yaml"]
 Path(sys.argv[2]).write_text("name: mine")
 def interrupt(recipe):
     if OPENED:
-        resume.note_run("runs/mine-1")
+        resume.remember_run_folder("runs/mine-1")
     os.kill(os.getpid(), signal.SIGINT)
 launch._prepare_environment = interrupt
 launch.launch_recipe(Path(sys.argv[2]), debug=False)

@@ -42,7 +42,7 @@ def test_a_shard_is_freed_batch_by_batch_and_the_next_one_read_meanwhile(
     make_recipe, stored, run, reads, monkeypatch, precision
 ):
     ctx = StageContext(make_recipe(offline={"epochs": 2, "batch_size": 4}), 0, 1)
-    update = Watched.update
+    update_policy = Watched.update_policy
     seen = []
 
     def watch(updater, batch, passes):
@@ -51,9 +51,9 @@ def test_a_shard_is_freed_batch_by_batch_and_the_next_one_read_meanwhile(
             for read in reads
         ]
         seen.append((len(reads), sum(alive)))
-        return update(updater, batch, passes)
+        return update_policy(updater, batch, passes)
 
-    monkeypatch.setattr(Watched, "update", watch)
+    monkeypatch.setattr(Watched, "update_policy", watch)
     run(ctx, *stored(20, 20, precision=precision)[:2])
     assert [len(read.latents) for read in reads] == [4] * 4
     for step, (started, alive) in enumerate(seen):

@@ -290,14 +290,14 @@ def test_a_shard_of_videos_holds_their_latents_and_every_frame(
     generate_shard(ctx, film, policy, 7, make_prompts(6), 0, rollouts)
     table = read_table(rollouts, build_rollout_schema(film.latent_shape))
     keys = SampleKeys(ctx.stage_seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
-    conditioning = film.encode([make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids])
+    conditioning = film.encode_texts([make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids])
     expected = generate_samples(film, conditioning, keys, ctx.config.sampler, micro_batch=8).latents
     latents = read_latents(rollouts)
     assert latents.shape == (8, *film.latent_shape)
     assert torch.allclose(latents, expected, rtol=0, atol=1e-5)
     videos = decode_pngs(table["image"].to_pylist())
     assert videos.shape == (8, 3, *film.latent_shape[2:], 3)
-    assert np.array_equal(videos, film.decode(latents))
+    assert np.array_equal(videos, film.decode_latents(latents))
 
     score_shard(ctx, scorer, make_prompts(6), rollouts, tmp_path / "scores.parquet")
     darkness = 1 - videos.mean((1, 2, 3, 4)) / 255

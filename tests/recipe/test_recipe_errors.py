@@ -96,7 +96,7 @@ def test_a_deployment_has_lines_too(tmp_path: Path) -> None:
         ),
         (
             {"stages": [{"kind": "online", "sampler": {"name": "flow-sde"}}]},
-            "did you mean 'flow_sde'? Take ode",
+            "did you mean 'flow_sde'? Take cps, dance_sde",
         ),
         (
             {"stages": [{"kind": "online", "window": {"kind": "progresive"}}]},

@@ -215,7 +215,7 @@ def test_the_sources_of_an_own_family_come_along_and_nothing_else_of_its_package
         if path.is_file()
     }
     assert found == {"__init__.py", "deep/family.py"}
-    assert (code / "ebbflow" / "tracking" / "report.html").is_file()
+    assert (code / "ebbflow" / "report" / "report.html").is_file()
     assert not [path for path in code.rglob("*") if path.is_symlink() or path.suffix == ".pyc"]
     assert "is not installed here" not in caplog.text
     serve("absent-family", ModelConfig(family="nowhere.family:Mine", path="x"))

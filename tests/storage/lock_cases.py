@@ -11,7 +11,7 @@ HOLDER = "\n".join(
         "import sys",
         "from pathlib import Path",
         "from ebbflow.storage.locks import lock_folder",
-        "with exclusive_lock(Path(sys.argv[1])):",
+        "with lock_folder(Path(sys.argv[1])):",
         "    print('has it', flush=True)",
         "    input()",
     ]

@@ -127,7 +127,7 @@ def linear_policy(elements):
         model=model,
         copies={},
         use_copy=lambda name: nullcontext(),
-        reduce_gradients=lambda wanted: None,
+        set_gradient_reduction=lambda wanted: None,
         keep_gathered=nullcontext,
         config=PolicyConfig(),
         context_parallel=1,

@@ -86,7 +86,7 @@ def test_code_that_it_names_is_not_imported(
     may run is asked first.
     """
     module = tmp_path / "drawn_by.py"
-    module.write_text("class Own:\n    eta = None\n    step = None\n\nOWN = Own()\n")
+    module.write_text("from ebbflow.flow.sampler import Sampler\n\nOWN = Sampler()\n")
     monkeypatch.syspath_prepend(tmp_path)
     evaluation = gated_recipe.evaluation.model_dump() | {"sampler": "drawn_by:OWN"}
     version = make_version(
