@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.write and given.only != "*":
         parser.error("--write writes the table of all cases; leave --only out")
-    if given.write:
+    if given.write_vectors:
         write_vectors(VECTORS)
     cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.only)]
     if not cases:

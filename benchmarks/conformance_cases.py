@@ -59,9 +59,14 @@ def compute_vectors() -> Iterator[dict[str, Any]]:
         head = {
             "name": f"{function}/{name}",
             "function": function,
-            "equation": inspect.getdoc(form),
+            "equation": _join_lines(inspect.getdoc(form) or ""),
         }
         yield head | {"settings": settings, "inputs": inputs, "expected": plain}
+
+
+def _join_lines(text: str) -> str:
+    """Return the paragraphs of a docstring with a line each."""
+    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in text.split("\n\n"))
 
 
 def _convert_to_arrays(values: dict[str, Any]) -> dict[str, Any]:

@@ -429,7 +429,7 @@ def test_the_sampler_is_an_sde_whose_noise_fades():
     latents = torch.randn(3, 2, 4)
     velocity = torch.randn(3, 2, 4)
     early, late = (compute_transition(FADING, latents, velocity, sigmas, step) for step in (0, 2))
-    assert early.sampler is FADING
+    assert type(early.sampler).__name__ == "Fading"
     assert early.std.item() == pytest.approx(0.5 * 1.0 * 0.25**0.5)
     assert late.std.item() == pytest.approx(early.std.item() / 2)
     rows = compute_transition(FADING, latents, velocity, sigmas, torch.tensor([0, 2, 2]))

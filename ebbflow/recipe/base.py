@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import inspect
 import math
 import re
 import sys
@@ -175,7 +174,7 @@ def _iterate_field_docs(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                 value=ast.Constant(value=str(doc))
             ):
-                yield name, inspect.cleandoc(doc)
+                yield name, " ".join(doc.split())
 
 
 Locate = Callable[[tuple[Any, ...]], str]
