@@ -126,7 +126,6 @@ def _run(
         os.setsid()
     for descriptor, path in zip((1, 2), output, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
-    open("/tmp/lab/forkdebug.txt","a").write(f"{os.getpid()} {os.getppid()} {sys.stdout!r} {sys.stdout.fileno()} {sys.__stdout__.fileno()} {os.readlink('/proc/self/fd/%d' % sys.stdout.fileno())} {output}\n")
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

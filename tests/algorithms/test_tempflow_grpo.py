@@ -45,7 +45,9 @@ def test_the_samples_of_a_prompt_are_one_until_the_step_where_they_branch(model,
     predicted = []
     velocity = model.predict_velocity
     monkeypatch.setattr(
-        model, "predict_velocity", lambda x, *rest: (predicted.append(len(x)), velocity(x, *rest))[1]
+        model,
+        "predict_velocity",
+        lambda x, *rest: (predicted.append(len(x)), velocity(x, *rest))[1],
     )
     rollouts = generate_samples(
         model, conditioning, keys, stage.sampler, next(one for one in chosen if one.trained == (2,))

@@ -290,7 +290,9 @@ def test_a_shard_of_videos_holds_their_latents_and_every_frame(
     generate_shard(ctx, film, policy, 7, make_prompts(6), 0, rollouts)
     table = read_table(rollouts, build_rollout_schema(film.latent_shape))
     keys = SampleKeys(ctx.stage_seed, table["prompt_id"].to_pylist(), table["sample"].to_pylist())
-    conditioning = film.encode_prompts([make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids])
+    conditioning = film.encode_prompts(
+        [make_prompts(6)[prompt_id] for prompt_id in keys.prompt_ids]
+    )
     expected = generate_samples(film, conditioning, keys, ctx.config.sampler, micro_batch=8).latents
     latents = read_latents(rollouts)
     assert latents.shape == (8, *film.latent_shape)
