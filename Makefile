@@ -9,7 +9,7 @@ RECIPE ?= workflows/recipes/glyph.yaml
 # Tests commit thousands of small folders and wait for the disk at each: where memory has room for them, they lie there.
 MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 8000000 2>/dev/null && echo /dev/shm)
 # A file on each core, in the order of tests/conftest.py.
-PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 -rs
+PYTEST := $(if $(MEMORY),TMPDIR=$(MEMORY) )$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --durations 20 -rsfE
 # Rooms whose results depend on what the CPU can do.
 NUMERICAL := $(addprefix tests/,algorithms evaluation flow models offline online/test_loop.py online/test_modes.py rollouts training)
 # In addition to tests/faults: attacks and accidents that are tested in the room that withstands them.

@@ -5,7 +5,7 @@ numerical tests run on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,11 @@ from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.storage.artifacts import write_new_folder
 from tests.glyph_stages import small_stage
+from tests.mlflow_settings import read_tracking_uri
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
+# A test writes into the store that it names, never into that of the shell it was started from.
+os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
 torch.set_num_threads(1)
 settings.register_profile("ebbflow", deadline=None, derandomize=True, print_blob=True)
@@ -62,6 +65,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             else len(SLOWEST_FIRST)
         )
     )
+
+
+@pytest.fixture(autouse=True)
+def tracking_uri_is_left_as_found() -> Iterator[None]:
+    """Fails a test that leaves MLflow's tracking URI changed.
+
+    Later tests of the same process would write into that store, and fail far from the cause.
+    """
+    before = read_tracking_uri()
+    yield
+    after = read_tracking_uri()
+    assert after == before, f"This test changed MLflow's tracking URI: {before!r}, now {after!r}."
 
 
 class Darkness(Reward):

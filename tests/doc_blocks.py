@@ -29,12 +29,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import click
-import mlflow
 import yaml
 from markdown_it import MarkdownIt
 
 from ebbflow.cli import main
 from ebbflow.recipe import Recipe, RecipeError
+from tests.mlflow_settings import restored_tracking_uri
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<!-- test: (exhaustive|no, (?:.+)) -->")
@@ -173,13 +173,11 @@ def _run_shell(block: Block, text: str, clone: Path) -> str:
 def _run_python(block: Block, text: str, clone: Path) -> str:
     """In this process, which then has no other variables than before, and no store of MLflow."""
     printed = io.StringIO()
-    with patch.dict(os.environ), chdir(clone), redirect_stdout(printed):
+    with patch.dict(os.environ), restored_tracking_uri(), chdir(clone), redirect_stdout(printed):
         try:
             exec(compile(text, block.where, "exec"), {"__name__": "__main__"})
         except Exception as error:
             raise BlockError(f"{block.where}: {type(error).__name__}: {error}") from error
-        finally:
-            mlflow.set_tracking_uri(None)
     return printed.getvalue()
 
 

@@ -15,7 +15,7 @@ from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.policy_metadata import PolicyMetadata
 
-__all__ = ["name", "no_store_from_outside", "policy", "recipe", "store"]
+__all__ = ["name", "policy", "recipe", "store"]
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +24,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("output")
     start_run(Recipe(name="first", output=str(output)), None)
     return output
-
-
-@pytest.fixture(autouse=True)
-def no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 @pytest.fixture

@@ -26,11 +26,6 @@ from tasks.types import BaseModelArtifact
 from tests.storage.lock_cases import locked_elsewhere
 
 
-@pytest.fixture(autouse=True)
-def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One store for all tests, which tell their runs apart by the recipe's name."""

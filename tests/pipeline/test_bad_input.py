@@ -20,11 +20,6 @@ from tests.forked import run_forked
 from tests.pipeline.conftest import PYFLYTE, ROOT, run_pipeline
 
 
-@pytest.fixture(autouse=True)
-def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

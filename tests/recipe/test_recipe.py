@@ -521,12 +521,12 @@ def test_docstrings_of_fields_are_in_the_schema_also_where_a_class_inherits_or_r
         changed: int = 2
         own: int = 3
 
-    assert read_field_docs(Derived) == {"kept": "What it is for.", "changed": "Redefined\nbelow."}
+    assert read_field_docs(Derived) == {"kept": "What it is for.", "changed": "Redefined below."}
     described = {
         name: about.get("description")
         for name, about in Derived.model_json_schema()["properties"].items()
     }
-    assert described == {"kept": "What it is for.", "changed": "Redefined\nbelow.", "own": None}
+    assert described == {"kept": "What it is for.", "changed": "Redefined below.", "own": None}
 
 
 @pytest.mark.parametrize(

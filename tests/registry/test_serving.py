@@ -20,7 +20,6 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import NamedTuple
 
-import mlflow
 import mlflow.pyfunc
 import pandas as pd
 import pytest
@@ -43,6 +42,7 @@ from ebbflow.registry.serving import ServedPolicy, how_to_draw, how_to_load
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.tracking.parent_run import start_run
 from ebbflow.training.policy_metadata import write_base_policy
+from tests.mlflow_settings import restored_tracking_uri
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 NAME = "ebbflow-glyph"
@@ -404,12 +404,9 @@ def test_a_model_that_is_not_there_is_named(served: Served, tmp_path: Path) -> N
 
 
 def test_the_line_that_loads_a_version_loads_it(served: Served) -> None:
-    before = mlflow.get_tracking_uri()
     names = {}
-    try:
+    with restored_tracking_uri():
         exec(how_to_load(served.uri, NAME, served.version), names)
-    finally:
-        mlflow.set_tracking_uri(before)
     assert (
         names["model"]
         .predict(pd.DataFrame({"prompt": ["EBBS"]}))["image"][0]
@@ -460,11 +457,8 @@ def test_the_command_of_the_page_draws_what_the_page_says(workplace: Path) -> No
 def test_the_python_of_the_page_prints_what_the_page_says(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = mlflow.get_tracking_uri()
-    try:
+    with restored_tracking_uri():
         exec(blocks("python")[0], {})
-    finally:
-        mlflow.set_tracking_uri(before)
     assert capsys.readouterr().out == blocks("output")[0]
     assert sorted(path.name for path in workplace.glob("*.png")) == ["0.png", "1.png", "3.png"]
 

@@ -27,8 +27,7 @@ TARGET = Comparison(
 
 
 @pytest.fixture(autouse=True)
-def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def _folder_of_the_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
