@@ -88,7 +88,7 @@ def test_a_recipe_that_asks_for_nothing_sets_nothing():
     assert not before["deterministic"]
 
 
-def test_everything_is_set():
+def test_setting_up_a_process_sets_every_option():
     set_up_process(DETERMINISTIC)
     assert state() == SET
 
@@ -161,7 +161,7 @@ def test_pods_that_load_the_model(monkeypatch, tmp_path):
     assert seen == [SET]
 
 
-def test_pods_that_evaluate(monkeypatch, tmp_path):
+def test_evaluation_sets_up_its_process_first(monkeypatch, tmp_path):
     seen = stop_at(monkeypatch, evaluation, "read_policy_metadata")
     with pytest.raises(Reached):
         evaluation.evaluate_folder(DETERMINISTIC, tmp_path, tmp_path, tmp_path, "label", tmp_path)

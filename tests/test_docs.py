@@ -82,7 +82,7 @@ def _broken(page: Path, link: str) -> bool:
     )
 
 
-def test_there_are_pages() -> None:
+def test_docs_have_pages_and_links() -> None:
     assert {
         "README.md",
         "CONTRIBUTING.md",

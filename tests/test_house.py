@@ -82,7 +82,7 @@ def test_the_library_knows_no_flyte_and_leaves_logging_alone() -> None:
     assert (library.handlers, library.level) == (0, logging.NOTSET)
 
 
-def test_tasks_configure_logging() -> None:
+def test_importing_tasks_configures_logging() -> None:
     (tasks,) = _after("import tasks")
     assert (tasks.handlers, tasks.level) == (1, logging.INFO)
 
@@ -146,7 +146,7 @@ def test_tasks_and_workflows_import_nothing_heavy_at_the_top(path: Path) -> None
     assert not {name.split(".")[0] for name in names} & HEAVY
 
 
-def test_recipes_are_light() -> None:
+def test_importing_recipes_loads_no_heavy_library() -> None:
     (recipes,) = _after("import ebbflow.recipe")
     assert not recipes.loaded & {"torch", "mlflow", "pandas", "pyarrow", "numpy"}
 

@@ -304,7 +304,7 @@ def test_a_loss_of_ones_own_is_called(tmp_path: Path) -> None:
         check_recipe(recipe, SERVER, on_cluster=False)
 
 
-def test_nothing_is_written(tmp_path: Path) -> None:
+def test_checking_a_recipe_writes_nothing(tmp_path: Path) -> None:
     check_recipe(Recipe(output=str(tmp_path / "deep" / "runs")), SERVER, on_cluster=False)
     assert list(tmp_path.iterdir()) == []
 

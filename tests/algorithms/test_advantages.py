@@ -43,7 +43,7 @@ def by_group(function):
         ("none", by_group(lambda r: r - r.mean())),
     ],
 )
-def test_the_three_divisors(std, expected):
+def test_advantages_are_divided_by_the_configured_std(std, expected):
     result = advantages(REWARDS, PROMPTS, std)
     assert result.keep.all()
     assert result.values.dtype == np.float32
@@ -138,7 +138,7 @@ def test_global_std_is_the_unbiased_std_over_samples_whatever_their_groups():
     assert divisors == pytest.approx([np.sqrt(20 / 3) + 1e-4] * 4, rel=1e-6)
 
 
-def test_clip():
+def test_advantages_are_clipped_to_the_limit():
     result = advantages([0] * 50 + [1], [0] * 51, "group", clip=5)
     assert result.values[-1] == 5
     assert result.metrics["advantage/max_magnitude"] == 5

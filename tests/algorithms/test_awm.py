@@ -130,7 +130,7 @@ def test_a_ratio_outside_the_clip_range_has_no_gradient_where_it_went_far_enough
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_finite_differences(name):
+def test_loss_gradient_equals_finite_differences(name):
     rows = forward_rows(ADVANTAGES)
     config = AWMConfig(surrogate=name, old_weight=0.7, clip_range=100.0)
 

@@ -222,7 +222,7 @@ def test_diagnostics_of_the_same_policy():
     assert found["rollout/ratio_mean"] == found["rollout/ratio_max"] == 1
 
 
-def test_diagnostics_by_hand():
+def test_correction_diagnostics_equal_values_by_hand():
     half = math.log(2)
     found = {
         name: value.item()

@@ -90,7 +90,7 @@ def test_swapping_a_pair_turns_its_margin_around(beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_finite_differences(beta):
+def test_loss_gradient_equals_finite_differences(beta):
     rows = pairs()
     config = DiffusionDPOConfig(beta=beta)
     velocity = (rows.copies["reference"] + 0.02 * rows.velocity.detach()).requires_grad_()

@@ -179,7 +179,7 @@ def test_preference_stays_a_probability():
     assert (loss(5.0) != loss(4.0)).all()
 
 
-def test_metrics():
+def test_nft_metrics_equal_their_definitions():
     rows = forward_rows(ADVANTAGES)
     _, metrics = ALGORITHM.loss(rows, DiffusionNFTConfig(beta=0.2))
     torch.testing.assert_close(

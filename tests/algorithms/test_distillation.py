@@ -58,7 +58,7 @@ def test_the_gradient_points_from_the_teacher_to_the_policy():
 
 
 @pytest.mark.parametrize("sampler", DENSITIES)
-def test_finite_differences(sampler):
+def test_loss_gradient_equals_finite_differences(sampler):
     made = rollout(sampler)
     teacher = normal(*made.old.shape, seed=9)
 

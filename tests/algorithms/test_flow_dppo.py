@@ -71,7 +71,7 @@ def test_on_real_steps_the_gradient_is_that_of_the_ratio_or_nothing(sampler, lim
     assert (found[~kept] == 0).all()
 
 
-def test_finite_differences():
+def test_loss_gradient_equals_finite_differences():
     made = rollout()
     config = FlowDPPOConfig(divergence_limit=1.0)
     leaf = moved(made)

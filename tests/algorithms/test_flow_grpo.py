@@ -132,7 +132,7 @@ def test_gradient_at_ratio_one_by_hand():
 
 
 @pytest.mark.parametrize("sampler", STOCHASTIC)
-def test_finite_differences(sampler):
+def test_loss_gradient_equals_finite_differences(sampler):
     made = rollout(sampler)
     leaf = moved(made)
     assert FLOW_GRPO.loss(made.rows(leaf), WIDE)[1]["ratio/deviation"].min() > 1e-6
@@ -169,7 +169,7 @@ def test_linear_gaussian_policy_has_the_gradient_of_reinforce():
     assert (found.norm() / expected.norm()).item() == pytest.approx(1, abs=0.02)
 
 
-def test_importance_identities():
+def test_likelihood_ratio_has_mean_one_under_the_old_policy():
     # Under the old policy the likelihood ratio has mean 1; the ratio of mean log-probs that the
     # loss clips stays below.
     count = 400_000

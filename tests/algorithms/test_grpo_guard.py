@@ -123,7 +123,7 @@ def test_the_clip_bites_the_regulated_ratio(advantage, ratio, counted, trained):
 
 
 @pytest.mark.parametrize("sampler", DENSITIES)
-def test_finite_differences(sampler):
+def test_loss_gradient_equals_finite_differences(sampler):
     made = rollout(sampler)
     leaf = moved(made)
     assert torch.autograd.gradcheck(

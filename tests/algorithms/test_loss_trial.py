@@ -25,7 +25,7 @@ from ebbflow.training.trial import try_loss
 @pytest.mark.parametrize(
     "algorithm", BUILT_IN.values(), ids=lambda algorithm: algorithm.config.__name__
 )
-def test_every_algorithm_passes(algorithm: Algorithm) -> None:
+def test_loss_trial_accepts_every_built_in_algorithm(algorithm: Algorithm) -> None:
     needed = {"teacher": "elsewhere"} if "teacher" in algorithm.config.model_fields else {}
     try_loss("mine:ALGORITHM", algorithm, algorithm.config.model_validate(needed))
 

@@ -108,7 +108,7 @@ def test_the_base_model_pays_nothing(config):
 
 @pytest.mark.parametrize("sampler", DENSITIES)
 @pytest.mark.parametrize("config", [KL, WITHOUT_DT], ids=lambda config: config.penalty)
-def test_finite_differences(config, sampler):
+def test_penalty_gradient_equals_finite_differences(config, sampler):
     made = rollout(sampler)
     reference = normal(*made.old.shape, seed=9)
 

@@ -94,7 +94,7 @@ def test_the_closed_forms_have_the_published_golden_values(function, eta, mean, 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_ebbflow_agrees(case):
+def test_ebbflow_agrees_with_every_conformance_vector(case):
     outcome = run_case(OURS, case)
     assert outcome.status == "agrees", outcome.detail
     assert outcome.left_out == ()

@@ -49,7 +49,7 @@ def test_a_step_is_a_function_of_its_arguments():
     assert [sample_prompts(prompts, 3, step, 5) for step in reversed(range(30))] == forward[::-1]
 
 
-def test_too_few_prompts():
+def test_sampling_more_prompts_than_exist_is_an_error():
     with pytest.raises(
         SamplingError,
         match=r"needs 4 different prompts and the training split has 3; lower .* or add prompts",

@@ -61,7 +61,7 @@ def check(path: Path) -> list | None:
 
 
 @cases(100, rows=st.sampled_from([ROWS, NUMBERS]), go_wrong=damage())
-def test_a_damaged_file(tmp_path, rows, go_wrong):
+def test_damaged_pairs_file_is_an_error_or_loads_right(tmp_path, rows, go_wrong):
     path = parquet(tmp_path / "pairs.parquet", rows)
     path.write_bytes(go_wrong(path.read_bytes()))
     check(path)
@@ -77,7 +77,7 @@ def test_a_damaged_file_of_lines(tmp_path, go_wrong):
 
 
 @cases(80, go_wrong=damage(), kind=st.sampled_from(["PNG", "JPEG"]))
-def test_a_damaged_image(tmp_path, go_wrong, kind):
+def test_damaged_image_of_a_pair_is_an_error_or_loads_right(tmp_path, go_wrong, kind):
     buffer = io.BytesIO()
     Image.open(io.BytesIO(PICTURES[0])).save(buffer, kind)
     check(
@@ -101,7 +101,7 @@ values = st.one_of(
         st.dictionaries(names, values, min_size=1, max_size=5), min_size=1, max_size=3
     ),
 )
-def test_objects_of_anything(tmp_path, records):
+def test_json_pairs_with_arbitrary_fields_are_an_error_or_load_right(tmp_path, records):
     (tmp_path / "a.png").write_bytes(PICTURES[0])
     good = {"prompt": "AB", "chosen": "a.png", "rejected": "a.png"}
     path = tmp_path / "pairs.jsonl"
@@ -137,7 +137,9 @@ COLUMNS = {
     sides=st.tuples(*[st.sampled_from(sorted(COLUMNS))] * 2),
     latents=st.booleans(),
 )
-def test_parquet_of_anything(tmp_path, prompt, sides, latents):
+def test_parquet_pairs_with_arbitrary_columns_are_an_error_or_load_right(
+    tmp_path, prompt, sides, latents
+):
     kinds = dict(zip(("prompt", *(LATENTS if latents else IMAGES)), (prompt, *sides), strict=True))
     path = tmp_path / "pairs.parquet"
     pq.write_table(pa.table({name: COLUMNS[kind] for name, kind in kinds.items()}), path)

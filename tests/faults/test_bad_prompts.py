@@ -73,7 +73,7 @@ def test_the_files_are_whole_before_they_are_damaged(tmp_path, suffix):
 
 
 @cases(200, suffix=st.sampled_from(sorted(WHOLE)), go_wrong=damage())
-def test_a_damaged_file(tmp_path, suffix, go_wrong):
+def test_damaged_prompt_file_is_an_error_or_loads_right(tmp_path, suffix, go_wrong):
     path = tmp_path / f"p{suffix}"
     path.write_bytes(go_wrong(WHOLE[suffix]))
     check(path)
@@ -106,7 +106,7 @@ texts = st.one_of(
         st.dictionaries(columns, st.one_of(texts, anything), max_size=4), min_size=1, max_size=3
     ),
 )
-def test_objects_of_anything(tmp_path, records):
+def test_json_prompts_with_arbitrary_fields_are_an_error_or_load_right(tmp_path, records):
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records))
     check(path)
@@ -117,7 +117,7 @@ def test_objects_of_anything(tmp_path, records):
     header=st.lists(columns, min_size=1, max_size=4),
     rows=st.lists(st.lists(texts, max_size=4), max_size=3),
 )
-def test_tables_of_anything(tmp_path, header, rows):
+def test_csv_prompts_with_arbitrary_cells_are_an_error_or_load_right(tmp_path, header, rows):
     path = tmp_path / "p.csv"
     lines = [",".join(f'"{field}"' for field in fields) for fields in [header, *rows]]
     path.write_bytes("\n".join(lines).encode(errors="surrogatepass"))
@@ -158,7 +158,7 @@ TYPES = [
     kinds=st.lists(st.tuples(columns, st.sampled_from(TYPES)), min_size=1, max_size=4),
     data=st.data(),
 )
-def test_parquet_of_anything(tmp_path, kinds, data):
+def test_parquet_prompts_with_arbitrary_columns_are_an_error_or_load_right(tmp_path, kinds, data):
     arrays = [odd_array(kind, data.draw(st.integers(0, 2**64 - 1))) for _, kind in kinds]
     path = tmp_path / "p.parquet"
     pq.write_table(pa.table(arrays, names=[name for name, _ in kinds]), path)
@@ -277,7 +277,7 @@ def test_an_image_that_would_fill_memory(tmp_path, size):
 
 
 @cases(80, go_wrong=damage(), kind=st.sampled_from(["PNG", "JPEG", "WEBP"]))
-def test_a_damaged_image(tmp_path, go_wrong, kind):
+def test_damaged_image_of_a_prompt_is_an_error_or_loads_right(tmp_path, go_wrong, kind):
     buffer = io.BytesIO()
     Image.effect_noise((24, 16), 90).convert("RGB").save(buffer, kind)
     (tmp_path / "a.img").write_bytes(go_wrong(buffer.getvalue()))

@@ -112,7 +112,7 @@ def loaded(path: Path) -> None:
 
 
 @cases(80, text=st.sampled_from(SHIPPED), go_wrong=damage())
-def test_a_damaged_file(tmp_path: Path, text: bytes, go_wrong) -> None:
+def test_damaged_recipe_is_an_error_or_loads_right(tmp_path: Path, text: bytes, go_wrong) -> None:
     (tmp_path / "recipe.yaml").write_bytes(go_wrong(text))
     loaded(tmp_path / "recipe.yaml")
 

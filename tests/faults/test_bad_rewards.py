@@ -130,7 +130,7 @@ def never_a_wrong_score(found: np.ndarray, body: bytes) -> None:
 
 
 @cases(150, go_wrong=damage())
-def test_a_damaged_answer(go_wrong):
+def test_damaged_answer_of_a_reward_server_gives_no_wrong_score(go_wrong):
     sent = go_wrong(answer(GOOD))
     found = asked([sent], timeout=0.3)
     # Of a damaged head nothing is known but that the body which was sent last is all that it can
@@ -149,7 +149,7 @@ def test_a_damaged_answer(go_wrong):
     noise=st.binary(max_size=300),
     head=st.sampled_from([b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"]),
 )
-def test_noise(noise, head):
+def test_random_bytes_from_a_reward_server_give_no_score(noise, head):
     assert np.isnan(asked([head + noise], timeout=0.3)).all()
 
 
@@ -177,13 +177,13 @@ scores = st.one_of(
         st.just({}), st.dictionaries(st.sampled_from(["failures", "metrics", "x"]), anything)
     ),
 )
-def test_scores_of_anything(scores, more):
+def test_arbitrary_scores_from_a_reward_server_give_no_wrong_score(scores, more):
     body = json.dumps({"scores": scores, **more}).encode()
     never_a_wrong_score(asked([answer(body)]), body)
 
 
 @cases(40, said=anything)
-def test_answers_of_anything(said):
+def test_arbitrary_json_from_a_reward_server_gives_no_wrong_score(said):
     body = json.dumps(said).encode()
     never_a_wrong_score(asked([answer(body)]), body)
 

@@ -220,7 +220,7 @@ def test_a_deck_takes_the_page_as_it_is(hostile):
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_charts(hostile):
+def test_hostile_labels_in_charts_never_become_markup(hostile):
     evaluation = Evaluation(
         label=hostile,
         policy_version=0,

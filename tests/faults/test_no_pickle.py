@@ -284,7 +284,7 @@ def test_only_parts_of_a_pipeline_are_downloaded(tiny_recipe, plant, tmp_path, m
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
-def test_a_policy(model, make_recipe, plant, tmp_path, train):
+def test_loading_a_policy_runs_no_pickle(model, make_recipe, plant, tmp_path, train):
     recipe = make_recipe(policy={"train": train})
     policy = Policy(model, recipe.policy, 0)
     policy.ensure_copy("old")
@@ -302,7 +302,7 @@ def test_a_policy(model, make_recipe, plant, tmp_path, train):
         policy.load_folder(instead, to_train=True)
 
 
-def test_a_published_lora(base_folder, make_recipe, plant, tmp_path):
+def test_loading_a_published_lora_runs_no_pickle(base_folder, make_recipe, plant, tmp_path):
     (tmp_path / "lora").mkdir()
     for name in ("pytorch_lora_weights.bin", "adapter_model.bin", "lora.pt"):
         file = plant(tmp_path / "lora" / name)
@@ -338,7 +338,7 @@ def pickled_type(flag: Path) -> pa.Schema:
     return pa.schema([pa.field("prompt", pa.string(), metadata=extension)], metadata=about)
 
 
-def test_a_table(flag, tmp_path):
+def test_reading_a_table_runs_no_pickle(flag, tmp_path):
     file = tmp_path / "prompts.parquet"
     pq.write_table(pa.table({"prompt": ["a"] * 9}).cast(pickled_type(flag)), file)
     assert read_table(file)["prompt"].to_pylist() == ["a"] * 9
@@ -377,7 +377,7 @@ def test_a_recipe_in_yaml(flag, tmp_path):
             load_recipe(file)
 
 
-def test_a_checkpoint(model, make_recipe, plant, tmp_path):
+def test_loading_a_checkpoint_runs_no_pickle(model, make_recipe, plant, tmp_path):
     recipe = make_recipe()
     updater = PolicyUpdater(Policy(model, recipe.policy, 0), recipe.stages[0])
     with write_new_folder(tmp_path / "step-00002") as unfinished:

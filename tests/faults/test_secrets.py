@@ -144,7 +144,7 @@ def test_the_search_would_find_them(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_whole_run(url, tmp_path, monkeypatch):
+def test_whole_run_writes_no_secret_anywhere(url, tmp_path, monkeypatch):
     for name, secret in PLANTED.items():
         monkeypatch.setenv(name, secret)
     reward = {

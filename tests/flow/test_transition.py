@@ -52,7 +52,7 @@ def random_step(seed=0, rows=3):
         ("dance_sde", 1.2, 4, 0.326771, 0.345904, 0.118027),
     ],
 )
-def test_golden_table(shift_3, sampler, eta, step, mean, std, score):
+def test_transition_equals_the_golden_table(shift_3, sampler, eta, step, mean, std, score):
     latents, velocity, after = (
         torch.full((2, 1, 4, 4), value, dtype=torch.float64) for value in (0.3, -0.5, 0.25)
     )

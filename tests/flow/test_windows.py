@@ -84,7 +84,7 @@ def test_all_is_every_step_but_the_last(steps, step):
 
 
 @given(windows(["fixed"]), naturals)
-def test_fixed_stays(case, step):
+def test_fixed_window_starts_at_the_same_step_always(case, step):
     window, steps = case
     assert plan_steps(window, steps, step, 0).trained[0] == window.start
 

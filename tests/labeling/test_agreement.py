@@ -37,7 +37,7 @@ def test_two_raters_without_gaps_are_scotts_pi_with_the_correction_for_few_units
     assert alpha == pytest.approx(1 - (1 - pi) * 99 / 100)
 
 
-def test_limits() -> None:
+def test_krippendorff_alpha_has_its_limits() -> None:
     assert compute_krippendorff_alpha(units("lrlrt", "lrlrt", "lrlrt")) == 1
     assert compute_krippendorff_alpha(units("lrlr", "rlrl")) < 0
     chance = np.random.default_rng(2).integers(0, 2, (400, 3)).tolist()

@@ -168,7 +168,7 @@ def test_a_reload_and_a_new_server_resume_in_the_same_order(page, tmp_path):
     ]
 
 
-def test_keys(page, tmp_path):
+def test_keys_of_the_keyboard_answer_pairs(page, tmp_path):
     with (
         opened(make_comparison(tmp_path, [True, False] * 3), tmp_path / "a") as session,
         serving(session) as address,

@@ -96,7 +96,7 @@ def test_raters_are_independent_and_agreement_is_shown(client):
     assert -1 <= now["agreement"] <= 1
 
 
-def test_undo(client):
+def test_undo_shows_the_last_pair_again(client):
     first = state(client)["pair"]["key"]
     answer(client)
     now = client.post(f"/{TOKEN}/undo", json={"rater": "anna"}, headers=SAME).json()
@@ -450,7 +450,7 @@ def command(tmp_path, monkeypatch):
     return label
 
 
-def test_the_command_resumes(command, tmp_path):
+def test_label_command_resumes_its_session(command, tmp_path):
     champion = write_evaluation(tmp_path / "a.parquet", "a", range(10, 20))
     candidate = write_evaluation(tmp_path / "b.parquet", "b", range(60, 70))
     arguments = [tmp_path / "answers", champion, candidate, "--all-pairs"]

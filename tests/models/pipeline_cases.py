@@ -28,21 +28,24 @@ Wan.
 EDITING = ("flux_kontext", "flux2_edit", "qwen_image_edit_plus")
 VIDEOS = ("wan_a14b", "wan_i2v", "hunyuan_video", "ltx_video", "ltx2")
 NEWER = ("z_image", "flux2_klein", "sana", "flux2", "lumina2", *EDITING, *VIDEOS)
-"""Those whose families differ less: the tests that tell most of a family run on them, and the
-others only in ``exhaustive``.
+"""Families that differ less from those of ``TINY``. Most tests run on them in ``make test-all``
+only.
 """
 EVERY = (*TINY, *NEWER)
-NEWER_LATER = [*TINY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER)]
-"""For the others."""
+NEWER_FAMILIES_IN_TEST_ALL = [
+    *TINY,
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NEWER),
+]
+"""All families, the newer ones in ``make test-all`` only."""
 NEWEST = ("sana", "flux2", "flux2_edit", "lumina2", "hunyuan_video", "ltx_video", "ltx2")
-"""Of those the ordinary tests show that they draw their pipeline's image, and of three that it
-takes our adapters.
+"""Families of which ``make test`` only shows that they generate the image of their pipeline, and
+for three (``OUR_LORA``) that the pipeline loads our adapters.
 """
-NEWEST_LATER = [
+NEWEST_FAMILIES_IN_TEST_ALL = [
     pytest.param(name, marks=pytest.mark.exhaustive) if name in NEWEST else name for name in EVERY
 ]
 OUR_LORA = ("sana", "flux2", "ltx2")
-ALIKE_LATER = [
+SIMILAR_FAMILIES_IN_TEST_ALL = [
     pytest.param(name, marks=pytest.mark.exhaustive)
     if name in NEWEST and name not in OUR_LORA
     else name

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pipeline_cases import (
     LONG,
-    NEWER_LATER,
-    NEWEST_LATER,
+    NEWER_FAMILIES_IN_TEST_ALL,
+    NEWEST_FAMILIES_IN_TEST_ALL,
     SHORT,
     TINY,
     few_tokens,
@@ -88,7 +88,7 @@ def test_the_negative_prompts_go_and_the_guidance_stays():
     assert same(alone, given(2, 3))
 
 
-def test_everything_moves():
+def test_conditioning_moves_with_its_negative():
     moved = given(2, 3, given(2, 3)).to(torch.device("meta"))
     assert moved.device == moved.negative.device == torch.device("meta")
     assert {
@@ -96,7 +96,7 @@ def test_everything_moves():
     } == {"meta"}
 
 
-@pytest.mark.parametrize("name", NEWEST_LATER)
+@pytest.mark.parametrize("name", NEWEST_FAMILIES_IN_TEST_ALL)
 def test_a_prompt_is_encoded_alike_in_any_company(tiny, monkeypatch, name):
     model = tiny(name, **few_tokens(name))
     wanted = prompts(name, (*SHORT, LONG[:200]))
@@ -151,7 +151,7 @@ def test_a_family_without_guidance_has_no_negative_prompts(tiny):
         embed_prompts(tiny("flux", guidance=1.0), prompts("flux"), negatives=True)
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_without_guidance_no_negative_prompt_is_encoded(tiny, name):
     conditioning = tiny(name, guidance=1.0).encode_prompts(prompts(name))
     assert conditioning.negative is None

@@ -89,7 +89,7 @@ def test_velocity_depends_on_everything_it_is_given(model):
         assert (other - here).abs().max() > 1e-5
 
 
-def test_the_schedule(model):
+def test_glyph_sigmas_are_evenly_spaced(model):
     for steps in (2, 6, 10):
         sigmas = model.compute_sigmas(steps)
         assert sigmas.tolist() == pytest.approx(
@@ -294,7 +294,7 @@ def test_a_model_of_several_alphabets_says_what_it_draws(tmp_path):
     assert not torch.allclose(*different, atol=1e-4)
 
 
-def test_training_learns(tmp_path):
+def test_base_training_lowers_the_loss(tmp_path):
     """Twenty steps: the loss of the trained model is below that of the start, on strings of its
     own.
     """

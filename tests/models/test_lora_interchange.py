@@ -10,9 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from pipeline_cases import (
-    ALIKE_LATER,
-    NEWER_LATER,
+    NEWER_FAMILIES_IN_TEST_ALL,
     SHORT,
+    SIMILAR_FAMILIES_IN_TEST_ALL,
     family,
     needs_torchvision,
     our_latents,
@@ -50,7 +50,7 @@ def trained(model, config, folder, drawn_by=ModelConfig(), base="base"):
     return policy
 
 
-@pytest.mark.parametrize("name", ALIKE_LATER)
+@pytest.mark.parametrize("name", SIMILAR_FAMILIES_IN_TEST_ALL)
 def test_the_pipeline_loads_our_adapter_and_draws_our_image(
     open_tiny, tiny, open_peer, tmp_path, name
 ):
@@ -76,7 +76,7 @@ def test_the_pipeline_loads_our_adapter_and_draws_our_image(
     )
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_every_target_of_every_block_is_adapted(open_tiny, name):
     model = open_tiny(name)
     layers = [
@@ -93,7 +93,7 @@ def test_every_target_of_every_block_is_adapted(open_tiny, name):
     assert adapted == wanted
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_whole_weights_load_as_the_familys_transformer_from_several_files(
     open_tiny, monkeypatch, tmp_path, name
 ):
@@ -122,7 +122,7 @@ def test_whole_weights_load_as_the_familys_transformer_from_several_files(
     )
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(
     open_tiny, open_peer, tmp_path, name
 ):
@@ -150,7 +150,7 @@ def test_a_lora_that_the_pipeline_wrote_is_a_start_that_draws_its_image(
     assert (ours - base).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 @pytest.mark.parametrize("config", [FULL, LORA], ids=["full", "lora"])
 def test_an_exported_policy_is_a_pipeline_folder_in_shards(
     open_tiny, open_peer, tiny_folder, monkeypatch, tmp_path, name, config

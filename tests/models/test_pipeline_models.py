@@ -16,8 +16,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from pipeline_cases import (
     EVERY,
     LONG,
-    NEWER_LATER,
-    NEWEST_LATER,
+    NEWER_FAMILIES_IN_TEST_ALL,
+    NEWEST_FAMILIES_IN_TEST_ALL,
     PACKED_PIXELS,
     SHORT,
     TINY,
@@ -116,7 +116,7 @@ def test_blocks_are_listed_in_the_order_of_their_calls(tiny, name):
     [((SHORT[1], LONG), {"width": 96}), (SHORT[:2], {"guidance": 1.0, "height": 96})],
     ids=["long-wide", "unguided-tall"],
 )
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_the_ode_is_the_pipeline_at_other_sizes(tiny, peer, name, texts, config):
     assert_same(tiny(name, **config), peer(name), prompts(name, texts))
 
@@ -242,7 +242,7 @@ def test_sd3_without_its_large_text_encoder_is_the_pipeline(
     )
 
 
-@pytest.mark.parametrize("name", NEWEST_LATER)
+@pytest.mark.parametrize("name", NEWEST_FAMILIES_IN_TEST_ALL)
 def test_the_image_depends_on_everything_that_the_pipeline_is_told(tiny, name):
     """Without this, an adapter that forgot any of it would still equal a pipeline that ignores
     it."""
@@ -333,7 +333,7 @@ def test_schedules_begin_at_pure_noise_and_end_at_the_image(tiny, name):
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_stochastic_samples_have_the_size_of_deterministic_ones(tiny, name, sampler):
     """A sigma of a hair below 1 would make the first noise of Flow-SDE a thousand times as
     large."""
@@ -362,7 +362,7 @@ def test_the_blocks_are_all_that_repeats(tiny, name):
     )
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_a_loaded_model_is_frozen(tiny, name):
     modules = [
         part for part in tiny(name).pipeline.components.values() if isinstance(part, nn.Module)
@@ -373,7 +373,7 @@ def test_a_loaded_model_is_frozen(tiny, name):
         assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     """The closed form of guidance, from the network's own predictions of both."""
     model = tiny(name)
@@ -440,7 +440,7 @@ def shift_and_scale(name, vae):
 
 
 @pytest.mark.parametrize("frames", [1, 9])
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_images_are_encoded_as_the_pipelines_encode_them(tiny, name, frames):
     if frames > 1 and not draws_videos(name):
         with pytest.raises(
@@ -672,7 +672,7 @@ def test_a_folder_with_two_transformers_is_refused(tiny_folder, open_tiny, tmp_p
 # How the network is computed.
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_gradient_checkpointing_changes_no_gradient(open_tiny, name):
     model = open_tiny(name, gradient_checkpointing=True)
     calls = []

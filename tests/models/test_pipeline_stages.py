@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from pipeline_cases import NEWEST_LATER, SHORT, TINY, few_tokens, prompts
+from pipeline_cases import NEWEST_FAMILIES_IN_TEST_ALL, SHORT, TINY, few_tokens, prompts
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.models.base import predict
@@ -69,7 +69,7 @@ def start(open_tiny):
 
 @pytest.mark.parametrize("lr", [0, 1e-3])
 @pytest.mark.parametrize(("name", "frames"), [*((name, 1) for name in TINY), ("wan", 5)])
-def test_an_online_step(start, name, lr, frames):
+def test_family_trains_an_online_step(start, name, lr, frames):
     online = {
         "kind": "online",
         "algorithm": {"name": "mix_grpo"},
@@ -319,8 +319,8 @@ def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
     )
 
 
-@pytest.mark.parametrize("name", NEWEST_LATER)
-def test_an_offline_update(start, name):
+@pytest.mark.parametrize("name", NEWEST_FAMILIES_IN_TEST_ALL)
+def test_family_trains_an_offline_update(start, name):
     offline = {
         "kind": "offline",
         "algorithm": {"name": "diffusion_nft"},

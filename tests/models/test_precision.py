@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipeline_cases import (
     NEWER,
-    NEWER_LATER,
+    NEWER_FAMILIES_IN_TEST_ALL,
     NEWEST,
     SHORT,
     TINY,
@@ -102,7 +102,7 @@ def test_the_first_ratio_is_one(open_tiny, name, precision, train):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_what_is_trained_is_fp32_and_the_rest_is_as_asked(open_tiny, name, precision):
     model, policy = open_policy(open_tiny, name, precision, "lora")
     assert {parameter.dtype for parameter in policy.parameters.values()} == {torch.float32}
@@ -126,7 +126,7 @@ def test_what_is_trained_is_fp32_and_the_rest_is_as_asked(open_tiny, name, preci
     assert any(gradient.norm() > 0 for gradient in gradients)
 
 
-@pytest.mark.parametrize("name", NEWER_LATER)
+@pytest.mark.parametrize("name", NEWER_FAMILIES_IN_TEST_ALL)
 def test_half_precision_draws_nearly_the_same_image(open_tiny, tiny, name):
     wanted = prompts(name, SHORT[:2])
     exact = our_latents(tiny(name, **few_tokens(name)), wanted)

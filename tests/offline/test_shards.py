@@ -63,7 +63,7 @@ def shards(ctx, model, policy, make_prompts, tmp_path):
         np.uint8, st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.just(3))
     )
 )
-def test_png_is_lossless(images):
+def test_png_round_trip_is_lossless(images):
     assert np.array_equal(decode_pngs(encode_pngs(images)), images)
 
 

@@ -277,7 +277,7 @@ def test_the_same_stage_twice_gives_the_same_bits(run):
     assert [repeatable(metrics) for metrics in first] == [repeatable(metrics) for metrics in second]
 
 
-def test_the_reward_rises(run):
+def test_reward_rises_on_an_easy_task(run):
     """Darkness is easy: eight steps on the same prompts make the images darker."""
     logged = run(
         **{**NFT, "algorithm": {"name": "diffusion_nft", "old": {"max_decay": 0}}},
@@ -334,7 +334,7 @@ def turned(scorer):
 @pytest.mark.parametrize(
     "name", ["mix_grpo", "grpo_guard", "flow_dppo", "dgpo", "awm", "refl", "draft", "srpo"]
 )
-def test_the_reward_steers(run, turned, name):
+def test_parameters_move_against_a_negated_reward(run, turned, name):
     """The same stage with the reward turned round moves the parameters the other way, on the
     whole."""
     config = {

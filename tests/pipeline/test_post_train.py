@@ -321,7 +321,7 @@ def test_a_champion_is_not_replaced_by_its_equal(
 
 
 @pytest.mark.exhaustive
-def test_lora_trains_too(workplace: Path, first: dict[str, Any]) -> None:
+def test_lora_run_trains_and_registers_an_adapter(workplace: Path, first: dict[str, Any]) -> None:
     lora = _finished(
         workplace,
         {

@@ -243,7 +243,7 @@ def test_options_that_only_sound_like_secrets(name):
         (("headers",), "X-Team: SECRET", True),
     ],
 )
-def test_values_of_options(path, value, secret):
+def test_option_with_a_secret_value_is_recognised(path, value, secret):
     assert is_secret_option(path, value) == secret
 
 

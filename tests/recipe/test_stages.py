@@ -492,7 +492,7 @@ def test_an_algorithm_sets_what_the_recipe_leaves_open(name):
         ("sft", "flow_sde", None, "global", 0, "velocity"),
     ],
 )
-def test_the_published_choices(name, sampler, window, std, weight, penalty):
+def test_algorithm_has_its_published_defaults(name, sampler, window, std, weight, penalty):
     stage = resolved(online(name))
     assert stage.sampler.name == sampler
     assert (stage.window.kind if stage.window else None) == window
@@ -808,7 +808,7 @@ def test_a_decay_that_begins_above_its_limit_is_refused():
         ),
     ],
 )
-def test_the_published_schedules(keys, expected):
+def test_ema_schedule_has_its_published_decay(keys, expected):
     assert {
         step: EmaScheduleConfig(**keys).decay_after_step(step) for step in expected
     } == pytest.approx(expected)

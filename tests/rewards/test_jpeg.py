@@ -24,7 +24,7 @@ def prompts(count):
     return [as_prompt(index, None) for index in range(count)]
 
 
-def test_detail_costs_bytes(images):
+def test_jpeg_reward_rises_with_detail(images):
     flat, ramp, noise = JpegIncompressibility()(images, prompts(3)).values
     assert 0 < flat < ramp < noise
     assert noise > 5 * ramp

@@ -142,7 +142,7 @@ def scores(*firsts: float, total: float = 1.0) -> str:
     )
 
 
-def test_shares_are_averaged():
+def test_score_shares_of_a_judge_are_averaged():
     assert parse_score_shares(scores(0.4357, 0.418, 0.4079)) == pytest.approx(
         (0.4357 + 0.418 + 0.4079) / 3
     )

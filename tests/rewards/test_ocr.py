@@ -11,7 +11,7 @@ from ebbflow.rewards import ppocr
 from ebbflow.rewards.built_in.ocr import Ocr, OcrConfig
 
 
-def test_reads_clean_renderings(clean):
+def test_ocr_reads_clean_renderings(clean):
     result = Ocr()(*clean)
     assert result.values.mean() >= 0.97
     assert result.metrics["exact_match"].mean() >= 0.9

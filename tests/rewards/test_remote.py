@@ -206,14 +206,14 @@ def test_a_chunk_of_negative_size_is_a_failure_and_not_read_without_a_limit(clie
     assert sum(sent) < 2 * http.MAX_BYTES + 16 * 2**20  # what sockets buffer included
 
 
-def test_attempts_end(client, waits):
+def test_remote_reward_fails_after_its_attempts(client, waits):
     with answering(says("still loading", 503)) as server:
         result = client(server.url, attempts=4)(TWO, TWO_PROMPTS)
     assert "answered 503: still loading" in result.failures[0]
     assert (len(server.asked), len(waits)) == (4, 3)
 
 
-def test_waits_stop_growing():
+def test_waits_between_attempts_stop_growing():
     waits = http._list_waits(10)
     assert all(0.5 <= wait / min(60, 2**past) <= 1 for past, wait in enumerate(waits))
     assert len(set(waits)) == 9
@@ -264,7 +264,7 @@ def test_a_slow_server_is_cut_off(client, waits, behaviour):
     assert (len(server.asked), len(waits)) == (2, 1)
 
 
-def test_nobody_listening(client, waits):
+def test_refused_connection_is_explained(client, waits):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     remote = client(url)
@@ -301,7 +301,7 @@ def test_a_listed_host_is_asked(client, monkeypatch):
     [("localhost", True), ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True)]
     + [("0.0.0.0", False), ("::", False), ("example.org", False), ("127.1", False), ("", False)],
 )
-def test_loopback(host, loopback):
+def test_loopback_hosts_are_recognised(host, loopback):
     assert http.is_loopback(host) == loopback
 
 
@@ -389,7 +389,7 @@ def test_the_token_is_in_no_message(client, monkeypatch, caplog, behaviour):
         (says("<html>"), "<html>"),
     ],
 )
-def test_unavailable_says_why(client, behaviour, reason):
+def test_unhealthy_server_is_explained(client, behaviour, reason):
     with answering(behaviour) as server:
         assert reason in client(server.url).explain_unavailable()
     assert server.asked[0].path == "/health"

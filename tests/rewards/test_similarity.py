@@ -52,5 +52,5 @@ def test_what_cannot_be_rendered_is_a_failure():
     assert "16x32" in result.failures[1]
 
 
-def test_is_always_available():
+def test_similarity_is_always_available():
     assert Similarity().explain_unavailable() is None

@@ -13,7 +13,7 @@ needs_tesseract = pytest.mark.skipif(
 
 
 @needs_tesseract
-def test_reads_clean_renderings(clean):
+def test_tesseract_reads_clean_renderings(clean):
     result = tesseract.Tesseract()(*clean)
     assert result.values.mean() >= 0.9
     assert result.metrics["tesseract_exact"].mean() >= 0.75

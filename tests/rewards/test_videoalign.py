@@ -156,7 +156,7 @@ def test_a_recipe_may_add_up_some_of_them_and_names_their_columns(config):
     )
 
 
-def test_motion_is_seen(config):
+def test_videoalign_scores_depend_on_the_order_of_frames(config):
     """The same frames in another order are another video."""
     reward = load_reward(config)
     prompts = as_prompts(*TEXTS)

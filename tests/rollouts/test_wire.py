@@ -111,7 +111,7 @@ def test_rollouts_and_images_arrive_as_they_were(pair):
                 assert torch.equal(getattr(found.trajectory, name), sent)
 
 
-def test_large_tensors_pass(pair):
+def test_large_tensors_pass_the_wire(pair):
     large = torch.randn(3_000_000)
     header, found = through(pair, {"call": "x"}, {"large": large, "view": large[::2]})
     assert header == {"call": "x"}

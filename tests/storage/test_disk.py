@@ -69,7 +69,7 @@ def require_refused_then_written(path: Path, write: Callable[[], None], size: in
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
-def test_a_policy_folder(model, make_recipe, tmp_path, train):
+def test_policy_folder_on_a_full_disk_is_refused_then_written(model, make_recipe, tmp_path, train):
     recipe = make_recipe(policy={"train": train})
     policy = Policy(model, recipe.policy, 0)
     policy.ensure_copy("old")
@@ -87,7 +87,7 @@ def test_a_policy_folder(model, make_recipe, tmp_path, train):
     assert verify_folder(folder) != digest
 
 
-def test_a_checkpoint(model, make_recipe, tmp_path):
+def test_checkpoint_on_a_full_disk_is_refused_then_written(model, make_recipe, tmp_path):
     recipe = make_recipe()
     updater = PolicyUpdater(Policy(model, recipe.policy, 0), recipe.stages[0])
     folder = tmp_path / "step-00002"
@@ -100,7 +100,9 @@ def test_a_checkpoint(model, make_recipe, tmp_path):
     verify_folder(folder)
 
 
-def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path):
+def test_rollouts_and_scores_on_a_full_disk_are_refused_then_written(
+    model, make_recipe, make_prompts, scorer, tmp_path
+):
     ctx = StageContext(make_recipe(), 0, 1)
     prompts = make_prompts(4)
     policy = Policy(model, ctx.recipe.policy, 0)
@@ -115,7 +117,7 @@ def test_rollouts_and_scores(model, make_recipe, make_prompts, scorer, tmp_path)
     assert count_rows(scores) == count_rows(rollouts) == 8
 
 
-def test_a_text_file(tmp_path):
+def test_text_file_on_a_full_disk_keeps_the_earlier_one(tmp_path):
     path = tmp_path / "report.html"
     path.write_text("the report of the attempt before")
     with (

@@ -82,7 +82,7 @@ def test_diffusers_computes_the_same(base_folder, open_pipeline, model, tmp_path
 
 
 @pytest.mark.parametrize("name", ["rslora", "dora"])
-def test_the_closed_form(base_folder, model, name):
+def test_merged_adapter_equals_its_closed_form(base_folder, model, name):
     """rsLoRA: W + alpha / sqrt(r) B A; DoRA: its rows, each with a trained length m."""
     policy = Policy(model, config := VARIANTS[name], 0)
     move(policy, 0.05)
@@ -175,7 +175,7 @@ def test_a_published_lora_is_no_dora(base_folder, model, tmp_path):
         published_parameters(model, VARIANTS["dora"], policy.parameters, tmp_path / "dora")
 
 
-def test_parameters_are_counted(model):
+def test_lora_parameters_are_counted_without_a_model(model):
     linears = {
         name: (layer.in_features, layer.out_features)
         for name, layer in model.transformer.named_modules()

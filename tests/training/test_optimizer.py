@@ -201,6 +201,6 @@ def test_muon_has_rates_and_momentum_and_one_state(model):
     assert all(parameter.grad is None for parameter in policy.parameters.values())
 
 
-def test_momentum_is_muons():
+def test_momentum_without_muon_is_an_error():
     with pytest.raises(ValueError, match="momentum is for name: muon, and adamw has betas"):
         OptimizerConfig(momentum=0.9)

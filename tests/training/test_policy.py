@@ -195,7 +195,7 @@ def test_copies_do_not_follow_the_policy(model):
 
 
 @given(st.floats(0, 1))
-def test_blend(decay):
+def test_blending_a_copy_follows_its_decay(decay):
     policy = object.__new__(Policy)
     policy.offloaded = False
     policy.parameters = {
