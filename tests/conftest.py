@@ -28,6 +28,7 @@ from ebbflow.rollouts.parity import measure_parity, plan_parity_samples
 from ebbflow.storage.artifacts import write_new_folder
 from tests.glyph_stages import small_stage
 from tests.mlflow_settings import read_tracking_uri
+from tests.printed_results import register_result_printer
 
 os.environ["FLYTE_LOCAL_CACHE_ENABLED"] = "false"
 # A test writes into the store that it names, never into that of the shell it was started from.
@@ -55,6 +56,11 @@ SLOWEST_FIRST = [
     "test_ray",
 ]
 """Files that take minutes: first, or all cores but one would wait for the last of them."""
+
+
+@pytest.hookimpl(trylast=True)  # the terminal reporter is registered by a hook of its own
+def pytest_configure(config: pytest.Config) -> None:
+    register_result_printer(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,15 +10,20 @@ the first pod of tests/pipeline/test_pods.py, the command line).
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
@@ -42,6 +47,8 @@ PRELOADED = [
     "onnxruntime",
     "rapidocr",
 ]
+DUMP_SIGNAL = signal.SIGUSR2
+"""Makes a program write the stacks of its threads into a file."""
 CONTEXT = multiprocessing.get_context("forkserver")
 """Of all processes that tests fork: a process has one fork server, with one list of what it
 imports.
@@ -69,18 +76,39 @@ class ForkedProgram:
     ) -> None:
         arguments = [str(part) for part in command if str(part) != sys.executable]
         streams = [str(output[0]), str(output[-1])]
+        self.stacks = Path(f"{streams[-1]}.stacks")
         self.process = CONTEXT.Process(
-            target=_run, args=(arguments, str(cwd), dict(env), streams, new_session)
+            target=_run,
+            args=(arguments, str(cwd), dict(env), streams, str(self.stacks), new_session),
         )
         self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
 
     def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: the program still runs. Its note has the stacks of all
+                threads of the program and of its child processes.
+        """
         self.process.join(timeout)
         if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired(str(self.process), timeout or 0)
+            error = subprocess.TimeoutExpired(str(self.process), timeout or 0)
+            error.add_note(self.dump_stacks())
+            raise error
         return self.process.exitcode
+
+    def dump_stacks(self) -> str:
+        """Return the stacks of all threads of the program and of the processes that it forked.
+
+        A process that it started as a new interpreter does not know the signal, and ends by it.
+        """
+        program = psutil.Process(self.pid)
+        for process in (program, *program.children(recursive=True)):
+            process.send_signal(DUMP_SIGNAL)
+            time.sleep(0.5)  # one after another: all of them write into one file
+        return self.stacks.read_text()
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -119,11 +147,18 @@ def run_forked(
 
 
 def _run(
-    command: list[str], cwd: str, env: dict[str, str], output: list[str], new_session: bool
+    command: list[str],
+    cwd: str,
+    env: dict[str, str],
+    output: list[str],
+    stacks: str,
+    new_session: bool,
 ) -> None:
     """Become the program."""
     if new_session:
         os.setsid()
+    # Processes that the program forks keep both the handler and the file.
+    faulthandler.register(DUMP_SIGNAL, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     for descriptor, path in zip((1, 2), output, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     os.environ.clear()

@@ -1,0 +1,52 @@
+"""Programs that tests fork say where they hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forked import ROOT, ForkedProgram
+
+HANGS = """
+import os, sys, time
+
+def wait_in_a_child():
+    time.sleep(600)
+
+def wait_for_the_child():
+    open(sys.argv[1], "w").close()
+    os.wait()
+
+if os.fork() == 0:
+    wait_in_a_child()
+wait_for_the_child()
+"""
+
+
+def test_a_program_that_hangs_ends_with_the_stacks_of_its_processes(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    ready = tmp_path / "ready"
+    program = ForkedProgram(
+        [str(script), str(ready)],
+        cwd=ROOT,
+        env=dict(os.environ),
+        output=[tmp_path / "log"],
+        new_session=True,
+    )
+    try:
+        while not ready.exists():
+            assert program.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        with pytest.raises(subprocess.TimeoutExpired) as raised:
+            program.wait(0.1)
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+    (stacks,) = raised.value.__notes__
+    assert "in wait_for_the_child" in stacks
+    assert "in wait_in_a_child" in stacks
