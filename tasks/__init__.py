@@ -12,6 +12,7 @@ How
       one library function.
     - ``resources`` turns the deployment (``deployment``, one YAML file) into pods; ``images`` is
       the CPU image.
+    - ``transformers`` makes Flyte's types of Pydantic models, small enough for its engine.
     - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM
       into a retry; ``elastic`` is the training group of offline stages.
     - Importing this package configures logging (``EBBFLOW_LOG_LEVEL``) and the object store for
@@ -27,37 +28,19 @@ Gotchas
 
 from __future__ import annotations
 
-import copy
-import functools
 import logging
 
 import fsspec
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import s3_setup_args
-from flytekit.core.type_engine import TypeEngine
-from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
-from flytekit.models.types import LiteralType
-from pydantic import BaseModel
 
 from ebbflow.logs import configure_logging
+from tasks.transformers import register_transformers
 
 configure_logging()
 # The library opens URIs with fsspec and knows no Flyte: point it to the store that Flyte is
 # configured for.
 fsspec.config.conf.setdefault("s3", {}).update(s3_setup_args(DataConfig.auto().s3))
-
-
-class _CachedPydanticTransformer(PydanticTransformer):
-    """Describes a type once. Flytekit does so for every task that takes it, which was half of the
-    time to load the workflows.
-    """
-
-    _literal_type = functools.cache(PydanticTransformer.get_literal_type)
-
-    def get_literal_type(self, t: type[BaseModel]) -> LiteralType:
-        return copy.copy(
-            self._literal_type(t)
-        )  # for a type in a union, flytekit writes into what it gets
 
 
 def _is_actionable(record: logging.LogRecord) -> bool:
@@ -75,4 +58,4 @@ def _is_actionable(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("flytekit").addFilter(_is_actionable)
-TypeEngine.register_additional_type(_CachedPydanticTransformer(), BaseModel, override=True)
+register_transformers()

@@ -13,7 +13,6 @@ from typing import Any
 import click
 from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.interface import Variable
-from flytekit.models.types import LiteralType
 
 from ebbflow.recipe import Recipe, load_recipe
 from ebbflow.recipe.recipe import SHIPPED, parse_recipe
@@ -42,8 +41,7 @@ def read_recipes_strictly() -> None:
     """Let ``pyflyte run`` read recipes in this way: flytekit makes the option itself, and nothing
     can name another.
 
-    Flytekit prints the JSON schema of an option's type, for a recipe 1,800 lines, as its help: a
-    recipe's has a sentence instead.
+    The help of a recipe's option is a sentence that names an example.
     """
     JsonParamType._parse = _parse_option
     if command := sys.modules.get(COMMAND):  # not in pods, which have no options
@@ -63,8 +61,8 @@ def _shorten_errors(command: Any) -> None:
     ) -> Any:
         if python_type is not Recipe:
             return make(ctx, flyte_ctx, input_name, literal_var, python_type, *rest)
-        without_schema = Variable(LiteralType(simple=literal_var.type.simple), HELP)
-        option = make(ctx, flyte_ctx, input_name, without_schema, python_type, *rest)
+        described = Variable(literal_var.type, HELP)
+        option = make(ctx, flyte_ctx, input_name, described, python_type, *rest)
         option.callback = partial(_require_value, option.callback)
         return option
 

@@ -9,17 +9,25 @@ from pathlib import Path
 import pytest
 from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import interface_pb2, types_pb2
+from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.tasks_pb2 import TaskTemplate
+from flytekit import FlyteContextManager
+from flytekit.configuration import ImageConfig, SerializationSettings
+from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import TypeEngine
-from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 from pydantic import BaseModel
 
-from ebbflow.data.records import StageRecord
+from ebbflow.data.records import Evaluation, StageRecord, TrackedRun
 from ebbflow.recipe import Recipe
-from tasks.types import TrainedPolicy
+from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 from tests.pipeline.conftest import package
+from workflows.post_training import train_rounds
 
 NAMES = Path(__file__).with_name("entities.txt")
+MAX_BYTES = 256 * 1024
+"""An eighth of what Flyte's engine reads of a closure by default."""
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +100,7 @@ def test_interfaces_hold_no_pickle_and_no_untyped_structure(archive: Path) -> No
                     f"{name}: {variable} is a pickle"
                 )
                 if kind.simple == types_pb2.STRUCT:
-                    assert kind.HasField("metadata"), (
-                        f"{name}: {variable} is a structure without a schema"
-                    )
+                    assert kind.HasField("annotation"), f"{name}: {variable} is no Pydantic model"
                 assert kind.simple != types_pb2.BINARY, f"{name}: {variable} is untyped"
     assert checked > 50
 
@@ -111,10 +117,119 @@ def _leaves(kind: types_pb2.LiteralType) -> Iterator[types_pb2.LiteralType]:
         yield kind
 
 
+def test_interfaces_and_closures_are_far_below_the_limits_of_the_engine(archive: Path) -> None:
+    """Flyte's engine reads at most 2 MB of a closure by default, its gateway sends at most 4 MB."""
+    for name, interface in _entities(archive):
+        assert interface.ByteSize() < MAX_BYTES, name
+    templates = {task.id.name: task for task in _tasks(archive)}
+    for name, data in _files(archive):
+        if name.endswith("_2.pb"):
+            spec = workflow_pb2.WorkflowSpec.FromString(data)
+            # The compiled closure of a workflow has the templates of all tasks that it names.
+            used = {
+                node.task_node.reference_id.name or node.array_node.node.task_node.reference_id.name
+                for workflow in (spec.template, *spec.sub_workflows)
+                for node in workflow.nodes
+            }
+            tasks = sum(templates[task].ByteSize() for task in used if task in templates)
+            assert len(data) + tasks < MAX_BYTES, name
+
+
+def test_rounds_of_the_largest_recipe_compile_far_below_the_limits_of_the_engine() -> None:
+    names = [f"set{index}" for index in range(8)]
+    stages = [{"kind": kind, "branch": name} for name in names for kind in ("online", "offline")]
+    teachers = {name: f"branch:{name}" for name in names}
+    merge = {"kind": "online", "algorithm": {"name": "distillation", "teachers": teachers}}
+    recipe = Recipe.model_validate(
+        {
+            "rounds": 20,
+            "prompts": {"mixture": [{"name": name, "source": f"{name}.txt"} for name in names]},
+            "branches": {name: {"prompts": [name]} for name in names},
+            "stages": [*stages, merge, {"kind": "offline"}],
+        }
+    )
+    spec = _compile_round(recipe)
+    assert len(spec.nodes) > len(names)
+    assert spec.ByteSize() < MAX_BYTES
+
+
+def _compile_round(recipe: Recipe) -> DynamicJobSpec:
+    """Compile a round as its pod does: the futures file that the engine reads."""
+    folder = FlyteDirectory("s3://bucket/folder")
+    policy = TrainedPolicy(folder=folder)
+    evaluation = Evaluation(
+        label="before",
+        policy_version=0,
+        held_out={"ocr": 0.5},
+        validation={},
+        coverage=1.0,
+        velocity_drift=0.0,
+        seconds={},
+    )
+    evaluated = EvaluatedPolicy(
+        policy=policy, evaluation=evaluation, samples=FlyteFile("s3://bucket/samples")
+    )
+    settings = SerializationSettings(
+        project="p",
+        domain="d",
+        version="v",
+        image_config=ImageConfig.auto(img_name="ebbflow:test"),
+    )
+    context = FlyteContextManager.current_context()
+    state = context.new_execution_state().with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+    builder = context.with_serialization_settings(settings).with_execution_state(state)
+    with FlyteContextManager.with_context(builder) as inner:
+        compiled = train_rounds.compile_into_workflow(
+            inner,
+            train_rounds.task_function,
+            recipe=recipe,
+            run=TrackedRun(
+                run_id="r",
+                experiment_id="1",
+                tracking_uri="http://mlflow",
+                folder="s3://bucket/runs/tiny-1a2b3c4d",
+                recipe_digest="d",
+                started_at=0.0,
+            ),
+            base=BaseModelArtifact(folder=folder, seconds=1.0, finished_at=1.0),
+            prompts=FlyteFile("s3://bucket/prompts"),
+            history=[evaluated],
+            round=0,
+        )
+    return DynamicJobSpec.FromString(compiled.to_flyte_idl().SerializeToString())
+
+
+def test_a_recipe_passes_through_flyte_with_a_default_that_its_algorithm_overrides() -> None:
+    stage = {"kind": "online", "algorithm": {"name": "diffusion_nft"}}
+    resolved = Recipe.model_validate({"stages": [stage]}).stages[0].sampler
+    field_default = type(resolved).model_fields["steps"].get_default()
+    assert resolved.steps != field_default
+    stage["sampler"] = {"name": resolved.name, "steps": field_default}
+    recipe = Recipe.model_validate({"stages": [stage]})
+    assert recipe.stages[0].sampler.steps == field_default
+    context = FlyteContextManager.current_context()
+    described = TypeEngine.to_literal_type(Recipe)
+    literal = TypeEngine.to_literal(context, recipe, Recipe, described)
+    assert TypeEngine.to_python_value(context, literal, Recipe) == recipe
+
+
 @pytest.mark.parametrize("kind", [Recipe, StageRecord, TrainedPolicy])
-def test_a_type_is_described_once_and_as_flytekit_does_it(kind: type[BaseModel]) -> None:
+def test_a_model_passes_through_flyte_unchanged(kind: type[BaseModel]) -> None:
+    value = {
+        Recipe: Recipe(),
+        StageRecord: StageRecord(
+            label="1.1 online",
+            algorithm="mix_grpo",
+            samples=8,
+            optimizer_steps=2,
+            steps=1,
+            seconds={},
+            alarms=[],
+        ),
+        TrainedPolicy: TrainedPolicy(folder=FlyteDirectory("s3://bucket/policy")),
+    }[kind]
+    context = FlyteContextManager.current_context()
     described = TypeEngine.to_literal_type(kind)
-    TypeEngine.to_literal_type(kind | None)  # type: ignore[arg-type]
-    again = TypeEngine.to_literal_type(kind)
-    assert again.metadata is described.metadata
-    assert PydanticTransformer().get_literal_type(kind).to_flyte_idl() == again.to_flyte_idl()
+    literal = TypeEngine.to_literal(context, value, kind, described)
+    again = TypeEngine.to_python_value(context, literal, kind)
+    assert again.model_dump_json() == value.model_dump_json()
