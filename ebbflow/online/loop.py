@@ -247,19 +247,18 @@ class OnlineLoop:
             await self.workers.load_checkpoint(folder)
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
         with clock.measure_phase("encoding"):
-            embeddings = await self.workers.training.call_first(
-                "encode", self.sampler.list_possible_prompts()
-            )
-            # Apart: prompts are padded to the longest of those encoded together, and validation
-            # must not change training.
-            validation = (
-                await self.workers.training.call_first("encode", list(self.validation))
-                if self.validation
-                else None
-            )
+            prompts = self.sampler.list_possible_prompts()
+            embeddings = await self.workers.training.encode(prompts)
+            # Validation prompts are encoded apart: prompts are padded to the longest of those
+            # encoded together, and validation must not change training.
+            validation_embeddings = None
+            if self.validation:
+                validation_embeddings = await self.workers.training.encode(self.validation)
         self.seconds_before = _add_seconds(self.state.seconds, clock.seconds)
         self.queue = RolloutQueue(ctx, self.workers, self.sampler, embeddings, self.state.step)
-        self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation, validation)
+        self.monitor = StageMonitor(
+            ctx, self.queue, self.recorder, self.validation, validation_embeddings
+        )
         if newest:
             load_in_flight(newest[0], self.queue)
         ahead = count_steps_ahead(self.config)
@@ -368,14 +367,13 @@ class OnlineLoop:
         report, with all spans.
         """
         profiled = self.config.is_profiled("training", batch.step)
-        learnt = build_training_batch(
+        training_batch = build_training_batch(
             batch, advantages.values, advantages.keep, profiled, advantages.of_steps
         )
-        training_batch = self.workers.put_value(learnt)
+        # Put once: every rank gets the same handle, and Ray stores the batch only once.
+        handle = self.workers.put_value(training_batch)
         rollouts = [part.rollouts for part in batch.parts]
-        reports: list[TrainingReport] = await self.workers.training.call(
-            "train", training_batch, *rollouts
-        )
+        reports = await self.workers.training.train(handle, *rollouts)
         self.state.samples += len(advantages.values)
         self.state.updates = reports[0].updates
         self.state.training_alarms = reports[0].alarms

@@ -93,16 +93,15 @@ class WorkerActor:
             self.failed = error  # for those who call before they know
             raise
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         if self.failed:
             raise self.failed
-        given = [
+        # A user's reward may write into its images, and nobody may write into Ray's object store.
+        writable = [
             argument.copy() if isinstance(argument, np.ndarray) else argument
             for argument in arguments
         ]
-        return getattr(self.opened, method)(
-            *given
-        )  # a user's reward may write into its images, and nobody into the store
+        return getattr(self.opened, method)(*writable, **keywords)
 
     def _claim_resources(self) -> None:
         """Take the cores and GPUs that are this worker's."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Concatenate, get_args
 
 import numpy as np
 import ray
@@ -35,6 +35,7 @@ from ebbflow.online.ray_actor import (
     CHUNK,
     Actor,
     Folders,
+    RayTrainingWorker,
     open_reward_worker,
     open_rollout_worker,
     open_training_worker,
@@ -42,12 +43,14 @@ from ebbflow.online.ray_actor import (
 )
 from ebbflow.online.workers import (
     NUM_RETURNS,
+    Arguments,
+    Result,
     ResultLost,
+    RewardPool,
+    RolloutPool,
     StageError,
     TrainingGroup,
     WorkerDied,
-    build_reward_pool,
-    build_rollout_pool,
 )
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rollouts.weights import WeightsVersion
@@ -111,15 +114,25 @@ class RayWorker:
         self.placed = self.actor.__ray_ready__.remote()
         self.opened = self.actor.open.remote(make, *arguments)
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        num_returns = NUM_RETURNS.get(method, 1)
-        returned = self.actor.call.options(num_returns=num_returns).remote(method, *arguments)
+    async def call(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Result],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        num_returns = NUM_RETURNS.get(method.__name__, 1)
+        remote_call = self.actor.call.options(num_returns=num_returns)
+        returned = remote_call.remote(method.__name__, *arguments, **keywords)
+        # Handles stay references into the object store; only the report comes to this process.
         *handles, report = returned if num_returns > 1 else [returned]
         try:
-            result = await report
+            answer: Any = await report
         except RayError as error:
             raise self._explain_error(error) from error
-        return (*handles, result) if handles else result
+        if handles:
+            answer = (*handles, answer)
+        result: Result = answer
+        return result
 
     def check_open(self) -> None:
         """Raise what went wrong while the worker loaded."""
@@ -217,8 +230,7 @@ class RayWorkers:
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         self.step = version
-        weights: list[WeightsVersion] = await self.training.call("publish", version, copy)
-        return weights[0]
+        return await self.training.publish(version, copy)
 
     async def fetch_value(self, handle: Handle) -> Any:
         try:
@@ -249,10 +261,10 @@ class RayWorkers:
         for path in part_files(folder):
             with path.open("rb") as file:
                 while chunk := file.read(CHUNK):
-                    await self.training.call(
-                        "append", path.name, ray.put(np.frombuffer(chunk, np.uint8))
-                    )
-        await self.training.call("load_received_checkpoint")
+                    # Stored once, however many ranks fetch it.
+                    stored: Handle = ray.put(np.frombuffer(chunk, np.uint8))
+                    await self.training.call(RayTrainingWorker.append, path.name, stored)
+        await self.training.call(RayTrainingWorker.load_received_checkpoint)
 
     def close(self) -> None:
         for worker in self.all:
@@ -320,12 +332,12 @@ class RayWorkers:
             (opened,), _ = ray.wait(list(loading), fetch_local=False)
             loading.pop(opened).check_open()
         self.training = TrainingGroup(ranks, GRACE_SECONDS)
-        self.rollout = build_rollout_pool(
+        self.rollout = RolloutPool(
             rollouts,
             partial(self._replace_worker, "rollout"),
             self.ctx.online_config.rollout_timeout,
         )
-        self.reward = build_reward_pool(
+        self.reward = RewardPool(
             rewards, partial(self._replace_worker, "reward"), self.ctx.online_config.scoring
         )
         self.steps_before: int = ray.get(ranks[0].actor.call.remote("steps_before"))
@@ -412,15 +424,16 @@ class RayWorkers:
     async def _collect_files(self, folder: Path, method: str, *arguments: Any) -> None:
         """What all ranks write with a method, each on its own machine, into a folder on this
         one."""
-        written = await self.training.call("write", method, *arguments)
+        written = await self.training.call(RayTrainingWorker.write, method, *arguments)
         for rank, files in zip(self.training.ranks, written, strict=True):
             for name, size in files:
                 path = safe_join(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
                     for start in range(0, size, CHUNK):
-                        file.write((await rank.call("read", name, start)).data)
-        await self.training.call("discard")
+                        chunk = await rank.call(RayTrainingWorker.read, name, start)
+                        file.write(chunk.data)
+        await self.training.call(RayTrainingWorker.discard)
 
 
 def _format_bundle(workers: WorkersConfig) -> str:

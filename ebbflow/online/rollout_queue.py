@@ -39,6 +39,7 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
+    Handle,
     RewardReport,
     RolloutBatch,
     RolloutReport,
@@ -285,17 +286,16 @@ class RolloutQueue:
         rollouts, images, report = await self.generate_request(request, weights)
         profiled = self.ctx.online_config.is_profiled("reward", request.step) and not with_guards
         try:
-            latents = [rollouts] if self.workers.reads_latents else []
-            scored: RewardReport = await self.workers.reward.call(
-                "score",
-                lambda: (images, request.prompts, request.step, with_guards, profiled, *latents),
+            # Rollouts are large: they travel to a reward worker only if a reward scores latents.
+            latents = rollouts if self.workers.reads_latents else None
+            scored = await self.workers.reward.score(
+                request, images, latents, with_guards, profiled
             )
         except ResultLost as lost:
             _warn_of_loss(request, lost)
             return await self.generate_and_score(request, weights, with_guards)
-        except (
-            CallFailed
-        ) as failure:  # the samples stay, without scores: they are masked and counted
+        except CallFailed as failure:
+            # The samples stay, without scores: they are masked and counted.
             unscored = ScoreTable.create_failed(
                 len(request), list(self.workers.reward_weights), str(failure)
             )
@@ -312,16 +312,14 @@ class RolloutQueue:
 
     async def generate_request(
         self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
-    ) -> tuple[object, object, RolloutReport]:
+    ) -> tuple[Handle, Handle, RolloutReport]:
         """(handle of the rollouts, handle of the images, report) of a request.
 
         Raises:
             StageError: several workers died over it.
         """
         try:
-            rollouts, images, report = await self.workers.rollout.call(
-                "generate", lambda: (request, weights())
-            )
+            rollouts, images, report = await self.workers.rollout.generate(request, weights)
         except CallFailed as failure:
             raise StageError(
                 f"{failure.attempts} rollout workers died or hung over the same request; the last:"
@@ -354,11 +352,11 @@ class RolloutQueue:
         """
         rollouts = [part.rollouts for part in step.build_batch().parts]
         with suppress(ResultLost):
-            await self.workers.training.call("receive", *rollouts)
+            await self.workers.training.receive(*rollouts)
             return True
         for index, handle in enumerate(rollouts):
             try:
-                await self.workers.training.call("receive", handle)
+                await self.workers.training.receive(handle)
             except ResultLost as lost:
                 self._regenerate_request(step, index, lost)
         return step.is_done

@@ -68,9 +68,7 @@ def collect(ctx, updater, scorer, prompts, step):
     async def run():
         workers = open_local_workers(ctx, updater, scorer)
         sampler = PromptSampler(ctx, prompts)
-        queue = RolloutQueue(
-            ctx, workers, sampler, await workers.training.call_first("encode", prompts), step
-        )
+        queue = RolloutQueue(ctx, workers, sampler, await workers.training.encode(prompts), step)
         await queue.start()
         return await queue.next_batch(step)
 

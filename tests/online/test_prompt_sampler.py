@@ -328,7 +328,7 @@ def test_rollouts_in_flight_keep_their_prompts(
     sampler = PromptSampler(ctx, prompts)
 
     async def interrupted():
-        embeddings = await workers.training.call_first("encode", prompts)
+        embeddings = await workers.training.encode(prompts)
         queue, resumed = (
             RolloutQueue(ctx, workers, sampler, embeddings, first_step=1) for _ in range(2)
         )
