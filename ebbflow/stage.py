@@ -242,6 +242,36 @@ class StageContext:
         )
 
 
+@dataclass(frozen=True)
+class StageFolders:
+    """What a stage reads and writes on this machine.
+
+    Example:
+        The second stage of a local run, distilled from one teacher::
+
+            StageFolders(
+                base=Path("runs/glyph-1/nodes/ebbflow-base/base"),
+                policy=Path("runs/glyph-1/nodes/ebbflow-1.1/policy"),
+                prompts=Path("runs/glyph-1/nodes/ebbflow-prompts/prompts.parquet"),
+                output=Path("runs/glyph-1/nodes/ebbflow-1.2/policy"),
+                teachers={"teacher": Path("models/teacher")},
+            )
+
+    Attributes:
+        base: the base-model folder.
+        policy: the policy folder that the stage starts from.
+        prompts: the prompt table.
+        output: where the policy folder of the stage goes; nothing is there yet.
+        teachers: policy folders, by the copy of the policy that each becomes.
+    """
+
+    base: Path
+    policy: Path
+    prompts: Path
+    output: Path
+    teachers: Mapping[str, Path] = field(default_factory=dict)
+
+
 @dataclass
 class MetricsRecorder:
     """Keeps the metrics for the report, and passes everything on to a metrics logger, if there is

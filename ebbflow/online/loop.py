@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
 from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
 from ebbflow.rollouts.engine import open_engine
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_io import load_policy, read_prompt_statistics
@@ -59,70 +58,65 @@ from ebbflow.training.stop_conditions import handle_sigterm
 from ebbflow.training.update import PolicyUpdater
 
 if TYPE_CHECKING:
-    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_actor import ActorFolders
 
 logger = logging.getLogger(__name__)
 
 
 def train_online_folder(
     ctx: StageContext,
-    base: Path,
-    folder: Path,
-    prompts: Path,
-    trained: Path,
+    folders: StageFolders,
     recorder: MetricsRecorder,
-    teachers: Mapping[str, Path] | None = None,
-    actors: Folders | None = None,
+    actors: ActorFolders | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
-    """Run the stage on the policy of ``folder`` and leave the trained one at ``trained``.
+    """Run the stage on the policy of ``folders.policy`` and leave the trained one at
+    ``folders.output``.
 
     Args:
-        teachers: policy folders, by the copy of the policy that each becomes.
-        actors: where workers under ``placement: ray`` find what they load; left out, at the same
-            paths on every machine.
+        actors: where workers under ``placement: ray`` find what they load; by default at the paths
+            of ``folders`` on every machine.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
-    validation = read_validation_prompts(ctx, prompts)
-    training = read_prompts(prompts, "train")
-    with handle_sigterm(), closing(open_workers(ctx, base, folder, teachers, actors)) as workers:
-        state = StageState(read_prompt_statistics(ctx, read_policy_metadata(folder), folder))
+    validation = read_validation_prompts(ctx, folders.prompts)
+    training = read_prompts(folders.prompts, "train")
+    with handle_sigterm(), closing(open_workers(ctx, folders, actors)) as workers:
+        metadata = read_policy_metadata(folders.policy)
+        state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
 
         async def run_and_save() -> StageRecord:
             record = await loop.run()
-            await workers.save_policy(trained, record, state.history)
+            await workers.save_policy(folders.output, record, state.history)
             return record
 
         return asyncio.run(run_and_save())
 
 
 def open_workers(
-    ctx: StageContext,
-    base: Path,
-    folder: Path,
-    teachers: Mapping[str, Path] | None,
-    actors: Folders | None,
+    ctx: StageContext, folders: StageFolders, actors: ActorFolders | None = None
 ) -> StageWorkers:
-    """The stage's workers, on the policy of ``folder``."""
+    """Open the stage's workers, on the policy of ``folders.policy``."""
     if ctx.online_config.placement == "ray":
-        from ebbflow.online.ray_actor import Folders
+        # Ray is imported by those who use it: a stage in one process starts without it.
+        from ebbflow.online.ray_actor import ActorFolders
         from ebbflow.online.ray_workers import RayWorkers
 
-        return RayWorkers(ctx, actors or Folders.from_paths(base, folder, teachers))
-    policy, metadata = load_policy(ctx, base, folder, teachers)
+        same_paths = ActorFolders.from_paths(folders.base, folders.policy, folders.teachers)
+        return RayWorkers(ctx, actors or same_paths)
+    policy, metadata = load_policy(ctx, folders.base, folders.policy, folders.teachers)
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
     scorer = load_scorer(ctx.branch_recipe.rewards, guardrails)
     trainer = TrainingWorker(
         ctx, PolicyUpdater(policy, ctx.online_config, metadata), metadata, scorer=scorer
     )
-    engine = (
-        RolloutWorker(open_engine(ctx, base)) if ctx.online_config.engine != "diffusers" else None
-    )
-    return LocalWorkers(trainer, scorer, engine)
+    rollout_worker = None
+    if ctx.online_config.engine != "diffusers":
+        rollout_worker = RolloutWorker(open_engine(ctx, folders.base))
+    return LocalWorkers(trainer, scorer, rollout_worker)
 
 
 def run_online_stage(

@@ -48,9 +48,13 @@ other processes.
 
 
 @dataclass(frozen=True)
-class Folders:
+class ActorFolders:
     """Where actors find the base model, the policy that the stage starts from, and its teachers by
-    their copies.
+    their copies: ``StageFolders``, as functions that each machine calls for itself.
+
+    Example:
+        ``ActorFolders(partial(Path, "/shared/base"), partial(fetch_folder, "s3://runs/policy"))``:
+        the base model is mounted on every machine, and each machine downloads the policy.
     """
 
     base: Locate
@@ -58,10 +62,12 @@ class Folders:
     teachers: Mapping[str, Locate] = field(default_factory=dict)
 
     @staticmethod
-    def from_paths(base: Path, policy: Path, teachers: Mapping[str, Path] | None = None) -> Folders:
-        """At these paths on every machine."""
+    def from_paths(
+        base: Path, policy: Path, teachers: Mapping[str, Path] | None = None
+    ) -> ActorFolders:
+        """Folders that lie at these paths on every machine."""
         located = {copy: partial(Path, folder) for copy, folder in (teachers or {}).items()}
-        return Folders(partial(Path, base), partial(Path, policy), located)
+        return ActorFolders(partial(Path, base), partial(Path, policy), located)
 
 
 class WorkerActor:
@@ -177,7 +183,7 @@ class RayTrainingWorker(TrainingWorker):
 
 
 def open_training_worker(
-    ctx: StageContext, folders: Folders, rank: int, rendezvous: str
+    ctx: StageContext, folders: ActorFolders, rank: int, rendezvous: str
 ) -> RayTrainingWorker:
     world = ctx.online_config.resources.training.count
     if world > 1:
@@ -197,7 +203,7 @@ def open_training_worker(
     )
 
 
-def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> RolloutWorker:
+def open_rollout_worker(ctx: StageContext, folders: ActorFolders, index: int) -> RolloutWorker:
     if ctx.online_config.engine != "diffusers":
         return RolloutWorker(open_engine(ctx, folders.base()), index, ray.get)
     policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
@@ -206,7 +212,7 @@ def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> Roll
     return RolloutWorker(Diffusers(ctx, policy), index, ray.get)
 
 
-def open_reward_worker(ctx: StageContext, folders: Folders, index: int) -> RewardWorker:
+def open_reward_worker(ctx: StageContext, folders: ActorFolders, index: int) -> RewardWorker:
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
     return RewardWorker(load_scorer(ctx.branch_recipe.rewards, guardrails), index)
 

@@ -34,7 +34,7 @@ from ebbflow.online.messages import Handle
 from ebbflow.online.ray_actor import (
     CHUNK,
     Actor,
-    Folders,
+    ActorFolders,
     RayTrainingWorker,
     open_reward_worker,
     open_rollout_worker,
@@ -193,7 +193,7 @@ class RayWorkers:
         StageError: the cluster has no room for the workers, or one of them died while it loaded.
     """
 
-    def __init__(self, ctx: StageContext, folders: Folders) -> None:
+    def __init__(self, ctx: StageContext, folders: ActorFolders) -> None:
         self.ctx = ctx
         self.folders = folders
         own = ctx.branch_recipe

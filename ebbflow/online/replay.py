@@ -8,10 +8,9 @@ rollouts. On CPUs that gives the same bytes, in one process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Never
 
 from ebbflow.algorithms.advantages import AdvantageResult
@@ -22,7 +21,7 @@ from ebbflow.online.messages import RolloutBatch, TrainingReport
 from ebbflow.online.monitor import build_sample_rows
 from ebbflow.online.workers import StageWorkers
 from ebbflow.recipe.online import ResourcesConfig
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_io import read_prompt_statistics
 from ebbflow.training.policy_metadata import read_policy_metadata
@@ -32,18 +31,15 @@ from ebbflow.training.stage_loop import StageState
 
 def replay_online_step(
     ctx: StageContext,
-    base: Path,
-    folder: Path,
-    prompts: Path,
+    folders: StageFolders,
     step: int,
-    teachers: Mapping[str, Path] | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> ReplayedStep:
     """Generate, score and compare the samples of a step again. Nothing is tracked, and no
     checkpoint is written.
 
     Args:
-        folder: the policy folder that the stage started from.
+        folders: of the stage; nothing is written to its output.
         step: from zero.
         checkpoints: of the stage, none of them of a later step than this one.
 
@@ -61,9 +57,11 @@ def replay_online_step(
             " it logged"
         )
     ctx = _limit_to_one_process(ctx)
-    state = StageState(read_prompt_statistics(ctx, read_policy_metadata(folder), folder))
-    with closing(open_workers(ctx, base, folder, teachers, None)) as workers:
-        loop = _ReplayLoop(ctx, workers, read_prompts(prompts, "train"), step, state, checkpoints)
+    metadata = read_policy_metadata(folders.policy)
+    state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
+    prompts = read_prompts(folders.prompts, "train")
+    with closing(open_workers(ctx, folders)) as workers:
+        loop = _ReplayLoop(ctx, workers, prompts, step, state, checkpoints)
         try:
             asyncio.run(loop.run())
         except _ReachedError as reached:
