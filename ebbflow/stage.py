@@ -7,14 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.base import apportion_total
-from ebbflow.recipe.branches import branches_teaching
 from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
@@ -135,32 +132,6 @@ class StageContext:
         return self.recipe.select_branch(self.config.branch)
 
     @property
-    def labels_in_parallel(self) -> list[str]:
-        """Labels of the stages of this round that may run while this one does.
-
-        Of a branch's stage: those of other branches, and those after it in none. Of any other:
-        those of branches that neither it nor a stage before it learns from.
-        """
-        stages = list(enumerate(self.recipe.stages))
-        own = self.config.branch
-        if own:
-            others = [
-                index
-                for index, stage in stages
-                if (stage.branch or index > self.stage) and stage.branch != own
-            ]
-        else:
-            ended = {
-                name for _, stage in stages[: self.stage + 1] for name in branches_teaching(stage)
-            }
-            others = [
-                index
-                for index, stage in stages[: self.stage]
-                if stage.branch and stage.branch not in ended
-            ]
-        return [self.recipe.stage_label(self.round, index) for index in others]
-
-    @property
     def stage_label(self) -> str:
         return self.recipe.stage_label(self.round, self.stage)
 
@@ -199,32 +170,6 @@ class StageContext:
             if window
             else None
         )
-
-    def image_size_of_step(self, step: int) -> tuple[int, int] | None:
-        """Height and width of the images of a step of an online stage; None: those of the model."""
-        from ebbflow.seeding import Stream, make_generator
-
-        if not (sizes := self.config.sizes):
-            return None
-        weights = [size.weight for size in sizes]
-        drawn = make_generator(
-            self.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES
-        ).random() * sum(weights)
-        index = next((index for index, end in enumerate(accumulate(weights)) if drawn < end), -1)
-        return sizes[index].height, sizes[index].width
-
-    def image_size_of_shard(self, shard: int) -> tuple[int, int] | None:
-        """Height and width of the images of a shard of an offline stage; None: those of the
-        model."""
-        if not (sizes := self.config.sizes):
-            return None
-        counts = apportion_total([size.weight for size in sizes], self.offline_config.shards)
-        of_shards = [
-            (size.height, size.width)
-            for size, count in zip(sizes, counts, strict=True)
-            for _ in range(count)
-        ]
-        return of_shards[shard]
 
     def build_sample_groups(
         self, prompts: list[Prompt], step: int

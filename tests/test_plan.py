@@ -137,7 +137,7 @@ def looped(
             ctx.online_config.steps - count_steps_ahead(ctx.online_config)
         ):  # at the end nothing is generated ahead
             queue.weights = WeightsVersion(step)
-            await queue.start()
+            await queue.start_rollouts()
             await queue.next_batch(step)
             await asyncio.sleep(seconds.training + seconds.between)
             ends.append(asyncio.get_running_loop().time())

@@ -202,7 +202,7 @@ class OnlineLoop:
             )  # validation and checkpoints are no time of the step
             start += await self._save_due_checkpoint(step)
 
-            await queue.start()
+            await queue.start_rollouts()
             batch = await queue.next_batch(step)
             batch = await self._refill_groups(batch)
             self.sampler.update_curriculum(

@@ -69,7 +69,7 @@ def collect(ctx, updater, scorer, prompts, step):
         workers = open_local_workers(ctx, updater, scorer)
         sampler = PromptSampler(ctx, prompts)
         queue = RolloutQueue(ctx, workers, sampler, await workers.training.encode(prompts), step)
-        await queue.start()
+        await queue.start_rollouts()
         return await queue.next_batch(step)
 
     batch = asyncio.run(run())
