@@ -158,7 +158,9 @@ class OnlineLoop:
         self.config = ctx.online_config
         self.workers = workers
         self.validation = validation
-        self.recorder, self.state, self.checkpoints = recorder, state or StageState(), checkpoints
+        self.recorder = recorder
+        self.state = state or StageState()
+        self.checkpoints = checkpoints
         self.sampler = PromptSampler(ctx, prompts, self.state)
 
     async def run(self) -> StageRecord:
@@ -197,9 +199,8 @@ class OnlineLoop:
             pushed = await self._publish_weights(step) | await check_parity(
                 self.ctx, queue, step, loop.first_step
             )
-            start += await monitor.validate_policy(
-                step
-            )  # validation and checkpoints are no time of the step
+            # The time of validation and checkpoints is not the step's: its start moves by it.
+            start += await monitor.validate_policy(step)
             start += await self._save_due_checkpoint(step)
 
             await queue.start_rollouts()
@@ -218,13 +219,15 @@ class OnlineLoop:
                 | _measure_freshness(batch, step)
             )
             metrics |= await self._measure_step(batch, advantages, report, step, start)
-            del batch  # with the graphs that it may hold: the next step needs their memory
+            # A batch may hold the graphs of its rollouts, whose memory the next step needs.
+            del batch
             loop.finish_step(
                 metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}"
             )
             if loop.preempted:
                 await self._save_checkpoint()
                 raise loop.preemption_error()
+        # The last weights were never published: no step generates with them.
         if monitor.is_validation_due(self.state.step, last=True):
             await self._publish_weights(self.state.step)
             await monitor.validate_policy(self.state.step, last=True)
@@ -253,6 +256,7 @@ class OnlineLoop:
         self.monitor = StageMonitor(
             ctx, self.queue, self.recorder, self.validation, validation_embeddings
         )
+        # After the queue exists: the checkpoint's rollouts go into it, already generated.
         if newest:
             load_in_flight(newest[0], self.queue)
         ahead = count_steps_ahead(self.config)
@@ -280,26 +284,26 @@ class OnlineLoop:
         await self._publish_weights(0)
         await check_parity(self.ctx, self.queue, 0, 0)
         requests = self.queue.build_filter_requests(self.sampler.prompts, config.samples)
-        found = []
+        tables: list[ScoreTable] = []
+        # As many requests at once as keep all workers busy: their images are in memory together.
         at_once = self.config.resources.rollout.count + self.config.resources.reward.count
-        for start in range(0, len(requests), at_once):  # their images are in memory together
-            found += await asyncio.gather(
-                *map(self._score_request, requests[start : start + at_once])
-            )
-        scores = ScoreTable.concatenate(found)
+        for start in range(0, len(requests), at_once):
+            part = requests[start : start + at_once]
+            tables += await asyncio.gather(*map(self._score_request, part))
+        scores = ScoreTable.concatenate(tables)
         require_scored_share(scores, self.ctx.recipe.max_failed_share)
         prompt_ids = np.array(
             [prompt.prompt_id for request in requests for prompt in request.prompts]
         )
         self.sampler.filter_prompts(*compute_reward_moments(scores.reward, prompt_ids))
-        kept = len(self.sampler.remaining_prompts)
+        num_remaining = len(self.sampler.remaining_prompts)
         logger.info(
             "%s: prompt_filter keeps %d of %d prompts",
             self.ctx.stage_label,
-            kept,
+            num_remaining,
             len(self.sampler.prompts),
         )
-        self.recorder.log_metrics({"prompts/kept": kept}, 0)
+        self.recorder.log_metrics({"prompts/kept": num_remaining}, 0)
 
     async def _score_request(self, request: RolloutRequest) -> ScoreTable:
         """The scores of the samples of a request, without their images."""
@@ -325,11 +329,9 @@ class OnlineLoop:
                 self.config.advantages,
                 batch.scores.scored_rows,
             )
-            if not (
-                further := self.sampler.sample_replacements(
-                    batch.step, batch.distinct_prompts, varied
-                )
-            ):
+            further = self.sampler.sample_replacements(batch.step, batch.distinct_prompts, varied)
+            # No prompts are left, or every group varies.
+            if not further:
                 break
             batch = await self.queue.add_prompts(batch, further)
             require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
@@ -430,6 +432,8 @@ class OnlineLoop:
         best_step = self.state.step
         if best and (last is None or best.score > last):
             await self.workers.load_checkpoint(best.folder)
+            # Only the statistics of prompts go back with the policy: steps, samples and seconds
+            # count what the stage has really done.
             saved = StageState()
             saved.load_state_dict(checkpoints.read_state(best.folder)["state"])
             self.state.history = saved.history

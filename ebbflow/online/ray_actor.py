@@ -96,7 +96,8 @@ class WorkerActor:
             self._claim_resources()
             self.opened = make(ctx, *arguments)
         except Exception as error:
-            self.failed = error  # for those who call before they know
+            # Calls may already wait in the actor's queue; they raise the same error.
+            self.failed = error
             raise
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
@@ -112,15 +113,14 @@ class WorkerActor:
     def _claim_resources(self) -> None:
         """Take the cores and GPUs that are this worker's."""
         register_tensor_serializer()
-        warnings.filterwarnings(
-            "ignore", "The given NumPy array is not writable"
-        )  # what lies in the store is only read
+        # torch warns of arrays that lie in Ray's store; they are only read.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        # Ray shows all GPUs to an actor that asked for none.
         if not self.workers.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = (
-                ""  # Ray shows all GPUs to those who asked for none
-            )
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Ray shows an actor its own GPUs alone, so the first one is the right one.
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # of those that Ray shows
+            torch.cuda.set_device(0)
         if self.workers.cores:
             pin_to_cores(self.workers.cores, self.role)
 
@@ -207,7 +207,7 @@ def open_rollout_worker(ctx: StageContext, folders: ActorFolders, index: int) ->
     if ctx.online_config.engine != "diffusers":
         return RolloutWorker(open_engine(ctx, folders.base()), index, ray.get)
     policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
-    # the weights that arrive are those that generate, whichever copy of the trainer's they are
+    # The weights that arrive are those that generate, whichever copy of the trainer's they are.
     policy.copies.clear()
     return RolloutWorker(Diffusers(ctx, policy), index, ray.get)
 
@@ -245,6 +245,5 @@ def _serialize_tensor(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Si
 
 def _deserialize_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
     values, dtype, shape = sent
-    return (
-        torch.from_numpy(values.copy()).view(dtype).reshape(shape)
-    )  # what lies in the store can only be read
+    # Copied: what lies in Ray's store cannot be written, and a tensor may be.
+    return torch.from_numpy(values.copy()).view(dtype).reshape(shape)

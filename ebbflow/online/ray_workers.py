@@ -154,7 +154,8 @@ class RayWorker:
             try:
                 ray.get(reference)
             except RayError as error:
-                if isinstance(cause := self._explain_error(error), WorkerDied):
+                cause = self._explain_error(error)
+                if isinstance(cause, WorkerDied):
                     raise cause from error
 
     def stop(self) -> None:
@@ -166,7 +167,8 @@ class RayWorker:
         if not isinstance(cause, LOST):
             return cause
         reason = str(cause).strip().splitlines()[0]
-        owner_died = isinstance(cause, OwnerDiedError)  # only weights belong to an actor: rank 0
+        # Ray loses an object with its owner. Only weights are owned by an actor, which is rank 0.
+        owner_died = isinstance(cause, OwnerDiedError)
         if self.role != "rollout" and isinstance(cause, ObjectLostError) and not owner_died:
             return ResultGone(
                 f"what {self.role} {self.index} was given is gone with the machine on which it lay"
@@ -196,9 +198,11 @@ class RayWorkers:
     def __init__(self, ctx: StageContext, folders: ActorFolders) -> None:
         self.ctx = ctx
         self.folders = folders
-        own = ctx.branch_recipe
-        self.reward_weights = {row.column: row.weight for row in own.rewards}
-        self.reads_latents = any(row.scores == "latents" for row in (*own.rewards, *own.guardrails))
+        # From the recipe: no scorer is loaded in the stage's own process.
+        recipe = ctx.branch_recipe
+        self.reward_weights = {row.column: row.weight for row in recipe.rewards}
+        scorers = (*recipe.rewards, *recipe.guardrails)
+        self.reads_latents = any(row.scores == "latents" for row in scorers)
         self.all: list[RayWorker] = []
         self.step = 0
         register_tensor_serializer()
@@ -224,8 +228,7 @@ class RayWorkers:
     def bundle_index(self, role: Role, index: int) -> int:
         """A worker's number among the workers of all roles."""
         return (
-            sum(self.resources_of_role(before).count for before in ROLES[: ROLES.index(role)])
-            + index
+            sum(self.resources_of_role(other).count for other in ROLES[: ROLES.index(role)]) + index
         )
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
@@ -279,11 +282,10 @@ class RayWorkers:
                 f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its"
                 " own for each of several ranks; set gpus to 1, or to 0 to train on CPUs"
             )
-        bundles = [
-            _build_bundle(workers)
-            for role in ROLES
-            for workers in [self.resources_of_role(role)] * self.resources_of_role(role).count
-        ]
+        bundles = []
+        for role in ROLES:
+            config = self.resources_of_role(role)
+            bundles += [_build_bundle(config) for _ in range(config.count)]
         asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
         there = ray.cluster_resources()
         listed = ", ".join(
@@ -328,7 +330,8 @@ class RayWorkers:
             for index in range(self.resources_of_role("reward").count)
         ]
         loading = {worker.opened: worker for worker in self.all}
-        while loading:  # in the order in which they end: a rank whose peer died would wait for it
+        # In the order in which they end: a rank whose peer died would wait for it.
+        while loading:
             (opened,), _ = ray.wait(list(loading), fetch_local=False)
             loading.pop(opened).check_open()
         self.training = TrainingGroup(ranks, GRACE_SECONDS)
