@@ -71,7 +71,13 @@ class MetricsLogger(Protocol):
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage within a run: the recipe, and indices from zero."""
+    """A stage within a run: the recipe, and indices from zero.
+
+    Example:
+        ``StageContext(recipe, round=1, stage=0)`` is the first stage of the second round. Its
+        ``stage_label`` is "2.1 online", and its ``stage_seed`` differs from that of the same stage
+        in the first round.
+    """
 
     recipe: Recipe
     round: int
@@ -110,11 +116,9 @@ class StageContext:
         hyper = self.config.hyper_parameters
         one = getattr(hyper, "teacher", None)
         several = getattr(hyper, "teachers", {})
-        return (
-            {"teacher": one}
-            if one
-            else {teacher_copy_name(name): folder for name, folder in several.items()}
-        )
+        if one:
+            return {"teacher": one}
+        return {teacher_copy_name(name): folder for name, folder in several.items()}
 
     @property
     def starts_as_teacher(self) -> bool:
@@ -151,11 +155,10 @@ class StageContext:
         (``SampleKeys.num_leaves_sharing_noise``).
         """
         first = self.config.group_size if self.config.shared_initial_noise else 1
-        return (
-            (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
-            if self.tree
-            else (first,)
-        )
+        if not self.tree:
+            return (first,)
+        # A tree has one root: its samples share their first noise whatever the group does.
+        return (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
 
     def plan_window(self, step: int) -> Plan | None:
         """Which denoising steps are stochastic and trained in an optimisation step; None where the
@@ -164,12 +167,10 @@ class StageContext:
         from ebbflow.flow.windows import plan_steps
 
         window = self.config.window
+        if not window:
+            return None
         splits = self.tree.splits if self.tree else ()
-        return (
-            plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
-            if window
-            else None
-        )
+        return plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
 
     def build_sample_groups(
         self, prompts: list[Prompt], step: int
@@ -179,6 +180,7 @@ class StageContext:
         """
         from ebbflow.flow.noise import SampleKeys
 
+        # Numbers go on from step to step: a prompt that comes again gets other noise.
         size = self.config.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]
@@ -256,9 +258,8 @@ class MetricsRecorder:
         What the recorder has already, it leaves out.
         """
         for row in rows:
-            self.log_metrics(
-                {name: value for name, value in row.items() if name != "step"}, int(row["step"])
-            )
+            values = {name: value for name, value in row.items() if name != "step"}
+            self.log_metrics(values, int(row["step"]))
 
     def write_json(self, path: Path) -> None:
         """The kept metrics as a JSON list with one object per step."""

@@ -56,6 +56,7 @@ def replay_online_step(
             " sample depended on when a worker was free, so it does not repeat; see the dumps that"
             " it logged"
         )
+    # The placement changes no sample, and one process needs no cluster.
     ctx = _limit_to_one_process(ctx)
     metadata = read_policy_metadata(folders.policy)
     state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
@@ -79,9 +80,8 @@ def _limit_to_one_process(ctx: StageContext) -> StageContext:
         "max_hours": None,
         "max_gpu_hours": None,
     }
-    alone = ctx.online_config.model_copy(
-        update=changes | dict.fromkeys(("validation", "dumps", "profile"))
-    )
+    without_monitoring = dict.fromkeys(("validation", "dumps", "profile"))
+    alone = ctx.online_config.model_copy(update=changes | without_monitoring)
     stages = [
         alone if index == ctx.stage else stage for index, stage in enumerate(ctx.recipe.stages)
     ]
@@ -119,13 +119,14 @@ class _ReplayLoop(OnlineLoop):
         return await super()._train_on_batch(batch, advantages)
 
     async def _save_due_checkpoint(self, step: int) -> float:
+        # The checkpoints are those of the stage that is replayed: they are only read.
         return 0.0
 
     async def _raise_replayed_step(self, batch: RolloutBatch, advantages: AdvantageResult) -> Never:
         learnt = zip(advantages.values.tolist(), advantages.keep.tolist(), strict=True)
         rows = [
-            row | {"advantage": value, "trained": kept}
-            for row, (value, kept) in zip(build_sample_rows(batch.parts), learnt, strict=True)
+            row | {"advantage": value, "trained": trained}
+            for row, (value, trained) in zip(build_sample_rows(batch.parts), learnt, strict=True)
         ]
         pngs = [
             png
