@@ -144,7 +144,7 @@ class RolloutBatch:
 
     @property
     def statistics(self) -> dict[str, np.ndarray]:
-        """Of the images of all samples, float64 [N] columns."""
+        """Statistics of the images of all samples, float64 [N] columns."""
         names = self.parts[0].statistics
         return {
             name: np.concatenate([part.statistics[name] for part in self.parts]) for name in names
@@ -177,7 +177,7 @@ class RolloutBatch:
 
     @property
     def tree_nodes(self) -> np.ndarray:
-        """Of a tree, the node of each sample after each of the W trained steps, by its first
+        """The node of each sample of a tree after each of the W trained steps, by the node's first
         sample, integer [N, W].
         """
         return np.concatenate([part.request.tree_nodes for part in self.parts])
