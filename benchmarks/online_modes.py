@@ -104,7 +104,7 @@ def _write_results(results: dict[str, Any]) -> None:
 
 def measure_speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     """Times of a step, by workload and mode; and the timelines of the first workload."""
-    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_actor import ActorFolders
     from ebbflow.online.ray_workers import RayWorkers
 
     measured = []
@@ -120,7 +120,7 @@ def measure_speed() -> tuple[list[dict[str, Any]], list[bytes]]:
     ):
         recipe = _build_recipe(0, {"steps": SPEED_STEPS, **stage, **apart, "mode": mode, **keys})
         base, policy, table = prepare_inputs(recipe)
-        placement = RayWorkers(StageContext(recipe, 0, 0), Folders.from_paths(base, policy))
+        placement = RayWorkers(StageContext(recipe, 0, 0), ActorFolders.from_paths(base, policy))
         recorder = FileRecorder()
         try:
             run_online_stage(

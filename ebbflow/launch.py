@@ -39,6 +39,7 @@ def launch_recipe(path: Path, debug: bool) -> None:
     Args:
         debug: let an error of the pipeline show its traceback.
     """
+    # First, so that Ctrl-C also says how to resume while the pipeline still loads.
     signal.signal(signal.SIGINT, handle_interrupt)
     try:
         recipe = load_recipe(path)
@@ -65,7 +66,8 @@ def explain_error(error: Exception) -> str:
     """
     tasks = [name for name in ADDED_BY_FLYTE.findall(str(error)) if name]
     where = f"{tasks[-1].rpartition('.')[2]}: " if tasks else ""
-    if (message := _find_first_rank_error(error)) is not None:
+    message = _find_first_rank_error(error)
+    if message is not None:
         return f"{where}{message}{_write_traceback(error)}"
     message = ADDED_BY_FLYTE.sub("", str(error)).strip()
     if type(error).__module__.partition(".")[0] in EXPLAINED:
@@ -77,6 +79,7 @@ def _find_first_rank_error(error: Exception) -> str | None:
     """What the first training process to fail raised: type and message. None for an error of
     another kind.
     """
+    # Known by its method: torch's ChildFailedError comes wrapped, and torch is not imported here.
     wrapped: Any = getattr(error, "value", None)
     if not hasattr(wrapped, "get_first_failure"):
         return None
@@ -108,6 +111,7 @@ def _prepare_environment(recipe: Recipe) -> None:
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     )
     sys.path.append(os.getcwd())
+    # An output in a bucket has no local folder: the machine's own temporary folder stays.
     if "://" in recipe.output:
         return
     folder = Path(recipe.output).absolute() / "flyte"

@@ -36,12 +36,10 @@ def handle_interrupt(number: int, frame: FrameType | None = None) -> NoReturn:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     when = "interrupted" if _opened else "interrupted before the run was opened"
-    os.write(
-        sys.stderr.fileno(), f"\n{when}\n".encode()
-    )  # print may be in the middle of another line
-    atexit.register(
-        _write_line, how_to_resume()
-    )  # after what progress bars and training processes still say
+    # Not ``print``: the signal may arrive in the middle of another print.
+    os.write(sys.stderr.fileno(), f"\n{when}\n".encode())
+    # Said last, after what progress bars and training processes still say.
+    atexit.register(_write_line, how_to_resume())
     sys.exit(128 + number)
 
 

@@ -61,6 +61,7 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
     """A seed for one purpose of a run (a stage, the evaluation), 63 bits, the same on every
     machine.
     """
+    # Not ``hash``, which differs from process to process. The shift keeps it below 2^63.
     digest = hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.base import apportion_total
-from ebbflow.recipe.branches import branches_teaching
 from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
 from ebbflow.seeding import derive_seed
@@ -74,7 +71,13 @@ class MetricsLogger(Protocol):
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage within a run: the recipe, and indices from zero."""
+    """A stage within a run: the recipe, and indices from zero.
+
+    Example:
+        ``StageContext(recipe, round=1, stage=0)`` is the first stage of the second round. Its
+        ``stage_label`` is "2.1 online", and its ``stage_seed`` differs from that of the same stage
+        in the first round.
+    """
 
     recipe: Recipe
     round: int
@@ -113,11 +116,9 @@ class StageContext:
         hyper = self.config.hyper_parameters
         one = getattr(hyper, "teacher", None)
         several = getattr(hyper, "teachers", {})
-        return (
-            {"teacher": one}
-            if one
-            else {teacher_copy_name(name): folder for name, folder in several.items()}
-        )
+        if one:
+            return {"teacher": one}
+        return {teacher_copy_name(name): folder for name, folder in several.items()}
 
     @property
     def starts_as_teacher(self) -> bool:
@@ -133,32 +134,6 @@ class StageContext:
         stage in none.
         """
         return self.recipe.select_branch(self.config.branch)
-
-    @property
-    def labels_in_parallel(self) -> list[str]:
-        """Labels of the stages of this round that may run while this one does.
-
-        Of a branch's stage: those of other branches, and those after it in none. Of any other:
-        those of branches that neither it nor a stage before it learns from.
-        """
-        stages = list(enumerate(self.recipe.stages))
-        own = self.config.branch
-        if own:
-            others = [
-                index
-                for index, stage in stages
-                if (stage.branch or index > self.stage) and stage.branch != own
-            ]
-        else:
-            ended = {
-                name for _, stage in stages[: self.stage + 1] for name in branches_teaching(stage)
-            }
-            others = [
-                index
-                for index, stage in stages[: self.stage]
-                if stage.branch and stage.branch not in ended
-            ]
-        return [self.recipe.stage_label(self.round, index) for index in others]
 
     @property
     def stage_label(self) -> str:
@@ -180,11 +155,10 @@ class StageContext:
         (``SampleKeys.num_leaves_sharing_noise``).
         """
         first = self.config.group_size if self.config.shared_initial_noise else 1
-        return (
-            (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
-            if self.tree
-            else (first,)
-        )
+        if not self.tree:
+            return (first,)
+        # A tree has one root: its samples share their first noise whatever the group does.
+        return (max(first, self.tree.num_leaves), *self.tree.num_leaves_sharing_noise)
 
     def plan_window(self, step: int) -> Plan | None:
         """Which denoising steps are stochastic and trained in an optimisation step; None where the
@@ -193,38 +167,10 @@ class StageContext:
         from ebbflow.flow.windows import plan_steps
 
         window = self.config.window
+        if not window:
+            return None
         splits = self.tree.splits if self.tree else ()
-        return (
-            plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
-            if window
-            else None
-        )
-
-    def image_size_of_step(self, step: int) -> tuple[int, int] | None:
-        """Height and width of the images of a step of an online stage; None: those of the model."""
-        from ebbflow.seeding import Stream, make_generator
-
-        if not (sizes := self.config.sizes):
-            return None
-        weights = [size.weight for size in sizes]
-        drawn = make_generator(
-            self.stage_seed, prompt_id=0, sample=step, step=0, stream=Stream.SIZES
-        ).random() * sum(weights)
-        index = next((index for index, end in enumerate(accumulate(weights)) if drawn < end), -1)
-        return sizes[index].height, sizes[index].width
-
-    def image_size_of_shard(self, shard: int) -> tuple[int, int] | None:
-        """Height and width of the images of a shard of an offline stage; None: those of the
-        model."""
-        if not (sizes := self.config.sizes):
-            return None
-        counts = apportion_total([size.weight for size in sizes], self.offline_config.shards)
-        of_shards = [
-            (size.height, size.width)
-            for size, count in zip(sizes, counts, strict=True)
-            for _ in range(count)
-        ]
-        return of_shards[shard]
+        return plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
 
     def build_sample_groups(
         self, prompts: list[Prompt], step: int
@@ -234,12 +180,43 @@ class StageContext:
         """
         from ebbflow.flow.noise import SampleKeys
 
+        # Numbers go on from step to step: a prompt that comes again gets other noise.
         size = self.config.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         samples = [step * size + member for _ in prompts for member in range(size)]
         return repeated, SampleKeys(
             self.stage_seed, [prompt.prompt_id for prompt in repeated], samples, self.noise_sharing
         )
+
+
+@dataclass(frozen=True)
+class StageFolders:
+    """What a stage reads and writes on this machine.
+
+    Example:
+        The second stage of a local run, distilled from one teacher::
+
+            StageFolders(
+                base=Path("runs/glyph-1/nodes/ebbflow-base/base"),
+                policy=Path("runs/glyph-1/nodes/ebbflow-1.1/policy"),
+                prompts=Path("runs/glyph-1/nodes/ebbflow-prompts/prompts.parquet"),
+                output=Path("runs/glyph-1/nodes/ebbflow-1.2/policy"),
+                teachers={"teacher": Path("models/teacher")},
+            )
+
+    Attributes:
+        base: the base-model folder.
+        policy: the policy folder that the stage starts from.
+        prompts: the prompt table.
+        output: where the policy folder of the stage goes; nothing is there yet.
+        teachers: policy folders, by the copy of the policy that each becomes.
+    """
+
+    base: Path
+    policy: Path
+    prompts: Path
+    output: Path
+    teachers: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass
@@ -281,9 +258,8 @@ class MetricsRecorder:
         What the recorder has already, it leaves out.
         """
         for row in rows:
-            self.log_metrics(
-                {name: value for name, value in row.items() if name != "step"}, int(row["step"])
-            )
+            values = {name: value for name, value in row.items() if name != "step"}
+            self.log_metrics(values, int(row["step"]))
 
     def write_json(self, path: Path) -> None:
         """The kept metrics as a JSON list with one object per step."""

@@ -119,13 +119,16 @@ def open_checkpoints(
         rank: of a training process; rank 0 deletes.
         local_rank: on its machine, for which 0 downloads them; the others must wait until it has.
     """
+    from ebbflow.recipe.branches import find_stages_in_parallel
     from ebbflow.training.checkpoint import Checkpoints
 
     access = FlyteContextManager.current_context().file_access
     stages = f"{run.folder}/checkpoints"
     own = _folder_name(ctx.stage_label)
     store = access.get_filesystem_for_path(stages)
-    needed = {own, *map(_folder_name, ctx.labels_in_parallel)}
+    parallel = find_stages_in_parallel(ctx.recipe.stages, ctx.stage)
+    labels = [ctx.recipe.stage_label(ctx.round, index) for index in parallel]
+    needed = {own, *map(_folder_name, labels)}
     for stage in _list_names(store, stages) if rank == 0 else ():
         if stage not in needed:
             store.rm(f"{stages}/{stage}", recursive=True)

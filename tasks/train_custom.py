@@ -26,10 +26,10 @@ def train_custom(
     stage: int,
 ) -> TrainedPolicy:
     """The policy folder after the stage."""
-    from ebbflow.stage import MetricsRecorder, StageContext
+    from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.training.custom_stage import StageFolders, train_custom_folder
+    from ebbflow.training.custom_stage import train_custom_folder
 
     ctx = StageContext(recipe, round, stage)
     trained, metrics = (

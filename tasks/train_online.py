@@ -22,7 +22,7 @@ from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact, TrainedPolicy
 
 if TYPE_CHECKING:
-    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_actor import ActorFolders
     from ebbflow.stage import StageContext
 
 
@@ -51,13 +51,13 @@ def train_stage(
     policy: TrainedPolicy,
     prompts: FlyteFile,
     teachers: Mapping[str, Path] | None = None,
-    actors: Folders | None = None,
+    actors: ActorFolders | None = None,
 ) -> TrainedPolicy:
     """Run the stage and log it as a node. With ``actors``, ``base`` and ``teachers`` are not read:
     actors fetch their own.
     """
     from ebbflow.online.loop import train_online_folder
-    from ebbflow.stage import MetricsRecorder
+    from ebbflow.stage import MetricsRecorder, StageFolders
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.stop_conditions import Preempted
@@ -71,17 +71,9 @@ def train_stage(
     ):
         recorder = MetricsRecorder(run_logger)
         checkpoints = open_checkpoints(run, ctx)
-        record = train_online_folder(
-            ctx,
-            base,
-            fetch_artifact(policy.folder),
-            fetch_artifact(prompts),
-            trained,
-            recorder,
-            teachers,
-            actors,
-            checkpoints,
-        )
+        start = fetch_artifact(policy.folder)
+        folders = StageFolders(base, start, fetch_artifact(prompts), trained, teachers or {})
+        record = train_online_folder(ctx, folders, recorder, actors, checkpoints)
         log_stage(run_logger, record)
     recorder.write_json(metrics)
     global_step = policy.global_step + record.steps

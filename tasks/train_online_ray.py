@@ -63,7 +63,7 @@ def train_stage_on_ray(
     Args:
         teachers: URIs of their policy folders, by the copy that each becomes.
     """
-    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_actor import ActorFolders
     from ebbflow.online.ray_workers import RecoverableStageError
 
     uris = [
@@ -71,6 +71,6 @@ def train_stage_on_ray(
     ]
     model, start = (partial(fetch_once_per_machine, uri) for uri in uris)
     located = {copy: partial(fetch_once_per_machine, uri) for copy, uri in teachers.items()}
-    actors = Folders(model, start, located)
+    actors = ActorFolders(model, start, located)
     with retry_on_errors(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -45,10 +45,10 @@ from ebbflow.rewards.combine import RewardError, load_scorer
 from ebbflow.rollouts.engine import open_engine
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.rollouts.parity import ParityError
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table_metadata
-from ebbflow.training.custom_stage import StageFolders, train_custom_folder
+from ebbflow.training.custom_stage import train_custom_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
 from ebbflow.training.update import PolicyUpdater
@@ -563,7 +563,9 @@ def test_an_online_stage_generates_with_the_engine(
             write_base_policy(
                 start, verify_folder(base_folder), recipe.digest, recipe.policy, recipe.model
             )
-        train_online_folder(ctx, base_folder, start, prompts, trained, MetricsRecorder())
+        train_online_folder(
+            ctx, StageFolders(base_folder, start, prompts, trained), MetricsRecorder()
+        )
         policies[name] = Policy(load_model(base_folder), recipe.policy, recipe.seed)
         policies[name].load_folder(trained)
     for key, value in policies[COPY].parameters.items():

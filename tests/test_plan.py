@@ -31,8 +31,9 @@ from ebbflow.estimate.plan import (
 from ebbflow.estimate.plan_text import describe_plans
 from ebbflow.estimate.run import estimate_from_sizes
 from ebbflow.estimate.schedule import MEASURED, Stage, TaskSeconds, simulate_stage
+from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_queue import RolloutQueue, count_steps_ahead
-from ebbflow.online.workers import WorkerPool
+from ebbflow.online.workers import RewardPool, RolloutPool
 from ebbflow.recipe import Recipe
 from ebbflow.rollouts.weights import WeightsVersion
 from ebbflow.stage import StageContext
@@ -89,8 +90,8 @@ class SleepingWorker:
         self.seconds = seconds
         self.version = -1
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        if method == "score":
+    async def call(self, method: Any, *arguments: Any) -> Any:
+        if method is RewardWorker.score:
             return await asyncio.sleep(self.seconds.scoring)
         version = arguments[1].version
         taken = self.seconds.rollout + self.seconds.receive * (version != self.version)
@@ -108,8 +109,8 @@ class Queue(RolloutQueue):
     async def generate_and_score(
         self, request: Any, weights: Any, with_guards: bool = False
     ) -> Any:
-        version = await self.workers.rollout.call("generate", lambda: (request, weights()))
-        await self.workers.reward.call("score", lambda: ())
+        version = await self.workers.rollout.generate(request, weights)
+        await self.workers.reward.run(lambda worker: worker.call(RewardWorker.score))
         return SimpleNamespace(request=request, report=SimpleNamespace(version=version))
 
     async def _receive_step(self, step: object) -> bool:
@@ -122,20 +123,21 @@ def looped(
     """When the steps of a stage end, its queue and pools being real."""
 
     async def run() -> list[float]:
-        pools = {
-            role: WorkerPool(
-                role, [SleepingWorker(index, seconds) for index in range(number)], None
-            )
-            for role, number in (("rollout", rollout), ("reward", reward))
-        }
-        queue = Queue(ctx, SimpleNamespace(**pools), [], None)
+        def sleepers(count: int) -> list[SleepingWorker]:
+            return [SleepingWorker(index, seconds) for index in range(count)]
+
+        workers = SimpleNamespace(
+            rollout=RolloutPool(sleepers(rollout), None),
+            reward=RewardPool(sleepers(reward), None, ctx.online_config.scoring),
+        )
+        queue = Queue(ctx, workers, [], None)
         ends = []
         queue.num_requests = requests
         for step in range(
             ctx.online_config.steps - count_steps_ahead(ctx.online_config)
         ):  # at the end nothing is generated ahead
             queue.weights = WeightsVersion(step)
-            await queue.start()
+            await queue.start_rollouts()
             await queue.next_batch(step)
             await asyncio.sleep(seconds.training + seconds.between)
             ends.append(asyncio.get_running_loop().time())

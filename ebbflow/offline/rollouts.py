@@ -18,7 +18,12 @@ from ebbflow.flow.noise import SampleKeys
 from ebbflow.models import Model
 from ebbflow.models.base import Conditioning, device_of, generate_in_size
 from ebbflow.models.encoding import build_prompt_lookup
-from ebbflow.offline.shards import build_layout_metadata, build_rollout_batch, build_shard_identity
+from ebbflow.offline.shards import (
+    build_layout_metadata,
+    build_rollout_batch,
+    build_shard_identity,
+    choose_image_size,
+)
 from ebbflow.progress import show_progress
 from ebbflow.rollouts.engine import Diffusers, Engine, open_engine
 from ebbflow.rollouts.parity import compute_parity_bar, measure_parity, plan_parity_samples
@@ -118,7 +123,7 @@ def write_shard(
     precision = config.latent_precision
     groups_at_once = max(1, config.micro_batch // config.group_size)
     engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
-    with generate_in_size(model, ctx.image_size_of_shard(shard)):
+    with generate_in_size(model, choose_image_size(ctx, shard)):
         about = _build_shard_metadata(ctx, shard, clock) | build_layout_metadata(
             model.latent_shape, precision
         )

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbflow.data.schema import LATENT_BYTES, ROLLOUT_LAYOUT, build_rollout_schema
+from ebbflow.recipe.base import apportion_total
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import (
     TableError,
@@ -125,9 +126,25 @@ def check_shard(
         )
 
 
+def choose_image_size(ctx: StageContext, shard: int) -> tuple[int, int] | None:
+    """Height and width of the images of a shard; None: those of the model."""
+    sizes = ctx.config.sizes
+    if not sizes:
+        return None
+    counts = apportion_total([size.weight for size in sizes], ctx.offline_config.shards)
+    size_of_shard = [
+        (size.height, size.width)
+        for size, count in zip(sizes, counts, strict=True)
+        for _ in range(count)
+    ]
+    return size_of_shard[shard]
+
+
 def read_image_size(ctx: StageContext, path: Path) -> tuple[int, int] | None:
     """Height and width of the images of a shard of this stage; None: those of the model."""
-    return ctx.image_size_of_shard(read_table_metadata(path)["shard"]) if ctx.config.sizes else None
+    if not ctx.config.sizes:
+        return None
+    return choose_image_size(ctx, read_table_metadata(path)["shard"])
 
 
 def read_layout(path: Path) -> LatentLayout:

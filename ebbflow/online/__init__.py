@@ -12,7 +12,7 @@ Why
     and training where the hardware allows it.
 
 How
-    ``OnlineLoop._train`` (``loop.py``) is the loop: one page, one coroutine. It awaits
+    ``OnlineLoop._train_steps`` (``loop.py``) is the loop: one page, one coroutine. It awaits
     ``RolloutQueue``, which keeps rollouts in flight, and ``TrainingGroup``, which trains. Workers
     are anything whose methods can be awaited: objects and threads of this process
     (``local_workers.py``) or Ray actors (``ray_workers.py``). The three modes differ only in how
@@ -21,8 +21,8 @@ How
 
 Gotchas
     - In one process a rollout task generates when it first runs. It must run before training moves
-      the weights, or its samples are of another version than they say: ``RolloutQueue.start``
-      yields once for that.
+      the weights, or its samples are of another version than they say:
+      ``RolloutQueue.start_rollouts`` yields once for that.
     - The order of steps: in one process steps keep their order and the same recipe gives the same
       bytes. On Ray ``async`` takes the first step that is done, so its order depends on timing.
     - A call that is repeated keeps its place: a replaced worker gets the dead worker's request at

@@ -51,32 +51,27 @@ async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
             {"step": step.step, "prompts": prompts, "num_dropped": step.num_dropped, "parts": parts}
         )
     header = {"steps": steps, "next": queue.pending[0] if queue.pending else None}
-    save_file(
-        tensors, folder / FILE, {HEADER: json.dumps(header)}
-    )  # one entry: the library writes several in any order
+    # One entry of metadata: the library writes several in any order, and bytes must repeat.
+    save_file(tensors, folder / FILE, {HEADER: json.dumps(header)})
 
 
 def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
     """Put the steps of a checkpoint in flight again, done."""
     with safe_open(folder / FILE, "pt") as file:
         header = json.loads(file.metadata()[HEADER])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        names = list(file.keys())
+        tensors = {name: file.get_tensor(name) for name in names}
     for saved in header["steps"]:
         step = saved["step"]
         tasks = []
-        for index, request in enumerate(
-            queue.build_requests(step, prompts=queue.sampler.find_prompts(saved["prompts"]))
-        ):
-            done: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
-            done.set_result(
-                _unpack_part(
-                    queue,
-                    request,
-                    _select_prefix(f"{step}/{index}/", tensors),
-                    saved["parts"][index],
-                )
-            )
-            tasks.append(done)
+        # The prompts are saved: a curriculum that has learnt since would choose others.
+        prompts = queue.sampler.find_prompts(saved["prompts"])
+        for index, request in enumerate(queue.build_requests(step, prompts=prompts)):
+            columns = _select_prefix(f"{step}/{index}/", tensors)
+            part = _unpack_part(queue, request, columns, saved["parts"][index])
+            task: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
+            task.set_result(part)
+            tasks.append(task)
         queue.in_flight.append(StepInFlight(step, tasks, saved["num_dropped"]))
     while queue.pending and queue.pending[0] != header["next"]:
         queue.pending.popleft()

@@ -13,11 +13,11 @@ from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import (
     LocalWorker,
+    RewardPool,
+    RolloutPool,
     ThreadWorker,
     TrainingGroup,
     Worker,
-    build_reward_pool,
-    build_rollout_pool,
 )
 from ebbflow.rewards.combine import Scorer
 from ebbflow.rollouts.engine import Diffusers
@@ -64,8 +64,8 @@ class LocalWorkers:
             for index in range(config.resources.reward.count)
         ]
         self.training = TrainingGroup([LocalWorker(trainer)])
-        self.rollout = build_rollout_pool([LocalWorker(self.rollout_worker)], start_rollout_worker)
-        self.reward = build_reward_pool(rewards, start_reward_worker, config.scoring)
+        self.rollout = RolloutPool([LocalWorker(self.rollout_worker)], start_rollout_worker)
+        self.reward = RewardPool(rewards, start_reward_worker, config.scoring)
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         if not self.shares_weights:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.online.workers import StageWorkers
 from ebbflow.rewards.combine import ScoreTable, load_scorer, require_scored_share
 from ebbflow.rollouts.engine import open_engine
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.timing import Clock
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_io import load_policy, read_prompt_statistics
@@ -59,70 +58,65 @@ from ebbflow.training.stop_conditions import handle_sigterm
 from ebbflow.training.update import PolicyUpdater
 
 if TYPE_CHECKING:
-    from ebbflow.online.ray_actor import Folders
+    from ebbflow.online.ray_actor import ActorFolders
 
 logger = logging.getLogger(__name__)
 
 
 def train_online_folder(
     ctx: StageContext,
-    base: Path,
-    folder: Path,
-    prompts: Path,
-    trained: Path,
+    folders: StageFolders,
     recorder: MetricsRecorder,
-    teachers: Mapping[str, Path] | None = None,
-    actors: Folders | None = None,
+    actors: ActorFolders | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> StageRecord:
-    """Run the stage on the policy of ``folder`` and leave the trained one at ``trained``.
+    """Run the stage on the policy of ``folders.policy`` and leave the trained one at
+    ``folders.output``.
 
     Args:
-        teachers: policy folders, by the copy of the policy that each becomes.
-        actors: where workers under ``placement: ray`` find what they load; left out, at the same
-            paths on every machine.
+        actors: where workers under ``placement: ray`` find what they load; by default at the paths
+            of ``folders`` on every machine.
         checkpoints: those of an earlier attempt, from which the stage resumes, and of this one.
 
     Raises:
         Preempted: the machine is taken away; what was learnt so far is in the checkpoints.
     """
-    validation = read_validation_prompts(ctx, prompts)
-    training = read_prompts(prompts, "train")
-    with handle_sigterm(), closing(open_workers(ctx, base, folder, teachers, actors)) as workers:
-        state = StageState(read_prompt_statistics(ctx, read_policy_metadata(folder), folder))
+    validation = read_validation_prompts(ctx, folders.prompts)
+    training = read_prompts(folders.prompts, "train")
+    with handle_sigterm(), closing(open_workers(ctx, folders, actors)) as workers:
+        metadata = read_policy_metadata(folders.policy)
+        state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
 
         async def run_and_save() -> StageRecord:
             record = await loop.run()
-            await workers.save_policy(trained, record, state.history)
+            await workers.save_policy(folders.output, record, state.history)
             return record
 
         return asyncio.run(run_and_save())
 
 
 def open_workers(
-    ctx: StageContext,
-    base: Path,
-    folder: Path,
-    teachers: Mapping[str, Path] | None,
-    actors: Folders | None,
+    ctx: StageContext, folders: StageFolders, actors: ActorFolders | None = None
 ) -> StageWorkers:
-    """The stage's workers, on the policy of ``folder``."""
+    """Open the stage's workers, on the policy of ``folders.policy``."""
     if ctx.online_config.placement == "ray":
-        from ebbflow.online.ray_actor import Folders
+        # Ray is imported by those who use it: a stage in one process starts without it.
+        from ebbflow.online.ray_actor import ActorFolders
         from ebbflow.online.ray_workers import RayWorkers
 
-        return RayWorkers(ctx, actors or Folders.from_paths(base, folder, teachers))
-    policy, metadata = load_policy(ctx, base, folder, teachers)
+        same_paths = ActorFolders.from_paths(folders.base, folders.policy, folders.teachers)
+        return RayWorkers(ctx, actors or same_paths)
+    policy, metadata = load_policy(ctx, folders.base, folders.policy, folders.teachers)
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
     scorer = load_scorer(ctx.branch_recipe.rewards, guardrails)
     trainer = TrainingWorker(
         ctx, PolicyUpdater(policy, ctx.online_config, metadata), metadata, scorer=scorer
     )
-    engine = (
-        RolloutWorker(open_engine(ctx, base)) if ctx.online_config.engine != "diffusers" else None
-    )
-    return LocalWorkers(trainer, scorer, engine)
+    rollout_worker = None
+    if ctx.online_config.engine != "diffusers":
+        rollout_worker = RolloutWorker(open_engine(ctx, folders.base))
+    return LocalWorkers(trainer, scorer, rollout_worker)
 
 
 def run_online_stage(
@@ -164,7 +158,9 @@ class OnlineLoop:
         self.config = ctx.online_config
         self.workers = workers
         self.validation = validation
-        self.recorder, self.state, self.checkpoints = recorder, state or StageState(), checkpoints
+        self.recorder = recorder
+        self.state = state or StageState()
+        self.checkpoints = checkpoints
         self.sampler = PromptSampler(ctx, prompts, self.state)
 
     async def run(self) -> StageRecord:
@@ -203,12 +199,11 @@ class OnlineLoop:
             pushed = await self._publish_weights(step) | await check_parity(
                 self.ctx, queue, step, loop.first_step
             )
-            start += await monitor.validate_policy(
-                step
-            )  # validation and checkpoints are no time of the step
+            # The time of validation and checkpoints is not the step's: its start moves by it.
+            start += await monitor.validate_policy(step)
             start += await self._save_due_checkpoint(step)
 
-            await queue.start()
+            await queue.start_rollouts()
             batch = await queue.next_batch(step)
             batch = await self._refill_groups(batch)
             self.sampler.update_curriculum(
@@ -224,13 +219,15 @@ class OnlineLoop:
                 | _measure_freshness(batch, step)
             )
             metrics |= await self._measure_step(batch, advantages, report, step, start)
-            del batch  # with the graphs that it may hold: the next step needs their memory
+            # A batch may hold the graphs of its rollouts, whose memory the next step needs.
+            del batch
             loop.finish_step(
                 metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}"
             )
             if loop.preempted:
                 await self._save_checkpoint()
                 raise loop.preemption_error()
+        # The last weights were never published: no step generates with them.
         if monitor.is_validation_due(self.state.step, last=True):
             await self._publish_weights(self.state.step)
             await monitor.validate_policy(self.state.step, last=True)
@@ -247,19 +244,19 @@ class OnlineLoop:
             await self.workers.load_checkpoint(folder)
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
         with clock.measure_phase("encoding"):
-            embeddings = await self.workers.training.call_first(
-                "encode", self.sampler.list_possible_prompts()
-            )
-            # Apart: prompts are padded to the longest of those encoded together, and validation
-            # must not change training.
-            validation = (
-                await self.workers.training.call_first("encode", list(self.validation))
-                if self.validation
-                else None
-            )
+            prompts = self.sampler.list_possible_prompts()
+            embeddings = await self.workers.training.encode(prompts)
+            # Validation prompts are encoded apart: prompts are padded to the longest of those
+            # encoded together, and validation must not change training.
+            validation_embeddings = None
+            if self.validation:
+                validation_embeddings = await self.workers.training.encode(self.validation)
         self.seconds_before = _add_seconds(self.state.seconds, clock.seconds)
         self.queue = RolloutQueue(ctx, self.workers, self.sampler, embeddings, self.state.step)
-        self.monitor = StageMonitor(ctx, self.queue, self.recorder, self.validation, validation)
+        self.monitor = StageMonitor(
+            ctx, self.queue, self.recorder, self.validation, validation_embeddings
+        )
+        # After the queue exists: the checkpoint's rollouts go into it, already generated.
         if newest:
             load_in_flight(newest[0], self.queue)
         ahead = count_steps_ahead(self.config)
@@ -287,26 +284,26 @@ class OnlineLoop:
         await self._publish_weights(0)
         await check_parity(self.ctx, self.queue, 0, 0)
         requests = self.queue.build_filter_requests(self.sampler.prompts, config.samples)
-        found = []
+        tables: list[ScoreTable] = []
+        # As many requests at once as keep all workers busy: their images are in memory together.
         at_once = self.config.resources.rollout.count + self.config.resources.reward.count
-        for start in range(0, len(requests), at_once):  # their images are in memory together
-            found += await asyncio.gather(
-                *map(self._score_request, requests[start : start + at_once])
-            )
-        scores = ScoreTable.concatenate(found)
+        for start in range(0, len(requests), at_once):
+            part = requests[start : start + at_once]
+            tables += await asyncio.gather(*map(self._score_request, part))
+        scores = ScoreTable.concatenate(tables)
         require_scored_share(scores, self.ctx.recipe.max_failed_share)
         prompt_ids = np.array(
             [prompt.prompt_id for request in requests for prompt in request.prompts]
         )
         self.sampler.filter_prompts(*compute_reward_moments(scores.reward, prompt_ids))
-        kept = len(self.sampler.remaining_prompts)
+        num_remaining = len(self.sampler.remaining_prompts)
         logger.info(
             "%s: prompt_filter keeps %d of %d prompts",
             self.ctx.stage_label,
-            kept,
+            num_remaining,
             len(self.sampler.prompts),
         )
-        self.recorder.log_metrics({"prompts/kept": kept}, 0)
+        self.recorder.log_metrics({"prompts/kept": num_remaining}, 0)
 
     async def _score_request(self, request: RolloutRequest) -> ScoreTable:
         """The scores of the samples of a request, without their images."""
@@ -332,11 +329,9 @@ class OnlineLoop:
                 self.config.advantages,
                 batch.scores.scored_rows,
             )
-            if not (
-                further := self.sampler.sample_replacements(
-                    batch.step, batch.distinct_prompts, varied
-                )
-            ):
+            further = self.sampler.sample_replacements(batch.step, batch.distinct_prompts, varied)
+            # No prompts are left, or every group varies.
+            if not further:
                 break
             batch = await self.queue.add_prompts(batch, further)
             require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
@@ -368,14 +363,13 @@ class OnlineLoop:
         report, with all spans.
         """
         profiled = self.config.is_profiled("training", batch.step)
-        learnt = build_training_batch(
+        training_batch = build_training_batch(
             batch, advantages.values, advantages.keep, profiled, advantages.of_steps
         )
-        training_batch = self.workers.put_value(learnt)
+        # Put once: every rank gets the same handle, and Ray stores the batch only once.
+        handle = self.workers.put_value(training_batch)
         rollouts = [part.rollouts for part in batch.parts]
-        reports: list[TrainingReport] = await self.workers.training.call(
-            "train", training_batch, *rollouts
-        )
+        reports = await self.workers.training.train(handle, *rollouts)
         self.state.samples += len(advantages.values)
         self.state.updates = reports[0].updates
         self.state.training_alarms = reports[0].alarms
@@ -438,6 +432,8 @@ class OnlineLoop:
         best_step = self.state.step
         if best and (last is None or best.score > last):
             await self.workers.load_checkpoint(best.folder)
+            # Only the statistics of prompts go back with the policy: steps, samples and seconds
+            # count what the stage has really done.
             saved = StageState()
             saved.load_state_dict(checkpoints.read_state(best.folder)["state"])
             self.state.history = saved.history

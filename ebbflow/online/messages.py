@@ -30,6 +30,10 @@ class RolloutRequest:
     """Samples that a rollout worker generates in one call: whole groups of one step, about a
     micro-batch.
 
+    Example:
+        Two prompts with 4 samples each: ``prompts`` has 8 entries, ``conditioning`` 2 rows,
+        ``sample_index`` is [0, 0, 0, 0, 1, 1, 1, 1] and ``keys`` names 8 samples.
+
     Attributes:
         step: the training step that the samples are for, from zero.
         prompts: [N], the prompt of every sample.
@@ -122,6 +126,10 @@ class ScoredRollouts:
 class RolloutBatch:
     """All rollouts of a training step, in the order of its requests.
 
+    Example:
+        4 prompts with 4 samples each and a ``micro_batch`` of 8: two parts of 8 samples, and
+        ``scores``, ``prompt_ids`` and ``statistics`` have 16 rows.
+
     Attributes:
         num_dropped: samples that were too old for training and were generated again.
     """
@@ -136,7 +144,7 @@ class RolloutBatch:
 
     @property
     def statistics(self) -> dict[str, np.ndarray]:
-        """Of the images of all samples, float64 [N] columns."""
+        """Statistics of the images of all samples, float64 [N] columns."""
         names = self.parts[0].statistics
         return {
             name: np.concatenate([part.statistics[name] for part in self.parts]) for name in names
@@ -169,7 +177,7 @@ class RolloutBatch:
 
     @property
     def tree_nodes(self) -> np.ndarray:
-        """Of a tree, the node of each sample after each of the W trained steps, by its first
+        """The node of each sample of a tree after each of the W trained steps, by the node's first
         sample, integer [N, W].
         """
         return np.concatenate([part.request.tree_nodes for part in self.parts])
@@ -184,6 +192,10 @@ class RolloutBatch:
 @dataclass(frozen=True)
 class TrainingBatch:
     """What a training step needs apart from the rollouts: one row per sample.
+
+    Example:
+        Of 16 samples of 4 prompts, ``conditioning`` has 4 rows and ``sample_index`` 16 entries
+        below 4; one sample could not be scored, and ``keep`` is False there.
 
     Attributes:
         conditioning, sample_index: as in a request, over all requests.
@@ -219,6 +231,7 @@ def build_training_batch(
 ) -> TrainingBatch:
     """Join the requests of a step, and add what training learns from."""
     requests = [part.request for part in batch.parts]
+    # Rows of each request follow those of the requests before it: its indices move by as many.
     first_row = np.cumsum([0] + [len(request.conditioning) for request in requests])
     return TrainingBatch(
         step=batch.step,

@@ -109,11 +109,11 @@ class StageMonitor:
         rows = build_sample_rows(parts)
         scores = _join_scores(parts)
         pngs = [png async for png in self._iterate_pngs(parts)]
-        found = average_metrics(scores)
-        self.score = found.get("reward")
-        found |= {"scored_share": 1 - scores.failed_share}
+        metrics = average_metrics(scores)
+        self.score = metrics.get("reward")
+        metrics |= {"scored_share": 1 - scores.failed_share}
         self.metrics_logger.log_metrics(
-            {f"validation/{name}": value for name, value in found.items()}, version
+            {f"validation/{name}": value for name, value in metrics.items()}, version
         )
         self.metrics_logger.log_table(f"validation/{_format_step(version)}", _build_table(rows))
         grid = build_image_grid(
@@ -176,7 +176,8 @@ class StageMonitor:
         lines = ""
         first = iter(rows[: self.ctx.online_config.dumps.samples])
         async for png in pngs:
-            if (row := next(first, None)) is None:
+            row = next(first, None)
+            if row is None:
                 break
             name = f"{row['prompt_id']}-{row['sample']}.png"
             self.metrics_logger.log_file(f"{folder}/{name}", png)

@@ -25,10 +25,7 @@ async def check_parity(
         return {}
     request = _build_parity_request(ctx, queue, step)
     rollouts, _, _ = await queue.generate_request(request, lambda: queue.weights)
-    measured: list[dict[str, float]] = await queue.workers.training.call(
-        "measure_parity", request, rollouts
-    )
-    return measured[0]
+    return await queue.workers.training.measure_parity(request, rollouts)
 
 
 def _build_parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> RolloutRequest:

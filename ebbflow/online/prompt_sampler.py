@@ -28,7 +28,9 @@ class PromptSampler:
     def __init__(
         self, ctx: StageContext, prompts: Sequence[Prompt], state: StageState | None = None
     ) -> None:
-        self.ctx, self.config, self.state = ctx, ctx.online_config, state or StageState()
+        self.ctx = ctx
+        self.config = ctx.online_config
+        self.state = state or StageState()
         self.prompts = _choose_candidates(ctx, prompts)
 
     @property
@@ -36,8 +38,8 @@ class PromptSampler:
         """The prompts that a step may take."""
         if self.state.kept_prompts is None:
             return self.prompts
-        kept = set(self.state.kept_prompts)
-        return [prompt for prompt in self.prompts if prompt.prompt_id in kept]
+        remaining = set(self.state.kept_prompts)
+        return [prompt for prompt in self.prompts if prompt.prompt_id in remaining]
 
     def sample_batch(self, step: int) -> list[Prompt]:
         """The prompts of a step, all different.
@@ -68,17 +70,19 @@ class PromptSampler:
             varied: ids of those of them whose samples score differently.
         """
         used = {prompt.prompt_id for prompt in taken}
-        found = []
+        replacements = []
+        # Set by set, so that the mixture of a step stays what the recipe says.
         for part, count in self._list_prompt_sets():
             missing = count - sum(prompt.prompt_id in varied for prompt in part)
             unused = [
                 prompt for prompt in self._order_prompts(part, step) if prompt.prompt_id not in used
             ]
-            found += unused[: max(missing, 0)]
-        return found
+            replacements += unused[: max(missing, 0)]
+        return replacements
 
     def list_possible_prompts(self) -> list[Prompt]:
         """Every prompt that some step may take."""
+        # What these choose depends on rewards, which nobody knows before the stage has run.
         if self.config.refill_rounds or self.config.curriculum or self.config.prompt_filter:
             return self.prompts
         return [prompt for step in range(self.config.steps) for prompt in self.sample_batch(step)]
@@ -99,16 +103,19 @@ class PromptSampler:
         low = -np.inf if config.min_reward is None else config.min_reward
         high = np.inf if config.max_reward is None else config.max_reward
         fits = (
+            # Of a single scored sample there is no standard deviation.
             (moments.count > 1)
             & (low <= moments.mean)
             & (moments.mean <= high)
             & (moments.std >= config.min_std)
         )
         self.state.kept_prompts = prompt_ids[fits].tolist()
-        if few := [
+        too_small = [
             (len(part), count) for part, count in self._list_prompt_sets() if len(part) < count
-        ]:
-            found = f"{few[0][0]} of {len(self.prompts)} prompts, and a step takes {few[0][1]}"
+        ]
+        if too_small:
+            left, wanted = too_small[0]
+            found = f"{left} of {len(self.prompts)} prompts, and a step takes {wanted}"
             seen = f"means from {moments.mean.min():.4g} to {moments.mean.max():.4g}"
             raise StageError(
                 f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations"
@@ -118,15 +125,17 @@ class PromptSampler:
 
     def update_curriculum(self, prompt_ids: np.ndarray, moments: Moments) -> None:
         """Follow the rewards of some groups, where there is a ``curriculum``."""
-        if not (config := self.config.curriculum):
+        config = self.config.curriculum
+        if not config:
             return
         for prompt, mean, std in zip(
             prompt_ids.tolist(), moments.mean.tolist(), moments.std.tolist(), strict=True
         ):
-            before = self.state.prompt_rewards.get(prompt, (mean, std))
+            # A prompt that was never sampled starts at its first rewards, not at zero.
+            earlier = self.state.prompt_rewards.get(prompt, (mean, std))
             running = [
                 old + config.rate * (new - old)
-                for old, new in zip(before, (mean, std), strict=True)
+                for old, new in zip(earlier, (mean, std), strict=True)
             ]
             self.state.prompt_rewards[prompt] = (running[0], running[1])
 

@@ -48,9 +48,13 @@ other processes.
 
 
 @dataclass(frozen=True)
-class Folders:
+class ActorFolders:
     """Where actors find the base model, the policy that the stage starts from, and its teachers by
-    their copies.
+    their copies: ``StageFolders``, as functions that each machine calls for itself.
+
+    Example:
+        ``ActorFolders(partial(Path, "/shared/base"), partial(fetch_folder, "s3://runs/policy"))``:
+        the base model is mounted on every machine, and each machine downloads the policy.
     """
 
     base: Locate
@@ -58,10 +62,12 @@ class Folders:
     teachers: Mapping[str, Locate] = field(default_factory=dict)
 
     @staticmethod
-    def from_paths(base: Path, policy: Path, teachers: Mapping[str, Path] | None = None) -> Folders:
-        """At these paths on every machine."""
+    def from_paths(
+        base: Path, policy: Path, teachers: Mapping[str, Path] | None = None
+    ) -> ActorFolders:
+        """Folders that lie at these paths on every machine."""
         located = {copy: partial(Path, folder) for copy, folder in (teachers or {}).items()}
-        return Folders(partial(Path, base), partial(Path, policy), located)
+        return ActorFolders(partial(Path, base), partial(Path, policy), located)
 
 
 class WorkerActor:
@@ -90,32 +96,31 @@ class WorkerActor:
             self._claim_resources()
             self.opened = make(ctx, *arguments)
         except Exception as error:
-            self.failed = error  # for those who call before they know
+            # Calls may already wait in the actor's queue; they raise the same error.
+            self.failed = error
             raise
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         if self.failed:
             raise self.failed
-        given = [
+        # A user's reward may write into its images, and nobody may write into Ray's object store.
+        writable = [
             argument.copy() if isinstance(argument, np.ndarray) else argument
             for argument in arguments
         ]
-        return getattr(self.opened, method)(
-            *given
-        )  # a user's reward may write into its images, and nobody into the store
+        return getattr(self.opened, method)(*writable, **keywords)
 
     def _claim_resources(self) -> None:
         """Take the cores and GPUs that are this worker's."""
         register_tensor_serializer()
-        warnings.filterwarnings(
-            "ignore", "The given NumPy array is not writable"
-        )  # what lies in the store is only read
+        # torch warns of arrays that lie in Ray's store; they are only read.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        # Ray shows all GPUs to an actor that asked for none.
         if not self.workers.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = (
-                ""  # Ray shows all GPUs to those who asked for none
-            )
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Ray shows an actor its own GPUs alone, so the first one is the right one.
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # of those that Ray shows
+            torch.cuda.set_device(0)
         if self.workers.cores:
             pin_to_cores(self.workers.cores, self.role)
 
@@ -178,7 +183,7 @@ class RayTrainingWorker(TrainingWorker):
 
 
 def open_training_worker(
-    ctx: StageContext, folders: Folders, rank: int, rendezvous: str
+    ctx: StageContext, folders: ActorFolders, rank: int, rendezvous: str
 ) -> RayTrainingWorker:
     world = ctx.online_config.resources.training.count
     if world > 1:
@@ -198,16 +203,16 @@ def open_training_worker(
     )
 
 
-def open_rollout_worker(ctx: StageContext, folders: Folders, index: int) -> RolloutWorker:
+def open_rollout_worker(ctx: StageContext, folders: ActorFolders, index: int) -> RolloutWorker:
     if ctx.online_config.engine != "diffusers":
         return RolloutWorker(open_engine(ctx, folders.base()), index, ray.get)
     policy = Policy(open_model(ctx.recipe, folders.base()), ctx.recipe.policy, ctx.recipe.seed)
-    # the weights that arrive are those that generate, whichever copy of the trainer's they are
+    # The weights that arrive are those that generate, whichever copy of the trainer's they are.
     policy.copies.clear()
     return RolloutWorker(Diffusers(ctx, policy), index, ray.get)
 
 
-def open_reward_worker(ctx: StageContext, folders: Folders, index: int) -> RewardWorker:
+def open_reward_worker(ctx: StageContext, folders: ActorFolders, index: int) -> RewardWorker:
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
     return RewardWorker(load_scorer(ctx.branch_recipe.rewards, guardrails), index)
 
@@ -240,6 +245,5 @@ def _serialize_tensor(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Si
 
 def _deserialize_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> Tensor:
     values, dtype, shape = sent
-    return (
-        torch.from_numpy(values.copy()).view(dtype).reshape(shape)
-    )  # what lies in the store can only be read
+    # Copied: what lies in Ray's store cannot be written, and a tensor may be.
+    return torch.from_numpy(values.copy()).view(dtype).reshape(shape)

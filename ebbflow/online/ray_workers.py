@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Concatenate, get_args
 
 import numpy as np
 import ray
@@ -34,7 +34,8 @@ from ebbflow.online.messages import Handle
 from ebbflow.online.ray_actor import (
     CHUNK,
     Actor,
-    Folders,
+    ActorFolders,
+    RayTrainingWorker,
     open_reward_worker,
     open_rollout_worker,
     open_training_worker,
@@ -42,12 +43,14 @@ from ebbflow.online.ray_actor import (
 )
 from ebbflow.online.workers import (
     NUM_RETURNS,
+    Arguments,
+    Result,
     ResultLost,
+    RewardPool,
+    RolloutPool,
     StageError,
     TrainingGroup,
     WorkerDied,
-    build_reward_pool,
-    build_rollout_pool,
 )
 from ebbflow.recipe.online import Role, WorkersConfig
 from ebbflow.rollouts.weights import WeightsVersion
@@ -111,15 +114,25 @@ class RayWorker:
         self.placed = self.actor.__ray_ready__.remote()
         self.opened = self.actor.open.remote(make, *arguments)
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        num_returns = NUM_RETURNS.get(method, 1)
-        returned = self.actor.call.options(num_returns=num_returns).remote(method, *arguments)
+    async def call(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Result],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        num_returns = NUM_RETURNS.get(method.__name__, 1)
+        remote_call = self.actor.call.options(num_returns=num_returns)
+        returned = remote_call.remote(method.__name__, *arguments, **keywords)
+        # Handles stay references into the object store; only the report comes to this process.
         *handles, report = returned if num_returns > 1 else [returned]
         try:
-            result = await report
+            answer: Any = await report
         except RayError as error:
             raise self._explain_error(error) from error
-        return (*handles, result) if handles else result
+        if handles:
+            answer = (*handles, answer)
+        result: Result = answer
+        return result
 
     def check_open(self) -> None:
         """Raise what went wrong while the worker loaded."""
@@ -141,7 +154,8 @@ class RayWorker:
             try:
                 ray.get(reference)
             except RayError as error:
-                if isinstance(cause := self._explain_error(error), WorkerDied):
+                cause = self._explain_error(error)
+                if isinstance(cause, WorkerDied):
                     raise cause from error
 
     def stop(self) -> None:
@@ -153,7 +167,8 @@ class RayWorker:
         if not isinstance(cause, LOST):
             return cause
         reason = str(cause).strip().splitlines()[0]
-        owner_died = isinstance(cause, OwnerDiedError)  # only weights belong to an actor: rank 0
+        # Ray loses an object with its owner. Only weights are owned by an actor, which is rank 0.
+        owner_died = isinstance(cause, OwnerDiedError)
         if self.role != "rollout" and isinstance(cause, ObjectLostError) and not owner_died:
             return ResultGone(
                 f"what {self.role} {self.index} was given is gone with the machine on which it lay"
@@ -180,12 +195,14 @@ class RayWorkers:
         StageError: the cluster has no room for the workers, or one of them died while it loaded.
     """
 
-    def __init__(self, ctx: StageContext, folders: Folders) -> None:
+    def __init__(self, ctx: StageContext, folders: ActorFolders) -> None:
         self.ctx = ctx
         self.folders = folders
-        own = ctx.branch_recipe
-        self.reward_weights = {row.column: row.weight for row in own.rewards}
-        self.reads_latents = any(row.scores == "latents" for row in (*own.rewards, *own.guardrails))
+        # From the recipe: no scorer is loaded in the stage's own process.
+        recipe = ctx.branch_recipe
+        self.reward_weights = {row.column: row.weight for row in recipe.rewards}
+        scorers = (*recipe.rewards, *recipe.guardrails)
+        self.reads_latents = any(row.scores == "latents" for row in scorers)
         self.all: list[RayWorker] = []
         self.step = 0
         register_tensor_serializer()
@@ -211,14 +228,12 @@ class RayWorkers:
     def bundle_index(self, role: Role, index: int) -> int:
         """A worker's number among the workers of all roles."""
         return (
-            sum(self.resources_of_role(before).count for before in ROLES[: ROLES.index(role)])
-            + index
+            sum(self.resources_of_role(other).count for other in ROLES[: ROLES.index(role)]) + index
         )
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
         self.step = version
-        weights: list[WeightsVersion] = await self.training.call("publish", version, copy)
-        return weights[0]
+        return await self.training.publish(version, copy)
 
     async def fetch_value(self, handle: Handle) -> Any:
         try:
@@ -249,10 +264,10 @@ class RayWorkers:
         for path in part_files(folder):
             with path.open("rb") as file:
                 while chunk := file.read(CHUNK):
-                    await self.training.call(
-                        "append", path.name, ray.put(np.frombuffer(chunk, np.uint8))
-                    )
-        await self.training.call("load_received_checkpoint")
+                    # Stored once, however many ranks fetch it.
+                    stored: Handle = ray.put(np.frombuffer(chunk, np.uint8))
+                    await self.training.call(RayTrainingWorker.append, path.name, stored)
+        await self.training.call(RayTrainingWorker.load_received_checkpoint)
 
     def close(self) -> None:
         for worker in self.all:
@@ -267,11 +282,10 @@ class RayWorkers:
                 f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its"
                 " own for each of several ranks; set gpus to 1, or to 0 to train on CPUs"
             )
-        bundles = [
-            _build_bundle(workers)
-            for role in ROLES
-            for workers in [self.resources_of_role(role)] * self.resources_of_role(role).count
-        ]
+        bundles = []
+        for role in ROLES:
+            config = self.resources_of_role(role)
+            bundles += [_build_bundle(config) for _ in range(config.count)]
         asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
         there = ray.cluster_resources()
         listed = ", ".join(
@@ -316,16 +330,17 @@ class RayWorkers:
             for index in range(self.resources_of_role("reward").count)
         ]
         loading = {worker.opened: worker for worker in self.all}
-        while loading:  # in the order in which they end: a rank whose peer died would wait for it
+        # In the order in which they end: a rank whose peer died would wait for it.
+        while loading:
             (opened,), _ = ray.wait(list(loading), fetch_local=False)
             loading.pop(opened).check_open()
         self.training = TrainingGroup(ranks, GRACE_SECONDS)
-        self.rollout = build_rollout_pool(
+        self.rollout = RolloutPool(
             rollouts,
             partial(self._replace_worker, "rollout"),
             self.ctx.online_config.rollout_timeout,
         )
-        self.reward = build_reward_pool(
+        self.reward = RewardPool(
             rewards, partial(self._replace_worker, "reward"), self.ctx.online_config.scoring
         )
         self.steps_before: int = ray.get(ranks[0].actor.call.remote("steps_before"))
@@ -412,15 +427,16 @@ class RayWorkers:
     async def _collect_files(self, folder: Path, method: str, *arguments: Any) -> None:
         """What all ranks write with a method, each on its own machine, into a folder on this
         one."""
-        written = await self.training.call("write", method, *arguments)
+        written = await self.training.call(RayTrainingWorker.write, method, *arguments)
         for rank, files in zip(self.training.ranks, written, strict=True):
             for name, size in files:
                 path = safe_join(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
                     for start in range(0, size, CHUNK):
-                        file.write((await rank.call("read", name, start)).data)
-        await self.training.call("discard")
+                        chunk = await rank.call(RayTrainingWorker.read, name, start)
+                        file.write(chunk.data)
+        await self.training.call(RayTrainingWorker.discard)
 
 
 def _format_bundle(workers: WorkersConfig) -> str:

@@ -8,10 +8,9 @@ rollouts. On CPUs that gives the same bytes, in one process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Never
 
 from ebbflow.algorithms.advantages import AdvantageResult
@@ -22,7 +21,7 @@ from ebbflow.online.messages import RolloutBatch, TrainingReport
 from ebbflow.online.monitor import build_sample_rows
 from ebbflow.online.workers import StageWorkers
 from ebbflow.recipe.online import ResourcesConfig
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_io import read_prompt_statistics
 from ebbflow.training.policy_metadata import read_policy_metadata
@@ -32,18 +31,15 @@ from ebbflow.training.stage_loop import StageState
 
 def replay_online_step(
     ctx: StageContext,
-    base: Path,
-    folder: Path,
-    prompts: Path,
+    folders: StageFolders,
     step: int,
-    teachers: Mapping[str, Path] | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> ReplayedStep:
     """Generate, score and compare the samples of a step again. Nothing is tracked, and no
     checkpoint is written.
 
     Args:
-        folder: the policy folder that the stage started from.
+        folders: of the stage; nothing is written to its output.
         step: from zero.
         checkpoints: of the stage, none of them of a later step than this one.
 
@@ -60,10 +56,13 @@ def replay_online_step(
             " sample depended on when a worker was free, so it does not repeat; see the dumps that"
             " it logged"
         )
+    # The placement changes no sample, and one process needs no cluster.
     ctx = _limit_to_one_process(ctx)
-    state = StageState(read_prompt_statistics(ctx, read_policy_metadata(folder), folder))
-    with closing(open_workers(ctx, base, folder, teachers, None)) as workers:
-        loop = _ReplayLoop(ctx, workers, read_prompts(prompts, "train"), step, state, checkpoints)
+    metadata = read_policy_metadata(folders.policy)
+    state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
+    prompts = read_prompts(folders.prompts, "train")
+    with closing(open_workers(ctx, folders)) as workers:
+        loop = _ReplayLoop(ctx, workers, prompts, step, state, checkpoints)
         try:
             asyncio.run(loop.run())
         except _ReachedError as reached:
@@ -81,9 +80,8 @@ def _limit_to_one_process(ctx: StageContext) -> StageContext:
         "max_hours": None,
         "max_gpu_hours": None,
     }
-    alone = ctx.online_config.model_copy(
-        update=changes | dict.fromkeys(("validation", "dumps", "profile"))
-    )
+    without_monitoring = dict.fromkeys(("validation", "dumps", "profile"))
+    alone = ctx.online_config.model_copy(update=changes | without_monitoring)
     stages = [
         alone if index == ctx.stage else stage for index, stage in enumerate(ctx.recipe.stages)
     ]
@@ -121,13 +119,14 @@ class _ReplayLoop(OnlineLoop):
         return await super()._train_on_batch(batch, advantages)
 
     async def _save_due_checkpoint(self, step: int) -> float:
+        # The checkpoints are those of the stage that is replayed: they are only read.
         return 0.0
 
     async def _raise_replayed_step(self, batch: RolloutBatch, advantages: AdvantageResult) -> Never:
         learnt = zip(advantages.values.tolist(), advantages.keep.tolist(), strict=True)
         rows = [
-            row | {"advantage": value, "trained": kept}
-            for row, (value, kept) in zip(build_sample_rows(batch.parts), learnt, strict=True)
+            row | {"advantage": value, "trained": trained}
+            for row, (value, trained) in zip(build_sample_rows(batch.parts), learnt, strict=True)
         ]
         pngs = [
             png

@@ -39,13 +39,13 @@ class RewardWorker:
             rollouts: of the images, for rewards that score latents.
         """
         with self.timer.time_task("validation" if with_guards else "scoring", step, profiled):
-            scorer = (
-                self.scorer.without_group_rewards()
-                if with_guards
-                else replace(self.scorer, guardrails=())
-            )
-            statistics = compute_image_statistics(
-                images
-            )  # first: a reward may write into its images
+            # A validation has one image per prompt, so rewards that compare a group have nothing to
+            # compare. Training does without guardrails: they cost time and change no update.
+            if with_guards:
+                scorer = self.scorer.without_group_rewards()
+            else:
+                scorer = replace(self.scorer, guardrails=())
+            # Before the rewards: a user's reward may write into its images.
+            statistics = compute_image_statistics(images)
             scores = scorer(images, prompts, rollouts.latents.numpy() if rollouts else None)
         return RewardReport(scores, self.timer.drain_spans(), statistics)

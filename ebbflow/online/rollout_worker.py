@@ -43,11 +43,13 @@ class RolloutWorker:
         Raises:
             TransferError: the weights that arrived are not those that were sent.
         """
+        # A request names its weights, so a worker that was replaced loads them with its first one.
         receive_seconds = self._load_weights(weights, request.step)
         with (
             self.timer.time_task(request.task, request.step, request.profiled),
             self._generate_at_size(request.size),
         ):
+            # One row per prompt travels; here it is repeated for every sample.
             conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index))
             rollouts, images = self.engine.generate(
                 conditioning, request.keys, request.sampler, request.plan

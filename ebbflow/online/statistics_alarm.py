@@ -32,38 +32,43 @@ def watch_statistics(ctx: StageContext, state: StageState, batch: RolloutBatch) 
         The mean of each statistic, ``statistic/<name>``, its effect size,
         ``statistic_shift/<name>``, and whether one rings.
     """
-    of_size = state.first_statistics.setdefault("x".join(map(str, batch.size or ())), {})
-    seen = {
+    size = "x".join(map(str, batch.size or ()))
+    first_statistics = state.first_statistics.setdefault(size, {})
+    # Samples that are not finite have no statistics; a statistic without any sample is left out.
+    finite_rows = {
         name: np.isfinite(values)
         for name, values in batch.statistics.items()
         if np.isfinite(values).any()
     }
-    found = {
+    current = {
         name: _summarize_statistic(batch.statistics[name][finite], batch.prompt_ids[finite])
-        for name, finite in seen.items()
+        for name, finite in finite_rows.items()
     }
-    for name, now in found.items():
-        of_size.setdefault(name, list(now))
-    firsts = {name: _Statistic(*of_size[name]) for name in found}
+    # The first step that has a statistic is what later ones are compared with. It is kept as a
+    # list, because the state goes into checkpoints as JSON.
+    for name, statistic in current.items():
+        first_statistics.setdefault(name, list(statistic))
+    first = {name: _Statistic(*first_statistics[name]) for name in current}
     shifts = {
-        name: compute_effect_size(batch.statistics[name][finite], *firsts[name][:2])
-        for name, finite in seen.items()
+        name: compute_effect_size(
+            batch.statistics[name][finite], first[name].mean, first[name].spread
+        )
+        for name, finite in finite_rows.items()
     }
-    limit = (
-        math.inf
-        if ctx.online_config.statistics_alarm is None
-        else ctx.online_config.statistics_alarm
-    )
+    # Without an alarm the shifts are logged all the same.
+    limit = ctx.online_config.statistics_alarm
+    if limit is None:
+        limit = math.inf
     ringing = [
         name
         for name, shift in shifts.items()
-        if abs(shift) > limit + _compute_chance_shift(found[name], firsts[name])
+        if abs(shift) > limit + _compute_chance_shift(current[name], first[name])
     ]
     for name in ringing:
         if name not in state.statistic_alarms:
             state.statistic_alarms.append(name)
-            _add_alarm(ctx, state, name, firsts[name].mean, found[name].mean, shifts[name])
-    metrics = {f"statistic/{name}": now.mean for name, now in found.items()}
+            _add_alarm(ctx, state, name, first[name].mean, current[name].mean, shifts[name])
+    metrics = {f"statistic/{name}": statistic.mean for name, statistic in current.items()}
     metrics |= {f"statistic_shift/{name}": shift for name, shift in shifts.items()}
     return metrics | {"alarm/statistics": float(bool(ringing))}
 
@@ -84,8 +89,8 @@ class _Statistic(NamedTuple):
 
 
 def _summarize_statistic(values: np.ndarray, prompt_ids: np.ndarray) -> _Statistic:
-    _, of_sample = np.unique(prompt_ids, return_inverse=True)
-    means = np.bincount(of_sample, values) / np.bincount(of_sample)
+    _, prompt_of_sample = np.unique(prompt_ids, return_inverse=True)  # [N]
+    means = np.bincount(prompt_of_sample, values) / np.bincount(prompt_of_sample)  # [prompts]
     return _Statistic(
         float(values.mean()),
         float(values.std()),
@@ -94,7 +99,7 @@ def _summarize_statistic(values: np.ndarray, prompt_ids: np.ndarray) -> _Statist
     )
 
 
-def _compute_chance_shift(now: _Statistic, first: _Statistic) -> float:
+def _compute_chance_shift(current: _Statistic, first: _Statistic) -> float:
     """Effect size that chance rarely exceeds: that of two pooled standard errors of the difference
     of two means.
 
@@ -102,16 +107,17 @@ def _compute_chance_shift(now: _Statistic, first: _Statistic) -> float:
     prompts are what is independent. Of few prompts two becomes the quantile of Student's t, by
     Wallace's approximation (Annals of Mathematical Statistics 30, 1959).
     """
-    freedom = now.prompts + first.prompts - 2
+    freedom = current.prompts + first.prompts - 2
+    # One prompt in each step says nothing of how prompts differ: chance may explain all.
     if freedom < 1:
         return math.inf
     if not first.spread:
         return 0.0
-    variance = (now.squares + first.squares) / freedom
+    variance = (current.squares + first.squares) / freedom
     quantile = math.sqrt(
         freedom * math.expm1((2 * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom)
     )
-    return quantile * math.sqrt(variance * (1 / now.prompts + 1 / first.prompts)) / first.spread
+    return quantile * math.sqrt(variance * (1 / current.prompts + 1 / first.prompts)) / first.spread
 
 
 def _add_alarm(

@@ -46,12 +46,10 @@ class Timeline:
             return {}
         start, end = self.steps[step]
         busy = dict.fromkeys(ROLES, 0.0)
-        for span in (
-            span
-            for near in range(step - steps_ahead, step + steps_ahead + 1)
-            for span in self._by_step[near]
-        ):
-            busy[span.role] += max(0.0, min(end, span.end) - max(start, span.start))
+        # Only steps that can overlap in time: all spans would cost more with every step.
+        for near in range(step - steps_ahead, step + steps_ahead + 1):
+            for span in self._by_step[near]:
+                busy[span.role] += max(0.0, min(end, span.end) - max(start, span.start))
         return {
             f"utilisation/{role}": busy[role] / (self.num_workers[role] * (end - start))
             for role in ROLES
@@ -62,6 +60,7 @@ class Timeline:
         steps = [
             {"step": step, "start": start, "end": end} for step, (start, end) in self.steps.items()
         ]
+        # Profiles are large binary files, which the monitor logs apart.
         spans = [
             {key: value for key, value in asdict(span).items() if key != "files"}
             for span in self.spans
@@ -70,10 +69,8 @@ class Timeline:
 
     def render_png(self) -> bytes:
         """PNG of the last steps."""
-        from ebbflow.plots.charts import (  # imports matplotlib, which takes a second
-            Span,
-            plot_timeline,
-        )
+        # Here, because matplotlib takes a second to import.
+        from ebbflow.plots.charts import Span, plot_timeline
 
         ordered = sorted(self.spans, key=lambda span: ROLES.index(span.role))
         return plot_timeline(

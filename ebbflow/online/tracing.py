@@ -27,6 +27,10 @@ MAX_MEMORY_EVENTS = 200_000
 class TraceSpan:
     """A task of a worker.
 
+    Example:
+        ``TraceSpan("rollout", 1, "rollout", step=4, start=1764079200.0, end=1764079203.5)``:
+        rollout worker 1 generated for step 4 during 3.5 s.
+
     Attributes:
         step: the step that the task belongs to.
         start: seconds since 1970, like ``end``.
@@ -62,6 +66,7 @@ class TaskTimer:
         profiler: AbstractContextManager[dict[str, bytes]] = (
             profile_block() if first else nullcontext({})
         )
+        # The profiler's own start and end are no part of the task; they are the span "profile".
         with profiler as files:
             start = time.time()
             yield
@@ -93,6 +98,7 @@ def profile_block() -> Iterator[dict[str, bytes]]:
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         ) as profiler:
             yield files
+        # Both writers take a path only, and a trace is compressed by its ending.
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / f"trace.{TRACE_SUFFIX}"
             memory = Path(folder) / MEMORY_SUFFIX

@@ -115,14 +115,14 @@ class TrainingWorker:
         generates = copy or self.updater.algorithm.generates
         values = policy.parameters if generates == "current" else policy.copies[generates]
         whole: Tensors = {}
-        for (
-            name
-        ) in policy.parameters:  # in their order, as a copy that was read from a file has another
-            value = values[
-                name
-            ]  # one at a time: no rank of a sharded model has room for all of it on its device
+        # In the order of the parameters: a copy that was read from a file has another order.
+        for name in policy.parameters:
+            value = values[name]
+            # One at a time: no rank of a sharded model has room for all of it on its device. Every
+            # rank takes part, as ``full_tensor`` is a collective.
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if self.rank == 0:
+                # Copied: on the CPU the next update would change what is being sent.
                 whole[name] = full.detach().to("cpu", copy=True)
         if self.rank > 0:
             return WeightsVersion(version)
@@ -139,9 +139,9 @@ class TrainingWorker:
         """
         policy = self.updater.policy
         device = device_of(policy.model)
-        conditioning = request.conditioning.select_rows(torch.from_numpy(request.sample_index)).to(
-            device
-        )
+        # A request has one row per prompt; the gate compares sample by sample.
+        sample_index = torch.from_numpy(request.sample_index)
+        conditioning = request.conditioning.select_rows(sample_index).to(device)
         trajectory = rollouts.move_to(device).trajectory
         assert trajectory is not None, "the samples of the parity gate are recorded"
         bar = compute_parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
@@ -189,6 +189,7 @@ def train_on_batch(
         metrics averaged over the updates, and ``skipped_updates``: those for which no sample was
             left to train on.
     """
+    # One row per prompt; ``batch.sample_index`` has the row of each sample.
     conditioning = batch.conditioning.to(device_of(updater.policy.model))
     updater.start_rollout()
     if not ctx.config.guidance_in_loss:
@@ -201,6 +202,7 @@ def train_on_batch(
             updater.policy, ctx.config, rollouts.trajectory, conditioning, batch.keys, sample_index
         )
         if batch.step_advantages is not None:
+            # In a tree, a step that several samples share is trained once: NaN marks the others.
             trained = torch.from_numpy(~np.isnan(batch.step_advantages))
             trajectory = replace(
                 trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device)
@@ -221,8 +223,10 @@ def train_on_batch(
     updates: list[dict[str, float]] = []
     for selected in _split_groups_over_updates(ctx, batch):
         groups = kind.list_trained_groups(step, selected)
+        # The correction may have rejected all samples; the skipped update is counted below.
         if not groups:
-            continue  # the correction rejected all of them
+            continue
+        # All ranks count passes over all groups, so that they run the same number of collectives.
         passes = count_shared_micro_batches(
             groups,
             Ranks.current().world,
@@ -236,6 +240,7 @@ def train_on_batch(
         )
     if updates:
         metrics |= kind.summarise_first_update(updates[0])
+    # Only before the first update of a stage should the ratio be 1: no weight has moved.
     if updater.steps == 0 and trajectory is not None:
         updater.alarms += find_first_update_alarms(
             ctx.online_config, updater.policy.model.precision, metrics, rollouts.latents[0].numel()
@@ -255,14 +260,13 @@ def _split_groups_over_updates(ctx: StageContext, batch: TrainingBatch) -> list[
     groups = ctx.algorithm.select(
         batch.advantages, batch.keep, prompt_ids, ctx.config.hyper_parameters
     )
-    order = make_generator(
+    # Every rank draws the same order, from the seed and the step alone.
+    generator = make_generator(
         ctx.stage_seed, prompt_id=0, sample=batch.step, step=0, stream=Stream.ORDER
-    ).permutation(len(groups))
-    return [
-        part
-        for part in split_evenly([groups[i] for i in order], ctx.online_config.updates_per_step)
-        if part
-    ]
+    )
+    shuffled = [groups[index] for index in generator.permutation(len(groups))]
+    parts = split_evenly(shuffled, ctx.online_config.updates_per_step)
+    return [part for part in parts if part]
 
 
 def _update_policy(
@@ -277,7 +281,9 @@ def _update_policy(
     """
     world = Ranks.current().world
     if rows.inputs.predicted:
-        passes = int(rows.group_index[-1]) + 1  # the rollout's passes, each of them a group
+        # Predictions with the rollout's graphs come in the rollout's own passes, each of them a
+        # group: their graphs cannot be cut otherwise.
+        passes = int(rows.group_index[-1]) + 1
     metrics = updater.update_policy(rows, passes, prompt_sets)
     if len(groups) < world and "grad_variance" in metrics:
         # Every rank had all groups, and each counted as another row.

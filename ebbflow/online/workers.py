@@ -1,7 +1,13 @@
 """Workers of an online stage and how the stage calls them, wherever they run.
 
-A worker is anything whose methods can be awaited: an object of this process, a thread of it, or a
-Ray actor. The stage's own process is one asyncio loop: it awaits calls.
+The stage's own process is one asyncio loop. It calls ``RolloutPool``, ``RewardPool`` and
+``TrainingGroup``: one typed stub per role. They all reach their workers through ``Worker.call``,
+which names a method by reference::
+
+    await worker.call(RolloutWorker.generate, request, weights)
+
+so mypy checks the arguments and the result across the process boundary. A worker is an object of
+this process, a thread of it, or a Ray actor.
 
 Large results stay where they are. A method listed in ``NUM_RETURNS`` gives several results: handles
 of all but the last, which is the report for the stage's own process.
@@ -16,9 +22,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ebbflow.online.messages import Handle
+from ebbflow.data.prompts import Prompt
+from ebbflow.models.encoding import Embeddings
+from ebbflow.online.messages import (
+    Handle,
+    RewardReport,
+    RolloutReport,
+    RolloutRequest,
+    TrainingReport,
+)
+from ebbflow.online.reward_worker import RewardWorker
+from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe.online import Role, ScoringConfig
 from ebbflow.rewards.base import RewardError
 from ebbflow.rollouts.weights import WeightsVersion
@@ -29,6 +46,9 @@ NUM_RETURNS = {"generate": 3}
 """Results of the methods that give more than a report."""
 MAX_DEATHS = 3
 """Rollout workers that may die or hang over the same request before the stage ends."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 StartWorker = Callable[[int], Awaitable["Worker"]]
 """Starts the worker with this number, once it can take calls."""
@@ -62,8 +82,16 @@ class Worker(Protocol):
 
     index: int
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The result of a method. Handles among the arguments arrive as their values.
+    async def call(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Result],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        """Call a method of the worker, named by reference as in ``TrainingWorker.train``.
+
+        The method runs by its name, so a subclass may override it. Handles among the arguments
+        arrive as their values.
 
         Raises:
             WorkerDied: the worker's process is gone; anything that the method raised.
@@ -82,8 +110,14 @@ class LocalWorker:
         self.target = target
         self.index = index
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.target, method)(*arguments)
+    async def call(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Result],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
+        result: Result = getattr(self.target, method.__name__)(*arguments, **keywords)
+        return result
 
     def stop(self) -> None:
         """Nothing runs between calls."""
@@ -94,28 +128,35 @@ class ThreadWorker(LocalWorker):
     cannot be ended: nobody waits for it, and it does not keep the process alive.
     """
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Result],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> Result:
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
+        answer: asyncio.Future[Result] = loop.create_future()
 
         def deliver_outcome(resolve: Callable[[Any], None], outcome: Any) -> None:
-            if not done.done():  # else the call was abandoned
+            # A call that timed out has a cancelled future; its thread may still come back.
+            if not answer.done():
                 resolve(outcome)
 
         def run_call() -> None:
+            resolve: Callable[[Any], None] = answer.set_result
             try:
-                resolve = done.set_result
-                outcome = getattr(self.target, method)(*arguments)
-            except (
-                BaseException
-            ) as error:  # whatever it is, it belongs to the one who awaits the call
-                resolve = done.set_exception
+                outcome = getattr(self.target, method.__name__)(*arguments, **keywords)
+            # Whatever is raised belongs to the coroutine that awaits the call, not to this thread.
+            except BaseException as error:
+                resolve = answer.set_exception
                 outcome = error
-            with suppress(RuntimeError):  # the stage ended and closed its loop
+            # A closed loop raises a RuntimeError: the stage has ended, and nobody waits.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(deliver_outcome, resolve, outcome)
 
+        # A thread of its own rather than a pool's: a pool waits for hung threads at exit.
         threading.Thread(target=run_call, name=f"reward {self.index}", daemon=True).start()
-        return await done
+        return await answer
 
 
 class WorkerPool:
@@ -150,16 +191,15 @@ class WorkerPool:
         self.max_attempts = max_attempts
         self.retry_on = retry_on
         self.idle = deque(workers)
-        self.turn = asyncio.Semaphore(
-            len(workers)
-        )  # strictly first come, first served, which asyncio.Queue is not
+        # A semaphore is strictly first come, first served, which asyncio.Queue is not.
+        self.turn = asyncio.Semaphore(len(workers))
         self.num_replaced = 0
 
-    async def call(self, method: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
-        """The result of a method of the next idle worker.
+    async def run(self, call: Callable[[Worker], Awaitable[Result]]) -> Result:
+        """Run a call on the next idle worker.
 
         Args:
-            arguments: evaluated when a worker takes the call, at every attempt.
+            call: makes the call on a worker; evaluated when a worker takes it, at every attempt.
 
         Raises:
             CallFailed: every attempt failed; errors that are not retried are raised as they are.
@@ -170,7 +210,7 @@ class WorkerPool:
             for _ in range(self.max_attempts):
                 try:
                     async with asyncio.timeout(self.timeout) as deadline:
-                        return await worker.call(method, *arguments())
+                        return await call(worker)
                 except Exception as error:
                     hung = isinstance(error, TimeoutError) and deadline.expired()
                     if not hung and not self.retry_on(error):
@@ -195,33 +235,77 @@ class WorkerPool:
         return replacement
 
 
-def build_rollout_pool(
-    workers: Sequence[Worker], start_worker: StartWorker, timeout: float | None = None
-) -> WorkerPool:
-    """Rollout workers: a request is repeated when its worker died or hung; errors of the engine end
-    the stage.
-    """
-    return WorkerPool("rollout", workers, start_worker, timeout, max_attempts=MAX_DEATHS)
-
-
-def build_reward_pool(
-    workers: Sequence[Worker], start_worker: StartWorker, scoring: ScoringConfig
-) -> WorkerPool:
-    """Reward workers, retried as the recipe says: rewards are other people's code and servers. A
-    broken contract is final, and so are images that are gone.
+class RolloutPool(WorkerPool):
+    """Rollout workers (``RolloutWorker``). A request is repeated when its worker died or hung;
+    errors of the engine end the stage.
     """
 
-    def is_retryable(error: Exception) -> bool:
-        return not isinstance(error, (RewardError, ResultLost))
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        start_worker: StartWorker,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__("rollout", workers, start_worker, timeout, max_attempts=MAX_DEATHS)
 
-    return WorkerPool(
-        "reward", workers, start_worker, scoring.timeout, scoring.retries + 1, is_retryable
-    )
+    async def generate(
+        self, request: RolloutRequest, weights: Callable[[], WeightsVersion]
+    ) -> tuple[Handle, Handle, RolloutReport]:
+        """Generate the samples of a request: (handle of the rollouts, handle of the images,
+        report).
+
+        Args:
+            weights: evaluated when a worker takes the request.
+        """
+        # In mode ``async`` the request waits for a worker and then takes the newest weights, not
+        # those of the time at which it was queued.
+        return await self.run(
+            lambda worker: worker.call(RolloutWorker.generate, request, weights())
+        )
+
+
+class RewardPool(WorkerPool):
+    """Reward workers (``RewardWorker``), retried as the recipe says: rewards are other people's
+    code and servers.
+    """
+
+    def __init__(
+        self, workers: Sequence[Worker], start_worker: StartWorker, scoring: ScoringConfig
+    ) -> None:
+        # A reward that breaks its contract breaks it again, and lost images do not come back.
+        def is_retryable(error: Exception) -> bool:
+            return not isinstance(error, (RewardError, ResultLost))
+
+        max_attempts = scoring.retries + 1
+        super().__init__(
+            "reward", workers, start_worker, scoring.timeout, max_attempts, is_retryable
+        )
+
+    async def score(
+        self,
+        request: RolloutRequest,
+        images: Handle,
+        rollouts: Handle | None = None,
+        with_guards: bool = False,
+        profiled: bool = False,
+    ) -> RewardReport:
+        """Score the images of a request; the arguments are those of ``RewardWorker.score``."""
+        return await self.run(
+            lambda worker: worker.call(
+                RewardWorker.score,
+                images,
+                request.prompts,
+                request.step,
+                with_guards,
+                profiled,
+                rollouts,
+            )
+        )
 
 
 class TrainingGroup:
-    """The ranks of the training group. Every method is called on all of them, with the same
-    arguments.
+    """The ranks of the training group (``TrainingWorker``). Every method but ``encode`` runs on all
+    of them, with the same arguments, because the ranks wait for each other in collectives.
 
     Args:
         grace: seconds that the other ranks have to say more, after one of them failed.
@@ -231,41 +315,73 @@ class TrainingGroup:
         self.ranks = ranks
         self.grace = grace
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Every rank's result.
+    async def encode(self, prompts: Sequence[Prompt]) -> Embeddings:
+        """Encode every different prompt once, on rank 0 alone: the others need no embeddings."""
+        return await self.ranks[0].call(TrainingWorker.encode, prompts)
+
+    async def receive(self, *rollouts: Handle) -> None:
+        """Bring rollouts to the machines of all ranks, before a step that none may leave half-way.
+
+        Raises:
+            ResultLost: some of them are gone.
+        """
+        await self.call(TrainingWorker.receive, *rollouts)
+
+    async def train(self, batch: Handle, *rollouts: Handle) -> list[TrainingReport]:
+        """Take the updates of a step; every rank's report.
+
+        Args:
+            batch: handle of the ``TrainingBatch``.
+            rollouts: those of each request of the step, in their order.
+        """
+        return await self.call(TrainingWorker.train, batch, *rollouts)
+
+    async def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
+        """Gather the weights that generate from now on (``TrainingWorker.publish``)."""
+        versions = await self.call(TrainingWorker.publish, version, copy)
+        return versions[0]
+
+    async def measure_parity(self, request: RolloutRequest, rollouts: Handle) -> dict[str, float]:
+        """Compare another engine's samples with the policy (``TrainingWorker.measure_parity``)."""
+        metrics = await self.call(TrainingWorker.measure_parity, request, rollouts)
+        return metrics[0]
+
+    async def call(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Result],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> list[Result]:
+        """Call a method on every rank; every rank's result.
 
         Raises:
             the first error that explains the failure: that of a rank that died, or else of the
-                first that failed. The errors of
-            the other ranks are added as notes.
+                first that failed. The errors of the other ranks are added as notes.
         """
-        calls = [asyncio.ensure_future(rank.call(method, *arguments)) for rank in self.ranks]
+        calls = [
+            asyncio.ensure_future(rank.call(method, *arguments, **keywords)) for rank in self.ranks
+        ]
         try:
             _, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if running and not any(
-                isinstance(error, StageError) for error in _collect_errors(calls)
-            ):
-                await asyncio.wait(
-                    running, timeout=self.grace
-                )  # one rank failed: the others may know why
+            explained = any(isinstance(error, StageError) for error in _collect_errors(calls))
+            if running and not explained:
+                # A rank whose peer died fails with an error of the collective. The peer's own
+                # error says more and may come a moment later.
+                await asyncio.wait(running, timeout=self.grace)
         finally:
+            # Those that are left wait in a collective for the rank that failed.
             for call in calls:
-                call.cancel()  # those that are left would wait for the rank that failed
-        if errors := _collect_errors(calls):
+                call.cancel()
+        errors = _collect_errors(calls)
+        if errors:
             raise _explain_errors(errors)
         return [call.result() for call in calls]
 
-    async def call_first(self, method: str, *arguments: Any) -> Any:
-        """The result of rank 0, which alone is called."""
-        return await self.ranks[0].call(method, *arguments)
-
 
 def _collect_errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    return [
-        error
-        for call in calls
-        if call.done() and not call.cancelled() and (error := call.exception())
-    ]
+    ended = [call for call in calls if call.done() and not call.cancelled()]
+    errors = [call.exception() for call in ended]
+    return [error for error in errors if error is not None]
 
 
 def _explain_errors(errors: Sequence[BaseException]) -> BaseException:
@@ -286,8 +402,8 @@ class StageWorkers(Protocol):
     """
 
     training: TrainingGroup
-    rollout: WorkerPool
-    reward: WorkerPool
+    rollout: RolloutPool
+    reward: RewardPool
     steps_before: int
     reward_weights: dict[str, float]
     reads_latents: bool

@@ -39,6 +39,28 @@ def branches_teaching(stage: StageConfig) -> list[str]:
     )
 
 
+def find_stages_in_parallel(stages: Sequence[StageConfig], index: int) -> list[int]:
+    """Find the stages of a round that may run while the stage ``index`` does.
+
+    For a stage of a branch: those of other branches, and those after it in none. For any other:
+    those of branches that neither it nor a stage before it learns from.
+    """
+    branch = stages[index].branch
+    if branch:
+        return [
+            other
+            for other, stage in enumerate(stages)
+            if (stage.branch or other > index) and stage.branch != branch
+        ]
+    # A stage that learns from a branch starts after the branch has ended.
+    ended = {name for stage in stages[: index + 1] for name in branches_teaching(stage)}
+    return [
+        other
+        for other, stage in enumerate(stages[:index])
+        if stage.branch and stage.branch not in ended
+    ]
+
+
 def check_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> None:
     """Check that branches begin together, and that a later stage learns from each of them.
 

@@ -37,7 +37,7 @@ from ebbflow.plots.pages import create_page_environment
 from ebbflow.recipe import Recipe
 from ebbflow.registry.model_version import find_version
 from ebbflow.registry.promotion import check_store_exists, download_version, find_data_folder
-from ebbflow.stage import StageContext
+from ebbflow.stage import StageContext, StageFolders
 from ebbflow.storage.artifacts import COMMIT, ArtifactError, check_replaceable, verify_folder
 from ebbflow.storage.disk import write_text
 from ebbflow.storage.tables import write_table
@@ -158,9 +158,9 @@ def replay_step(
         if ctx.config.kind == "online":
             own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.stage_label.replace(" ", "-"))
             checkpoints = own.copy_checkpoints(Path(scratch) / "checkpoints", step)
-            samples = replay_online_step(
-                ctx, base, folder, prompts, step, _find_teachers(ctx), checkpoints
-            )
+            unwritten = Path(scratch) / "policy"
+            folders = StageFolders(base, folder, prompts, unwritten, _find_teachers(ctx))
+            samples = replay_online_step(ctx, folders, step, checkpoints)
         else:
             samples = replay_offline_step(
                 ctx, base, folder, prompts, step, processes, Path(scratch)

@@ -63,7 +63,8 @@ def open_engine(ctx: StageContext, base: Path) -> Engine:
         RecipeError: a user's path cannot be imported, or what it opens is not an engine.
         EngineError: vLLM-Omni does not start.
     """
-    verify_committed_folder(base)  # another engine reads it by itself
+    # Another engine reads the folder by itself, past the check that ``load_model`` makes.
+    verify_committed_folder(base)
     path = PATHS.get(ctx.config.engine, ctx.config.engine)
     engine: Engine = import_object(path)(ctx, base)
     check_members(engine, ("load", "generate", "close"), path, "ebbflow.rollouts.engine.Engine")

@@ -74,8 +74,8 @@ def measure_parity(
     """
     _check_same_start(policy, trajectory, keys, sampler)
     steps = trajectory.steps.tolist()
-    deltas = []
-    shifts = []
+    deltas = []  # of each step, [N]
+    shifts = []  # of each step, [N]
     for column, step in enumerate(steps):
         move = _replay_step(policy, trajectory, conditioning, column, step, sampler, micro_batch)
         deltas.append(
@@ -90,30 +90,32 @@ def measure_parity(
             .sqrt()
         )
     delta = torch.stack(deltas, 1).abs()
-    sample, column = divmod(int(delta.argmax()), len(steps))  # of a NaN, where there is one
-    found = {
+    # ``argmax`` finds a NaN first, so a log-prob that is no number is the worst one.
+    sample, column = divmod(int(delta.argmax()), len(steps))
+    metrics = {
         "parity/log_prob_max": delta[sample, column].item(),
         "parity/log_prob_mean": delta.mean().item(),
         "parity/worst_step": float(steps[column]),
         "parity/mean_shift": torch.stack(shifts, 1).max().item(),
     }
-    if not found["parity/log_prob_max"] <= bar:
+    # Not ``> bar``, which a NaN would pass.
+    if not metrics["parity/log_prob_max"] <= bar:
         where = (
             f"denoising step {steps[column]}, prompt {keys.prompt_ids[sample]}, sample"
             f" {keys.samples[sample]}"
         )
         raise ParityError(
-            _describe_mismatch(found, where, f"{len(keys)} samples at {len(steps)} steps", bar)
+            _describe_mismatch(metrics, where, f"{len(keys)} samples at {len(steps)} steps", bar)
         )
-    return found
+    return metrics
 
 
-def _describe_mismatch(found: dict[str, float], where: str, extent: str, bar: float) -> str:
+def _describe_mismatch(metrics: dict[str, float], where: str, extent: str, bar: float) -> str:
     return (
         "the engine's log-probs are not those of the training policy on the same noise: they"
-        f" differ by up to {found['parity/log_prob_max']:.2e} ({where}), by"
-        f" {found['parity/log_prob_mean']:.2e} on average over {extent}, and parity.bar is"
-        f" {bar:.2e}; the means of its steps differ by up to {found['parity/mean_shift']:.2e} of"
+        f" differ by up to {metrics['parity/log_prob_max']:.2e} ({where}), by"
+        f" {metrics['parity/log_prob_mean']:.2e} on average over {extent}, and parity.bar is"
+        f" {bar:.2e}; the means of its steps differ by up to {metrics['parity/mean_shift']:.2e} of"
         " their standard deviation. Check that it was given the policy's weights, and"
         " rollout_precision; raise parity.bar where the stage's correction is to make up for it;"
         " or set engine: diffusers"
@@ -125,11 +127,12 @@ def _check_same_start(
 ) -> None:
     """The same bytes of x_T, and the family's schedule."""
     sigmas = policy.model.compute_sigmas(sampler.steps)
-    found = trajectory.sigmas.cpu()
-    if found.shape != sigmas.shape or not torch.allclose(found, sigmas, rtol=0, atol=SIGMAS_APART):
+    engine_sigmas = trajectory.sigmas.cpu()
+    same_shape = engine_sigmas.shape == sigmas.shape
+    if not same_shape or not torch.allclose(engine_sigmas, sigmas, rtol=0, atol=SIGMAS_APART):
         raise ParityError(
-            f"the engine denoises along the sigmas {found.tolist()}, the policy's model along"
-            f" {sigmas.tolist()}"
+            f"the engine denoises along the sigmas {engine_sigmas.tolist()}, the policy's model"
+            f" along {sigmas.tolist()}"
         )
     start = generate_initial_noise(policy.model.latent_shape, keys)
     if not torch.equal(trajectory.latents[:, 0].cpu(), start):

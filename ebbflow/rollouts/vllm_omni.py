@@ -77,11 +77,11 @@ class VllmOmni:
         recipe = ctx.recipe
         self.policy = recipe.policy
         self.micro_batch = ctx.config.micro_batch
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it is written to for as long as the process lives)
+        # Open for as long as the engine's process writes into it.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._socket, self._process = _start_process(_find_interpreter(), self._log)
-        self._end = weakref.finalize(
-            self, _end_process, self._socket, self._process
-        )  # runs when this process exits, too
+        # A finalizer also runs when this process exits, so no engine is left on the GPU.
+        self._end = weakref.finalize(self, _end_process, self._socket, self._process)
         precision = ctx.config.rollout_precision or recipe.model.precision
         model = recipe.model.model_copy(update={"precision": precision}).model_dump(mode="json")
         process = {"threads": recipe.threads, "deterministic": recipe.deterministic}
@@ -102,7 +102,8 @@ class VllmOmni:
             buckets = list(split_into_buckets(weights))
             for number, bucket in enumerate(buckets, 1):
                 self._push_weights("load_weights", bucket, {"last": number == len(buckets)})
-        except BaseException:  # with half of the weights nothing may be generated
+        # With half of the weights nothing may be generated, whatever interrupted the other half.
+        except BaseException:
             self.close()
             raise
 
@@ -118,20 +119,18 @@ class VllmOmni:
         Raises:
             EngineError: the engine has failed, or had before.
         """
-        found = []
+        parts: list[Rollouts] = []
+        images: list[np.ndarray] = []
+        # Micro-batches as the reference splits them: their size can change the last bits.
         for start in range(0, len(keys), self.micro_batch):
-            part = slice(start, start + self.micro_batch)
-            _, tensors = self._call_engine(
-                "generate",
-                *Task(
-                    conditioning.select_rows(part), keys.select_slice(part), sampler, plan
-                ).pack_message(),
-            )
-            found.append(unpack_rollouts(tensors))
-        rollouts = join_rollouts([rollouts for rollouts, _ in found])
-        return rollouts.move_to(conditioning.device), np.concatenate(
-            [images for _, images in found]
-        )
+            rows = slice(start, start + self.micro_batch)
+            task = Task(conditioning.select_rows(rows), keys.select_slice(rows), sampler, plan)
+            _, tensors = self._call_engine("generate", *task.pack_message())
+            part, part_images = unpack_rollouts(tensors)
+            parts.append(part)
+            images.append(part_images)
+        rollouts = join_rollouts(parts)
+        return rollouts.move_to(conditioning.device), np.concatenate(images)
 
     def close(self) -> None:
         """End the engine's process; it has ended when this returns."""
@@ -144,11 +143,11 @@ class VllmOmni:
         ) as file:
             save_file(dict(weights), file.name)
             answer, _ = self._call_engine(call, header | {"file": file.name})
-        found = answer["sha256"]
+        arrived = answer["sha256"]
         sent = compute_checksum(weights)
-        if found != sent:
+        if arrived != sent:
             raise EngineError(
-                f"{call}: the engine has read weights with checksum {found[:12]}, those of the"
+                f"{call}: the engine has read weights with checksum {arrived[:12]}, those of the"
                 f" policy have {sent[:12]}; nothing is generated with them. Look at what else"
                 f" writes to {_choose_exchange_folder(weights)}, and at the machine's memory"
             )
@@ -163,17 +162,17 @@ class VllmOmni:
             )
         try:
             send_message(self._socket, header | {"call": call}, tensors)
-            answer, found = receive_message(self._socket)
+            answer, received = receive_message(self._socket)
         except (EOFError, OSError):
             self.close()
             answer = {"error": f"its process has ended with exit code {self._process.returncode}"}
-            found = {}
+            received = {}
         except BaseException:
             # An interrupted call leaves its answer behind; the next call would take it for its own.
             self.close()
             raise
         if "error" not in answer:
-            return answer, found
+            return answer, received
         self.close()
         raise EngineError(
             f"{call}: vLLM-Omni has failed: {answer['error']}\nThe last lines of its"
@@ -219,7 +218,8 @@ def _start_process(python: str, log: IO[bytes]) -> tuple[socket.socket, subproce
 
 
 def _end_process(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    connection.close()  # for which it ends by itself, if it can
+    # The engine reads the end of its connection as the order to end.
+    connection.close()
     try:
         process.wait(SECONDS_TO_END)
     except subprocess.TimeoutExpired:

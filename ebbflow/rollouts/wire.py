@@ -59,7 +59,9 @@ def _read_bytes(connection: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     rest = memoryview(data)
     while rest:
-        if not (count := connection.recv_into(rest)):
+        # A socket gives what has arrived so far, and nothing at all once the other side is gone.
+        count = connection.recv_into(rest)
+        if not count:
             raise EOFError("the other side has closed the connection")
         rest = rest[count:]
     return data
@@ -114,11 +116,12 @@ class Task:
         plan = header["plan"]
         if plan is not None:
             plan = Plan(tuple(plan["stochastic"]), tuple(plan["trained"]), plan["tail"])
+        # Backwards: a conditioning holds its negative one, which must exist before it.
         conditioning: Conditioning | None = None
         for side, guidance in reversed(list(enumerate(header["guidance"]))):
             named = [(name.split(" ", 1), values) for name, values in tensors.items()]
-            own = {name: values for (number, name), values in named if number == str(side)}
-            conditioning = Conditioning(own, conditioning, guidance)
+            columns = {name: values for (number, name), values in named if number == str(side)}
+            conditioning = Conditioning(columns, conditioning, guidance)
         assert conditioning is not None
         return Task(
             conditioning,

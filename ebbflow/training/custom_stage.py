@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from ebbflow.data.records import StageRecord
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.plugins import import_object
 from ebbflow.recipe.stages import CustomStageConfig
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.training.policy_metadata import read_policy_metadata
-
-
-@dataclass(frozen=True)
-class StageFolders:
-    """What a stage reads and writes.
-
-    Attributes:
-        base: the base-model folder.
-        policy: the policy folder that the stage starts from.
-        prompts: the prompt table.
-        output: where the policy folder of the stage goes; nothing is there yet.
-    """
-
-    base: Path
-    policy: Path
-    prompts: Path
-    output: Path
 
 
 class TrainStage(Protocol):

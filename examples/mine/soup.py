@@ -5,9 +5,8 @@ back some of what was learnt.
 from __future__ import annotations
 
 from ebbflow.data.records import StageRecord
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.timing import Clock
-from ebbflow.training.custom_stage import StageFolders
 from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.update import PolicyUpdater
 

@@ -32,7 +32,7 @@ from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.model import resize_model
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.generate import generate_samples
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder, write_new_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy_metadata import (
@@ -80,7 +80,8 @@ def test_a_policy_trains_small_and_is_evaluated_and_served_large(base, table, tm
     write_base_policy(
         start, verify_folder(base), recipe.digest, recipe.policy, recipe.model, recipe.evaluation
     )
-    train_online_folder(StageContext(recipe, 0, 0), base, start, table, trained, MetricsRecorder())
+    folders = StageFolders(base, start, table, trained)
+    train_online_folder(StageContext(recipe, 0, 0), folders, MetricsRecorder())
     evaluation = evaluate_folder(recipe, base, trained, table, "after", samples)
     images = decode_pngs(read_table(samples)["image"].to_pylist())
     assert images.shape == (3, 96, 64, 3)

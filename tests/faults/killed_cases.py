@@ -26,7 +26,7 @@ from ebbflow.offline.training import train_offline_folder
 from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import load_recipe
 from ebbflow.rewards.combine import load_scorer
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.training.checkpoint import Checkpoints
 
 POINTS = {
@@ -75,7 +75,8 @@ def attempt(folder: Path, name: str, death: Death | None) -> None:
     logged = logging.handlers.BufferingHandler(1000)
     logging.getLogger("ebbflow").addHandler(logged)
     if ctx.config.kind == "online":
-        train_online_folder(ctx, base, start, prompts, trained, recorder, checkpoints=checkpoints)
+        folders = StageFolders(base, start, prompts, trained)
+        train_online_folder(ctx, folders, recorder, checkpoints=checkpoints)
     else:
         stored = rollouts_and_advantages(ctx, folder, name)
         train_offline_folder(ctx, base, start, prompts, *stored, trained, recorder, checkpoints)

@@ -13,7 +13,7 @@ from ebbflow.models import ModelError
 from ebbflow.offline.advantages import write_advantages
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.shards import read_image_size, read_layout
+from ebbflow.offline.shards import choose_image_size, read_image_size, read_layout
 from ebbflow.offline.training import train_offline_folder
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -107,7 +107,7 @@ def test_a_shard_has_one_size_by_its_weight(stored):
     ctx, folder = stored
     for shard, size in enumerate([(32, 64), (64, 32), (64, 32)]):
         path = folder / f"rollouts-{shard}.parquet"
-        assert read_image_size(ctx, path) == ctx.image_size_of_shard(shard) == size
+        assert read_image_size(ctx, path) == choose_image_size(ctx, shard) == size
         assert decode_pngs(read_table(path)["image"].to_pylist()).shape[1:3] == size
         assert read_layout(path).shape[1] * size[1] == read_layout(path).shape[2] * size[0]
 

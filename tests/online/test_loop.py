@@ -68,10 +68,8 @@ def collect(ctx, updater, scorer, prompts, step):
     async def run():
         workers = open_local_workers(ctx, updater, scorer)
         sampler = PromptSampler(ctx, prompts)
-        queue = RolloutQueue(
-            ctx, workers, sampler, await workers.training.call_first("encode", prompts), step
-        )
-        await queue.start()
+        queue = RolloutQueue(ctx, workers, sampler, await workers.training.encode(prompts), step)
+        await queue.start_rollouts()
         return await queue.next_batch(step)
 
     batch = asyncio.run(run())

@@ -13,7 +13,7 @@ import pytest
 from ebbflow.models import load_model
 from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.workers import LocalWorker, ResultLost, build_rollout_pool
+from ebbflow.online.workers import LocalWorker, ResultLost, RolloutPool
 from ebbflow.recipe import RecipeError
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import RewardError, Scorer
@@ -202,7 +202,7 @@ def with_a_straggler(workers):
 
     workers.publish_weights = noted
     straggling = Straggler(workers.rollout_worker, workers)
-    workers.rollout = build_rollout_pool([straggling, LocalWorker(workers.rollout_worker, 1)], None)
+    workers.rollout = RolloutPool([straggling, LocalWorker(workers.rollout_worker, 1)], None)
     return workers
 
 
@@ -223,12 +223,12 @@ def with_a_slow_first_step(workers):
     """Two rollout workers: one has generated its request of step 1 when all of step 2 are scored,
     and not before.
     """
-    whole = workers.reward.call
+    whole = workers.reward.score
     scored = []
 
-    async def call(method, arguments):
-        report = await whole(method, arguments)
-        scored.append(arguments()[2])
+    async def score(request, *arguments):
+        report = await whole(request, *arguments)
+        scored.append(request.step)
         return report
 
     class Slow(LocalWorker):
@@ -244,8 +244,8 @@ def with_a_slow_first_step(workers):
                     await asyncio.sleep(0)
             return made
 
-    workers.reward.call = call
-    workers.rollout = build_rollout_pool(
+    workers.reward.score = score
+    workers.rollout = RolloutPool(
         [Slow(workers.rollout_worker), LocalWorker(workers.rollout_worker, 1)], None
     )
     return workers
@@ -264,26 +264,25 @@ def with_losses(workers):
     """Images are gone when they are to be scored for the first time, and rollouts when they are to
     be trained on.
     """
-    score = workers.reward.call
-    train = workers.training.call
+    score_images = workers.reward.score
+    receive_rollouts = workers.training.receive
     lost = []
 
-    async def call_reward(method, arguments):
+    async def score(*arguments):
         if "images" not in lost:
             lost.append("images")
             raise ResultLost("their machine is gone")
-        return await score(method, arguments)
+        return await score_images(*arguments)
 
-    async def call_training(method, *arguments):
-        if (
-            method == "receive" and lost.count("rollouts") < 2
-        ):  # all rollouts of the step, and then those of its first request
+    async def receive(*rollouts):
+        # All rollouts of the step, and then those of its first request.
+        if lost.count("rollouts") < 2:
             lost.append("rollouts")
             raise ResultLost("their machine is gone")
-        return await train(method, *arguments)
+        return await receive_rollouts(*rollouts)
 
-    workers.reward.call = call_reward
-    workers.training.call = call_training
+    workers.reward.score = score
+    workers.training.receive = receive
     return workers
 
 
@@ -300,17 +299,17 @@ def test_samples_that_are_gone_are_generated_again_with_the_weights_that_they_ha
     """One step ahead: those of step 1 are gone when the weights of version 1 are there."""
 
     def lose(workers):
-        train = workers.training.call
-        lost = []
+        receive_rollouts = workers.training.receive
+        num_calls = 0
 
-        async def call(method, *arguments):
-            if method == "receive":
-                lost.append(method)
-                if len(lost) in (2, 3):
-                    raise ResultLost("their machine is gone")
-            return await train(method, *arguments)
+        async def receive(*rollouts):
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls in (2, 3):
+                raise ResultLost("their machine is gone")
+            return await receive_rollouts(*rollouts)
 
-        workers.training.call = call
+        workers.training.receive = receive
         return workers
 
     versions = [

@@ -16,7 +16,7 @@ from ebbflow.online import loop, replay
 from ebbflow.online.loop import train_online_folder
 from ebbflow.online.replay import replay_online_step
 from ebbflow.recipe import Recipe
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
@@ -70,8 +70,10 @@ def train(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatch)
         checkpoints = Checkpoints(ctx, tmp_path / "checkpoints")
         files = Files()
         recorder = MetricsRecorder(files)
-        folders = (base_folder, tmp_path / "start", tmp_path / "prompts.parquet")
-        train_online_folder(ctx, *folders, tmp_path / "trained", recorder, checkpoints=checkpoints)
+        folders = StageFolders(
+            base_folder, tmp_path / "start", tmp_path / "prompts.parquet", tmp_path / "trained"
+        )
+        train_online_folder(ctx, folders, recorder, checkpoints=checkpoints)
         return ctx, folders, checkpoints, recorder.rows, files.files
 
     return run
@@ -89,7 +91,7 @@ def test_every_step_is_replayed_with_the_same_bytes(train, online, policy):
     ctx, folders, _, logged, files = train(policy, **online)
     shown = set()
     for step in range(STEPS):
-        replayed = replay_online_step(ctx, *folders, step)
+        replayed = replay_online_step(ctx, folders, step)
         rows, pngs = dumped(files, step)
         assert replayed.pngs == pngs
         assert [{key: row[key] for key in row if key != "trained"} for row in replayed.rows] == rows
@@ -113,7 +115,7 @@ def test_it_starts_at_a_checkpoint_and_leaves_it_as_it_was(train, monkeypatch):
         return await train_on(self, batch, advantages)
 
     monkeypatch.setattr(replay._ReplayLoop, "_train_on_batch", watched)
-    assert replay_online_step(ctx, *folders, 3, checkpoints=checkpoints).pngs == dumped(files, 3)[1]
+    assert replay_online_step(ctx, folders, 3, checkpoints=checkpoints).pngs == dumped(files, 3)[1]
     assert trained == [2, 3], "from the checkpoint on"
     assert {
         path: path.read_bytes() for path in checkpoints.folder.rglob("*") if path.is_file()
@@ -134,13 +136,13 @@ def test_where_a_stage_ran_and_for_how_long_it_may_changes_no_sample(train, chan
         ctx.recipe.model_dump(mode="json") | {"stages": [stages[0] | change, *stages[1:]]}
     )
     assert (
-        replay_online_step(replace(ctx, recipe=elsewhere), *folders, 2).pngs == dumped(files, 2)[1]
+        replay_online_step(replace(ctx, recipe=elsewhere), folders, 2).pngs == dumped(files, 2)[1]
     )
 
 
 def test_samples_without_a_score_are_not_trained_on(train, make_prompts):
     ctx, folders, *_ = train({}, advantages={"keep_extremes": 1})
-    replayed = replay_online_step(ctx, *folders, 0)
+    replayed = replay_online_step(ctx, folders, 0)
     assert (
         sum(row["trained"] for row in replayed.rows)
         == 2 * len({row["prompt_id"] for row in replayed.rows})
@@ -153,7 +155,7 @@ def test_samples_without_a_score_are_not_trained_on(train, make_prompts):
 def test_a_step_that_the_stage_does_not_have(make_recipe, tmp_path, step):
     ctx = StageContext(make_recipe(online={"steps": STEPS}), 0, 0)
     with pytest.raises(ReplayError, match=f"1.1 online has the steps 0 to 3, not {step}"):
-        replay_online_step(ctx, tmp_path, tmp_path, tmp_path, step)
+        replay_online_step(ctx, StageFolders(*[tmp_path] * 4), step)
 
 
 def test_an_async_stage_on_ray_does_not_repeat(make_recipe, tmp_path):
@@ -161,4 +163,4 @@ def test_an_async_stage_on_ray_does_not_repeat(make_recipe, tmp_path):
     with pytest.raises(
         ReplayError, match="when a worker was free, so it does not repeat; see the dumps"
     ):
-        replay_online_step(ctx, tmp_path, tmp_path, tmp_path, 0)
+        replay_online_step(ctx, StageFolders(*[tmp_path] * 4), 0)

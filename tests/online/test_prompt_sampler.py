@@ -328,11 +328,11 @@ def test_rollouts_in_flight_keep_their_prompts(
     sampler = PromptSampler(ctx, prompts)
 
     async def interrupted():
-        embeddings = await workers.training.call_first("encode", prompts)
+        embeddings = await workers.training.encode(prompts)
         queue, resumed = (
             RolloutQueue(ctx, workers, sampler, embeddings, first_step=1) for _ in range(2)
         )
-        await queue.start()
+        await queue.start_rollouts()
         await save_in_flight(tmp_path, queue)
         before = await queue.next_batch(1)
         sampler.state.prompt_rewards |= dict.fromkeys(ids(before.distinct_prompts), (0.5, 0.0)) | {

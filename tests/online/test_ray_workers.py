@@ -33,7 +33,7 @@ from ebbflow.data.records import StageRecord
 from ebbflow.data.schema import PROMPTS
 from ebbflow.online import ray_workers
 from ebbflow.online.loop import OnlineLoop, train_online_folder
-from ebbflow.online.ray_actor import Folders, pin_to_cores
+from ebbflow.online.ray_actor import ActorFolders, pin_to_cores
 from ebbflow.online.ray_workers import (
     NoReplacement,
     RayWorker,
@@ -46,7 +46,7 @@ from ebbflow.online.workers import StageError, WorkerDied
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.rollouts.generate import Rollouts
 from ebbflow.rollouts.weights import TransferError, WeightsVersion
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
@@ -165,9 +165,12 @@ def train(base_folder, start, tmp_path):
             pa.Table.from_pylist([vars(prompt) for prompt in prompts], PROMPTS),
             tmp_path / "prompts.parquet",
         )
-        actors = Folders(base or partial(Path, base_folder), partial(Path, folder))
+        actors = ActorFolders(base or partial(Path, base_folder), partial(Path, folder))
         record = train_online_folder(
-            ctx, base_folder, folder, tmp_path / "prompts.parquet", trained, recorder, actors=actors
+            ctx,
+            StageFolders(base_folder, folder, tmp_path / "prompts.parquet", trained),
+            recorder,
+            actors=actors,
         )
         return ran(trained, recorder, record)
 
@@ -291,7 +294,7 @@ def test_two_ranks_train_together_and_end_together(
     ctx = context_of({"training": {"count": 2}})
     flag = tmp_path / "now"
     base = partial(ray_cases.noted, base_folder, tmp_path)
-    folders = Folders(base, partial(ray_cases.with_a_dying_rank, start(ctx), flag, 1))
+    folders = ActorFolders(base, partial(ray_cases.with_a_dying_rank, start(ctx), flag, 1))
     with closing(RayWorkers(ctx, folders)) as workers:
         recorder = MetricsRecorder()
 
@@ -344,7 +347,7 @@ def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(
     table = tmp_path / "prompts.parquet"
     folder = tmp_path / "trained"
     whole = train(context_of(**keys), prompts)
-    dying = Folders(
+    dying = ActorFolders(
         partial(Path, base_folder),
         partial(ray_cases.with_a_dying_rank, start(ctx), tmp_path / "flag", 0),
     )
@@ -352,7 +355,11 @@ def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(
     kept = Flagging(tmp_path / "flag")
     with pytest.raises(TrainingDied, match="training rank 0 of 1.1 online died in step 3"):
         train_online_folder(
-            ctx, base_folder, start(ctx), table, folder, kept, actors=dying, checkpoints=checkpoints
+            ctx,
+            StageFolders(base_folder, start(ctx), table, folder),
+            kept,
+            actors=dying,
+            checkpoints=checkpoints,
         )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-00002",
@@ -360,7 +367,10 @@ def test_a_stage_whose_rank_died_goes_on_from_its_checkpoint(
     ]
     again = MetricsRecorder()
     record = train_online_folder(
-        ctx, base_folder, start(ctx), table, folder, again, checkpoints=checkpoints
+        ctx,
+        StageFolders(base_folder, start(ctx), table, folder),
+        again,
+        checkpoints=checkpoints,
     )
     assert_same(whole, ran(folder, again, record))
 
@@ -424,7 +434,7 @@ def test_a_cluster_that_is_too_small_is_an_error_before_anything_starts(
 ):
     ctx = context_of(workers)
     with pytest.raises(StageError, match=words):
-        RayWorkers(ctx, Folders.from_paths(base_folder, start(ctx)))
+        RayWorkers(ctx, ActorFolders(partial(Path, base_folder), partial(Path, start(ctx))))
     wait_until_gone([])
 
 

@@ -15,7 +15,7 @@ from ebbflow.online import loop, monitor
 from ebbflow.online.loop import train_online_folder
 from ebbflow.online.rollout_queue import RolloutQueue
 from ebbflow.rewards.combine import Scorer
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.checkpoint import CheckpointError, Checkpoints
 from ebbflow.training.policy_metadata import write_base_policy
@@ -84,10 +84,7 @@ def attempt(make_recipe, make_prompts, base_folder, scorer, tmp_path, monkeypatc
             trained = tmp_path / f"trained-{name}"
             train_online_folder(
                 ctx,
-                base_folder,
-                start,
-                tmp_path / "prompts.parquet",
-                trained,
+                StageFolders(base_folder, start, tmp_path / "prompts.parquet", trained),
                 recorder,
                 checkpoints=checkpoints,
             )

@@ -14,7 +14,7 @@ from ebbflow.models import ModelError, load_model
 from ebbflow.models.base import generate_in_size
 from ebbflow.online.local_workers import LocalWorkers, open_local_workers
 from ebbflow.online.loop import OnlineLoop, run_online_stage
-from ebbflow.online.rollout_queue import RolloutQueue
+from ebbflow.online.rollout_queue import RolloutQueue, choose_image_size
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.model import resize_model
 from ebbflow.stage import MetricsRecorder, StageContext
@@ -84,14 +84,14 @@ def with_seed(folder, seed):
 
 def test_steps_have_sizes_by_their_weights_and_the_seed(flux):
     ctx = with_seed(flux, 0)
-    found = Counter(ctx.image_size_of_step(step) for step in range(2000))
+    found = Counter(choose_image_size(ctx, step) for step in range(2000))
     assert found.keys() == {(32, 64), (64, 32), (64, 64)}
     assert found[64, 32] == pytest.approx(1000, abs=100)
     assert found[32, 64] == pytest.approx(500, abs=80)
     again, other = (
-        [with_seed(flux, seed).image_size_of_step(step) for step in range(50)] for seed in (0, 1)
+        [choose_image_size(with_seed(flux, seed), step) for step in range(50)] for seed in (0, 1)
     )
-    assert again == [ctx.image_size_of_step(step) for step in range(50)] != other
+    assert again == [choose_image_size(ctx, step) for step in range(50)] != other
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_stage_generates_and_trains_each_step_in_its_size(
     recorder = MetricsRecorder()
     trained = []
     drawn = []
-    sizes = [ctx.image_size_of_step(step) for step in range(3)]
+    sizes = [choose_image_size(ctx, step) for step in range(3)]
     assert len(set(sizes)) > 1
     workers = workers_of(ctx, flux, scorer)
     model = workers.trainer.updater.policy.model

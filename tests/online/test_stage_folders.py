@@ -15,7 +15,7 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.models import load_model
 from ebbflow.online import loop
 from ebbflow.online.loop import train_online_folder
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table
 from ebbflow.training.policy import Policy
@@ -67,7 +67,9 @@ def test_windows_and_statistics_go_on_in_the_next_stage(
     folder = start(ctx.recipe)
     counts = []
     for name in ("first", "second"):
-        train_online_folder(ctx, base_folder, folder, prompts, tmp_path / name, MetricsRecorder())
+        train_online_folder(
+            ctx, StageFolders(base_folder, folder, prompts, tmp_path / name), MetricsRecorder()
+        )
         folder = tmp_path / name
         statistics = json.loads((folder / "prompt_statistics.json").read_text())["darkness"]
         counts.append(sum(count for _, count, _, _ in statistics))
@@ -104,9 +106,10 @@ def distilled(make_recipe, base_folder, folders, tmp_path):
             teacher.save_folder(tmp_path / copy, metadata)
         recorder = MetricsRecorder()
         teachers = {copy: tmp_path / copy for copy in sizes}
-        train_online_folder(
-            ctx, base_folder, start(ctx.recipe), prompts, tmp_path / "trained", recorder, teachers
+        stage_folders = StageFolders(
+            base_folder, start(ctx.recipe), prompts, tmp_path / "trained", teachers
         )
+        train_online_folder(ctx, stage_folders, recorder)
         return recorder.metrics_rows
 
     return run
@@ -151,7 +154,7 @@ def test_a_stage_hands_on_the_average_and_what_to_go_on_from(
     )
     trained = tmp_path / "trained"
     record = train_online_folder(
-        ctx, base_folder, start(ctx.recipe), prompts, trained, MetricsRecorder()
+        ctx, StageFolders(base_folder, start(ctx.recipe), prompts, trained), MetricsRecorder()
     )
     metadata = read_policy_metadata(trained)
     assert (metadata.version, metadata.copies) == (record.optimizer_steps, ("old", "iterate"))

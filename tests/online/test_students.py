@@ -14,7 +14,7 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.online import loop
 from ebbflow.online.loop import train_online_folder
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy_metadata import read_policy_metadata, write_base_policy
 
@@ -49,7 +49,9 @@ def train(base_folder, make_prompts, scorer, tmp_path, monkeypatch):
             folders.append(tmp_path / f"policy-{stage}")
             ctx = StageContext(recipe, 0, stage)
             train_online_folder(
-                ctx, base_folder, folders[-2], tmp_path / "prompts.parquet", folders[-1], recorder
+                ctx,
+                StageFolders(base_folder, folders[-2], tmp_path / "prompts.parquet", folders[-1]),
+                recorder,
             )
             metrics.append(recorder.metrics_rows)
         return folders[1:], metrics

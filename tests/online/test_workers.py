@@ -18,13 +18,13 @@ from ebbflow.online.workers import (
     MAX_DEATHS,
     CallFailed,
     ResultLost,
+    RewardPool,
+    RolloutPool,
     StageError,
     ThreadWorker,
     TrainingGroup,
     WorkerDied,
     WorkerPool,
-    build_reward_pool,
-    build_rollout_pool,
 )
 from ebbflow.recipe.online import ScoringConfig
 from ebbflow.rewards.combine import RewardError
@@ -52,6 +52,10 @@ class Crew:
 
     def attempt(self, argument):
         return sum(given == argument for _, given in self.calls)
+
+
+def ask(worker, argument):
+    """The method that the tests call: a crew's workers answer it themselves."""
 
 
 class Hand:
@@ -89,7 +93,7 @@ def work():
 
         async def one(argument):
             try:
-                done.append(await pool.call("method", lambda: (argument,)))
+                done.append(await pool.run(lambda worker: worker.call(ask, argument)))
             except CallFailed as error:
                 failed[argument] = str(error)
 
@@ -108,11 +112,11 @@ def work():
 
 
 def rollouts(crew, count):
-    return build_rollout_pool([crew.worker(index) for index in range(count)], crew.start)
+    return RolloutPool([crew.worker(index) for index in range(count)], crew.start)
 
 
 def rewards(crew, count, **scoring):
-    return build_reward_pool(
+    return RewardPool(
         [crew.worker(index) for index in range(count)], crew.start, ScoringConfig(**scoring)
     )
 
@@ -133,10 +137,10 @@ def test_a_call_that_waits_goes_before_one_that_comes_later():
         pool = rollouts(crew, 1)
 
         async def one_after_the_other():
-            await pool.call("method", lambda: (1,))
-            await pool.call("method", lambda: (3,))
+            await pool.run(lambda worker: worker.call(ask, 1))
+            await pool.run(lambda worker: worker.call(ask, 3))
 
-        await asyncio.gather(one_after_the_other(), pool.call("method", lambda: (2,)))
+        await asyncio.gather(one_after_the_other(), pool.run(lambda worker: worker.call(ask, 2)))
 
     asyncio.run(run())
     assert [given for _, given in crew.calls] == [1, 2, 3]
@@ -283,8 +287,8 @@ def test_arguments_are_those_of_the_moment_when_a_worker_takes_the_call():
 
     async def run():
         pool = WorkerPool("rollout", [crew.worker(0)], crew.start)
-        first = asyncio.ensure_future(pool.call("method", lambda: (newest[0],)))
-        second = asyncio.ensure_future(pool.call("method", lambda: (newest[0],)))
+        first = asyncio.ensure_future(pool.run(lambda worker: worker.call(ask, newest[0])))
+        second = asyncio.ensure_future(pool.run(lambda worker: worker.call(ask, newest[0])))
         await asyncio.sleep(0)
         newest[0] = 5
         return await first, await second
@@ -315,9 +319,9 @@ class Meeting:
 def test_threads_work_beside_the_loop_and_their_errors_arrive():
     async def run():
         worker = ThreadWorker(Meeting())
-        threads = await asyncio.gather(*[worker.call("wait_for_others") for _ in range(3)])
+        threads = await asyncio.gather(*[worker.call(Meeting.wait_for_others) for _ in range(3)])
         with pytest.raises(KeyError, match="no such image"):
-            await worker.call("fail")
+            await worker.call(Meeting.fail)
         return threads
 
     threads = asyncio.run(run())
@@ -331,7 +335,7 @@ def test_a_thread_that_hangs_keeps_nobody_waiting(monkeypatch):
 
     async def run():
         async with asyncio.timeout(0.05):
-            await ThreadWorker(meeting).call("hang")
+            await ThreadWorker(meeting).call(Meeting.hang)
 
     with pytest.raises(TimeoutError):
         asyncio.run(run())
@@ -349,7 +353,7 @@ class Rank:
         self.outcome = outcome
         self.seconds = seconds
 
-    async def call(self, method):
+    async def call(self, method, batch):
         await asyncio.sleep(self.seconds)
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -357,7 +361,7 @@ class Rank:
 
 
 def test_a_group_gives_every_ranks_answer_in_order():
-    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).call("train")) == [
+    assert asyncio.run(TrainingGroup([Rank("first", 0.02), Rank("second")]).train(None)) == [
         "first",
         "second",
     ]
@@ -370,14 +374,14 @@ def test_the_rank_that_died_explains_the_others():
         [Rank(RuntimeError("connection reset")), Rank(died, 0.05), Rank("waits", 60)], grace=0.3
     )
     with pytest.raises(StageError, match="rank 1 died") as error:
-        asyncio.run(group.call("train"))
+        asyncio.run(group.train(None))
     assert error.value.__notes__ == ["another rank: connection reset"]
 
 
 def test_a_rank_that_died_is_said_at_once():
     group = TrainingGroup([Rank(StageError("rank 0 died")), Rank("waits", 3600)], grace=3600)
     with pytest.raises(StageError, match="rank 0 died"):
-        asyncio.run(asyncio.wait_for(group.call("train"), 60))
+        asyncio.run(asyncio.wait_for(group.train(None), 60))
 
 
 def test_the_modes_differ_in_the_steps_that_run_ahead(make_recipe):

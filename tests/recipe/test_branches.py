@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.branches import branches_teaching
+from ebbflow.recipe.branches import branches_teaching, find_stages_in_parallel
 from ebbflow.recipe.digest import select_set_keys
 from ebbflow.stage import StageContext
 
@@ -34,6 +34,11 @@ def branched(
 ) -> dict[str, Any]:
     kinds = [{"kind": "online"} | stage for stage in stages]
     return {"prompts": {"mixture": MIXTURE}, "branches": branches, "stages": kinds} | rest
+
+
+def labels_in_parallel(recipe: Recipe, round: int, stage: int) -> list[str]:
+    parallel = find_stages_in_parallel(recipe.stages, stage)
+    return [recipe.stage_label(round, index) for index in parallel]
 
 
 def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
@@ -70,7 +75,7 @@ def test_a_branch_has_prompts_and_rewards_of_its_own() -> None:
 
 def test_stages_of_other_branches_run_beside_it() -> None:
     recipe = Recipe.model_validate(branched())
-    parallel = [StageContext(recipe, 1, index).labels_in_parallel for index in range(5)]
+    parallel = [labels_in_parallel(recipe, 1, index) for index in range(5)]
     of_words, merge = (
         ["2.3 offline signs"],
         ["2.5 online"],
@@ -88,7 +93,7 @@ def test_stages_that_do_not_wait_for_a_branch_run_beside_it() -> None:
     first = {"algorithm": {"name": "distillation", "teacher": "branch:words"}}
     stages: list[dict[str, Any]] = [{"branch": "words"}, {"branch": "signs"}, first, {}, MERGE]
     recipe = Recipe.model_validate(branched(stages))
-    parallel = [StageContext(recipe, 0, index).labels_in_parallel for index in range(5)]
+    parallel = [labels_in_parallel(recipe, 0, index) for index in range(5)]
     assert parallel[1] == ["1.1 online words", "1.3 online", "1.4 online", "1.5 online"]
     assert parallel[2:] == [["1.2 online signs"], ["1.2 online signs"], []]
 

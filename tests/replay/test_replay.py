@@ -25,7 +25,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.replay import tracked_step
-from ebbflow.stage import MetricsRecorder, StageContext
+from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table, read_table_metadata
 from ebbflow.tracking.child_run import open_node_run
@@ -109,9 +109,8 @@ def ran(
         ctx = StageContext(recipe, index, 0)
         trained = nodes / f"ebbflow-{index}" / "policy"
         with open_node_run(tracked, ctx.stage_label) as run_logger:
-            train_online_folder(
-                ctx, base_folder, folder, table, trained, MetricsRecorder(run_logger)
-            )
+            folders = StageFolders(base_folder, folder, table, trained)
+            train_online_folder(ctx, folders, MetricsRecorder(run_logger))
         folder = trained
     path = output / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output": str(output)}))

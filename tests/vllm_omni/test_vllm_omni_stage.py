@@ -12,7 +12,7 @@ import torch
 from ebbflow.models import load_model
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.loop import run_online_stage
-from ebbflow.online.ray_actor import Folders
+from ebbflow.online.ray_actor import ActorFolders
 from ebbflow.online.ray_workers import RayWorkers
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
@@ -143,7 +143,7 @@ def test_the_engine_runs_in_rollout_workers_of_their_own(context_of, make_prompt
     )
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        with closing(RayWorkers(ctx, Folders.from_paths(base, start))) as placement:
+        with closing(RayWorkers(ctx, ActorFolders.from_paths(base, start))) as placement:
             run_online_stage(ctx, placement, make_prompts(4), recorder)
     finally:
         ray.shutdown()
