@@ -25,7 +25,7 @@ from ebbflow.data.prompts import (
     split_with_held_out,
 )
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.families import find_family
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 
 MIN_JUDGED = 4
@@ -189,7 +189,8 @@ def _check_targets_of_rewards(recipe: Recipe, rows: list[PromptRow], source: Pat
 
 def _check_rows(recipe: Recipe, rows: list[PromptRow], source: Path | None) -> None:
     """Check that the model can draw the prompts of a file."""
-    if source and recipe.model.family == "glyph" and recipe.model.path is None:
+    # The run trains a model without a path, on strings of the letters in model.training.
+    if source and recipe.model.path is None:
         check_letters(rows, recipe.model.training, source)
     _check_images(rows, recipe.model.family, source)
     _warn_about_negative_prompts(recipe.model, rows, source)
@@ -197,7 +198,7 @@ def _check_rows(recipe: Recipe, rows: list[PromptRow], source: Path | None) -> N
 
 def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:
     given = sum(row.image is not None for row in rows)
-    known = FAMILIES.get(family)
+    known = find_family(family)
     if known and known.edits_images and given < len(rows):
         raise PromptError(
             f"{source or 'prompts.source is left out'}: {len(rows) - given} of {len(rows)} prompts"
@@ -217,7 +218,7 @@ def _warn_about_negative_prompts(
 ) -> None:
     """Without classifier-free guidance a negative prompt has no effect."""
     given = sum(bool(row.negative_prompt) for row in rows)
-    family = FAMILIES.get(model.family)
+    family = find_family(model.family)
     if given and (model.guidance == 1 or (family and not family.guided)):
         warnings.warn(
             f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family}"

@@ -77,7 +77,7 @@ def check_folder(folder: Path, family: str) -> None:
     wanted = adapter.pipeline_class.__name__
     fix = (
         "leave model.path out to train one, or name another folder"
-        if family == "glyph"
+        if FAMILIES[family].trains_base_model
         else (
             f"give the folder of a {wanted}, or a Hugging Face repository with its commit as"
             " model.revision"
@@ -99,7 +99,7 @@ def check_folder(folder: Path, family: str) -> None:
 def _suggest_family(pipeline: Any) -> str:
     """What to do with a folder of this pipeline."""
     adapters: dict[str, Any] = {
-        family: load_adapter(family) for family in FAMILIES if family != "glyph"
+        family: load_adapter(family) for family, record in FAMILIES.items() if record.diffusers
     }
     same = [
         family

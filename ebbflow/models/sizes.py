@@ -55,7 +55,9 @@ def measure_model(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
             f" {', '.join(FAMILIES)}"
         )
     adapter, stored = (
-        _measure_glyph(model) if model.family == "glyph" else _build_meta_pipeline(model)
+        _measure_glyph(model)
+        if FAMILIES[model.family].trains_base_model
+        else _build_meta_pipeline(model)
     )
     transformer, (width, text_width) = adapter.transformer, adapter.token_widths()
     pipeline = getattr(adapter, "pipeline", adapter)

@@ -41,7 +41,14 @@ from ebbflow.recipe.model import (
     Precision,
 )
 
-FAMILY = Family(adapter="GlyphModel", guided=False, diffusers=False)
+FAMILY = Family(
+    adapter="GlyphModel",
+    guided=False,
+    diffusers=False,
+    trains_base_model=True,
+    has_fixed_size=True,
+    unsupported_keys=("frames", "guidance", "max_tokens", "attention"),
+)
 ALPHABET = CHARACTERS["capitals"]
 PIXEL_SHIFT = 0.55
 PIXEL_SCALE = 0.75
