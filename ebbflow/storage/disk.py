@@ -158,8 +158,8 @@ def create_private_folder(parent: Path | None = None) -> Path:
     if not is_own or status.st_mode & 0o077:
         raise PathError(
             f"{folder} is not a folder of user {os.getuid()} alone"
-            f" ({stat.filemode(status.st_mode)}, owner {status.st_uid}): another user may have put something into it; remove it, or"
-            " set TMPDIR to a folder of your own"
+            f" ({stat.filemode(status.st_mode)}, owner {status.st_uid}): another user may have put"
+            " something into it; remove it, or set TMPDIR to a folder of your own"
         )
     return folder
 
