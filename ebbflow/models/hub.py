@@ -34,7 +34,12 @@ def locate_pretrained(
             can it be fetched.
     """
     if not pretrained.is_on_hub:
-        return _existing_path(pretrained.path)
+        if pretrained.path is None or not Path(pretrained.path).exists():
+            raise HubError(
+                f"path = {pretrained.path!r} is not on this machine; for a Hugging Face repository"
+                " give its commit as 'revision'"
+            )
+        return Path(pretrained.path)
     assert pretrained.path
     try:
         folder = snapshot_download(
@@ -50,12 +55,3 @@ def locate_pretrained(
         ) from error
     logger.info("%s at commit %s is in %s", pretrained.path, pretrained.revision, folder)
     return Path(folder)
-
-
-def _existing_path(path: str | None) -> Path:
-    if path is None or not Path(path).exists():
-        raise HubError(
-            f"path = {path!r} is not on this machine; for a Hugging Face repository give its commit"
-            " as 'revision'"
-        )
-    return Path(path)
