@@ -12,7 +12,8 @@ Why
 How
     A family is one file in ``families/``: its record, which ``recipe.families`` reads without
     importing torch, the parts of its published models, and its adapter: diffusers' own parts,
-    called as its pipeline calls them (``pipeline.py``; with images to edit ``editing.py``).
+    called as its pipeline calls them (``pipeline.py``, ``pipeline_loading.py``; with images to
+    edit ``editing.py``).
     ``load_model`` checks a folder and loads it, ``prepare.py`` makes the folder of a run,
     ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once. ``sizes.py`` builds
     models on the meta device for ``ebbflow estimate``; ``glyph_training/`` trains the

@@ -41,6 +41,7 @@ def locate_pretrained(
             )
         return Path(pretrained.path)
     assert pretrained.path
+    # What the cache has of this commit is not fetched again; without a network it may be enough.
     try:
         folder = snapshot_download(
             pretrained.path, revision=pretrained.revision, allow_patterns=patterns

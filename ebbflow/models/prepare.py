@@ -30,6 +30,7 @@ PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 def train_base_folder(training: GlyphTrainingConfig, threads: int, folder: Path) -> None:
     """Train the glyph base model from scratch into ``folder``, committed."""
+    # The order of additions, and so the weights, depends on the number of threads: the recipe's.
     torch.set_num_threads(threads)
     train_glyph_base(training, folder)
     # A model that does not load fails here, and not in the stage that opens it.
@@ -149,6 +150,7 @@ def _reject_links_out(folder: Path) -> None:
 
     A snapshot in the hub's cache consists of links, but to its own ``blobs``.
     """
+    # models--OWNER--NAME/snapshots/COMMIT/file -> models--OWNER--NAME/blobs/SHA
     home = folder.parent.parent if folder.parent.name == "snapshots" else folder
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(home.resolve()):

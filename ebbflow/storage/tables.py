@@ -112,6 +112,7 @@ def read_row_groups(
         wanted: whether to read the row group with rows ``start`` to ``end - 1``; the others are
             skipped.
     """
+    # Row groups hold whole rows, so that a few rows cost the reading of a few groups.
     with _open_parquet_file(path) as file:
         start = 0
         for group in range(file.num_row_groups):

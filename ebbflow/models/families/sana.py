@@ -125,6 +125,8 @@ class SanaModel(PipelineModel):
     def _encode_with_instruction(
         self, instruction: list[str], texts: list[str]
     ) -> dict[str, Tensor]:
+        # embeds [n, L, 2304] of Gemma 2 and their mask [n, L]: the first token and the last L - 1,
+        # which cuts the instruction off again.
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             texts,
             do_classifier_free_guidance=False,
