@@ -113,11 +113,10 @@ def _iterate_records(
     path: Path, ignored: set[str], prompts_only: bool = False
 ) -> Iterator[tuple[int, str, Record]]:
     check_file(path, (".parquet", ".jsonl"), "the stage's 'pairs'", PairError)
-    rows = (
-        _iterate_parquet_records(path, ignored, prompts_only)
-        if path.suffix.lower() == ".parquet"
-        else _iterate_jsonl_records(path, ignored)
-    )
+    if path.suffix.lower() == ".parquet":
+        rows = _iterate_parquet_records(path, ignored, prompts_only)
+    else:
+        rows = _iterate_jsonl_records(path, ignored)
     # An empty file leaves the number at -1; the readers are generators, which have no length.
     number = -1
     for number, (location, record) in enumerate(rows):

@@ -419,6 +419,16 @@ def unpack_tokens(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
 
 
+def match_norm(guided: Tensor, prediction: Tensor) -> Tensor:
+    """A guided prediction, rescaled to the norm that the prompt's own has over the last dimension.
+
+    A large guidance scale makes predictions longer than any that the network was trained on.
+    """
+    ratio = prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+    rescaled: Tensor = guided * ratio
+    return rescaled
+
+
 def channel_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel of a video VAE's latents, to broadcast with
     latents [N, C, ...].

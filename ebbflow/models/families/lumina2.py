@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import PipelineModel, dynamic_shift_arguments
+from ebbflow.models.pipeline import PipelineModel, dynamic_shift_arguments, match_norm
 from ebbflow.models.published import IMAGE_VAE, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -91,11 +91,7 @@ class Lumina2Model(PipelineModel):
 
     def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         # As the pipeline: the norm over the last dimension, one for each row of each channel.
-        guided = super()._apply_guidance(prediction, negative, guidance)
-        rescaled: Tensor = guided * (
-            prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
-        )
-        return rescaled
+        return match_norm(super()._apply_guidance(prediction, negative, guidance), prediction)
 
     def list_blocks(self) -> list[nn.Module]:
         # In the order of their calls, which fsdp.prefetch needs.

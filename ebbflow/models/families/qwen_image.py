@@ -15,6 +15,7 @@ from ebbflow.models.pipeline import (
     JOINT_ATTENTION,
     PackedPipelineModel,
     channel_statistics,
+    match_norm,
     pack_latents,
 )
 from ebbflow.models.published import Part, Published
@@ -116,11 +117,7 @@ class QwenImageModel(PackedPipelineModel):
 
     def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
         # As the pipeline: the norm of each token.
-        guided = super()._apply_guidance(prediction, negative, guidance)
-        rescaled: Tensor = guided * (
-            prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
-        )
-        return rescaled
+        return match_norm(super()._apply_guidance(prediction, negative, guidance), prediction)
 
     def _unscale_latents(self, latents: Tensor) -> Tensor:
         # The VAE is one of videos, [N, C, 1, H, W]; here and below an image is its only frame.
