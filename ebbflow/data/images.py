@@ -65,12 +65,13 @@ def _encode_video(video: np.ndarray) -> bytes:
             # Number of frames; 0 plays means without end.
             putchunk(buffer, b"acTL", pack(">2I", len(video), 0))
         # Number, size, offset, seconds as a fraction; the frame replaces the one before.
-        frame_control = (
-            *(next(sequence_numbers), width, height, 0, 0),
-            *(1, FRAMES_PER_SECOND),
-            *(0, 0),
+        putchunk(
+            buffer,
+            b"fcTL",
+            pack(
+                ">5I2H2B", next(sequence_numbers), width, height, 0, 0, 1, FRAMES_PER_SECOND, 0, 0
+            ),
         )
-        putchunk(buffer, b"fcTL", pack(">5I2H2B", *frame_control))
         pixels = b"".join(data for name, data, _ in chunks if name == b"IDAT")
         if index == 0:
             # Programs that know no animations show this frame as a still.

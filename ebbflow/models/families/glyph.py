@@ -351,7 +351,7 @@ def build_letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrained
     ranges = "".join(
         f"{known[0]}-{known[-1]}" for known in CHARACTERS.values() if known[0] in alphabet + folded
     )
-    steps = [normalizers.Replace(Regex(f"[^{ranges}]"), "")]
+    steps: list[Any] = [normalizers.Replace(Regex(f"[^{ranges}]"), "")]
     if folded:
         # A sequence in the sequence: a flat list would do the same, and change tokenizer.json and
         # with it the digest of every base model.
