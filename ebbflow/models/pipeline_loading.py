@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
@@ -17,20 +17,19 @@ from ebbflow.models.base import DTYPES, ModelError
 from ebbflow.models.folder import report_unreadable_parts
 from ebbflow.recipe.model import ModelConfig
 
-if TYPE_CHECKING:
-    from ebbflow.models.pipeline import PipelineModel
-
 VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
 
 
-def load_pipeline(
-    adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device
-) -> Any:
+def load_pipeline(adapter: Any, folder: Path, config: ModelConfig, device: torch.device) -> Any:
     """The pipeline of a folder, frozen and in evaluation mode.
 
     A network to train is on the device in the precision that it was published in, and any other in
     ``config.precision``. Text encoders are in ``config.precision`` and the VAE in float32, both on
     the CPU.
+
+    Args:
+        adapter: the family's class, an ``ebbflow.models.pipeline.PipelineModel``, which imports
+            this module.
 
     Raises:
         ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as
