@@ -17,7 +17,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import CustomAlgorithmConfig
 from ebbflow.recipe.branches import BRANCH
-from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import SHIPPED, list_shipped_files, resolve_local_path
 from ebbflow.recipe.plugins import import_object
@@ -166,12 +166,12 @@ def _try_losses(recipe: Recipe) -> None:
 
 def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
     model = recipe.model
-    drawn = (
-        (model.training.height, model.training.width)
-        if model.family == "glyph"
-        else (model.height, model.width)
-    )
-    height, width = (size or TRIED_SIZE for size in drawn)
+    family = find_family(model.family)
+    if family and family.has_fixed_size:
+        image_size = (model.training.height, model.training.width)
+    else:
+        image_size = (model.height or TRIED_SIZE, model.width or TRIED_SIZE)
+    height, width = image_size
     of_branches = [config for branch in recipe.branches.values() for config in branch.rewards]
     for config in (*recipe.rewards, *recipe.guardrails, *of_branches):
         if isinstance(config, CustomRewardConfig):
@@ -205,11 +205,8 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
         from ebbflow.models import check_folder  # imports torch
 
         check_folder(Path(model.path), model.family)
-    if (
-        model.family in FAMILIES
-        and model.family != "glyph"
-        and (model.height or model.width or model.frames > 1)
-    ):
+    # A family of a fixed size, such as glyph, never comes here: its recipe cannot set one.
+    if model.family in FAMILIES and (model.height or model.width or model.frames > 1):
         from ebbflow.models.sizes import check_size  # as above
 
         check_size(model)

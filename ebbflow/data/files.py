@@ -28,7 +28,8 @@ def check_file(path: Path, suffixes: Collection[str], key: str, error: type[Valu
             f"{path}: its suffix {path.suffix!r} is none of {', '.join(suffixes)}; convert or"
             " rename it"
         )
-    if not os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
+    # Unlike that of pathlib, this raises nothing for a name that no file can have.
+    if not os.path.isfile(path):
         raise error(f"{path}: no such file; check {key}")
 
 
@@ -37,15 +38,15 @@ def read_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[str, str]]
     separators of Unicode.
     """
     try:
+        # Bytes, since text files of Python also end a line at a lone carriage return.
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 location = f"{path}, line {number}"
-                yield (
-                    location,
-                    _decode_line(
-                        line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, location, error
-                    ),
-                )
+                if number == 1:
+                    # Windows programs begin UTF-8 files with it; it would be part of the first
+                    # prompt, or of the first column's name.
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                yield location, _decode_line(line, location, error)
     except OSError as failure:
         raise error(f"{path}: cannot be read ({failure.strerror}); check its permissions") from None
 
@@ -62,12 +63,15 @@ def _decode_line(line: bytes, location: str, error: type[ValueError]) -> str:
 
 def read_json_list(path: Path, error: type[ValueError]) -> list[Any]:
     """The JSON list that a file is."""
-    if (size := os.path.getsize(path)) > MAX_JSON_BYTES:
+    size = os.path.getsize(path)
+    if size > MAX_JSON_BYTES:
         raise error(
             f"{path}: its {size} bytes are more than the {MAX_JSON_BYTES} of a JSON list; convert"
             " it to .jsonl"
         )
     text = "".join(line for _, line in read_lines(path, error))
+    # The hooks make Python's parser strict: it would keep the last of two equal keys, and read NaN.
+    # RecursionError is that of lists nested a thousand deep.
     try:
         items = json.loads(
             text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant

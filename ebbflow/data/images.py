@@ -55,24 +55,29 @@ def _encode_video(video: np.ndarray) -> bytes:
     """
     height, width = video.shape[1:3]
     buffer = io.BytesIO()
-    numbers = count()
+    # fcTL and fdAT chunks share one sequence of numbers, which has to be without gaps.
+    sequence_numbers = count()
     buffer.write(PNG_SIGNATURE)
     for index, frame in enumerate(video):
         chunks = getchunks(Image.fromarray(frame), compress_level=VIDEO_COMPRESSION)
         if index == 0:
             putchunk(buffer, b"IHDR", chunks[0][1])
-            putchunk(buffer, b"acTL", pack(">2I", len(video), 0))  # played without end
+            # Number of frames; 0 plays means without end.
+            putchunk(buffer, b"acTL", pack(">2I", len(video), 0))
         # Number, size, offset, seconds as a fraction; the frame replaces the one before.
         putchunk(
             buffer,
             b"fcTL",
-            pack(">5I2H2B", next(numbers), width, height, 0, 0, 1, FRAMES_PER_SECOND, 0, 0),
+            pack(
+                ">5I2H2B", next(sequence_numbers), width, height, 0, 0, 1, FRAMES_PER_SECOND, 0, 0
+            ),
         )
         pixels = b"".join(data for name, data, _ in chunks if name == b"IDAT")
         if index == 0:
-            putchunk(buffer, b"IDAT", pixels)  # a still to what knows no animations
+            # Programs that know no animations show this frame as a still.
+            putchunk(buffer, b"IDAT", pixels)
         else:
-            putchunk(buffer, b"fdAT", pack(">I", next(numbers)), pixels)
+            putchunk(buffer, b"fdAT", pack(">I", next(sequence_numbers)), pixels)
     putchunk(buffer, b"IEND")
     return buffer.getvalue()
 
@@ -102,6 +107,8 @@ def iterate_png_chunks(picture: bytes) -> Iterator[tuple[bytes, bytes]]:
     """
     if not picture.startswith(PNG_SIGNATURE):
         raise ImageError("is no PNG file; write it as one")
+    # A chunk: 4 bytes of length, 4 of name, the data, 4 of checksum. The loop ends at IEND, or at a
+    # file that is cut off, whatever length its last chunk claims.
     start = len(PNG_SIGNATURE)
     name = b""
     while name != b"IEND" and start + 8 <= len(picture):
@@ -117,7 +124,8 @@ def is_animated(picture: bytes) -> bool:
 
 
 def _is_animated(image: Image.Image) -> bool:
-    return "loop" in image.info  # only animations say how often they are played
+    # Pillow's is_animated is False for one frame. Only animations say how often they are played.
+    return "loop" in image.info
 
 
 def load_condition_image(value: str | bytes, folder: Path) -> bytes:
@@ -152,8 +160,10 @@ def read_image(
     source = io.BytesIO(value) if isinstance(value, bytes) else _image_path(value, folder)
     try:
         with Image.open(source, formats=formats) as image:
+            # Opening reads the header alone; the pixels are unpacked by what follows.
             _check_pixels(image)
-            return np.asarray((ImageOps.exif_transpose(image) if upright else image).convert("RGB"))
+            upright_image = ImageOps.exif_transpose(image) if upright else image
+            return np.asarray(upright_image.convert("RGB"))
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -173,11 +183,13 @@ def _check_pixels(image: Image.Image) -> None:
         raise ImageError(
             f"has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}; make it smaller"
         )
+    # Modes I, I;16 and I;16B, of which convert("RGB") would lose half without a word.
     if image.mode.startswith("I"):
         raise ImageError("has greys of 16 bits, of which 8 would be cut off; write it with 8 bits")
 
 
 def _image_path(value: str, folder: Path) -> Path:
+    # A file of prompts comes from elsewhere; it must not read any picture of this machine.
     try:
         path = resolve_inside(folder, value)
         exists = path.is_file()

@@ -50,6 +50,11 @@ class ModelSizes:
         decoded_frames: of a video, that the VAE decodes at a time.
         text_width: of an encoded token of a prompt.
         stored: bytes of the weights as they are published.
+
+    Example:
+        The glyph model::
+
+            ModelSizes(parameters=1_699_264, blocks=3, linears={"proj_out": (128, 64), ...}, ...)
     """
 
     parameters: int
@@ -82,6 +87,19 @@ class SampleSize:
         text_tokens: encoded tokens of a prompt, at most.
         conditioning: numbers that a prompt is encoded to.
         passes: evaluations of the network for a denoising step; two with classifier-free guidance.
+
+    Example:
+        An image of 512 x 512 of SD3.5, with guidance: 32 x 32 image tokens and 77 + 256 of text::
+
+            SampleSize(
+                latent_shape=(16, 64, 64),
+                pixels=262_144,
+                tokens=1357,
+                joint=True,
+                text_tokens=333,
+                conditioning=333 * 4096,
+                passes=2,
+            )
     """
 
     latent_shape: tuple[int, ...]
@@ -104,6 +122,7 @@ def select_adapted_layers(linears: Mapping[str, Shape], targets: Sequence[str]) 
     Raises:
         SizeError: no layer has such a name.
     """
+    # As peft matches names: "to_q" is "attn.to_q" and never "add_to_q".
     adapted = [
         shape
         for name, shape in linears.items()
@@ -127,6 +146,7 @@ def count_lora_parameters(
     Raises:
         SizeError: no layer has such a name.
     """
+    # A is [rank, inputs], B is [outputs, rank], and DoRA's magnitude is [outputs].
     return sum(
         rank * (inputs + outputs) + dora * outputs
         for inputs, outputs in select_adapted_layers(linears, targets)

@@ -41,6 +41,16 @@ class Pair:
         chosen: an image, uint8 RGB [height, width, 3], or the elements of a latent, finite float32
             [D].
         rejected: the same.
+
+    Example:
+        >>> Pair(
+        ...     number=0,
+        ...     location="pairs.jsonl, line 1",
+        ...     prompt="a red cube",
+        ...     columns=("chosen", "rejected"),
+        ...     chosen=np.zeros((512, 512, 3), np.uint8),
+        ...     rejected=np.ones((512, 512, 3), np.uint8),
+        ... )
     """
 
     number: int
@@ -64,13 +74,12 @@ def read_pairs(path: Path) -> Iterator[Pair]:
     """
     for number, location, record in _iterate_records(path, set()):
         columns = IMAGES if IMAGES[0] in record else LATENTS
-        read = _parse_image if columns == IMAGES else _parse_latent
+        parse = _parse_image if columns == IMAGES else _parse_latent
         chosen, rejected = (
-            read(record[column], f"{location}: {column}", path.parent) for column in columns
+            parse(record[column], f"{location}: {column}", path.parent) for column in columns
         )
-        yield Pair(
-            number, location, _parse_prompt(record["prompt"], location), columns, chosen, rejected
-        )
+        prompt = _parse_prompt(record["prompt"], location)
+        yield Pair(number, location, prompt, columns, chosen, rejected)
 
 
 def read_pair_prompts(path: Path, ignored: set[str]) -> Iterator[tuple[int, str]]:
@@ -104,11 +113,11 @@ def _iterate_records(
     path: Path, ignored: set[str], prompts_only: bool = False
 ) -> Iterator[tuple[int, str, Record]]:
     check_file(path, (".parquet", ".jsonl"), "the stage's 'pairs'", PairError)
-    rows = (
-        _iterate_parquet_records(path, ignored, prompts_only)
-        if path.suffix.lower() == ".parquet"
-        else _iterate_jsonl_records(path, ignored)
-    )
+    if path.suffix.lower() == ".parquet":
+        rows = _iterate_parquet_records(path, ignored, prompts_only)
+    else:
+        rows = _iterate_jsonl_records(path, ignored)
+    # An empty file leaves the number at -1; the readers are generators, which have no length.
     number = -1
     for number, (location, record) in enumerate(rows):
         yield number, location, record
@@ -125,15 +134,15 @@ def _iterate_parquet_records(
             names = file.schema_arrow.names
             used = ["prompt", *_find_side_columns(names, str(path))]
             ignored.update(set(names).difference(used))
+            # The prompts of all pairs are read in a pass of their own, without gigabytes of images.
             for batch in file.iter_batches(
                 ROWS_PER_BATCH, columns=["prompt"] if prompts_only else used
             ):
                 for row in range(len(batch)):
                     number += 1
-                    yield (
-                        f"{path}, row {number}",
-                        {name: batch[name][row] for name in batch.schema.names},
-                    )
+                    # Arrow's scalars: as a Python list, a latent would take many times its bytes.
+                    record = {name: batch[name][row] for name in batch.schema.names}
+                    yield f"{path}, row {number}", record
     except PairError:
         raise
     except Exception as error:
@@ -147,21 +156,23 @@ def _iterate_parquet_records(
 
 def _iterate_jsonl_records(path: Path, ignored: set[str]) -> Iterator[tuple[str, Record]]:
     for location, line in read_lines(path, PairError):
-        if text := line.removeprefix(
-            "\ufeff"
-        ).strip():  # files that were joined have byte order marks in the middle
-            record = parse_json_object(text, location, PairError)
-            if _find_side_columns(record, location) == LATENTS:
-                raise PairError(
-                    f"{location}: latents are read from Parquet only; write the pairs as a .parquet"
-                    " file"
-                )
-            ignored.update(record.keys() - {"prompt", *IMAGES})
-            yield location, record
+        # Files that were joined have byte order marks in the middle.
+        text = line.removeprefix("\ufeff").strip()
+        if not text:
+            continue
+        record = parse_json_object(text, location, PairError)
+        if _find_side_columns(record, location) == LATENTS:
+            raise PairError(
+                f"{location}: latents are read from Parquet only; write the pairs as a .parquet"
+                " file"
+            )
+        ignored.update(record.keys() - {"prompt", *IMAGES})
+        yield location, record
 
 
 def _find_side_columns(names: Iterable[str], location: str) -> tuple[str, str]:
     """The two columns that make a pair."""
+    # A list, because two columns of one name are found below.
     names = list(names)
     listed = sanitize_text(", ".join(names), 300)
     if "prompt" not in names:
@@ -169,20 +180,24 @@ def _find_side_columns(names: Iterable[str], location: str) -> tuple[str, str]:
             f"{location}: no column 'prompt' among {listed}; name the columns as datasets/README.md"
             " says"
         )
-    found = [sides for sides in (IMAGES, LATENTS) if set(sides) <= set(names)]
-    if not found:
+    complete_sides = [sides for sides in (IMAGES, LATENTS) if set(sides) <= set(names)]
+    if not complete_sides:
         needed = " or ".join(" and ".join(sides) for sides in (IMAGES, LATENTS))
         raise PairError(
             f"{location}: a pair needs {needed}, and there is {listed}; rename the columns"
         )
-    if len(found) > 1:
+    if len(complete_sides) > 1:
         raise PairError(
             f"{location}: both images and latents; remove {' and '.join(IMAGES)} to train on the"
             " latents"
         )
-    if twice := [name for name in ("prompt", *found[0]) if names.count(name) > 1]:
-        raise PairError(f"{location}: the column {twice[0]!r} is there twice; rename one")
-    return found[0]
+    (sides,) = complete_sides
+    duplicate_columns = [name for name in ("prompt", *sides) if names.count(name) > 1]
+    if duplicate_columns:
+        raise PairError(
+            f"{location}: the column {duplicate_columns[0]!r} is there twice; rename one"
+        )
+    return sides
 
 
 # Records to prompts, images and latents. Values are Arrow scalars, or what JSON held.
@@ -195,7 +210,9 @@ def _parse_prompt(value: Any, location: str) -> str:
             f"{location}: {shorten_value(value)} is no prompt; give every row a 'prompt' that is"
             " not empty"
         )
-    if reason := explain_lone_surrogate(value):
+    # JSON can hold half a character, "\\ud800", which neither Arrow nor a tokenizer can encode.
+    reason = explain_lone_surrogate(value)
+    if reason:
         raise PairError(f"{location}: prompt = {shorten_value(value)} {reason}")
     return value.strip()
 
@@ -216,6 +233,8 @@ def _parse_image(value: Any, location: str, folder: Path) -> np.ndarray:
 
 def _parse_latent(value: Any, location: str, folder: Path) -> np.ndarray:
     """The elements of a latent, float32 [D], from a tensor or a (nested) list."""
+    # Down to the array of numbers, whatever lists are around it: [C, H, W] is flattened in C order,
+    # as latents are stored.
     numbers = value.values if isinstance(value, pa.ListScalar) and value.is_valid else None
     if isinstance(value, pa.FixedShapeTensorScalar) and value.is_valid:
         numbers = pa.array(value.to_numpy().ravel())
@@ -226,14 +245,14 @@ def _parse_latent(value: Any, location: str, folder: Path) -> np.ndarray:
             f"{location} = {shorten_value(_to_plain_value(value))} is no latent; write a list or a"
             " fixed-shape tensor of floats"
         )
-    with np.errstate(
-        over="ignore"
-    ):  # too large for float32 becomes infinite, which is rejected below
+    # What is too large for float32 becomes infinite, which is rejected below.
+    with np.errstate(over="ignore"):
         elements: np.ndarray = numbers.to_numpy(zero_copy_only=False).astype(np.float32)
-    if not np.isfinite(elements).all():
-        wrong = np.sum(~np.isfinite(elements))
+    num_not_finite = np.sum(~np.isfinite(elements))
+    if num_not_finite:
         raise PairError(
-            f"{location}: {wrong} of {elements.size} numbers are not finite; remove the row"
+            f"{location}: {num_not_finite} of {elements.size} numbers are not finite; remove the"
+            " row"
         )
     return elements
 
@@ -244,4 +263,6 @@ def _to_plain_value(value: Any) -> Any:
     try:
         return value.as_py()
     except (ValueError, OverflowError, pa.ArrowException):
-        return value  # of a type that Python does not have, so neither text nor bytes
+        # Of a type that Python does not have, such as a date in year 10,000: neither text nor
+        # bytes, and so rejected by the callers.
+        return value

@@ -25,7 +25,7 @@ from ebbflow.data.prompts import (
     split_with_held_out,
 )
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.families import find_family
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
 
 MIN_JUDGED = 4
@@ -51,52 +51,60 @@ def prepare_prompt_table(
             reward reads or the image that the model edits.
     """
     config = recipe.prompts
-    source = None
-    if not files:
-        training = recipe.model.training
-        rows = make_glyph_prompts(
-            config.count, training.letters, recipe.seed, training.alphabet_characters
-        )
-        report = f"{len(rows)} random strings"
-    else:
-        rows, report = (
-            _read_mixture(recipe, files) if config.mixture else _read_single_file(files[0])
-        )
-        source = files[0].parent if config.mixture else files[0]  # as messages name it
-        for view in (recipe, *map(recipe.select_branch, recipe.branches)):
-            own = [
-                row
-                for row in rows
-                if row.source in view.prompts.prompt_set_labels or not view.prompts.mixture
-            ]
-            _check_targets_of_rewards(view, own, source)
+    rows, report, source = _read_rows(recipe, files)
     _check_rows(recipe, rows, source)
     # The split of a file never depends on the run: a challenger must not train on prompts that
-    # judged its champion.
+    # judged its champion. Random strings are a run's own.
     seed = 0 if source else recipe.seed
     if held_out:
-        judged, of_judged = _read_single_file(held_out)
-        _check_targets_of_rewards(recipe, judged, held_out)
-        _check_rows(recipe, judged, held_out)
-        table, shared = split_with_held_out(rows, judged, config.validation, config.held_out, seed)
-        report += f"; {of_judged}" + (
-            f"; {format_count(shared, 'prompt')} in both, not trained on" if shared else ""
+        judged_rows, judged_report = _read_single_file(held_out)
+        _check_targets_of_rewards(recipe, judged_rows, held_out)
+        _check_rows(recipe, judged_rows, held_out)
+        table, num_shared = split_with_held_out(
+            rows, judged_rows, config.validation, config.held_out, seed
         )
+        report += f"; {judged_report}"
+        if num_shared:
+            report += f"; {format_count(num_shared, 'prompt')} in both, not trained on"
     else:
         table = split_prompts(rows, config.validation, config.held_out, seed)
-    trained = table.num_rows - config.validation - config.held_out
-    _check_number_of_prompts(recipe, trained)
+    num_trained = table.num_rows - config.validation - config.held_out
+
+    # What the stages, the guardrails and the branches need of the table, so that a run does not
+    # fail hours later.
+    _check_number_of_prompts(recipe, num_trained)
     _check_size_of_each_set(recipe, table)
     _check_prompts_for_guardrails(recipe, table)
     for branch in recipe.branches:
         select_branch_prompts(recipe, table, branch)
-    return (
-        table,
-        (
-            f"{report}; {trained} to train, {config.validation} to validate, {config.held_out}"
-            " held out"
-        ),
+    report += (
+        f"; {num_trained} to train, {config.validation} to validate, {config.held_out} held out"
     )
+    return table, report
+
+
+def _read_rows(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow], str, Path | None]:
+    """The prompts to train on and a sentence about them, and what messages call their source, None
+    where they are random strings.
+    """
+    if not files:
+        training = recipe.model.training
+        rows = make_glyph_prompts(
+            recipe.prompts.count, training.letters, recipe.seed, training.alphabet_characters
+        )
+        return rows, f"{len(rows)} random strings", None
+    if recipe.prompts.mixture:
+        rows, report = _read_mixture(recipe, files)
+        source = files[0].parent
+    else:
+        rows, report = _read_single_file(files[0])
+        source = files[0]
+    # A branch may have rewards that read, and no prompts but those of some sets.
+    for view in (recipe, *map(recipe.select_branch, recipe.branches)):
+        labels = view.prompts.prompt_set_labels
+        view_rows = [row for row in rows if row.source in labels or not view.prompts.mixture]
+        _check_targets_of_rewards(view, view_rows, source)
+    return rows, report, source
 
 
 def _read_single_file(path: Path) -> tuple[list[PromptRow], str]:
@@ -108,46 +116,49 @@ def _read_mixture(recipe: Recipe, files: Sequence[Path]) -> tuple[list[PromptRow
     """The prompts of all files; of those that several have, the first: one of them could be trained
     on and the other held out.
     """
-    found: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
+    distinct_rows: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
     reports = []
-    repeated = 0
+    num_repeated = 0
     for part, file in zip(recipe.prompts.mixture, files, strict=True):
         rows, report = _read_single_file(file)
         reports.append(report)
         for row in rows:
             key = (row.prompt, row.negative_prompt, row.target, row.image)
-            repeated += key in found
-            found.setdefault(key, replace(row, source=part.prompt_set_label))
-    return list(found.values()), "; ".join(
-        [*reports, *([f"{repeated} in several files, taken from the first"] if repeated else [])]
-    )
+            num_repeated += key in distinct_rows
+            # The file's name is its source when it is alone; a mixture has a label for each part.
+            distinct_rows.setdefault(key, replace(row, source=part.prompt_set_label))
+    if num_repeated:
+        reports.append(f"{num_repeated} in several files, taken from the first")
+    return list(distinct_rows.values()), "; ".join(reports)
 
 
 def _check_size_of_each_set(recipe: Recipe, table: pa.Table) -> None:
-    trained = Counter(table.filter(pc.equal(table["split"], "train"))["source"].to_pylist())
+    num_trained = Counter(table.filter(pc.equal(table["split"], "train"))["source"].to_pylist())
     for index, stage in enumerate(recipe.stages):
+        # A custom stage takes as many prompts as it wants, and pairs bring prompts of their own.
         if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
             continue
-        own = recipe.select_branch(stage.branch).prompts
-        for name, count in own.count_by_prompt_set(
-            stage.prompts_per_step if stage.kind == "online" else stage.prompts
-        ).items():
-            if count > trained[name]:
+        prompts_per_step = stage.prompts_per_step if stage.kind == "online" else stage.prompts
+        branch_prompts = recipe.select_branch(stage.branch).prompts
+        for name, count in branch_prompts.count_by_prompt_set(prompts_per_step).items():
+            if count > num_trained[name]:
                 raise PromptError(
                     f"stages.{index} needs {count} different prompts of {name} per step and"
-                    f" {trained[name]} are left for training; lower its weight in prompts.mixture,"
-                    " or add prompts"
+                    f" {num_trained[name]} are left for training; lower its weight in"
+                    " prompts.mixture, or add prompts"
                 )
 
 
 def _check_prompts_for_guardrails(recipe: Recipe, table: pa.Table) -> None:
-    """Of each set that a guardrail scores alone; the split is random."""
-    held_out = Counter(table.filter(pc.equal(table["split"], "held_out"))["source"].to_pylist())
+    """Check that a guardrail of some sets alone has held-out prompts of them: the split is
+    random.
+    """
+    num_held_out = Counter(table.filter(pc.equal(table["split"], "held_out"))["source"].to_pylist())
     for config in recipe.guardrails:
-        if (
-            config.prompts
-            and (count := sum(held_out[name] for name in config.prompts)) < MIN_COMPARED
-        ):
+        if not config.prompts:
+            continue
+        count = sum(num_held_out[name] for name in config.prompts)
+        if count < MIN_COMPARED:
             raise PromptError(
                 f"the guardrail {config.column} scores {', '.join(config.prompts)}, of which"
                 f" {count} prompts are held out, and the gate compares {MIN_COMPARED}; raise"
@@ -165,48 +176,57 @@ def select_branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Ta
         PromptError: the branch has too few validation prompts.
     """
     sets = recipe.select_branch(branch).prompts.prompt_set_labels
-    own = table.filter(pc.is_in(table["source"], pa.array(sets, pa.string()))) if sets else table
-    rows = [row for row in own.to_pylist() if row["split"] != "held_out"]
-    judged = sorted(
+    # Without a mixture there are no sets, and every branch has all prompts.
+    if sets:
+        table = table.filter(pc.is_in(table["source"], pa.array(sets, pa.string())))
+    rows = [row for row in table.to_pylist() if row["split"] != "held_out"]
+    # By id, since the rows of a table may come in any order and the choice must not depend on it.
+    judged_rows = sorted(
         (row for row in rows if row["split"] == "validation"), key=lambda row: row["prompt_id"]
     )
-    if len(judged) < MIN_JUDGED:
+    if len(judged_rows) < MIN_JUDGED:
         raise PromptError(
-            f"branches.{branch} has {len(judged)} validation prompts, and its choice and its gate"
-            f" need {MIN_JUDGED}; raise prompts.validation"
+            f"branches.{branch} has {len(judged_rows)} validation prompts, and its choice and its"
+            f" gate need {MIN_JUDGED}; raise prompts.validation"
         )
-    for row in judged[::2]:
+    # Every second one: those before it and after it choose among the branch's policies.
+    for row in judged_rows[::2]:
         row["split"] = "held_out"
     return pa.Table.from_pylist(rows, schema=table.schema)
 
 
 def _check_targets_of_rewards(recipe: Recipe, rows: list[PromptRow], source: Path) -> None:
     """Check that prompts which a reward reads have a target text."""
-    reading = [reward for reward in recipe.rewards if reward.reads]
-    if read := [row for row in rows if any(reward.applies_to(row.source) for reward in reading)]:
-        check_targets(read, source)
+    reading_rewards = [reward for reward in recipe.rewards if reward.reads]
+    rows_to_read = [
+        row for row in rows if any(reward.applies_to(row.source) for reward in reading_rewards)
+    ]
+    if rows_to_read:
+        check_targets(rows_to_read, source)
 
 
 def _check_rows(recipe: Recipe, rows: list[PromptRow], source: Path | None) -> None:
     """Check that the model can draw the prompts of a file."""
-    if source and recipe.model.family == "glyph" and recipe.model.path is None:
+    # The run trains a model without a path, on strings of the letters in model.training.
+    if source and recipe.model.path is None:
         check_letters(rows, recipe.model.training, source)
     _check_images(rows, recipe.model.family, source)
     _warn_about_negative_prompts(recipe.model, rows, source)
 
 
 def _check_images(rows: list[PromptRow], family: str, source: Path | None) -> None:
-    given = sum(row.image is not None for row in rows)
-    known = FAMILIES.get(family)
-    if known and known.edits_images and given < len(rows):
+    num_images = sum(row.image is not None for row in rows)
+    # Of a user's family without a record nothing is known: its adapter has to check.
+    record = find_family(family)
+    if record and record.edits_images and num_images < len(rows):
         raise PromptError(
-            f"{source or 'prompts.source is left out'}: {len(rows) - given} of {len(rows)} prompts"
-            f" have no image, and {family} edits images; add a column 'image' with an image in"
-            " every row"
+            f"{source or 'prompts.source is left out'}: {len(rows) - num_images} of {len(rows)}"
+            f" prompts have no image, and {family} edits images; add a column 'image' with an image"
+            " in every row"
         )
-    if given and known and not known.edits_images:
+    if num_images and record and not record.edits_images:
         warnings.warn(
-            f"{source}: {given} of {len(rows)} prompts have an image, which {family} ignores;"
+            f"{source}: {num_images} of {len(rows)} prompts have an image, which {family} ignores;"
             " remove the column, or use a family that edits images",
             stacklevel=3,
         )
@@ -216,13 +236,13 @@ def _warn_about_negative_prompts(
     model: ModelConfig, rows: list[PromptRow], source: Path | None
 ) -> None:
     """Without classifier-free guidance a negative prompt has no effect."""
-    given = sum(bool(row.negative_prompt) for row in rows)
-    family = FAMILIES.get(model.family)
-    if given and (model.guidance == 1 or (family and not family.guided)):
+    num_negatives = sum(bool(row.negative_prompt) for row in rows)
+    family = find_family(model.family)
+    if num_negatives and (model.guidance == 1 or (family and not family.guided)):
         warnings.warn(
-            f"{source}: {given} of {len(rows)} prompts have a negative prompt, which {model.family}"
-            f" ignores with guidance = {model.guidance:g}; remove the column, or set model.guidance"
-            " above 1 for a family with guidance",
+            f"{source}: {num_negatives} of {len(rows)} prompts have a negative prompt, which"
+            f" {model.family} ignores with guidance = {model.guidance:g}; remove the column, or set"
+            " model.guidance above 1 for a family with guidance",
             stacklevel=3,
         )
 
@@ -230,7 +250,7 @@ def _warn_about_negative_prompts(
 def _check_number_of_prompts(recipe: Recipe, trained: int) -> None:
     for index, stage in enumerate(recipe.stages):
         if stage.kind == "custom" or (stage.kind == "offline" and stage.pairs):
-            continue  # takes as many as it wants, or has its own
+            continue  # as in _check_size_of_each_set
         needed = stage.prompts_per_step if stage.kind == "online" else stage.prompts
         if needed > trained:
             raise PromptError(
@@ -246,8 +266,9 @@ def check_letters(rows: list[PromptRow], training: GlyphTrainingConfig, source: 
     Raises:
         PromptError: it cannot; with the count and the first such prompts.
     """
-    known = "".join(training.alphabet_characters)
-    drawable = re.compile(rf"\W*[{known + known.lower()}]{{1,{training.letters}}}\W*")
+    letters = "".join(training.alphabet_characters)
+    # The tokenizer drops quotes and blanks, and reads small letters as capitals.
+    drawable = re.compile(rf"\W*[{letters + letters.lower()}]{{1,{training.letters}}}\W*")
     wrong = [row.prompt for row in rows if not drawable.fullmatch(row.prompt)]
     if wrong:
         ranges = [f"{alphabet[0]}-{alphabet[-1]}" for alphabet in training.alphabet_characters]

@@ -56,7 +56,12 @@ Records = Iterator[tuple[str, Record]]
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What became of the lines of a prompt file."""
+    """What became of the lines of a prompt file.
+
+    Example:
+        >>> str(ImportReport("signs.txt", rows=120, duplicates=3, empty_lines=1))
+        'signs.txt: 120 prompts kept, 3 duplicates and 1 empty line left out'
+    """
 
     source: str
     rows: int
@@ -88,20 +93,23 @@ def read_prompt_file(path: str | Path) -> tuple[list[PromptRow], ImportReport]:
     path = Path(path)
     check_file(path, READERS, "prompts.source", PromptError)
     rows: dict[tuple[str, str, str | None, bytes | None], PromptRow] = {}
-    duplicates = empty = 0
+    duplicates = 0
+    num_empty_lines = 0
     for location, record in _merge_records(READERS[path.suffix.lower()](path)):
         if not record:
-            empty += 1
+            num_empty_lines += 1
             continue
         row = _parse_row(record, location, path)
+        # Two equal rows could be split, one to train on and one to judge by.
         key = (row.prompt, row.negative_prompt, row.target, row.image)
         duplicates += key in rows
         rows.setdefault(key, row)
     if not rows:
         raise PromptError(
-            f"{path}: no prompt in it, only {format_count(empty, 'empty line')}; write at least one"
+            f"{path}: no prompt in it, only {format_count(num_empty_lines, 'empty line')}; write at"
+            " least one"
         )
-    return list(rows.values()), ImportReport(path.name, len(rows), duplicates, empty)
+    return list(rows.values()), ImportReport(path.name, len(rows), duplicates, num_empty_lines)
 
 
 # Files to records.
@@ -114,15 +122,11 @@ def _iterate_txt_records(path: Path) -> Records:
 
 def _iterate_jsonl_records(path: Path) -> Records:
     for location, line in read_lines(path, PromptError):
-        # An object without any key is a row without a prompt, not an empty line.
-        yield (
-            location,
-            (
-                parse_json_object(line, location, PromptError) or {"prompt": None}
-                if line.strip()
-                else {}
-            ),
-        )
+        record: Record = {}
+        if line.strip():
+            # An object without any key is a row without a prompt, not an empty line.
+            record = parse_json_object(line, location, PromptError) or {"prompt": None}
+        yield location, record
 
 
 def _iterate_json_records(path: Path) -> Records:
@@ -138,12 +142,14 @@ def _iterate_json_records(path: Path) -> Records:
 
 def _iterate_csv_records(path: Path, tabs: bool = False) -> Records:
     lines = (line for _, line in read_lines(path, PromptError))
-    reader = (
-        csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        if tabs
-        else csv.reader(lines, strict=True)
-    )
+    if tabs:
+        # The quotes of PartiPrompts, which is published as .tsv, are text and need no partner.
+        reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.reader(lines, strict=True)
     header: list[str] | None = None
+    # next() in a loop, since an error of csv has no line: the reader knows how many it has read.
+    # A quoted field may hold newlines, so that a record is not always one line.
     while True:
         location = f"{path}, line {reader.line_num + 1}"
         try:
@@ -175,7 +181,8 @@ def _iterate_parquet_records(path: Path) -> Records:
     for batch in _read_parquet_rows(path).to_batches():
         try:
             records = batch.to_pylist()
-        except Exception as error:  # as in _read_parquet, and types that Python does not have
+        except Exception as error:
+            # As in _read_parquet_rows, and types that Python does not have.
             raise PromptError(
                 f"{path}: cannot be read as rows ({shorten_library_error(error)}); keep to text and"
                 " numbers"
@@ -201,10 +208,13 @@ def _read_parquet_rows(path: Path) -> pa.Table:
 
 def _find_prompt_column(names: Collection[str]) -> str:
     """The name of the column that holds the prompt."""
+    if "prompt" in names:
+        return "prompt"
+    # "text" alone could be anything; with the set's other column it is DPG-Bench's prompt.
     published = (
         column for column, other in PROMPT_COLUMNS.items() if column in names and other in names
     )
-    return "prompt" if "prompt" in names else next(published, "prompt")
+    return next(published, "prompt")
 
 
 def _check_header(names: list[str], location: str) -> None:
@@ -213,9 +223,12 @@ def _check_header(names: list[str], location: str) -> None:
             f"{location}: no column 'prompt' among {shorten_value(', '.join(names))}; name the"
             " columns in a header"
         )
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    # A record is a dictionary, which would silently keep the last of two columns of one name.
+    duplicate_columns = sorted({name for name in names if names.count(name) > 1})
+    if duplicate_columns:
         raise PromptError(
-            f"{location}: the column {shorten_value(twice[0])} is there twice; rename one"
+            f"{location}: the column {shorten_value(duplicate_columns[0])} is there twice; rename"
+            " one"
         )
 
 
@@ -236,21 +249,23 @@ def _merge_records(records: Records) -> Records:
     """One record for each prompt, with the column ``prompt``: DPG-Bench has a row for each
     question, VBench two prompts twice.
     """
-    found: dict[str, tuple[str, Record]] = {}
+    merged: dict[str, tuple[str, Record]] = {}
     for location, record in records:
         column = _find_prompt_column(record)
         named = {"prompt" if name == column else name: value for name, value in record.items()}
         if column == "text":
-            _, item = found.setdefault(
+            # The questions about an item are its rows, and need not follow each other.
+            _, item = merged.setdefault(
                 f"item {named.get('item_id')}", (location, {"questions": []})
             )
             _add_question(item, named, location)
         elif column == "prompt_en" and isinstance(named["prompt"], str):
-            _, item = found.setdefault(named["prompt"].strip(), (location, named))
+            _, item = merged.setdefault(named["prompt"].strip(), (location, named))
             _add_dimensions(item, named)
         else:
+            # Every other file has a row for each prompt.
             yield location, named
-    yield from found.values()
+    yield from merged.values()
 
 
 def _add_question(item: Record, row: Record, location: str) -> None:
@@ -260,6 +275,7 @@ def _add_question(item: Record, row: Record, location: str) -> None:
         for text in (item.get("prompt"), row.get("prompt"))
         if isinstance(text, str) and text.strip()
     }
+    # An item without a text here may have one in another row; two different ones are a mistake.
     if len(texts) > 1:
         raise PromptError(
             f"{location}: the item {shorten_value(row.get('item_id'))} has another text than"
@@ -268,15 +284,18 @@ def _add_question(item: Record, row: Record, location: str) -> None:
     item |= row | {"prompt": next(iter(texts), None)}
 
 
-def _add_dimensions(item: Record, again: Record) -> None:
+def _add_dimensions(item: Record, row: Record) -> None:
+    """Add the dimensions of a further row of a prompt, and what VBench needs to judge them."""
     dimensions = item["dimension"]
-    more = again["dimension"]
-    if isinstance(dimensions, list) and isinstance(more, list):
-        item["dimension"] = [*dimensions, *(one for one in more if one not in dimensions)]
+    new_dimensions = row["dimension"]
+    if isinstance(dimensions, list) and isinstance(new_dimensions, list):
+        item["dimension"] = [*dimensions, *(one for one in new_dimensions if one not in dimensions)]
+    # By dimension: {"appearance_style": {...}}.
     information = item.get("auxiliary_info")
-    more = again.get("auxiliary_info")
-    if isinstance(more, dict):
-        item["auxiliary_info"] = more | (information if isinstance(information, dict) else {})
+    new_information = row.get("auxiliary_info")
+    if isinstance(new_information, dict):
+        earlier = information if isinstance(information, dict) else {}
+        item["auxiliary_info"] = new_information | earlier
 
 
 def _parse_row(record: Record, location: str, path: Path) -> PromptRow:
@@ -310,12 +329,14 @@ def _read_text(record: Record, column: str, location: str) -> str | None:
 
 
 def _find_quoted_text(prompt: str) -> str | None:
+    # QUOTED has a group for each kind of quotes, of which one is empty.
     parts = [(straight or curly).strip() for straight, curly in QUOTED.findall(prompt)]
     return " ".join(part for part in parts if part) or None
 
 
 def _read_condition_image(record: Record, location: str, folder: Path) -> bytes | None:
     """The image to edit as PNG; None where it is missing, null or blank."""
+    # Bytes of a file come from Parquet alone; in every other format it is a path.
     value = record.get("image")
     if not isinstance(value, bytes):
         value = _read_text(record, "image", location)
@@ -328,6 +349,7 @@ def _read_condition_image(record: Record, location: str, folder: Path) -> bytes 
 
 
 def _read_metadata(record: Record, location: str) -> str:
+    # Sorted keys and no escapes: the same columns are the same text, whatever their order.
     others = {column: value for column, value in record.items() if column not in COLUMNS}
     try:
         text = json.dumps(others, sort_keys=True, ensure_ascii=False, allow_nan=False)
@@ -341,5 +363,6 @@ def _read_metadata(record: Record, location: str) -> str:
 
 
 def _check_encodable(text: str, location: str) -> None:
-    if reason := explain_lone_surrogate(text):
+    reason = explain_lone_surrogate(text)
+    if reason:
         raise PromptError(f"{location} = {shorten_value(text)} {reason}")

@@ -25,7 +25,19 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt table."""
+    """One row of the prompt table.
+
+    Example:
+        >>> Prompt(
+        ...     prompt_id=17,
+        ...     prompt='a sign that says "OPEN"',
+        ...     negative_prompt="blurry",
+        ...     target="OPEN",
+        ...     source="signs.txt",
+        ...     split="train",
+        ...     metadata="{}",
+        ... )
+    """
 
     prompt_id: int
     prompt: str
@@ -40,7 +52,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt before it has an id and a split."""
+    """A prompt before it has an id and a split.
+
+    Example:
+        >>> PromptRow('a sign that says "OPEN"', target="OPEN", source="signs.txt")
+    """
 
     prompt: str
     negative_prompt: str = ""
@@ -66,7 +82,9 @@ def make_glyph_prompts(
     """
     if count < 1 or letters < 1:
         raise PromptError(f"count = {count}, letters = {letters}: both must be at least 1")
+    # Raw random numbers: the bits of Philox are fixed, numpy's distributions on top may change.
     stream = np.random.Philox(key=seed)
+    # As even as possible: 10 of 3 alphabets are 4, 3 and 3.
     counts = [len(range(index, count, len(alphabets))) for index in range(len(alphabets))]
     texts = [
         text
@@ -80,17 +98,18 @@ def _generate_strings(
     stream: np.random.Philox, alphabet: str, count: int, letters: int
 ) -> list[str]:
     """``count`` different strings of one alphabet, which is a run of ASCII."""
-    if count > (limit := len(alphabet) ** letters):
+    num_strings = len(alphabet) ** letters
+    if count > num_strings:
         raise PromptError(
-            f"there are only {limit} strings of {letters} letters {alphabet[0]}-{alphabet[-1]}, not"
-            f" {count}; lower count or raise letters"
+            f"there are only {num_strings} strings of {letters} letters"
+            f" {alphabet[0]}-{alphabet[-1]}, not {count}; lower count or raise letters"
         )
+    # A dictionary is a set that keeps its order, on which the ids of the prompts depend.
     texts: dict[str, None] = {}
     while len(texts) < count:
-        draws = (stream.random_raw((count, letters)) % len(alphabet) + ord(alphabet[0])).astype(
-            np.uint8
-        )
-        texts |= dict.fromkeys(row.tobytes().decode("ascii") for row in draws)
+        indices = stream.random_raw((count, letters)) % len(alphabet)
+        codes = (indices + ord(alphabet[0])).astype(np.uint8)
+        texts |= dict.fromkeys(row.tobytes().decode("ascii") for row in codes)
     return list(texts)[:count]
 
 
@@ -109,6 +128,7 @@ def split_prompts(rows: Sequence[PromptRow], validation: int, held_out: int, see
             f" held_out = {held_out} and at least one for training; add prompts or lower one of"
             " the two"
         )
+    # An array of objects: one of strings would have the width of "train", and cut the others.
     order = _permute_indices(len(rows), seed)
     splits = np.full(len(rows), "train", dtype=object)
     splits[order[:validation]] = "validation"
@@ -144,13 +164,16 @@ def split_with_held_out(
             f"prompts.held_out_source has {format_count(len(judged), 'prompt')}; lower"
             f" prompts.held_out = {held_out}"
         )
-    known = {(row.prompt, row.image) for row in judged}
-    kept = [row for row in rows if (row.prompt, row.image) not in known]
-    others = split_prompts(kept, validation, 0, seed).to_pylist()
+    # Negative prompts and targets do not count: a policy that was trained on the same text and
+    # image has seen what it is judged by.
+    judged_inputs = {(row.prompt, row.image) for row in judged}
+    remaining_rows = [row for row in rows if (row.prompt, row.image) not in judged_inputs]
+    others = split_prompts(remaining_rows, validation, 0, seed).to_pylist()
+    # Seed 0, not the run's: champion and challenger are judged by the same choice.
     chosen = sorted(_permute_indices(len(judged), seed=0)[:held_out].tolist())
     table = [{"prompt_id": index, "split": "held_out", **vars(judged[index])} for index in chosen]
     table += [row | {"prompt_id": len(judged) + row["prompt_id"]} for row in others]
-    return pa.Table.from_pylist(table, schema=PROMPTS), len(rows) - len(kept)
+    return pa.Table.from_pylist(table, schema=PROMPTS), len(rows) - len(remaining_rows)
 
 
 def _permute_indices(count: int, seed: int) -> np.ndarray:
@@ -219,6 +242,7 @@ def _read_split(
 ) -> pa.Table:
     if split is not None and split not in SPLITS:
         raise PromptError(f"there is no split {split!r}; use one of {', '.join(SPLITS)}")
+    # Ids alone are read without the images to edit, which may be gigabytes.
     try:
         table = read_columns(Path(path), columns) if columns else read_table(Path(path), PROMPTS)
     except TableError as error:
@@ -235,13 +259,15 @@ def check_targets(rows: Sequence[Prompt | PromptRow] | pa.Table, file: str | Pat
     Raises:
         PromptError: with the count and the first prompts that do not.
     """
+    # Rows are dataclasses, whose vars are the columns of the table.
     prompts = rows.to_pylist() if isinstance(rows, pa.Table) else map(vars, rows)
     missing = [row["prompt"] for row in prompts if row["target"] is None]
     if missing:
-        shown = "; ".join(shorten_value(prompt) for prompt in missing[:3])
+        first_prompts = "; ".join(shorten_value(prompt) for prompt in missing[:3])
         raise PromptError(
-            f"{file}: {len(missing)} of {len(rows)} prompts name no text to read, first: {shown}."
-            " Quote the text, add a column 'target', or use rewards that do not read"
+            f"{file}: {len(missing)} of {len(rows)} prompts name no text to read, first:"
+            f" {first_prompts}. Quote the text, add a column 'target', or use rewards that do not"
+            " read"
         )
 
 

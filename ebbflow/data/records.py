@@ -23,7 +23,11 @@ class Distribution(Strict):
 
 
 class CategoryMeans(Strict):
-    """Means over the held-out prompts that share a value of a column of their file."""
+    """Means over the held-out prompts that share a value of a column of their file.
+
+    Example:
+        >>> CategoryMeans(column="tag", value="counting", prompts=80, means={"geneval": 0.62})
+    """
 
     column: str
     value: str
@@ -36,6 +40,17 @@ class CategoryMeans(Strict):
 class Evaluation(Strict):
     """Means over fixed prompts with fixed noise; the samples are in a table
     (``schema.evaluation_schema``).
+
+    Example:
+        >>> Evaluation(
+        ...     label="1.1 online",
+        ...     policy_version=40,
+        ...     held_out={"reward": 0.71, "ocr": 0.71},
+        ...     validation={"reward": 0.69, "ocr": 0.69},
+        ...     coverage=1.0,
+        ...     velocity_drift=0.003,
+        ...     seconds={"sampling": 12.5, "scoring": 3.1},
+        ... )
     """
 
     label: str
@@ -70,6 +85,17 @@ class Evaluation(Strict):
 class Comparison(Strict):
     """Paired difference candidate - champion of one metric, with its bootstrap confidence interval
     [low, high].
+
+    Example:
+        >>> Comparison(
+        ...     metric="reward",
+        ...     champion=0.58,
+        ...     candidate=0.71,
+        ...     difference=0.13,
+        ...     low=0.09,
+        ...     high=0.17,
+        ...     prompts=256,
+        ... )
     """
 
     metric: str
@@ -110,7 +136,18 @@ class GateDecision(Strict):
 
 
 class StageRecord(Strict):
-    """What a training stage did; kept in the policy folder that it produced."""
+    """What a training stage did; kept in the policy folder that it produced.
+
+    Example:
+        >>> StageRecord(
+        ...     label="1.1 online",
+        ...     algorithm="mix_grpo",
+        ...     samples=5120,
+        ...     optimizer_steps=40,
+        ...     steps=20,
+        ...     seconds={"rollout": 410.0, "scoring": 55.0, "training": 620.0},
+        ... )
+    """
 
     label: str
     algorithm: str
@@ -126,7 +163,18 @@ class StageRecord(Strict):
 
 
 class TrackedRun(Strict):
-    """The parent MLflow run of an execution: what a task needs to find it."""
+    """The parent MLflow run of an execution: what a task needs to find it.
+
+    Example:
+        >>> TrackedRun(
+        ...     run_id="0a1b2c3d4e5f60718293a4b5c6d7e8f9",
+        ...     experiment_id="1",
+        ...     tracking_uri="http://mlflow:5000",
+        ...     folder="s3://bucket/runs/glyph-0a1b2c3d",
+        ...     recipe_digest="9f86d081884c7d65",
+        ...     started_at=1764000000.0,
+        ... )
+    """
 
     run_id: str
     experiment_id: str
@@ -150,7 +198,11 @@ class TrackedRun(Strict):
 
 
 class Registration(Strict):
-    """A policy in the registry."""
+    """A policy in the registry.
+
+    Example:
+        >>> Registration(model_name="ebbflow-glyph", version="7", champion=True, previous="6")
+    """
 
     model_name: str
     version: str

@@ -30,6 +30,8 @@ def sample_prompts(prompts: Sequence[P], count: int, step: int, seed: int) -> li
             f"a step needs {count} different prompts and the training split has {len(prompts)};"
             " lower the stage's number of prompts or add prompts to prompts.source"
         )
+    # Nothing is kept between steps: an interrupted run continues with the prompts of its step. The
+    # remainder of an epoch, fewer than ``count`` prompts, is dropped.
     epoch, position = divmod(step, len(prompts) // count)
     order = make_generator(
         seed, prompt_id=0, sample=0, step=epoch, stream=Stream.PROMPTS
@@ -42,18 +44,21 @@ def sample_mixed_prompts(
 ) -> list[P]:
     """``sample_prompts`` of every prompt set, one after another.
 
+    Example:
+        >>> sample_mixed_prompts([0, 1, 2, 3], ["a", "a", "b", "b"], {"a": 1, "b": 2}, 0, seed=0)
+        [1, 3, 2]
+
     Args:
         sources: of each prompt its set.
         counts: prompts of each set in a step (``PromptsConfig.counts``).
     """
-    sets = [
-        (
-            [prompt for prompt, source in zip(prompts, sources, strict=True) if source == name],
-            counts[name],
-        )
-        for name in counts
-    ]
-    return [prompt for part, count in sets for prompt in sample_prompts(part, count, step, seed)]
+    sampled = []
+    for name, count in counts.items():
+        prompt_set = [
+            prompt for prompt, source in zip(prompts, sources, strict=True) if source == name
+        ]
+        sampled += sample_prompts(prompt_set, count, step, seed)
+    return sampled
 
 
 def shuffle_prompts(
@@ -67,10 +72,12 @@ def shuffle_prompts(
             probability in proportion to its weight (Efraimidis and Spirakis 2006); left out, all
             are alike.
     """
-    draws = make_generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS)
-    order = (
-        draws.permutation(len(prompts))
-        if weights is None
-        else np.argsort(draws.exponential(size=len(prompts)) / weights, kind="stable")
-    )
+    # sample=1 tells this stream of random numbers from that of sample_prompts, which has 0.
+    generator = make_generator(seed, prompt_id=0, sample=1, step=step, stream=Stream.PROMPTS)
+    if weights is None:
+        order = generator.permutation(len(prompts))
+    else:
+        # The smallest of exponential variables with rates w is that of i with probability
+        # w_i / sum(w), and the others, given that, are as if it had never been there.
+        order = np.argsort(generator.exponential(size=len(prompts)) / weights, kind="stable")
     return [prompts[index] for index in order]

@@ -16,15 +16,14 @@ PROMPTS = pa.schema(
         pa.field("prompt_id", pa.int64(), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("negative_prompt", pa.string(), nullable=False),
-        pa.field(
-            "target", pa.string()
-        ),  # the text that an image should show; null where the prompt names none
+        # The text that an image should show; null where the prompt names none.
+        pa.field("target", pa.string()),
         pa.field("source", pa.string(), nullable=False),
         pa.field("split", pa.string(), nullable=False),
-        pa.field(
-            "metadata", pa.string(), nullable=False
-        ),  # the source's other columns, as a JSON object
-        pa.field("image", pa.binary()),  # PNG of the image to edit; null for text-to-image
+        # The source's other columns, as a JSON object.
+        pa.field("metadata", pa.string(), nullable=False),
+        # PNG of the image to edit; null for text-to-image.
+        pa.field("image", pa.binary()),
     ]
 )
 
@@ -61,6 +60,7 @@ def build_rollout_schema(latent_shape: Sequence[int], precision: str = "float32"
                 pa.binary(LATENT_BYTES[precision] * math.prod(latent_shape)),
                 nullable=False,
             ),
+            # Scoring fails the samples that are not, and does not read their latents for that.
             pa.field("finite", pa.bool_(), nullable=False),
             pa.field("image", pa.binary(), nullable=False),
         ]
@@ -74,6 +74,7 @@ def build_score_schema(metrics: list[str]) -> pa.Schema:
     return pa.schema(
         [
             *SAMPLE_KEY,
+            # Null, as every metric is, where a scorer failed: a failed score is not a score of 0.
             pa.field("reward", pa.float64()),
             *(pa.field(name, pa.float64()) for name in metrics),
             pa.field("failure", pa.string()),
@@ -97,9 +98,8 @@ def build_evaluation_schema(metrics: list[str], statistics: Sequence[str] = ()) 
         [
             *SAMPLE_KEY,
             pa.field("split", pa.string(), nullable=False),
-            pa.field(
-                "source", pa.string()
-            ),  # the prompt's set, as in the prompt table; older tables lack it
+            # The prompt's set, as in the prompt table; older tables lack it.
+            pa.field("source", pa.string()),
             pa.field("prompt", pa.string(), nullable=False),
             pa.field("target", pa.string()),
             pa.field("image", pa.binary(), nullable=False),

@@ -12,7 +12,8 @@ Why
 How
     A family is one file in ``families/``: its record, which ``recipe.families`` reads without
     importing torch, the parts of its published models, and its adapter: diffusers' own parts,
-    called as its pipeline calls them (``pipeline.py``; with images to edit ``editing.py``).
+    called as its pipeline calls them (``pipeline.py``, ``pipeline_loading.py``; with images to
+    edit ``editing.py``).
     ``load_model`` checks a folder and loads it, ``prepare.py`` makes the folder of a run,
     ``hub.py`` fetches repositories, ``encoding.py`` encodes each prompt once. ``sizes.py`` builds
     models on the meta device for ``ebbflow estimate``; ``glyph_training/`` trains the
@@ -33,9 +34,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "TRANSFORMERS_VERBOSITY", "error"
-)  # before it is imported: it warns of parts that nothing here uses
+# Before transformers is imported, which reads it then: it warns of parts that nothing here uses.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 
@@ -60,7 +60,9 @@ def load_model(
         RecipeError: ``config.family`` is a path that nothing can be imported from.
         ModelError: the folder is no base model of the family.
     """
+    # Before any code reads the folder: a damaged file could fail anywhere, or load.
     verify_committed_folder(folder)
+    # The layout of a user's own family is known to its ``load`` alone.
     if config.family in FAMILIES:
         check_folder(folder, config.family)
     return load_adapter(config.family).load(folder, config, device or default_device())
@@ -75,35 +77,35 @@ def check_folder(folder: Path, family: str) -> None:
     """
     adapter: Any = load_adapter(family)
     wanted = adapter.pipeline_class.__name__
-    fix = (
-        "leave model.path out to train one, or name another folder"
-        if family == "glyph"
-        else (
+    if FAMILIES[family].trains_base_model:
+        fix = "leave model.path out to train one, or name another folder"
+    else:
+        fix = (
             f"give the folder of a {wanted}, or a Hugging Face repository with its commit as"
             " model.revision"
         )
-    )
     if not folder.is_dir():
         raise ModelError(f"model.path = {str(folder)!r}: there is no base-model folder; {fix}")
-    if missing := [name for name in adapter.folder_files if not (folder / name).exists()]:
+    missing_files = [name for name in adapter.folder_files if not (folder / name).exists()]
+    if missing_files:
         raise ModelError(
-            f"{folder} is not a {family} base model: {', '.join(missing)} missing; {fix}"
+            f"{folder} is not a {family} base model: {', '.join(missing_files)} missing; {fix}"
         )
-    if (found := read_json_object(folder / INDEX).get("_class_name")) != wanted:
+    pipeline = read_json_object(folder / INDEX).get("_class_name")
+    if pipeline != wanted:
         raise ModelError(
-            f"{folder} is a {found}, and model.family = {family!r} is a {wanted};"
-            f" {_suggest_family(found)}"
+            f"{folder} is a {pipeline}, and model.family = {family!r} is a {wanted};"
+            f" {_suggest_family(pipeline)}"
         )
 
 
 def _suggest_family(pipeline: Any) -> str:
     """What to do with a folder of this pipeline."""
+    # Without glyph, whose folders name the pipeline of SD3 but lack its VAE.
     adapters: dict[str, Any] = {
-        family: load_adapter(family) for family in FAMILIES if family != "glyph"
+        family: load_adapter(family) for family, record in FAMILIES.items() if record.diffusers
     }
-    same = [
-        family
-        for family, adapter in adapters.items()
-        if adapter.pipeline_class.__name__ == pipeline
-    ]
-    return f"set model.family to {same[0]}" if same else f"name a folder of {', '.join(adapters)}"
+    for family, adapter in adapters.items():
+        if adapter.pipeline_class.__name__ == pipeline:
+            return f"set model.family to {family}"
+    return f"name a folder of {', '.join(adapters)}"

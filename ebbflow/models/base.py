@@ -45,6 +45,17 @@ class Conditioning:
             needs them.
         guidance: scale of classifier-free guidance, or the guidance that the network takes as an
             input. 1 is none.
+
+    Example:
+        Two prompts for SD3 with guidance, 77 tokens of CLIP and up to 256 of T5 each::
+
+            Conditioning(
+                {"embeds": torch.zeros(2, 333, 4096), "pooled": torch.zeros(2, 2048)},
+                negative=Conditioning(
+                    {"embeds": torch.zeros(2, 333, 4096), "pooled": torch.zeros(2, 2048)}
+                ),
+                guidance=4.5,
+            )
     """
 
     tensors: Mapping[str, Tensor]
@@ -70,14 +81,18 @@ class Conditioning:
 
     def to_float32(self) -> Conditioning:
         """In float32, but for masks."""
-        parts = [self, *([self.negative] if self.negative else [])]
+        parts = [self]
+        if self.negative:
+            parts.append(self.negative)
         if all(
             values.dtype == torch.float32
             for part in parts
             for values in part.tensors.values()
             if values.is_floating_point()
         ):
-            return self  # with what it has cached
+            # The same object, with the ``negative_then_positive`` that it has cached: the loop over
+            # denoising steps comes here in each of them.
+            return self
         return self._map_tensors(
             lambda values: values.float() if values.is_floating_point() else values
         )
@@ -100,9 +115,9 @@ class Conditioning:
         """As the forward pass takes it: in float32 nothing else casts prompts that were encoded in
         16 bits.
         """
-        needed = (
-            self.without_guidance() if self.guidance == 1 else self
-        )  # negative prompts may be there for the reference alone
+        # Negative prompts may be there for the guided reference alone; the policy, which generates
+        # without guidance, would pay for them with a pass of twice the rows.
+        needed = self.without_guidance() if self.guidance == 1 else self
         return needed.to_float32() if precision == "float32" else needed
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
@@ -131,8 +146,11 @@ def _pad_and_concatenate(tensors: list[Tensor]) -> Tensor:
     """The rows of all tensors, those of rank 2 and more padded with zeros to the longest dimension
     1.
     """
+    # [N]: nothing to pad.
     if tensors[0].ndim < 2:
         return torch.cat(tensors)
+    # [N, L, ...] with an L for each part. torch's pad counts dimensions from the last one: a pair
+    # of zeros for each after dimension 1, then that. Masks are padded with False, which masks.
     longest = max(values.shape[1] for values in tensors)
     lengths = [(0, 0) * (values.ndim - 2) + (0, longest - values.shape[1]) for values in tensors]
     return torch.cat(
@@ -150,6 +168,11 @@ class Tokens:
         edited: of the image that it edits.
         condition_channels: numbers of the conditioning that are channels of the input, not tokens.
         joint: text goes through the blocks with the image, instead of only being attended to.
+
+    Example:
+        SD3 in 1024 x 1024 pixels, latents of 128 x 128 in patches of 2 x 2::
+
+            Tokens(image=4096, text=333)
     """
 
     image: int
@@ -171,6 +194,7 @@ class Experts(nn.Module):
         super().__init__()
         for name, network in networks.items():
             self.add_module(name, network)
+        # Of one architecture, so that estimates and checks may ask any of them.
         self.config = next(iter(networks.values())).config
 
 
@@ -208,9 +232,8 @@ class Model(Protocol):
         precision: of the network's arithmetic.
     """
 
-    transformer: (
-        Any  # a diffusers ModelMixin: an nn.Module that also saves, loads and takes adapters
-    )
+    # A diffusers ModelMixin: an nn.Module that also saves, loads and takes adapters.
+    transformer: Any
     latent_shape: tuple[int, ...]
     lora_targets: list[str]
     pipeline_class: Any
@@ -285,6 +308,8 @@ def predict(
     """
     precision = precision or model.precision
     conditioning = conditioning.for_precision(precision)
+    # Autocast, not a cast of the network: trained parameters stay float32, and are rounded in each
+    # operation. The prediction becomes float32 again for the sampler's step and the log-probs.
     with torch.autocast(latents.device.type, DTYPES[precision], enabled=precision != "float32"):
         return model.predict_velocity(latents, sigma, conditioning).float()
 
@@ -295,9 +320,10 @@ def predict_checkpointed(
     """``predict`` with a gradient that keeps no activations: the pass is repeated when the gradient
     is taken.
     """
+    # Nothing in the network is random, so that the second pass needs no random state of the first.
     velocity: Tensor = checkpoint(
         predict, model, latents, sigma, conditioning, use_reentrant=False, preserve_rng_state=False
-    )  # nothing in the network is random
+    )
     return velocity
 
 
@@ -313,12 +339,12 @@ def generate_in_size(model: Model, size: Size | None) -> Iterator[None]:
         return
     resizable: Any = model
     require_resize(model)
-    before = resizable.height, resizable.width
+    usual_size = (resizable.height, resizable.width)
     resizable.set_image_size(*size)
     try:
         yield
     finally:
-        resizable.set_image_size(*before)
+        resizable.set_image_size(*usual_size)
 
 
 def require_pixels(model: Any, algorithm: str) -> None:
@@ -356,15 +382,17 @@ def _class_name(model: Any) -> str:
 def device_of(model: Model) -> torch.device:
     """The device that a model's network computes on."""
     parameter: Tensor = next(model.transformer.parameters())
+    # With FSDP2 and model.cpu_offload the parameters wait in main memory, and move to the GPU block
+    # by block: their own device is not where the network computes.
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
-        return default_device()  # the parameters themselves may wait in main memory
+        return default_device()
     return parameter.device
 
 
 def default_device() -> torch.device:
     """The accelerator of this process, or the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # With its number: "cuda" alone would mean another one after set_device, and does not compare
+    # equal to the device of a tensor.
+    return torch.device("cuda", torch.cuda.current_device())

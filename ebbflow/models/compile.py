@@ -33,7 +33,6 @@ def compile_blocks(model: Model) -> None:
     # A fused graph would not round between its operations, and what is fused depends on the
     # gradient.
     torch._inductor.config.emulate_precision_casts = True
+    # Static shapes: kernels for any number of rows would add in another order than those for one.
     for block in model.list_blocks():
-        block.compile(
-            dynamic=False
-        )  # kernels for any number of rows would add in another order than those for one
+        block.compile(dynamic=False)

@@ -29,12 +29,16 @@ def share_tokens(model: Model, mesh: DeviceMesh) -> None:
     diffusers' ``enable_parallelism`` does the same on GPUs alone: it numbers them, and divides by
     zero where there are none.
     """
+    # Ulysses (2309.14509): each rank has all tokens of a share of the heads inside attention, and a
+    # share of the tokens, with all channels, everywhere else.
     config = ContextParallelConfig(ulysses_degree=mesh["ulysses"].size(), mesh=mesh)
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.setup(dist.get_rank(), dist.get_world_size(), device_of(model), mesh=mesh)
     for processor in _attention_processors(model):
         processor._parallel_config = parallel
     apply_context_parallel(model.transformer, config, model.transformer._cp_plan)
+    # A family that does not fix the length of its prompts pads them to a multiple of the ranks, or
+    # the tokens of a prompt could not be divided among them.
     if isinstance(model, PipelineModel) and model.text_multiple:
         model.text_multiple = config.ulysses_degree
 
@@ -82,20 +86,24 @@ def require_shareable_tokens(model: Model, ranks: int) -> None:
     asked = f"train_context_parallel = {ranks}"
     adapter = cast("PipelineModel", model)
     require_shareable_family(type(model), adapter.config, ranks)
+    # The recipe's, that of the network, or that of diffusers (DIFFUSERS_ATTN_BACKEND), as diffusers
+    # itself looks them up.
     default, _ = _AttentionBackendRegistry.get_active_backend()
-    chosen = (
+    backend = (
         adapter.config.attention or _attention_processors(model)[0]._attention_backend or default
     )
-    if chosen not in filter(
+    shareable_backends = filter(
         _AttentionBackendRegistry._is_context_parallel_available, AttentionBackendName
-    ):
+    )
+    if backend not in shareable_backends:
         raise ModelError(
-            f"{asked}: attention {getattr(chosen, 'value', chosen)!r} cannot share tokens; set"
+            f"{asked}: attention {getattr(backend, 'value', backend)!r} cannot share tokens; set"
             " model.attention to native"
         )
     heads = model.transformer.config.num_attention_heads
     tokens = adapter.count_tokens()
     counts = {"attention heads": heads, "tokens of the latents": tokens.image}
+    # Text that is only attended to is whole on every rank; text_multiple pads the rest.
     if tokens.joint and not adapter.text_multiple:
         counts["tokens of a prompt"] = tokens.text
     for what, count in counts.items():
@@ -107,6 +115,6 @@ def require_shareable_tokens(model: Model, ranks: int) -> None:
 
 
 def _attention_processors(model: Model) -> list[Any]:
-    """Of the attention layers that can compute with other ranks."""
-    found = (getattr(module, "processor", None) for module in model.transformer.modules())
-    return [processor for processor in found if hasattr(processor, "_parallel_config")]
+    """The processors of the attention layers that can compute with other ranks."""
+    processors = (getattr(module, "processor", None) for module in model.transformer.modules())
+    return [processor for processor in processors if hasattr(processor, "_parallel_config")]

@@ -35,6 +35,8 @@ class EditsImages(PipelineModel):
         Raises:
             ModelError: a prompt has no image, or two images would be scaled to different sizes.
         """
+        # Latents of different sizes cannot be rows of one tensor [N, C, H, W], and cannot be
+        # padded: the network would take the padding for a part of the image.
         sizes = {self._scaled_size(_open_picture(prompt)): prompt.prompt_id for prompt in prompts}
         if len(sizes) > 1:
             listed = ", ".join(
@@ -48,6 +50,7 @@ class EditsImages(PipelineModel):
         return super().encode_prompts(prompts)
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        # One at a time: a text encoder that sees the image gets one image per call.
         rows = [
             self._encode_edit_prompt(text, _open_picture(prompt))
             for text, prompt in zip(texts, prompts, strict=True)

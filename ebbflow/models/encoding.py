@@ -35,6 +35,13 @@ class Embeddings:
         tables: of ``PROMPTS_PER_FILE`` prompts each, but for the last; padded to the longest prompt
             of their own.
         row: of each prompt, over all tables.
+
+    Example:
+        600 prompts are tables of 512 and 88 rows; row 515 is row 3 of the second table::
+
+            embeddings = embed_prompts(model, prompts)
+            conditioning = embeddings(prompts[512:516])
+            conditioning["embeds"].shape  # [4, 333, 4096], of SD3
     """
 
     tables: list[Conditioning]
@@ -45,11 +52,9 @@ class Embeddings:
         all.
         """
         rows = torch.tensor([self.row[_prompt_key(prompt)] for prompt in prompts])
-        return (
-            self.tables[0].select_rows(rows)
-            if len(self.tables) == 1
-            else _select_rows(self.tables, rows)
-        )
+        if len(self.tables) == 1:
+            return self.tables[0].select_rows(rows)
+        return _select_rows(self.tables, rows)
 
 
 def embed_prompts(model: Model, prompts: Iterable[Prompt], negatives: bool = False) -> Embeddings:
@@ -61,9 +66,9 @@ def embed_prompts(model: Model, prompts: Iterable[Prompt], negatives: bool = Fal
     Raises:
         ModelError: ``negatives`` of a family without classifier-free guidance.
     """
-    with open_scratch_folder(
-        EMBEDDINGS
-    ) as folder:  # without a name, a file stays as long as it is mapped
+    # The folder is gone at once. A file without a name stays on the disk as long as it is mapped,
+    # and no longer, however the process ends.
+    with open_scratch_folder(EMBEDDINGS) as folder:
         return open_embeddings(folder, write_embeddings(model, prompts, folder, negatives))
 
 
@@ -93,6 +98,7 @@ def write_embeddings(
     Raises:
         ModelError: ``negatives`` of a family without classifier-free guidance.
     """
+    # Every process derives the same list, and so the same rows, from the same prompts.
     unique = list({_prompt_key(prompt): prompt for prompt in prompts}.values())
     for number, part in list(enumerate(_split_by_file(unique)))[rank::world]:
         table = _encode_table(model, part, negatives)
@@ -104,6 +110,7 @@ def write_embeddings(
             name: values.clone(memory_format=torch.contiguous_format)
             for name, values in tensors.items()
         }
+        # repr, since metadata of safetensors is text: it reads back as the same float.
         save_file(plain, folder / f"{number}.safetensors", {"guidance": repr(table.guidance)})
     return unique
 
@@ -126,6 +133,8 @@ def _split_by_file(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
 
 def _encode_table(model: Model, prompts: Sequence[Prompt], negatives: bool) -> Conditioning:
     table = model.encode_prompts(prompts).to(torch.device("cpu"))
+    # A policy that generates without guidance encodes no negative prompts; a guided reference or
+    # teacher needs them.
     if negatives and table.negative is None:
         if not getattr(model, "guided", False):
             raise ModelError(
@@ -140,8 +149,9 @@ def _encode_negatives(model: Model, prompts: Sequence[Prompt]) -> Conditioning:
     """A family of a user's own encodes negative prompts as prompts unless it has a function for
     them.
     """
-    if encode := getattr(model, "encode_negative_prompts", None):
-        encoded: Conditioning = encode(prompts)
+    encode_negatives = getattr(model, "encode_negative_prompts", None)
+    if encode_negatives:
+        encoded: Conditioning = encode_negatives(prompts)
         return encoded
     return model.encode_prompts(
         [replace(prompt, prompt=prompt.negative_prompt) for prompt in prompts]
@@ -150,6 +160,7 @@ def _encode_negatives(model: Model, prompts: Sequence[Prompt]) -> Conditioning:
 
 def _map_table(path: Path) -> Conditioning:
     """A file as tensors that are read from the disk where they are used."""
+    # noqa below: the file is no mapping, and has nothing but keys() to iterate over.
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         guidance = float(file.metadata()["guidance"])
@@ -185,13 +196,18 @@ def _gather_tensor_rows(tables: Sequence[Tensor], rows: Tensor) -> Tensor:
     shape = list(tables[0].shape[1:])
     if shape:
         shape[0] = max(values.shape[1] for values in tables)
-    found = tables[0].new_zeros(len(rows), *shape)
-    file = rows // PROMPTS_PER_FILE
-    for number in file.unique().tolist():
-        here = (file == number).nonzero()[:, 0]
-        values = tables[number][rows[here] % PROMPTS_PER_FILE]
-        found[(here, slice(values.shape[1])) if shape else here] = values
-    return found
+    gathered = tables[0].new_zeros(len(rows), *shape)
+    # Every table but the last has PROMPTS_PER_FILE rows, so that a row says which table it is in.
+    table_numbers = rows // PROMPTS_PER_FILE
+    for number in table_numbers.unique().tolist():
+        positions = (table_numbers == number).nonzero()[:, 0]
+        values = tables[number][rows[positions] % PROMPTS_PER_FILE]
+        if shape:
+            # This table's prompts may be shorter than those of others; the rest stays 0.
+            gathered[positions, : values.shape[1]] = values
+        else:
+            gathered[positions] = values
+    return gathered
 
 
 def _prompt_key(prompt: Prompt) -> Key:

@@ -28,15 +28,16 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise ModelError(f"{file} is missing; fetch the folder again")
+    # RecursionError is that of lists nested a thousand deep.
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise ModelError(
             f"{file} is not the JSON object that diffusers writes; fetch the folder again"
         )
-    return found
+    return content
 
 
 @contextmanager
@@ -47,18 +48,19 @@ def report_unreadable_parts(folder: Path, family: str) -> Iterator[None]:
     Raises:
         ModelError: a configuration or a part cannot be read.
     """
+    # diffusers takes anything else for the name of a repository, and asks the hub for it.
     for config in sorted(folder.rglob("*config.json")):
-        read_json_object(
-            config
-        )  # diffusers takes anything else for the name of a repository, and asks the hub for it
-    silence_diffusers()  # a bar per part would bury the bars that matter
+        read_json_object(config)
+    # A bar per part would bury the bars that matter.
+    silence_diffusers()
     silence_transformers()
     try:
         yield
-    except BaseException as error:  # three libraries read the parts, each with errors of its own
-        if (
-            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # of tokenizers, which is in Rust
+    except BaseException as error:
+        # Three libraries read the parts, each with errors of its own. tokenizers, which is in Rust,
+        # panics, and PanicException is no Exception; KeyboardInterrupt must pass.
+        is_panic = type(error).__name__ == "PanicException"
+        if not isinstance(error, Exception) and not is_panic:
             raise
         reason = sanitize_text(" ".join(f"{type(error).__name__}: {error}".split()))
         raise ModelError(

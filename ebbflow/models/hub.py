@@ -34,8 +34,14 @@ def locate_pretrained(
             can it be fetched.
     """
     if not pretrained.is_on_hub:
-        return _existing_path(pretrained.path)
+        if pretrained.path is None or not Path(pretrained.path).exists():
+            raise HubError(
+                f"path = {pretrained.path!r} is not on this machine; for a Hugging Face repository"
+                " give its commit as 'revision'"
+            )
+        return Path(pretrained.path)
     assert pretrained.path
+    # What the cache has of this commit is not fetched again; without a network it may be enough.
     try:
         folder = snapshot_download(
             pretrained.path, revision=pretrained.revision, allow_patterns=patterns
@@ -50,12 +56,3 @@ def locate_pretrained(
         ) from error
     logger.info("%s at commit %s is in %s", pretrained.path, pretrained.revision, folder)
     return Path(folder)
-
-
-def _existing_path(path: str | None) -> Path:
-    if path is None or not Path(path).exists():
-        raise HubError(
-            f"path = {path!r} is not on this machine; for a Hugging Face repository give its commit"
-            " as 'revision'"
-        )
-    return Path(path)

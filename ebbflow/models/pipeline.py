@@ -9,7 +9,6 @@ are moved there for each call.
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,15 +17,13 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ebbflow.data.model_sizes import ENCODED_AT_ONCE, PIXELS_AT_ONCE
 from ebbflow.data.prompts import Prompt
-from ebbflow.models.base import DTYPES, Conditioning, ModelError, Tokens
-from ebbflow.models.folder import report_unreadable_parts
+from ebbflow.models.base import Conditioning, ModelError, Tokens
+from ebbflow.models.pipeline_loading import load_pipeline
 from ebbflow.models.published import Published
 from ebbflow.progress import show_progress
 from ebbflow.recipe.model import ModelConfig
@@ -44,7 +41,6 @@ JOINT_ATTENTION = [
 """The attention layers of blocks in which image and text attend to each other; Flow-GRPO
 (2505.05470) adapts them.
 """
-VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
 SHARD = "5GB"
 """Largest file of a saved part."""
 
@@ -115,21 +111,25 @@ class PipelineModel:
         trained, and all others.
         """
         every = self.config.gradient_checkpointing_every
-        kept = {block for number, block in enumerate(self.list_blocks()) if number % every}
+        blocks_that_keep = {
+            block for number, block in enumerate(self.list_blocks()) if number % every
+        }
 
+        # diffusers hands every block to this function, also those of networks that are not trained
+        # and of parts that list_blocks leaves out.
         def run_block(block: nn.Module, *inputs: Any) -> Any:
-            return (
-                block(*inputs) if block in kept else checkpoint(block, *inputs, use_reentrant=False)
-            )
+            if block in blocks_that_keep:
+                return block(*inputs)
+            return checkpoint(block, *inputs, use_reentrant=False)
 
-        for network in (getattr(self.pipeline, name) for name in self.networks):
-            network.enable_gradient_checkpointing(run_block)
+        for name in self.networks:
+            getattr(self.pipeline, name).enable_gradient_checkpointing(run_block)
 
     # What a family says.
 
     @abstractmethod
     def _compute_latent_shape(self) -> tuple[int, ...]:
-        """Of one sample; raises ``ModelError`` for a size that the family cannot draw
+        """The shape of one latent; raises ``ModelError`` for a size that the family cannot draw
         (``_require_multiple``).
         """
 
@@ -182,13 +182,14 @@ class PipelineModel:
         Raises:
             ModelError: the family cannot draw the size.
         """
-        before = self.height, self.width
+        usual_size = (self.height, self.width)
         self.height = height
         self.width = width
+        # The family reads the size from the attributes; one that it refuses must not stay there.
         try:
             self.latent_shape = self._compute_latent_shape()
         except ModelError:
-            self.height, self.width = before
+            self.height, self.width = usual_size
             raise
 
     def count_tokens(self) -> Tokens:
@@ -196,8 +197,9 @@ class PipelineModel:
         return Tokens(image=math.prod(self.latent_shape[1:]) // 4, text=self.max_tokens)
 
     def token_widths(self) -> tuple[int, int]:
-        """Of a token in the blocks, and of an encoded token of a prompt."""
+        """The width of a token in the blocks, and of an encoded token of a prompt."""
         config = self.transformer.config
+        # The name of the second one differs between the networks of diffusers.
         return (
             config.num_attention_heads * config.attention_head_dim,
             config.get("joint_attention_dim") or config.text_dim,
@@ -212,6 +214,8 @@ class PipelineModel:
         shifts them.
         """
         scheduler = self.pipeline.scheduler
+        # [C, H, W] in patches of 2 x 2. The sigmas are those that the pipelines pass; the
+        # scheduler's own default ends in a step from .001 to 0, which changes nothing.
         tokens = self.latent_shape[1] * self.latent_shape[2] // 4
         scheduler.set_timesteps(
             sigmas=np.linspace(1.0, 1 / steps, steps), **self._schedule_arguments(tokens, steps)
@@ -231,6 +235,8 @@ class PipelineModel:
 
     def _unscale_latents(self, latents: Tensor) -> Tensor:
         """Latents as the VAE decodes them: its shift, if it has one, and scale undone."""
+        # VAEs of images have one factor for all channels; families of videos override this with
+        # statistics of each channel.
         config = self.pipeline.vae.config
         scaled: Tensor = latents / config.scaling_factor + (config.get("shift_factor") or 0.0)
         return scaled
@@ -257,22 +263,19 @@ class PipelineModel:
         self, encode: Callable[[Sequence[Prompt]], Conditioning], prompts: Sequence[Prompt]
     ) -> Conditioning:
         parts = []
+        starts = show_progress("encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE))
         with self._parts_on_device(*self.text_parts):
-            for start in show_progress(
-                "encoding prompts", "batch", range(0, len(prompts), ENCODED_AT_ONCE)
-            ):
-                parts.append(
-                    encode(prompts[start : start + ENCODED_AT_ONCE]).to(torch.device("cpu"))
-                )
+            for start in starts:
+                batch = prompts[start : start + ENCODED_AT_ONCE]
+                # To the CPU at once: the conditioning of all prompts would fill the device.
+                parts.append(encode(batch).to(torch.device("cpu")))
         return Conditioning.concatenate(parts)
 
     def _encode_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
         tensors = self._encode_inputs([prompt.prompt for prompt in prompts], prompts)
-        negative = (
-            self._encode_negative_batch(prompts)
-            if self.guided and self.config.guidance > 1
-            else None
-        )
+        negative = None
+        if self.guided and self.config.guidance > 1:
+            negative = self._encode_negative_batch(prompts)
         return Conditioning(tensors, negative, self.config.guidance)
 
     def _encode_negative_batch(self, prompts: Sequence[Prompt]) -> Conditioning:
@@ -286,9 +289,12 @@ class PipelineModel:
         """As ``ebbflow.models.base.Model.predict_velocity``."""
         if conditioning.negative is None:
             return self._unpack_prediction(self._run_network(latents, sigma, conditioning))
-        # One pass over both keeps a device busier than two over half as many rows.
+        # One pass over both keeps a device busier than two over half as many rows. [2 N, ...]: the
+        # rows of the negative prompts, then those of the prompts, with the same latents and sigmas.
         negative, prediction = self._run_network(
-            torch.cat([latents] * 2), torch.cat([sigma] * 2), conditioning.negative_then_positive
+            torch.cat([latents, latents]),
+            torch.cat([sigma, sigma]),
+            conditioning.negative_then_positive,
         ).chunk(2)
         return self._unpack_prediction(
             self._apply_guidance(prediction, negative, conditioning.guidance)
@@ -297,6 +303,7 @@ class PipelineModel:
     @torch.no_grad()
     def decode_latents(self, latents: Tensor) -> np.ndarray:
         """As ``ebbflow.models.base.Model.decode_latents``."""
+        # Few images at a time, since the activations of a VAE grow with their pixels.
         with self._parts_on_device("vae"):
             images = torch.cat(
                 [
@@ -308,6 +315,7 @@ class PipelineModel:
 
     def _decode_batch(self, latents: Tensor) -> Tensor:
         """uint8 [n, height, width, 3], or [n, frames, height, width, 3]."""
+        # Rounded, as the pipelines' own image processors round.
         return (self._decode_pixels(latents) * 255).round().to(torch.uint8)
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
@@ -315,6 +323,7 @@ class PipelineModel:
         the gradient needs it.
         """
         self.pipeline.vae.to(self.device)
+        # [..., height, width, 3] to [..., 3, height, width], as networks of rewards take images.
         return self._decode_pixels(latents).movedim(-1, -3)
 
     def _decode_pixels(self, latents: Tensor) -> Tensor:
@@ -322,16 +331,15 @@ class PipelineModel:
         pixels: Tensor = self.pipeline.vae.decode(
             self._unscale_latents(latents.float()), return_dict=False
         )[0]
+        # [n, 3, height, width] or [n, 3, frames, height, width], in about [-1, 1].
         return (pixels / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
     @torch.no_grad()
     def encode_images(self, images: np.ndarray) -> Tensor:
         """As ``ebbflow.models.base.Model.encode_images``."""
-        wanted = (
-            (self.height, self.width, 3)
-            if self.config.frames == 1
-            else (self.config.frames, self.height, self.width, 3)
-        )
+        wanted: tuple[int, ...] = (self.height, self.width, 3)
+        if self.config.frames > 1:
+            wanted = (self.config.frames, *wanted)
         if images.shape[1:] != wanted:
             raise ModelError(
                 f"images of shape {images.shape[1:]}: the model draws {wanted}; resize them"
@@ -346,6 +354,7 @@ class PipelineModel:
 
     def _encode_with_vae(self, pixels: Tensor) -> Tensor:
         """What the VAE makes of pixels in [-1, 1]."""
+        # The mode of its distribution, not a sample: the same image gives the same latents.
         latents: Tensor = self.pipeline.vae.encode(pixels).latent_dist.mode()
         return latents
 
@@ -368,7 +377,9 @@ class PipelineModel:
     @contextmanager
     def _parts_on_device(self, *parts: str) -> Iterator[None]:
         """The named parts of the pipeline on the device inside the block, on the CPU after it."""
-        modules = [module for name in parts if (module := getattr(self.pipeline, name)) is not None]
+        # A part may be missing from the folder, as T5 of SD3.
+        parts_or_none = [getattr(self.pipeline, name) for name in parts]
+        modules = [module for module in parts_or_none if module is not None]
         for module in modules:
             module.to(self.device)
         try:
@@ -382,6 +393,7 @@ class PackedPipelineModel(PipelineModel):
     """A family whose network sees 2 x 2 patches of the latents as tokens."""
 
     def _compute_latent_shape(self) -> tuple[int, ...]:
+        # The network's channels are those of a token, 2 x 2 latents.
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(2 * scale)
         return (self.transformer.config.in_channels // 4, self.height // scale, self.width // scale)
@@ -390,81 +402,11 @@ class PackedPipelineModel(PipelineModel):
         return unpack_tokens(prediction, self.latent_shape)
 
 
-def load_pipeline(
-    adapter: type[PipelineModel], folder: Path, config: ModelConfig, device: torch.device
-) -> Any:
-    """The pipeline of a folder, frozen and in evaluation mode.
-
-    A network to train is on the device in the precision that it was published in, and any other in
-    ``config.precision``. Text encoders are in ``config.precision`` and the VAE in float32, both on
-    the CPU.
-
-    Raises:
-        ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as
-            ``config.attention`` says.
-    """
-    weights = {
-        part: sorted((folder / part).glob("*.safetensors"))
-        for part in adapter.trained_parts(config)
-    }
-    if absent := [part for part, files in weights.items() if not files]:
-        raise ModelError(
-            f"{folder / absent[0]} holds no .safetensors weights; fetch them in that format"
-        )
-    with report_unreadable_parts(folder, config.family):
-        published = {part: _published_dtype(files) for part, files in weights.items()}
-        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published
-        options = {"local_files_only": True, "use_safetensors": True} | adapter._load_own_parts(
-            folder
-        )
-        pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module):
-            part.requires_grad_(False).eval()
-    adapter._check_pipeline(pipeline, config)
-    for network in (getattr(pipeline, name) for name in adapter.networks):
-        network.to(device)
-        if config.attention:
-            _choose_attention(network, config.attention, config.family)
-    return pipeline
-
-
-def _published_dtype(files: list[Path]) -> torch.dtype:
-    """Of the published weights; variants in another precision, which may lie beside them, are not
-    loaded.
-    """
-    file = next((file for file in files if not VARIANT.search(file.name)), files[0])
-    with safe_open(file, "pt") as weights:
-        dtype: torch.dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
-    return dtype
-
-
-def _choose_attention(transformer: Any, backend: str, family: str) -> None:
-    choices = sorted(choice.value for choice in AttentionBackendName)
-    if backend not in choices:
-        raise ModelError(
-            f"model.attention = {backend!r}: diffusers has {', '.join(choices)}; take one of them,"
-            " or leave it out"
-        )
-    # Processors of an older kind do not ask which backend was set; theirs is the native one.
-    chosen = any(
-        hasattr(processor, "_attention_backend")
-        for processor in getattr(transformer, "attn_processors", {}).values()
-    )
-    if backend != "native" and not chosen:
-        raise ModelError(
-            f"model.attention = {backend!r}: diffusers has only 'native' for {family}; take that,"
-            " or leave it out"
-        )
-    try:
-        transformer.set_attention_backend(backend)
-    except (ImportError, RuntimeError) as error:
-        raise ModelError(f"model.attention = {backend!r}: {error} Or leave it out") from error
-
-
 def pack_latents(latents: Tensor) -> Tensor:
     """Latents [N, C, H, W] as tokens of 2 x 2 patches, [N, H/2 W/2, 4 C]."""
     count, channels, height, width = latents.shape
+    # [N, C, H/2, 2, W/2, 2] -> [N, H/2, W/2, C, 2, 2]: a token is channel-major, as in
+    # FluxPipeline._pack_latents and its copies in the other pipelines.
     patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(count, height * width // 4, 4 * channels)
 
@@ -472,15 +414,27 @@ def pack_latents(latents: Tensor) -> Tensor:
 def unpack_tokens(tokens: Tensor, latent_shape: tuple[int, ...]) -> Tensor:
     """The inverse of ``pack_latents``: tokens [N, H/2 W/2, 4 C] as latents [N, C, H, W]."""
     channels, height, width = latent_shape
+    # [N, H/2, W/2, C, 2, 2] -> [N, C, H/2, 2, W/2, 2].
     patches = tokens.reshape(len(tokens), height // 2, width // 2, channels, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
+
+
+def match_norm(guided: Tensor, prediction: Tensor) -> Tensor:
+    """A guided prediction, rescaled to the norm that the prompt's own has over the last dimension.
+
+    A large guidance scale makes predictions longer than any that the network was trained on.
+    """
+    ratio = prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+    rescaled: Tensor = guided * ratio
+    return rescaled
 
 
 def channel_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel of a video VAE's latents, to broadcast with
     latents [N, C, ...].
     """
-    shape = (-1, *[1] * (like.ndim - 2))
+    # [C, 1, ...]: without the batch, which broadcasting adds.
+    shape = (-1,) + (1,) * (like.ndim - 2)
     mean, std = (
         torch.tensor(values).view(shape).to(like)
         for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -496,6 +450,8 @@ def dynamic_shift_arguments(
 
     ``max_shift`` is what the pipeline takes where the scheduler's configuration does not say.
     """
+    # The pipelines' ``calculate_shift``, with their defaults: mu is .5 at 256 tokens (256 x 256
+    # pixels) and 1.15 at 4096 (1024 x 1024), and goes on beyond both.
     config = scheduler.config
     if not config.get("use_dynamic_shifting"):
         return {}

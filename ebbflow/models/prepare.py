@@ -30,8 +30,10 @@ PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 def train_base_folder(training: GlyphTrainingConfig, threads: int, folder: Path) -> None:
     """Train the glyph base model from scratch into ``folder``, committed."""
+    # The order of additions, and so the weights, depends on the number of threads: the recipe's.
     torch.set_num_threads(threads)
     train_glyph_base(training, folder)
+    # A model that does not load fails here, and not in the stage that opens it.
     load_model(folder)
 
 
@@ -61,9 +63,8 @@ def download_base_folder(repository: str, revision: str, folder: Path) -> None:
     source = fetch_pipeline(PretrainedSourceConfig(path=repository, revision=revision))
     with write_new_folder(folder) as unfinished:
         for pattern in _pipeline_file_patterns(source):
-            for file in sorted(
-                source.glob(pattern)
-            ):  # the cache may hold more than was asked for here
+            # Only these: the cache may hold more of the repository than was asked for here.
+            for file in sorted(source.glob(pattern)):
                 target = unfinished / file.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 _link_or_copy(file, target)
@@ -83,6 +84,7 @@ def cache_base_folder(pretrained: PretrainedSourceConfig) -> Path:
     folder = Path(HF_HUB_CACHE) / f"ebbflow--{repository}" / pretrained.revision
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Several runs of a machine may ask at the same time; the first one fetches it.
         with wait_for_lock(folder.with_suffix(".lock")):
             if not folder.exists():
                 download_base_folder(pretrained.path, pretrained.revision, folder)
@@ -107,10 +109,11 @@ def _pipeline_file_patterns(folder: Path) -> list[str]:
         for part, kind in read_json_object(folder / INDEX).items()
         if isinstance(kind, list) and kind and kind[0]
     ]
-    if strange := [part for part in parts if not part.isidentifier()]:
+    strange_parts = [part for part in parts if not part.isidentifier()]
+    if strange_parts:
         raise ModelError(
-            f"{folder / INDEX} names the part {strange[0]!r}, which is no identifier; fetch another"
-            " repository"
+            f"{folder / INDEX} names the part {strange_parts[0]!r}, which is no identifier; fetch"
+            " another repository"
         )
     return [INDEX, *(f"{part}/{suffix}" for part in parts for suffix in PART_FILES)]
 
@@ -131,10 +134,12 @@ def copy_base_folder(source: Path, folder: Path, config: ModelConfig) -> None:
             it.
         ArtifactError: it was committed and has changed since.
     """
-    verify_committed_folder(source)  # before any code reads it
+    # Before any code reads the folder, which comes from elsewhere.
+    verify_committed_folder(source)
     _reject_links_out(source)
     load_model(source, config)
     with write_new_folder(folder) as unfinished:
+        # The copy is committed anew, with a manifest and a COMMIT of its own.
         shutil.copytree(
             source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, COMMIT)
         )
@@ -145,6 +150,7 @@ def _reject_links_out(folder: Path) -> None:
 
     A snapshot in the hub's cache consists of links, but to its own ``blobs``.
     """
+    # models--OWNER--NAME/snapshots/COMMIT/file -> models--OWNER--NAME/blobs/SHA
     home = folder.parent.parent if folder.parent.name == "snapshots" else folder
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(home.resolve()):

@@ -22,6 +22,9 @@ class Part:
         config: the keys of its configuration that differ from the class's defaults and decide its
             size.
         bytes: of a number, as it is published.
+
+    Example:
+        >>> Part("transformers", "T5EncoderModel", {"d_model": 4096, "num_layers": 24})
     """
 
     library: str
@@ -32,6 +35,7 @@ class Part:
 
 Published = Mapping[str, Mapping[str, Part]]
 """The parts that have weights of each repository, by its id."""
+# Text encoders and the VAE that several families share.
 CLIP_L = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -54,6 +58,7 @@ XXL = {
     "num_heads": 64,
     "feed_forward_proj": "gated-gelu",
 }
+# UMT5, of Wan, has the same sizes and a larger vocabulary.
 T5_XXL = Part("transformers", "T5EncoderModel", XXL | {"vocab_size": 32128})
 QWEN3_4B = {
     "vocab_size": 151936,

@@ -54,62 +54,78 @@ def measure_model(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
             f"model.family = {model.family!r} is your own, no sizes are known; take one of"
             f" {', '.join(FAMILIES)}"
         )
-    adapter, stored = (
-        _measure_glyph(model) if model.family == "glyph" else _build_meta_pipeline(model)
-    )
-    transformer, (width, text_width) = adapter.transformer, adapter.token_widths()
+    # A model that runs train is small enough to load, and none of diffusers' pipelines.
+    if FAMILIES[model.family].trains_base_model:
+        adapter, stored_bytes = _measure_glyph(model)
+    else:
+        adapter, stored_bytes = _build_meta_pipeline(model)
+    return _measure_networks(adapter, stored_bytes), _measure_sample(adapter, model)
+
+
+def _measure_networks(adapter: Any, stored_bytes: int) -> ModelSizes:
+    transformer = adapter.transformer
+    # The glyph model has its parts itself, and no VAE.
     pipeline = getattr(adapter, "pipeline", adapter)
+    vae = getattr(pipeline, "vae", None)
+    width, text_width = adapter.token_widths()
+    # The VAE of families that edit images is one of their text parts, and counted by itself.
     encoders = [getattr(pipeline, part) for part in adapter.text_parts if part != "vae"]
     linears = {
-        name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)
+        name: (layer.in_features, layer.out_features)
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, nn.Linear) and is_trainable(adapter, name)
     }
-    layers = {name: layer for name, layer in linears.items() if is_trainable(adapter, name)}
-    unused = (
+    num_unused = sum(
         value.numel()
         for name, value in transformer.named_parameters()
         if not is_trainable(adapter, name)
     )
-    sizes = ModelSizes(
+    # Families with two networks may train one of them; the other only denoises.
+    num_denoising = sum(_count_parameters(getattr(pipeline, name)) for name in adapter.networks)
+    decoding = 0
+    decoding_with_gradient = 0
+    if vae is not None:
+        decoding = _decoding_bytes(vae, adapter.latent_shape)
+        decoding_with_gradient = _decoding_bytes(vae, adapter.latent_shape, with_gradient=True)
+    return ModelSizes(
         parameters=_count_parameters(transformer),
         buffers=_count_buffers(transformer),
         blocks=len(adapter.list_blocks()),
         width=width,
-        linears={name: (layer.in_features, layer.out_features) for name, layer in layers.items()},
+        linears=linears,
         lora_targets=adapter.lora_targets,
+        # SD3's T5 may be missing from a folder.
         text_encoders=sum(
             _count_parameters(encoder) for encoder in encoders if encoder is not None
         ),
         text_width=text_width,
-        frozen=sum(_count_parameters(getattr(pipeline, name)) for name in adapter.networks)
-        - _count_parameters(transformer),
-        unused=sum(unused),
-        vae=_count_parameters(pipeline.vae) if hasattr(pipeline, "vae") else 0,
-        decoding=(
-            _decoding_bytes(pipeline.vae, adapter.latent_shape) if hasattr(pipeline, "vae") else 0
-        ),
-        decoding_with_gradient=(
-            _decoding_bytes(pipeline.vae, adapter.latent_shape, True)
-            if hasattr(pipeline, "vae")
-            else 0
-        ),
+        frozen=num_denoising - _count_parameters(transformer),
+        unused=num_unused,
+        vae=_count_parameters(vae) if vae is not None else 0,
+        decoding=decoding,
+        decoding_with_gradient=decoding_with_gradient,
         vae_encodes_prompts="vae" in adapter.text_parts,
         decoded_frames=getattr(adapter, "frames_per_decode", 1),
-        stored=stored,
+        stored=stored_bytes,
     )
+
+
+def _measure_sample(adapter: Any, model: ModelConfig) -> SampleSize:
     tokens = adapter.count_tokens()
+    _, text_width = adapter.token_widths()
     channels = adapter.latent_shape[0]
-    sample = SampleSize(
+    return SampleSize(
         latent_shape=adapter.latent_shape,
         pixels=adapter.height * adapter.width * model.frames,
         tokens=tokens.image + tokens.edited + (tokens.text if tokens.joint else 0),
         joint=tokens.joint,
         text_tokens=tokens.text,
-        conditioning=tokens.text * sizes.text_width
+        # The image to edit is kept as latents: a token of it is 2 x 2 of them.
+        conditioning=tokens.text * text_width
         + tokens.edited * 4 * channels
         + tokens.condition_channels,
         passes=2 if model.guidance > 1 and adapter.guided else 1,
     )
-    return sizes, sample
 
 
 def check_size(model: ModelConfig) -> None:
@@ -138,8 +154,10 @@ def check_shared_tokens(recipe: Recipe, ranks: int) -> None:
     for stage in stages:
         require_one_size(stage, ranks)
     require_shareable_family(load_adapter(recipe.model.family), recipe.model, ranks)
-    if recipe.model.family in FAMILIES and (adapter := _adapter_without_encoders(recipe.model)):
-        require_shareable_tokens(adapter, ranks)
+    if recipe.model.family in FAMILIES:
+        adapter = _adapter_without_encoders(recipe.model)
+        if adapter:
+            require_shareable_tokens(adapter, ranks)
 
 
 def _adapter_without_encoders(model: ModelConfig) -> Any:
@@ -168,10 +186,12 @@ def _measure_glyph(model: ModelConfig) -> tuple[Any, int]:
         return load_model(Path(model.path), model), _folder_bytes(Path(model.path))
     with torch.device("meta"):
         glyph = build_glyph_model(model.training)
-    return glyph, 4 * sum(
+    # Saved in float32, 4 bytes a number.
+    num_stored = sum(
         _count_parameters(part) + _count_buffers(part)
         for part in (glyph.transformer, glyph.text_encoder)
     )
+    return glyph, 4 * num_stored
 
 
 def _build_meta_pipeline(model: ModelConfig) -> tuple[Any, int]:
@@ -181,15 +201,15 @@ def _build_meta_pipeline(model: ModelConfig) -> tuple[Any, int]:
     family: Any = load_adapter(model.family)
     parts = _find_parts(model, (*family.networks, "vae", *family.text_parts))
     built = {name: _build_on_meta(part) for name, part in parts.items()}
-    stored = (
-        sum(
+    # Nothing of a repository is here yet; a folder has its bytes.
+    if model.is_on_hub:
+        stored_bytes = sum(
             part.bytes * (_count_parameters(built[name]) + _count_buffers(built[name]))
             for name, part in parts.items()
         )
-        if model.is_on_hub
-        else _folder_bytes(Path(model.path or ""))
-    )
-    return _build_adapter(model, built), stored
+    else:
+        stored_bytes = _folder_bytes(Path(model.path or ""))
+    return _build_adapter(model, built), stored_bytes
 
 
 def _build_adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
@@ -199,10 +219,12 @@ def _build_adapter(model: ModelConfig, built: Mapping[str, nn.Module]) -> Any:
         ModelError: the family cannot generate the recipe's size.
     """
     adapter: Any = load_adapter(model.family)
-    wanted = inspect.signature(adapter.pipeline_class.__init__).parameters.items()
+    # A pipeline's constructor wants all of its parts. Tokenizers, schedulers and what else has no
+    # weights is None here: nothing is encoded or denoised.
+    parameters = inspect.signature(adapter.pipeline_class.__init__).parameters
     absent = [
         name
-        for name, parameter in wanted
+        for name, parameter in parameters.items()
         if parameter.default is parameter.empty and name not in ("self", *built)
     ]
     return adapter(
@@ -224,6 +246,7 @@ def _find_parts(model: ModelConfig, names: Sequence[str]) -> Mapping[str, Part]:
             f" the repositories {', '.join(published)}; download it and name its folder"
         )
     check_folder(folder, model.family)
+    # {"vae": ["diffusers", "AutoencoderKL"], "text_encoder_3": [null, null], ...}
     index = read_json_object(folder / INDEX)
     kinds = {name: index[name] for name in names if index.get(name, [None])[0]}
     return {
@@ -243,10 +266,11 @@ def _build_part(part: Part) -> nn.Module:
     if part.library == "transformers":
         kind = getattr(import_module(part.library), part.kind)
         built: nn.Module = kind(kind.config_class.from_dict(part.config))
-    else:  # or a package of one of its pipelines, which an index names alone
-        module = (
-            "diffusers" if part.library == "diffusers" else f"diffusers.pipelines.{part.library}"
-        )
+    else:
+        # "ltx2" is a package of one of diffusers' pipelines, which an index names without the rest.
+        module = part.library
+        if module != "diffusers":
+            module = f"diffusers.pipelines.{part.library}"
         built = getattr(import_module(module), part.kind).from_config(part.config)
     return built
 
@@ -258,10 +282,12 @@ def _decoding_bytes(vae: Any, latent_shape: Sequence[int], with_gradient: bool =
     Without gradient a video is decoded part by part; with it, all parts are kept, and the second
     one stands for all later ones.
     """
-    frames = [1] if any(isinstance(layer, nn.Conv3d) for layer in vae.modules()) else []
-    if frames and with_gradient:
-        frames = [min(2, latent_shape[1])]
+    # VAEs of videos take latents [N, C, frames, H, W], also for images.
+    frames = []
+    if any(isinstance(layer, nn.Conv3d) for layer in vae.modules()):
+        frames = [min(2, latent_shape[1])] if with_gradient else [1]
     kind: Any = type(vae)
+    # As text, which can be a key of the cache: an estimate of a recipe asks many times.
     config = json.dumps(vae.config, sort_keys=True, default=str)
     return _measure_decoding_peak(kind, config, (latent_shape[0], *frames), with_gradient)
 
@@ -270,6 +296,8 @@ def _decoding_bytes(vae: Any, latent_shape: Sequence[int], with_gradient: bool =
 def _measure_decoding_peak(
     kind: Any, config: str, channels_and_frames: tuple[int, ...], with_gradient: bool
 ) -> int:
+    # On the meta device nothing is computed; every operation gives a tensor of the right size,
+    # which is all that is counted.
     with torch.device("meta"):
         vae = kind.from_config(json.loads(config)).requires_grad_(False)
     latents = torch.zeros(
@@ -280,11 +308,12 @@ def _measure_decoding_peak(
         device="meta",
         requires_grad=with_gradient,
     )
-    with torch.set_grad_enabled(with_gradient), _PeakBytes() as held:
+    with torch.set_grad_enabled(with_gradient), _PeakBytes() as memory:
         image = vae.decode(latents, return_dict=False)[0]
         if with_gradient:
             torch.autograd.grad(image, latents, torch.ones_like(image))
-    return int(held.peak / math.prod(image.shape[2:]))
+    # [1, 3, (frames,) height, width]: bytes per pixel of all frames.
+    return int(memory.peak / math.prod(image.shape[2:]))
 
 
 class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -300,10 +329,12 @@ class _PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
-            if (
-                isinstance(value, torch.Tensor)
-                and id(storage := value.untyped_storage()) not in self._alive
-            ):
+            if not isinstance(value, torch.Tensor):
+                continue
+            # Views share the storage of their tensor, which is counted once, and is freed when the
+            # last of them goes.
+            storage = value.untyped_storage()
+            if id(storage) not in self._alive:
                 self._alive[id(storage)] = storage.nbytes()
                 weakref.finalize(storage, self._alive.pop, id(storage))
         self.peak = max(self.peak, sum(self._alive.values()))
@@ -316,6 +347,7 @@ def _count_parameters(module: nn.Module) -> int:
 
 def _count_buffers(module: nn.Module) -> int:
     """Numbers in its checkpoint that are no parameters."""
+    # Tied parameters have several names in the state, all of parameters.
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return sum(
         value.numel() for name, value in module.state_dict().items() if name not in parameters

@@ -20,8 +20,8 @@ class DrawsVideos(PipelineModel):
         return frames
 
     def _count_latent_frames(self, pace: int) -> int:
-        """Of a video whose VAE makes one latent frame of the first frame, and one of every ``pace``
-        after it.
+        """Latent frames of a video whose VAE makes one of the first frame, and one of every
+        ``pace`` after it: 1 + (frames - 1) / pace.
         """
         if (self.config.frames - 1) % pace:
             near = round((self.config.frames - 1) / pace) * pace + 1
@@ -32,6 +32,7 @@ class DrawsVideos(PipelineModel):
         return (self.config.frames - 1) // pace + 1
 
     def _decode_pixels(self, latents: Tensor) -> Tensor:
+        # [n, frames, height, width, 3]; the frame of an image without its dimension.
         video = super()._decode_pixels(latents)
         return video[:, 0] if self.config.frames == 1 else video
 

@@ -3,22 +3,29 @@ torch.
 
 A record stands in the file of its family, ``ebbflow/models/families/NAME.py``, as ``FAMILY =
 Family(...)``: a new family is one file, and no list of names has to follow. It is read from the
-text of the file, whose import would bring torch and diffusers.
+text of the file, whose import would bring torch and diffusers. The file of a user's own family may
+have a record, too.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
+
+from ebbflow.recipe.plugins import PATH
 
 FOLDER = Path(__file__).parents[1] / "models" / "families"
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family that Ebbflow ships. A user's family needs no record: the recipe names its
-    adapter.
+    """What a recipe has to know of a model family.
+
+    A user's own family may leave the record out: then a recipe is checked against nothing but what
+    its adapter shows once it is loaded.
 
     Attributes:
         adapter: class of its file, an ``ebbflow.models.base.Model``.
@@ -30,6 +37,14 @@ class Family:
             with them.
         vllm_omni: ``package.module:NAME`` of its network in vLLM-Omni's environment
             (``containers/vllm_omni``); None: the engine cannot generate with it.
+        trains_base_model: whether the adapter loads the base model that a run trains from scratch
+            where ``model.path`` is not set: the glyph model that ``model.training`` describes.
+        has_fixed_size: whether it generates the size that it was trained on and no other; a recipe
+            cannot set another for the model, its stages or its evaluation.
+        unsupported_keys: further keys of ``model`` that have no effect on the family.
+
+    Example:
+        >>> Family(adapter="FluxKontextModel", guided=False, edits_images=True)
     """
 
     adapter: str
@@ -38,16 +53,78 @@ class Family:
     experts: bool = False
     diffusers: bool = True
     vllm_omni: str | None = None
+    trains_base_model: bool = False
+    has_fixed_size: bool = False
+    unsupported_keys: tuple[str, ...] = ()
 
 
-def _read_family_record(file: Path) -> Family:
-    """What a file assigns to ``FAMILY``: a call whose arguments are literals, by name."""
+def _read_family_record(file: Path) -> Family | None:
+    """What a file assigns to ``FAMILY``: a call whose arguments are literals, by name; None without
+    such a line.
+
+    Raises:
+        ValueError: an argument is no literal, or no fact of a family.
+    """
     for statement in ast.parse(file.read_text("utf-8")).body:
         match statement:
-            case ast.Assign(targets=[ast.Name("FAMILY")], value=ast.Call(args=[], keywords=given)):
-                return Family(**{str(key.arg): ast.literal_eval(key.value) for key in given})
-    raise ValueError(f"{file} has no line FAMILY = Family(...); write one, with literals by name")
+            case ast.Assign(
+                targets=[ast.Name("FAMILY")],
+                value=ast.Call(func=ast.Name("Family"), args=[], keywords=keywords),
+            ):
+                try:
+                    return Family(**{str(key.arg): ast.literal_eval(key.value) for key in keywords})
+                except (TypeError, ValueError) as error:
+                    raise ValueError(
+                        f"{file}: FAMILY = Family(...) cannot be read ({error}); write the facts of"
+                        " ebbflow.recipe.families.Family, as literals"
+                    ) from None
+    return None
 
 
-FAMILIES = {file.stem: _read_family_record(file) for file in sorted(FOLDER.glob("[!_]*.py"))}
+def _read_shipped_records() -> dict[str, Family]:
+    records = {}
+    for file in sorted(FOLDER.glob("[!_]*.py")):
+        record = _read_family_record(file)
+        if record is None:
+            raise ValueError(
+                f"{file} has no line FAMILY = Family(...); write one, with literals by name"
+            )
+        records[file.stem] = record
+    return records
+
+
+FAMILIES = _read_shipped_records()
 """By the name that ``model.family`` takes."""
+
+
+def find_family(name: str) -> Family | None:
+    """The record of a family by ``model.family``; None of a user's own without one.
+
+    Raises:
+        ValueError: the file of the user's family has a record that cannot be read.
+    """
+    if name in FAMILIES or not PATH.fullmatch(name):
+        return FAMILIES.get(name)
+    module, _, adapter = name.partition(":")
+    file = _find_source_file(module)
+    record = _read_family_record(file) if file else None
+    # A file may have several adapters; its record describes the one that it names.
+    return record if record and record.adapter == adapter else None
+
+
+def _find_source_file(module: str) -> Path | None:
+    """The source of a module, found without running code of it or of the packages around it; None
+    where it is not installed here.
+    """
+    top, *inner = module.split(".")
+    try:
+        # Of a package at the top, this imports nothing; of one inside, it would import those around
+        # it, and with them perhaps torch.
+        spec = find_spec(top)
+    except ValueError:  # a module without a file, such as __main__
+        return None
+    for name in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations)
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ebbflow.recipe.base import Strict
-from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.plugins import validate_name_or_path
 from ebbflow.recipe.pretrained import PretrainedSourceConfig
 
@@ -130,17 +130,19 @@ class ModelConfig(PretrainedSourceConfig):
         return "off" if value is False else value
 
     @model_validator(mode="after")
-    def _check_only_glyph_is_trained(self) -> ModelConfig:
-        if self.family != "glyph" and self.path is None:
+    def _check_base_model_is_named(self) -> ModelConfig:
+        family = find_family(self.family)
+        if self.path is None and not (family and family.trains_base_model):
+            trained = [name for name, record in FAMILIES.items() if record.trains_base_model]
             raise ValueError(
-                f"family = {self.family!r} needs the 'path' of its base model; only glyph is"
-                " trained here"
+                f"family = {self.family!r} needs the 'path' of its base model; only"
+                f" {' and '.join(trained)} is trained here"
             )
         return self
 
     @model_validator(mode="after")
     def _check_expert(self) -> ModelConfig:
-        family = FAMILIES.get(self.family)
+        family = find_family(self.family)
         if self.expert and family and not family.experts:
             known = ", ".join(name for name, record in FAMILIES.items() if record.experts)
             raise ValueError(
@@ -164,15 +166,21 @@ class ModelConfig(PretrainedSourceConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_glyph_size(self) -> ModelConfig:
-        foreign = ("height", "width", "frames", "guidance", "max_tokens", "attention")
-        given = [
-            key for key in foreign if getattr(self, key) != type(self).model_fields[key].default
+    def _check_keys_have_effect(self) -> ModelConfig:
+        family = find_family(self.family)
+        if family is None:
+            return self
+        size_keys = ("height", "width") if family.has_fixed_size else ()
+        keys_without_effect = [
+            key
+            for key in (*size_keys, *family.unsupported_keys)
+            if getattr(self, key) != type(self).model_fields[key].default
         ]
-        if self.family == "glyph" and given:
+        if keys_without_effect:
+            fix = "set training.height and width" if family.trains_base_model else "leave them out"
             raise ValueError(
-                f"{', '.join(given)}: the glyph model draws what it was trained on; set"
-                " training.height and width"
+                f"{', '.join(keys_without_effect)}: the {self.family} model draws what it was"
+                f" trained on; {fix}"
             )
         return self
 

@@ -34,7 +34,7 @@ from ebbflow.recipe.branches import BranchConfig, branches_teaching, check_branc
 from ebbflow.recipe.choices import SINKS
 from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.evaluation import EvaluationConfig
-from ebbflow.recipe.families import FAMILIES
+from ebbflow.recipe.families import FAMILIES, find_family
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
 from ebbflow.recipe.plugins import validate_name_or_path
@@ -335,7 +335,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _check_students_are_trainable(self) -> Recipe:
-        family = FAMILIES.get(self.model.family)
+        family = find_family(self.model.family)
         for index, stage in enumerate(self.stages):
             hyper = stage.hyper_parameters
             if not stage.algorithm_kind.trains_student:
@@ -424,9 +424,9 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _check_guided_references(self) -> Recipe:
-        unguided = [name for name, family in FAMILIES.items() if not family.guided]
+        family = find_family(self.model.family)
         for index, stage in enumerate(self.stages):
-            if stage.reference.needs_guidance and self.model.family in unguided:
+            if stage.reference.needs_guidance and family and not family.guided:
                 raise ValueError(
                     f"stages.{index}.reference.guidance = {stage.reference.guidance:g} (a default"
                     " of some algorithms) needs classifier-free guidance, which model.family ="
@@ -445,7 +445,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _check_guidance_is_optional(self) -> Recipe:
-        family = FAMILIES.get(self.model.family)
+        family = find_family(self.model.family)
         for index, stage in enumerate(self.stages):
             if not stage.guidance_in_loss and (
                 self.model.guidance == 1 or (family and not family.guided)
@@ -462,22 +462,23 @@ class Recipe(Strict):
         sizes = {
             key: size for key in ("height", "width") if (size := getattr(self.evaluation, key))
         }
-        if sizes and self.model.family == "glyph":
+        family = find_family(self.model.family)
+        if sizes and family and family.has_fixed_size:
             key, size = next(iter(sizes.items()))
             raise ValueError(
-                f"evaluation.{key} = {size}: the glyph model draws the size that it was trained on;"
-                " leave it out"
+                f"evaluation.{key} = {size}: the {self.model.family} model draws the size that it"
+                " was trained on; leave it out"
             )
         return self
 
     @model_validator(mode="after")
     def _check_sizes_of_family(self) -> Recipe:
-        family = FAMILIES.get(self.model.family)
+        family = find_family(self.model.family)
         index = next((index for index, stage in enumerate(self.stages) if stage.sizes), None)
-        if index is not None and self.model.family == "glyph":
+        if index is not None and family and family.has_fixed_size:
             raise ValueError(
-                f"stages.{index}.sizes: the glyph model draws the size that it was trained on;"
-                " leave sizes out"
+                f"stages.{index}.sizes: the {self.model.family} model draws the size that it was"
+                " trained on; leave sizes out"
             )
         if index is not None and family and family.edits_images:
             raise ValueError(

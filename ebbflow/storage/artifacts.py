@@ -68,9 +68,11 @@ def write_new_folder(folder: Path, overwrite: bool = True) -> Iterator[Path]:
 
     def publish_folder(partial: Path, target: Path) -> None:
         commit_folder(partial)
-        check_replaceable(folder, overwrite)  # again: the block may take hours
+        # Checked a second time, since the block may take hours: somebody may have put files there.
+        check_replaceable(folder, overwrite)
         _replace_folder(partial, target)
 
+    # A rename onto a link would replace the link itself, not the folder that it names.
     target = folder.resolve() if folder.is_symlink() else folder
     with atomic_write(target, create=Path.mkdir, publish=publish_folder) as partial:
         yield partial
@@ -83,6 +85,7 @@ def check_replaceable(folder: Path, overwrite: bool = True) -> None:
     Raises:
         ArtifactError: it holds something else.
     """
+    # lexists: Path.exists follows links, and would overlook a broken one that a user has there.
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
@@ -109,6 +112,7 @@ def _replace_folder(new: Path, folder: Path) -> None:
             old.rename(folder)
             raise
         remove_path(old)
+    # A rename is an entry of the parent folder; without this a power loss could undo it.
     sync_path(folder.parent)
 
 
@@ -117,6 +121,8 @@ def commit_folder(folder: Path) -> None:
     has reached the disk.
     """
     (folder / MANIFEST).write_text(_build_manifest(folder))
+    # Everything that COMMIT vouches for is on the disk before COMMIT exists: file systems write in
+    # any order, and a power loss in between must not leave a COMMIT beside empty files.
     for path in folder.rglob("*"):
         if path.is_file() or path.is_dir():
             sync_path(path)
@@ -146,11 +152,14 @@ def verify_folder(folder: Path) -> str:
             " again"
         )
     state = _read_file_states(folder)
-    young = max(changed for *_, changed in state) >= time.time_ns() - CLOCK_TICK
-    if young and _is_large_folder(state):
+    # A file that changes twice within a tick of the file system's clock may show the same state
+    # both times. The state of so young a folder identifies nothing, so that it is not cached.
+    is_young = max(changed for *_, changed in state) >= time.time_ns() - CLOCK_TICK
+    if is_young and _is_large_folder(state):
+        # Two seconds are less than reading 4 GB, in this process and in every other that asks.
         time.sleep(CLOCK_TICK / 10**9)
-        young = _read_file_states(folder) != state
-    return _verify_contents(folder) if young else _verify_state_once(folder, state)
+        is_young = _read_file_states(folder) != state
+    return _verify_contents(folder) if is_young else _verify_state_once(folder, state)
 
 
 def digest_of_folder(folder: Path) -> str:
@@ -197,11 +206,9 @@ def _is_large_folder(state: tuple[FileState, ...]) -> bool:
 @lru_cache(maxsize=256)
 def _verify_state_once(folder: Path, state: tuple[FileState, ...]) -> str:
     """``_verify_contents`` of a folder in this state; an error is not cached."""
-    return (
-        _verify_once_per_machine(folder, state)
-        if _is_large_folder(state)
-        else _verify_contents(folder)
-    )
+    if _is_large_folder(state):
+        return _verify_once_per_machine(folder, state)
+    return _verify_contents(folder)
 
 
 def _verify_once_per_machine(folder: Path, state: tuple[FileState, ...]) -> str:
@@ -210,10 +217,12 @@ def _verify_once_per_machine(folder: Path, state: tuple[FileState, ...]) -> str:
     """
     name = hashlib.sha256(repr((folder.absolute(), state)).encode()).hexdigest()
     record = create_private_folder() / f"verified-{name}"
+    # The ranks of one machine open the same base model at the same time. The first one reads it
+    # while it has the lock; the others find the record.
     with wait_for_lock(record.with_suffix(".lock")):
-        if not record.exists() or record.read_text() != (folder / COMMIT).read_text(
-            errors="replace"
-        ):
+        digest = (folder / COMMIT).read_text(errors="replace")
+        # A record that a killed process left unfinished is not the digest, and is made again.
+        if not record.exists() or record.read_text() != digest:
             record.write_text(_verify_contents(folder))
             _remove_old_records(record.parent)
         return record.read_text()
@@ -223,37 +232,45 @@ def _remove_old_records(folder: Path) -> None:
     """The records that no process asked for in ``RECORDS_KEPT``, with their locks: of folders that
     changed or are gone.
     """
+    oldest_kept = time.time() - RECORDS_KEPT
     for lock in folder.glob("verified-*.lock"):
         with suppress(OSError):  # another process removed it first
-            if (
-                lock.stat().st_mtime < time.time() - RECORDS_KEPT
-            ):  # who takes it opens it for writing
-                with try_lock(lock) as unused:
-                    if unused:
+            # wait_for_lock opens the file for writing, which sets its time of modification.
+            if lock.stat().st_mtime < oldest_kept:
+                with try_lock(lock) as is_unused:
+                    if is_unused:
+                        # The lock goes last: without it another process could write the record
+                        # again, which would then be removed here.
                         lock.with_suffix("").unlink(missing_ok=True)
                         lock.unlink()
 
 
 def _verify_contents(folder: Path) -> str:
+    # COMMIT vouches for the manifest and the manifest for the files, so that one short digest
+    # identifies the whole folder. A damaged COMMIT may hold any bytes; it must not raise.
     digest = (folder / COMMIT).read_text(errors="replace")
     if digest != sha256_of_file(folder / MANIFEST):
         raise ArtifactError(
             f"{folder / MANIFEST} does not match its COMMIT: the folder is damaged; make it again"
         )
-    expected = _read_manifest(folder / MANIFEST)
-    found = _describe_files(folder)
-    if expected != found:
-        wrong = sorted(
-            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    expected_files = _read_manifest(folder / MANIFEST)
+    files = _describe_files(folder)
+    if expected_files != files:
+        changed_names = sorted(
+            name
+            for name in expected_files.keys() | files.keys()
+            if expected_files.get(name) != files.get(name)
         )
         raise ArtifactError(
-            f"{folder} does not match its manifest ({_format_names(wrong)}); copy it again or make"
-            " it again"
+            f"{folder} does not match its manifest ({_format_names(changed_names)}); copy it again"
+            " or make it again"
         )
     return digest
 
 
 def _read_manifest(manifest: Path) -> dict[str, Any]:
+    # The manifest may have been written by hand or by an attacker: RecursionError is that of JSON
+    # which is nested a thousand deep.
     try:
         files = json.loads(manifest.read_bytes())["files"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -267,6 +284,7 @@ def _read_manifest(manifest: Path) -> dict[str, Any]:
 
 
 def _format_names(names: list[str]) -> str:
+    # Names come from foreign folders, and may hold control characters of a terminal.
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(sanitize_text(name, 100) for name in names[:MAX_LISTED]) + more
 
@@ -289,8 +307,9 @@ def _list_files(folder: Path) -> list[Path]:
             hold, a broken link, a pipe.
     """
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    if strange := [path for path in paths if not path.is_file()]:
-        name = sanitize_text(strange[0].relative_to(folder).as_posix(), 100)
+    strange_paths = [path for path in paths if not path.is_file()]
+    if strange_paths:
+        name = sanitize_text(strange_paths[0].relative_to(folder).as_posix(), 100)
         raise ArtifactError(
             f"{folder} holds {name!r}, which is neither a file nor a folder; put the content itself"
             " there"

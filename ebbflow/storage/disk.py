@@ -55,13 +55,16 @@ def atomic_write(
         DiskFullError: no space was left.
     """
     remove_stale_partials(path)
+    # In the same folder, and so on the same file system: only there is a rename atomic.
     partial = _path_of_partial(path, os.getpid())
     remove_path(partial)
     try:
         with raise_if_disk_full(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             create(partial)
-            with try_lock(partial):  # tells the next process that this one still lives
+            # The lock tells the next process that this one still lives; the kernel releases it
+            # however this one ends.
+            with try_lock(partial):
                 yield partial
                 publish(partial, path)
     finally:
@@ -87,17 +90,16 @@ def remove_stale_partials(path: Path) -> None:
     the disk.
     """
     for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
-        with (
-            suppress(OSError),
-            try_lock(partial) as abandoned,
-        ):  # OSError: another process removed it first
-            if abandoned:
+        # OSError: another process removed it first.
+        with suppress(OSError), try_lock(partial) as is_abandoned:
+            if is_abandoned:
                 remove_path(partial)
                 logger.info("removed %s, which a killed process left behind", partial)
 
 
 def remove_path(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
+    # Of a link only the link goes, never what it names.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -122,25 +124,20 @@ def raise_if_disk_full(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except DiskFullError:
+        raise  # of a write inside this one, which has named its own path
     except Exception as error:
-        if not _is_about_space(error):
+        # Python's own errors have a number; those of safetensors (Rust), Arrow (C++) and SQLite
+        # have nothing but their text.
+        has_no_space = getattr(error, "errno", None) in NO_SPACE
+        if not has_no_space and not NO_SPACE_TEXT.search(str(error)):
             raise
+        existing = next(folder for folder in path.absolute().parents if folder.exists())
+        free = shutil.disk_usage(existing).free / 2**20
         raise DiskFullError(
             f"{path} could not be written: the disk is full, or a quota or file size limit is"
-            f" reached ({_format_free_space(path)} free); free space and start again. Nothing"
-            " partial was left"
+            f" reached ({free:,.0f} MiB free); free space and start again. Nothing partial was left"
         ) from error
-
-
-def _is_about_space(error: BaseException) -> bool:
-    if isinstance(error, DiskFullError):
-        return False
-    return getattr(error, "errno", None) in NO_SPACE or bool(NO_SPACE_TEXT.search(str(error)))
-
-
-def _format_free_space(path: Path) -> str:
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB"
 
 
 def create_private_folder(parent: Path | None = None) -> Path:
@@ -155,12 +152,14 @@ def create_private_folder(parent: Path | None = None) -> Path:
     folder = (parent or Path(tempfile.gettempdir())) / f"ebbflow-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    # lstat, not stat: another user may have put a link there that leads to a folder of this user.
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own or status.st_mode & 0o077:
         raise PathError(
-            f"{folder} is not a folder of user {os.getuid()} alone ({stat.filemode(found.st_mode)},"
-            f" owner {found.st_uid}): another user may have put something into it; remove it, or"
-            " set TMPDIR to a folder of your own"
+            f"{folder} is not a folder of user {os.getuid()} alone"
+            f" ({stat.filemode(status.st_mode)}, owner {status.st_uid}): another user may have put"
+            " something into it; remove it, or set TMPDIR to a folder of your own"
         )
     return folder
 
@@ -175,9 +174,9 @@ def open_scratch_folder(name: str) -> Iterator[Path]:
     Raises:
         DiskFullError: no space was left.
     """
-    with atomic_write(
-        create_private_folder() / name, Path.mkdir, publish=lambda partial, path: None
-    ) as folder:
+    # A partial that is never published: atomic_write removes it, and those of killed processes.
+    path = create_private_folder() / name
+    with atomic_write(path, Path.mkdir, publish=lambda partial, path: None) as folder:
         yield folder
 
 
@@ -193,12 +192,14 @@ def safe_join(folder: Path, name: str) -> Path:
         PathError: it is absolute, empty, contains ``..`` or a backslash, or leads through a link
             out of the folder.
     """
+    # Backslashes and drives are harmless here, but would lead out of the folder on Windows.
     plain = name and "\\" not in name and "\0" not in name and not PureWindowsPath(name).drive
     if not plain or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise PathError(
             f"{name!r} is no file name below {folder}; remove '..', backslashes and the leading"
             " slash"
         )
+    # The unresolved path is returned, because callers name it in errors and compare it.
     resolve_inside(folder, name)
     return folder / name
 

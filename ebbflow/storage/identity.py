@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,27 +50,29 @@ def compute_inputs_digest(recipe: Recipe) -> str:
     times, as a base model has tens of GB; of ``package.module:name`` the sources of the whole
     package. What a URI or a hub holds is taken as unchanged.
     """
-    return _digest_of_json(
-        {
-            key: describe_state(value)
-            for key, value in _iterate_local_names(recipe.model_dump(mode="json"))
-        }
-    )
+    states = {
+        key: describe_state(value)
+        for key, value in _iterate_local_names(recipe.model_dump(mode="json"))
+    }
+    return hashlib.sha256(json.dumps(states, sort_keys=True).encode()).hexdigest()
 
 
 def _list_sources(root: Path) -> list[list[str]]:
     """[path below the root, sha256] of every source."""
     if root.is_file():
         return [[root.name, sha256_of_file(root)]]
-    found = sorted(
+    # Sorted, and by paths below the root: the digest must not depend on the order in which a file
+    # system lists its files, nor on where the package is installed.
+    sources = sorted(
         (path.relative_to(root), path) for path in root.rglob("*") if path.suffix in SOURCE_SUFFIXES
     )
-    return [[str(name), sha256_of_file(path)] for name, path in found]
+    return [[str(name), sha256_of_file(path)] for name, path in sources]
 
 
 def _list_versions() -> dict[str, str]:
     versions = {}
     for requirement in requires("ebbflow") or ():
+        # "torch>=2.9; extra == 'all'" names the package before its first operator.
         name = re.split(r"[^\w.-]", requirement)[0]
         try:
             versions[name] = version(name)
@@ -83,19 +85,18 @@ def _iterate_local_names(value: Any, parent: str = "") -> Iterator[tuple[str, st
     """(dotted key, text) of everything in a resolved recipe that may name something on this
     machine.
     """
-    items = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    all_paths = parent.rpartition(".")[2] in PATH_MAPPINGS
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    # Mappings such as ``teachers`` have names of the user's as keys, and a path in every value.
+    all_are_paths = parent.rpartition(".")[2] in PATH_MAPPINGS
     for name, item in items:
         key = f"{parent}.{name}" if parent else str(name)
         if (
             isinstance(item, str)
-            and (all_paths or name in PATH_KEYS or IMPORT_PATH.fullmatch(item))
+            and (all_are_paths or name in PATH_KEYS or IMPORT_PATH.fullmatch(item))
             and "://" not in item
         ):
             yield key, item
@@ -108,14 +109,20 @@ def describe_state(name: str) -> Any:
     where there is none of this name.
     """
     path = resolve_local_path(name)
-    if os.path.isfile(path):  # unlike pathlib's, no error for a name that no file can have
+    # Unlike those of pathlib, these raise nothing for a name that no file can have.
+    if os.path.isfile(path):
         return sha256_of_file(path)
     if os.path.isdir(path):
         return _describe_folder(path)
-    return _describe_package(name.partition(":")[0]) if IMPORT_PATH.fullmatch(name) else None
+    if not IMPORT_PATH.fullmatch(name):
+        return None
+    # The whole package counts, not the module alone: the module imports from the others.
+    roots = find_package_roots(name.partition(":")[0])
+    return [source for root in roots for source in _list_sources(root)] if roots else None
 
 
 def _describe_folder(folder: Path) -> Any:
+    # COMMIT holds the sha256 of everything in the folder, at the cost of one small file.
     if (folder / COMMIT).is_file():
         return (folder / COMMIT).read_text(errors="replace")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -133,18 +140,7 @@ def find_package_roots(module: str) -> list[Path]:
         spec = find_spec(module.partition(".")[0])
     except ValueError:  # a module without a file, such as __main__
         spec = None
-    return (
-        [Path(root) for root in spec.submodule_search_locations or [spec.origin or ""]]
-        if spec
-        else []
-    )
-
-
-def _describe_package(module: str) -> Any:
-    """The sources of the package, or of the one file, that a module belongs to."""
-    roots = find_package_roots(module)
-    return [source for root in roots for source in _list_sources(root)] if roots else None
-
-
-def _digest_of_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    if spec is None:
+        return []
+    # A package may have several folders (a namespace package); a module of one file has none.
+    return [Path(root) for root in spec.submodule_search_locations or [spec.origin or ""]]

@@ -29,6 +29,7 @@ def lock_folder(folder: Path, fix: str = "wait until it ends, or stop it") -> It
         FolderInUseError: another process has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Appending, so that the holder's name survives until this process has the lock itself.
     with (folder / LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,6 +43,7 @@ def lock_folder(folder: Path, fix: str = "wait until it ends, or stop it") -> It
                 f"{folder} cannot be locked ({error.strerror}): nothing keeps a second process out",
                 stacklevel=3,
             )
+        # For the error of the next process, which cannot see processes of other machines.
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
@@ -57,6 +59,8 @@ def wait_for_lock(file: Path) -> Iterator[None]:
     while True:
         with file.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # The lock is on the open file, not on its name. If its last holder removed the file,
+            # another process may lock a new one of that name at the same time.
             if _is_file_at_path(file, lock.fileno()):
                 yield
                 return
@@ -65,19 +69,17 @@ def wait_for_lock(file: Path) -> Iterator[None]:
 @contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
     """Lock an existing file or folder until the block ends; yields whether that succeeded."""
+    # os.open, because open() refuses folders. Closing the descriptor releases the lock.
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield _lock_descriptor(descriptor) and _is_file_at_path(path, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except OSError:
+            is_locked = False
+        yield is_locked and _is_file_at_path(path, descriptor)
     finally:
         os.close(descriptor)
-
-
-def _lock_descriptor(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _is_file_at_path(path: Path, descriptor: int) -> bool:

@@ -58,23 +58,26 @@ def open_table_writer(
     Raises:
         DiskFullError: no space was left.
     """
-    narrow = [
+    narrow_columns = [
         field.name
         for field in schema
         if not (pa.types.is_binary(field.type) or pa.types.is_fixed_size_binary(field.type))
     ]
     options: dict[str, Any] = {
-        "use_dictionary": narrow,
-        "write_statistics": narrow,
+        "use_dictionary": narrow_columns,
+        "write_statistics": narrow_columns,
         "write_page_checksum": True,
     }
     with (
         atomic_write(path) as partial,
         pq.ParquetWriter(partial, schema, compression="zstd", **options) as writer,
     ):
+        # Rows per group, from the batch's mean bytes per row: a video is one row of megabytes.
         yield lambda batch: writer.write_batch(
             batch, max(1, len(batch) * ROW_GROUP_BYTES // max(1, batch.nbytes))
         )
+        # After the block, which may have added to the metadata. The footer is written at the end of
+        # the file, so that this costs no second pass.
         text = json.dumps(metadata, sort_keys=True)
         writer.add_key_value_metadata(
             {_METADATA: text, _METADATA_SHA256: _sha256_of_text(text.encode())}
@@ -109,17 +112,15 @@ def read_row_groups(
         wanted: whether to read the row group with rows ``start`` to ``end - 1``; the others are
             skipped.
     """
+    # Row groups hold whole rows, so that a few rows cost the reading of a few groups.
     with _open_parquet_file(path) as file:
         start = 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
             if wanted(start, end):
-                yield (
-                    start,
-                    file.read_row_group(group, columns=[column], use_threads=False)[
-                        column
-                    ].combine_chunks(),
-                )
+                # One column of one row group leaves nothing to read in parallel.
+                table = file.read_row_group(group, columns=[column], use_threads=False)
+                yield start, table[column].combine_chunks()
             start = end
 
 
@@ -150,9 +151,10 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
         TableError: it has no such column, or is not a whole Parquet file.
     """
     with _open_parquet_file(path) as file:
-        if missing := [name for name in names if name not in file.schema_arrow.names]:
+        missing_columns = [name for name in names if name not in file.schema_arrow.names]
+        if missing_columns:
             raise TableError(
-                f"{path} has no column {missing[0]!r}, only"
+                f"{path} has no column {missing_columns[0]!r}, only"
                 f" {sanitize_text(', '.join(file.schema_arrow.names))}"
             )
         return file.read(columns=list(names))
@@ -166,6 +168,7 @@ def read_table_metadata(path: Path) -> dict[str, Any]:
     """
     with _open_parquet_file(path) as file:
         footer = file.metadata.metadata or {}
+    # Checksums of pages do not cover the footer: a flipped bit there would go unnoticed.
     text = footer.get(_METADATA.encode())
     if text is None:
         raise TableError(f"{path} was not written by Ebbflow: it has no metadata; make it again")
@@ -192,6 +195,7 @@ def count_rows(path: Path) -> int:
 @contextmanager
 def _open_parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
     """The file while the block reads it; whatever is wrong with it becomes a ``TableError``."""
+    # Checksums of the pages are checked as they are read; Arrow writes and reads none by default.
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
@@ -205,10 +209,11 @@ def _open_parquet_file(path: Path) -> Iterator[pq.ParquetFile]:
         raise TableError(f"{path} is no whole Parquet file ({reason}); make it again") from None
 
 
-def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema | None) -> None:
-    if expected is not None and not found.remove_metadata().equals(expected.remove_metadata()):
+def _check_columns(path: Path, schema: pa.Schema, expected: pa.Schema | None) -> None:
+    # Metadata of a schema is what a library adds to a file (pandas, Arrow), no column.
+    if expected is not None and not schema.remove_metadata().equals(expected.remove_metadata()):
         raise TableError(
-            f"{path} has the columns\n{_format_schema(found)}\nbut should"
+            f"{path} has the columns\n{_format_schema(schema)}\nbut should"
             f" have\n{_format_schema(expected)}"
         )
 

@@ -52,8 +52,8 @@ def test_a_video_that_stands_still_keeps_its_frames(value: int, frames: int) -> 
 def test_another_decoder_sees_the_same_frames_at_their_pace() -> None:
     video = np.random.default_rng(0).integers(0, 256, (1, 5, 12, 20, 3), np.uint8)
     video[:, 2] = video[:, 1]
-    found, animation = cv2.imdecodeanimation(np.frombuffer(encode_pngs(video)[0], np.uint8))
-    assert found
+    is_animation, animation = cv2.imdecodeanimation(np.frombuffer(encode_pngs(video)[0], np.uint8))
+    assert is_animation
     assert np.array_equal(np.stack(animation.frames)[..., 2::-1], video[0])
     assert list(animation.durations) == pytest.approx([1000 / 16] * 5, abs=1)
     assert animation.loop_count == 0
@@ -61,8 +61,8 @@ def test_another_decoder_sees_the_same_frames_at_their_pace() -> None:
 
 def test_what_knows_no_animations_shows_the_first_frame() -> None:
     video = np.random.default_rng(0).integers(0, 256, (1, 3, 6, 8, 3), np.uint8)
-    shown = cv2.imdecode(np.frombuffer(encode_pngs(video)[0], np.uint8), cv2.IMREAD_COLOR_RGB)
-    assert np.array_equal(shown, video[0, 0])
+    image = cv2.imdecode(np.frombuffer(encode_pngs(video)[0], np.uint8), cv2.IMREAD_COLOR_RGB)
+    assert np.array_equal(image, video[0, 0])
 
 
 def test_images_are_plain_pngs_byte_for_byte() -> None:

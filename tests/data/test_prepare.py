@@ -329,14 +329,14 @@ def test_a_branch_never_sees_what_is_held_out_of_the_run(tmp_path: Path) -> None
     }
     for name in ("one", "two"):
         rows = select_branch_prompts(recipe, table, name).to_pylist()
-        own = {
+        branch_ids = {
             split: {row["prompt_id"] for row in rows if row["split"] == split} for split in SPLITS
         }
         assert {row["source"] for row in rows} == {name}
         assert not by_split["held_out"] & {row["prompt_id"] for row in rows}
-        assert own["train"] <= by_split["train"]
-        assert own["validation"] | own["held_out"] <= by_split["validation"]
-        assert abs(len(own["validation"]) - len(own["held_out"])) <= 1
+        assert branch_ids["train"] <= by_split["train"]
+        assert branch_ids["validation"] | branch_ids["held_out"] <= by_split["validation"]
+        assert abs(len(branch_ids["validation"]) - len(branch_ids["held_out"])) <= 1
 
 
 def test_a_branch_needs_prompts_to_be_judged_on(tmp_path: Path) -> None:

@@ -282,9 +282,9 @@ def test_a_prompt_of_dpg_bench_has_all_its_questions(tmp_path):
     )
     rows, report = read_prompt_file(written(tmp_path, "dpg_bench.csv", content))
     assert [row.prompt for row in rows] == ["A cat, asleep", "A dog"]
-    found = json.loads(rows[0].metadata)
-    assert (found["item_id"], found["keywords"], report.duplicates) == ("p1", "", 0)
-    assert found["questions"][1] == {
+    metadata = json.loads(rows[0].metadata)
+    assert (metadata["item_id"], metadata["keywords"], report.duplicates) == ("p1", "", 0)
+    assert metadata["questions"][1] == {
         "proposition_id": "2",
         "dependency": "1",
         "category_broad": "attribute",
@@ -292,7 +292,7 @@ def test_a_prompt_of_dpg_bench_has_all_its_questions(tmp_path):
         "tuple": "attribute - state (cat, asleep)",
         "question_natural_language": "Is the cat asleep?",
     }
-    assert [question["proposition_id"] for question in found["questions"]] == ["1", "2"]
+    assert [question["proposition_id"] for question in metadata["questions"]] == ["1", "2"]
 
 
 def test_rules_and_questions_of_geneval_are_kept(tmp_path):

@@ -194,9 +194,8 @@ def theirs(
     noises = generate_noise(
         model.latent_shape, SEED, [prompt.prompt_id for prompt in wanted], [0] * len(wanted)
     )
-    size = (
-        1 if edits(model.config.family) else len(wanted)
-    )  # an image for all prompts is what the pipelines for editing take
+    # An image for all prompts is what the pipelines for editing take.
+    size = 1 if edits(model.config.family) else len(wanted)
     parts = [slice(start, start + size) for start in range(0, len(wanted), size)]
     drawn = [_draw(pipeline, model, wanted[part], noises[part], steps) for part in parts]
     latents = torch.cat([latents for latents, _ in drawn])

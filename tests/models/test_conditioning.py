@@ -106,9 +106,9 @@ def test_a_prompt_is_encoded_alike_in_any_company(tiny, monkeypatch, name):
     assert (together.negative is None) == (not guided(name))
     for row, prompt in enumerate(wanted):
         alone = model.encode_prompts([prompt])
-        found = together.select_rows(slice(row, row + 1))
-        for one, other in [(alone, found)] + (
-            [(alone.negative, found.negative)] if guided(name) else []
+        row_of_all = together.select_rows(slice(row, row + 1))
+        for one, other in [(alone, row_of_all)] + (
+            [(alone.negative, row_of_all.negative)] if guided(name) else []
         ):
             for key, values in one.tensors.items():
                 length = values.shape[1]
@@ -178,14 +178,16 @@ def test_every_different_prompt_is_encoded_once(tiny):
     )
     assert len(calls) == 1
     assert len(calls[0]) == 4
-    found = look_up([second, renumbered, other_image, other_negative, second])
+    looked_up = look_up([second, renumbered, other_image, other_negative, second])
     assert len(calls) == 1
-    assert same(found, look_up([second, first, other_image, other_negative, second]))
+    assert same(looked_up, look_up([second, first, other_image, other_negative, second]))
     expected = model.encode_prompts([second, first, other_image, other_negative, second])
-    for key, values in found.tensors.items():
+    for key, values in looked_up.tensors.items():
         assert torch.allclose(values.float(), expected[key].float(), atol=1e-5)
-    assert not torch.allclose(found["image"][1], found["image"][2], atol=1e-2)
-    assert not torch.allclose(found.negative["embeds"][1], found.negative["embeds"][3], atol=1e-2)
+    assert not torch.allclose(looked_up["image"][1], looked_up["image"][2], atol=1e-2)
+    assert not torch.allclose(
+        looked_up.negative["embeds"][1], looked_up.negative["embeds"][3], atol=1e-2
+    )
     with pytest.raises(KeyError):
         look_up([replace(first, prompt="never seen")])
 
@@ -225,12 +227,12 @@ def test_prompts_in_several_files_are_padded_as_if_they_were_in_one(monkeypatch)
     wanted = [TEXTS[row] for row in (4, 0, 3, 3, 1)]
     together = embed_prompts(model, TEXTS, negatives=True)(wanted)
     monkeypatch.setattr(encoding, "PROMPTS_PER_FILE", 2)
-    found = embed_prompts(model, TEXTS, negatives=True)(wanted)
-    assert same(found, together)
-    assert found["embeds"].dtype == torch.bfloat16
-    assert found["embeds"].shape == (5, 7, 2)
-    assert found["mask"].sum(1).tolist() == [4, 3, 7, 7, 1]
-    assert found["time"].tolist() == [4, 0, 3, 3, 1]
+    from_several_files = embed_prompts(model, TEXTS, negatives=True)(wanted)
+    assert same(from_several_files, together)
+    assert from_several_files["embeds"].dtype == torch.bfloat16
+    assert from_several_files["embeds"].shape == (5, 7, 2)
+    assert from_several_files["mask"].sum(1).tolist() == [4, 3, 7, 7, 1]
+    assert from_several_files["time"].tolist() == [4, 0, 3, 3, 1]
     assert [len(call) for call in model.calls] == [5, 5, 2, 2, 2, 2, 1, 1]
 
 

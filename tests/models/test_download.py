@@ -54,23 +54,23 @@ def test_the_folder_holds_the_pipeline_and_no_links(hub, tmp_path):
         (snapshot / other).write_bytes(b"large")
     prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
     assert verify_folder(tmp_path / "base")
-    found = [
+    files = [
         path
         for path in (tmp_path / "base").rglob("*")
         if path.is_file() and path.name not in (MANIFEST, MARK)
     ]
-    assert {path.relative_to(tmp_path / "base") for path in found} == wanted
-    assert not any(path.is_symlink() for path in found)
+    assert {path.relative_to(tmp_path / "base") for path in files} == wanted
+    assert not any(path.is_symlink() for path in files)
     (first, index), (second, patterns) = asked
     assert index == ["model_index.json"]
     assert first == second == PretrainedSourceConfig(path="owner/name", revision=COMMIT)
-    kept = [
+    pipeline_files = [
         "model_index.json",
         "transformer/config.json",
         "transformer/x-00001-of-2.safetensors",
         "tokenizer/merges.txt",
     ]
-    assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in kept)
+    assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in pipeline_files)
     for other in (
         "single_file.safetensors",
         "text_encoders/t5xxl.safetensors",
@@ -84,11 +84,11 @@ def test_what_the_cache_holds_does_not_change_with_the_folder(hub, tmp_path):
     was.
     """
     snapshot, _ = hub
-    before = (snapshot / "model_index.json").read_text()
+    cached_index = (snapshot / "model_index.json").read_text()
     prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
     prepare.download_base_folder("owner/name", COMMIT, tmp_path / "base")
     shutil.rmtree(tmp_path / "base")
-    assert (snapshot / "model_index.json").read_text() == before
+    assert (snapshot / "model_index.json").read_text() == cached_index
 
 
 @pytest.fixture

@@ -96,9 +96,9 @@ def test_glyph_sigmas_are_evenly_spaced(model):
             [1 - i / steps for i in range(steps)] + [0], abs=1e-6
         )
         assert sigmas.dtype == torch.float32
-    kept = model.compute_sigmas(4)
+    sigmas_of_four = model.compute_sigmas(4)
     model.compute_sigmas(7)
-    assert len(kept) == 5
+    assert len(sigmas_of_four) == 5
 
 
 def test_encoding_is_by_row(model):
@@ -251,10 +251,9 @@ def test_capitals_alone_are_drawn_as_always():
     drawn = np.random.default_rng(3)
     _, captions = _sample_training_batch(SHORT, drawn, False)
     assert captions == ["".join(ALPHABET[index] for index in row) for row in letters]
-    (
-        plain.uniform(0.95, 1.05, SHORT.batch),
-        plain.uniform(-1, 1, (SHORT.batch, 2)),
-    )  # what the renderer draws
+    # What the renderer draws.
+    plain.uniform(0.95, 1.05, SHORT.batch)
+    plain.uniform(-1, 1, (SHORT.batch, 2))
     assert drawn.random() == plain.random()
 
 

@@ -64,10 +64,9 @@ class Hub(BaseHTTPRequestHandler):
                 for name, body in FILES.items()
             ]
             self._answer(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
-        elif path.startswith(files) and (name := path.removeprefix(files)) in FILES:
-            self._answer(
-                200, FILES[name], {"ETag": f'"{_etag(FILES[name])}"', "X-Repo-Commit": COMMIT}
-            )
+        elif path.startswith(files) and path.removeprefix(files) in FILES:
+            body = FILES[path.removeprefix(files)]
+            self._answer(200, body, {"ETag": f'"{_etag(body)}"', "X-Repo-Commit": COMMIT})
         else:
             self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
 
@@ -119,7 +118,7 @@ def fetch(hub, cache: Path, *wanted: tuple[str, str], **environment: str) -> lis
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", FETCH, json.dumps(wanted)],
         env={**inherited, **ours},
         cwd=Path(__file__).parents[2],
@@ -127,9 +126,10 @@ def fetch(hub, cache: Path, *wanted: tuple[str, str], **environment: str) -> lis
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return [
-        (kind, rest) for kind, _, rest in (line.partition(" ") for line in done.stdout.splitlines())
+        (kind, rest)
+        for kind, _, rest in (line.partition(" ") for line in process.stdout.splitlines())
     ]
 
 
@@ -144,12 +144,12 @@ def test_the_pinned_commit_is_fetched_with_the_token_and_then_kept(hub, tmp_path
     (kind, folder), *refused = fetch(hub, tmp_path, *wanted, HF_TOKEN=TOKEN)
 
     assert kind == "folder", folder
-    found = {
+    fetched_files = {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in Path(folder).rglob("*")
         if path.is_file()
     }
-    assert found == {name: body for name, body in FILES.items() if name != "notes.md"}
+    assert fetched_files == {name: body for name, body in FILES.items() if name != "notes.md"}
     served = [path for _, path, _ in hub.asked if "team/model" in path and OTHER not in path]
     assert served
     assert all(COMMIT in path for path in served)

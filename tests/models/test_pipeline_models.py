@@ -57,10 +57,8 @@ IMAGES = (
 
 
 def assert_same(model, pipeline, wanted, steps=3):
-    ours, (latents, images) = (
-        our_latents(model, wanted, steps),
-        theirs(pipeline, model, wanted, steps),
-    )
+    ours = our_latents(model, wanted, steps)
+    latents, images = theirs(pipeline, model, wanted, steps)
     assert ours.std() > 0.5
     assert (ours - latents).abs().max() < 1e-5 * ours.abs().max()
     decoded = model.decode_latents(ours)
@@ -147,7 +145,7 @@ def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
             model.transformer.config.audio_in_channels,
             generator=torch.Generator().manual_seed(1),
         )
-        given = {
+        sound_inputs = {
             "audio_hidden_states": sound,
             "audio_encoder_hidden_states": conditioning["embeds"],
             "audio_num_frames": 5,
@@ -155,7 +153,7 @@ def test_the_pictures_of_ltx_2_do_not_depend_on_its_sound(open_tiny):
         change = model.transformer.register_forward_pre_hook(
             lambda _, positional, named: (
                 positional,
-                named | given | {"isolate_modalities": isolated},
+                named | sound_inputs | {"isolate_modalities": isolated},
             ),
             with_kwargs=True,
         )
@@ -327,9 +325,9 @@ def test_schedules_begin_at_pure_noise_and_end_at_the_image(tiny, name):
         assert (sigmas.dtype, sigmas.shape) == (torch.float32, (steps + 1,))
         assert (sigmas[0], sigmas[-1]) == (1, 0)
         assert (sigmas.diff() < 0).all()
-    kept = model.compute_sigmas(4)
+    sigmas_of_four = model.compute_sigmas(4)
     model.compute_sigmas(7)
-    assert len(kept) == 5
+    assert len(sigmas_of_four) == 5
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde", "cps"])
@@ -383,8 +381,8 @@ def test_what_pushes_samples_is_the_prompt_against_the_negative_one(tiny, name):
     sigma = torch.tensor([0.8, 0.3])
     with torch.no_grad():
         pushed, alone = (
-            predict(model, latents, sigma, given)
-            for given in (conditioning, conditioning.without_guidance())
+            predict(model, latents, sigma, inputs)
+            for inputs in (conditioning, conditioning.without_guidance())
         )
     if not guided(name):
         assert conditioning.negative is None

@@ -83,7 +83,7 @@ def test_family_trains_an_online_step(start, name, lr, frames):
     }
     ctx, model, updater = start(name, online, frames=frames)
     assert model.config.guidance > 1
-    before = values(updater.policy)
+    old_values = values(updater.policy)
     recorder = MetricsRecorder()
     scorer = Scorer(((Brightness(), 1.0),))
     run_online_stage(
@@ -95,8 +95,8 @@ def test_family_trains_an_online_step(start, name, lr, frames):
     assert metrics["grad_norm"] > 0
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
     assert metrics["ratio/deviation"] < 1e-6
-    moved = changed(updater.policy, before)
-    assert moved == set() if lr == 0 else len(moved) > len(before) / 3
+    moved = changed(updater.policy, old_values)
+    assert moved == set() if lr == 0 else len(moved) > len(old_values) / 3
 
 
 @pytest.mark.exhaustive
@@ -112,13 +112,13 @@ def test_an_online_step_trains_both_experts(start):
         "optimizer": {"lr": 1e-3},
     }
     ctx, model, updater = start("wan_a14b", online, expert="both", guidance=1.0)
-    before = values(updater.policy)
+    old_values = values(updater.policy)
     recorder = MetricsRecorder()
     workers = open_local_workers(ctx, updater, Scorer(((Brightness(), 1.0),)))
     run_online_stage(ctx, workers, prompts("wan_a14b", SHORT[:2]), recorder)
     (metrics,) = recorder.metrics_rows
     assert metrics["ratio/deviation"] < 1e-6
-    assert {name.split(".")[0] for name in changed(updater.policy, before)} == {
+    assert {name.split(".")[0] for name in changed(updater.policy, old_values)} == {
         "transformer",
         "transformer_2",
     }
@@ -141,9 +141,11 @@ def test_guided_rollouts_can_train_the_prediction_without_guidance(
         "reference": {"weight": 0.1},
         "optimizer": {"lr": 1e-3},
     }
-    (ctx, model, updater), recorder, guided = start("sd3", online), MetricsRecorder(), []
+    ctx, model, updater = start("sd3", online)
+    recorder = MetricsRecorder()
+    guided = []
     velocity = model.predict_velocity
-    before = values(updater.policy)
+    old_values = values(updater.policy)
 
     def watched(latents, sigma, conditioning):
         guided.append(conditioning.negative is not None)
@@ -161,7 +163,7 @@ def test_guided_rollouts_can_train_the_prediction_without_guidance(
     assert set(guided[3:]) == {in_loss}
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-6)
     assert metrics["ratio/first_deviation"] < 1e-6
-    assert changed(updater.policy, before)
+    assert changed(updater.policy, old_values)
     if in_loss:
         assert "rollout/delta_mean" not in metrics
     else:
@@ -215,7 +217,8 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
         "profile": {"steps": [0], "roles": ["rollout"]},
         **small,
     }
-    (ctx, _, updater), recorder = start("sd3", online), Files()
+    ctx, _, updater = start("sd3", online)
+    recorder = Files()
     engine = Diffusers(
         ctx, Policy(open_tiny("sd3", **few_tokens("sd3")), ctx.recipe.policy, seed=0)
     )
@@ -223,11 +226,11 @@ def test_the_time_of_the_gate_is_told_and_a_profile_is_of_the_rollouts(start, op
     placement = LocalWorkers(TrainingWorker(ctx, updater), scorer, RolloutWorker(engine))
     record = run_online_stage(ctx, placement, prompts("sd3", SHORT[:2]), recorder)
     assert recorder.metrics_rows[0]["parity/log_prob_max"] < 1e-5
-    done = [
+    spans = [
         (span["task"], span["step"])
         for span in json.loads(recorder.files["timeline.json"])["spans"]
     ]
-    assert done.index(("parity", 0)) < done.index(("rollout", 0)) < done.index(("profile", 0))
+    assert spans.index(("parity", 0)) < spans.index(("rollout", 0)) < spans.index(("profile", 0))
     assert record.seconds["parity"] > 0
     assert "profile/step-00000/rollout-0.json.gz" in recorder.files
 
@@ -295,7 +298,7 @@ def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
         "reference": {"guidance": 4.5},
     }
     ctx, _, updater = start("sd3", online, guidance=1.0)
-    before = values(updater.policy)
+    old_values = values(updater.policy)
     recorder = MetricsRecorder()
     run_online_stage(
         ctx,
@@ -307,7 +310,7 @@ def test_a_stage_of_crd_trains_and_generates_without_guidance(start):
         np.isfinite(value) for metrics in recorder.metrics_rows for value in metrics.values()
     )
     assert all(metrics["kl/reference"] > 0 for metrics in recorder.metrics_rows)
-    assert len(changed(updater.policy, before)) > len(before) / 3
+    assert len(changed(updater.policy, old_values)) > len(old_values) / 3
     # On policy for the first 75 steps, while the reference lags behind.
     assert all(
         torch.equal(value, updater.policy.parameters[name])
@@ -348,10 +351,10 @@ def test_family_trains_an_offline_update(start, name):
         visit=0,
     )
     assert batch.inputs.conditioning.negative is None
-    before = values(updater.policy)
+    old_values = values(updater.policy)
     metrics = updater.update_policy(
         batch, count_micro_batches(batch.group_index, ctx.config.micro_batch)
     )
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0
-    assert len(changed(updater.policy, before)) > len(before) / 3
+    assert len(changed(updater.policy, old_values)) > len(old_values) / 3

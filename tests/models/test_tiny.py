@@ -341,10 +341,10 @@ def test_the_velocity_depends_on_the_time(family, pipeline):
     )
     generate(pipeline, [CAT])
     hook.remove()
-    (_, _, first), last = calls[0], calls[-1][2]
-    assert first["timestep"].ndim == (
-        2 if family == "wan" else 1
-    )  # Wan 2.2 has a time for every token
+    _, _, first = calls[0]
+    _, _, last = calls[-1]
+    # Wan 2.2 has a time for every token.
+    assert first["timestep"].ndim == (2 if family == "wan" else 1)
     with torch.no_grad():
         early, late = (
             pipeline.transformer(**first | {"timestep": call["timestep"]})[0]
@@ -391,13 +391,13 @@ def test_tokenizers_end_and_pad_as_the_published_ones(pipeline):
 @pytest.mark.parametrize("family", ["qwen_image", "qwen_image_edit"], indirect=True)
 def test_the_head_of_qwens_template_is_as_long_as_the_published_one(pipeline):
     tokens = pipeline.tokenizer(pipeline.prompt_template_encode.format(SIGN)).input_ids
-    kept = pipeline.tokenizer.decode(tokens[pipeline.prompt_template_encode_start_idx :])
+    text = pipeline.tokenizer.decode(tokens[pipeline.prompt_template_encode_start_idx :])
     picture = (
         "<|vision_start|><|image_pad|><|vision_end|>"
         if isinstance(pipeline, QwenImageEditPipeline)
         else ""
     )
-    assert kept == f"{picture}{SIGN}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"{picture}{SIGN}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
@@ -410,14 +410,14 @@ def rebuilt(tmp_path_factory):
         "import sys, pathlib; from benchmarks.tiny_models import TINY, build_tiny; "
         "[build_tiny(family, pathlib.Path(sys.argv[1], family)) for family in TINY]"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(root)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return root
 
 

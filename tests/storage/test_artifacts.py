@@ -54,14 +54,14 @@ def folder(tmp_path):
 
 
 def test_a_new_folder_is_committed_and_in_place(folder, tmp_path):
-    found = everything(folder)
-    manifest = json.loads(found.pop(MANIFEST))["files"]
+    contents = everything(folder)
+    manifest = json.loads(contents.pop(MANIFEST))["files"]
     assert (
-        found.pop(COMMIT).decode()
+        contents.pop(COMMIT).decode()
         == hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
         == verify_folder(folder)
     )
-    assert found == FILES
+    assert contents == FILES
     assert manifest == {
         n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in FILES.items()
     }
@@ -162,10 +162,10 @@ def test_an_exception_leaves_nothing(tmp_path):
 
 
 def test_an_exception_leaves_what_was_there_before(folder, tmp_path):
-    before = everything(folder)
+    old_contents = everything(folder)
     with pytest.raises(RuntimeError, match="half way"):
         fail_half_way(folder)
-    assert everything(folder) == before
+    assert everything(folder) == old_contents
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
     verify_folder(folder)
 
@@ -215,14 +215,14 @@ def test_an_empty_folder_and_a_committed_one_are_replaced(folder, tmp_path):
 @pytest.mark.parametrize("name", ["notes.txt", "deep/notes.txt", "a.txt"])
 def test_a_committed_folder_that_was_changed_is_never_replaced(folder, name):
     (folder / name).write_bytes(b"years of work")
-    before = everything(folder)
+    old_contents = everything(folder)
     for refuse in (lambda: check_replaceable(folder), lambda: fail_half_way(folder)):
         with pytest.raises(
             ArtifactError,
             match=rf"manifest \({name}\).*Nothing was deleted; name a new or empty folder",
         ):
             refuse()
-    assert everything(folder) == before
+    assert everything(folder) == old_contents
 
 
 @pytest.mark.parametrize("there", ["nothing", "an empty folder", "a committed folder"])
@@ -297,9 +297,8 @@ def test_contents_are_read_once_and_again_after_any_change(folder, monkeypatch):
 def test_a_folder_that_changes_within_a_tick_of_the_clock_is_read_again(folder, monkeypatch):
     verify_folder(folder)
     frozen = artifacts._read_file_states(folder)
-    monkeypatch.setattr(
-        artifacts, "_read_file_states", lambda _: frozen
-    )  # as a coarse clock would show it
+    # As a coarse clock would show it.
+    monkeypatch.setattr(artifacts, "_read_file_states", lambda _: frozen)
     (folder / "a.txt").write_bytes(b"First")
     with pytest.raises(ArtifactError, match="does not match its manifest"):
         verify_folder(folder)

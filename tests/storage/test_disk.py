@@ -55,7 +55,7 @@ def require_refused_then_written(path: Path, write: Callable[[], None], size: in
     """``write`` finds no room and says so, leaves what was there before, and succeeds once there is
     room.
     """
-    before = sorted(path.parent.rglob("*"))
+    old_files = sorted(path.parent.rglob("*"))
     with (
         no_file_above(size),
         pytest.raises(
@@ -63,7 +63,7 @@ def require_refused_then_written(path: Path, write: Callable[[], None], size: in
         ),
     ):
         write()
-    assert sorted(path.parent.rglob("*")) == before
+    assert sorted(path.parent.rglob("*")) == old_files
     write()
     assert path.exists()
 
@@ -171,15 +171,15 @@ def test_no_room_at_any_point_of_a_folder(tmp_path, monkeypatch, there):
             try:
                 write("new")
             except DiskFullError:
-                found = {path.read_text() for path in folder.glob("[ab]")}
-                assert found in (expected, {"new"}), f"after {calls} calls"
-                assert found == expected or full.left == 0
+                texts = {path.read_text() for path in folder.glob("[ab]")}
+                assert texts in (expected, {"new"}), f"after {calls} calls"
+                assert texts == expected or full.left == 0
                 if folder.exists():
                     verify_folder(folder)
                 assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-                if found == {"new"}:
+                if texts == {"new"}:
                     # it already stood there when the parent folder could not be synchronised
-                    expected = found
+                    expected = texts
             else:
                 break
     assert calls > 8
@@ -257,12 +257,12 @@ def test_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(["unshare", "-rm", "sh", "-c", mounted], capture_output=True).returncode != 0:
         pytest.skip("no file system can be mounted here")
     run = f'{mounted} && exec "$0" -c "$1" {tmp_path}'
-    done = subprocess.run(
+    process = subprocess.run(
         ["unshare", "-rm", "sh", "-c", run, sys.executable, ON_A_SMALL_DISK],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def test_errors_of_other_kinds_stay_what_they_are(tmp_path):

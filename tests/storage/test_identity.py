@@ -39,12 +39,12 @@ def test_the_code_digest_follows_every_source_and_no_place(tmp_path: Path) -> No
 def test_the_code_digest_follows_the_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = compute_code_digest(tmp_path)
+    old_digest = compute_code_digest(tmp_path)
     installed = identity.version
     monkeypatch.setattr(
         identity, "version", lambda name: "0.0" if name == "torch" else installed(name)
     )
-    assert compute_code_digest(tmp_path) != before
+    assert compute_code_digest(tmp_path) != old_digest
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -55,10 +55,10 @@ def test_inputs_in_a_folder(tmp_path: Path, committed: bool) -> None:
     if committed:
         (folder / "COMMIT").write_text("digest")
     recipe = Recipe.model_validate({"model": {"path": str(folder)}})
-    before = compute_inputs_digest(recipe)
-    assert compute_inputs_digest(recipe) == before
+    old_digest = compute_inputs_digest(recipe)
+    assert compute_inputs_digest(recipe) == old_digest
     (folder / ("COMMIT" if committed else "weights")).write_text("another")
-    assert compute_inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != old_digest
 
 
 def test_the_teachers_of_prompt_sets_are_inputs(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_the_teachers_of_prompt_sets_are_inputs(tmp_path: Path) -> None:
     mixture = [{"name": "words", "source": "s3://bucket/words.txt"}]
     recipe = Recipe.model_validate({"prompts": {"mixture": mixture}, "stages": [stage]})
     (tmp_path / "COMMIT").write_text("one")
-    before = compute_inputs_digest(recipe)
+    old_digest = compute_inputs_digest(recipe)
     (tmp_path / "COMMIT").write_text("another")
-    assert compute_inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != old_digest
 
 
 def test_inputs_that_ebbflow_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ def test_inputs_that_ebbflow_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.write_text("one")
     monkeypatch.setattr(paths, "PACKAGE", tmp_path)
     recipe = Recipe.model_validate({"prompts": {"source": "ebbflow:datasets/mine/prompts.txt"}})
-    before = compute_inputs_digest(recipe)
+    old_digest = compute_inputs_digest(recipe)
     file.write_text("another")
-    assert compute_inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != old_digest
 
 
 def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_inputs_of_ones_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (package / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     recipe = Recipe.model_validate({"rewards": ["own_rewards.used:Reward"]})
-    before = compute_inputs_digest(recipe)
+    old_digest = compute_inputs_digest(recipe)
     (package / "helper.py").write_text("changed = True")
-    assert compute_inputs_digest(recipe) != before
+    assert compute_inputs_digest(recipe) != old_digest
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ def _by_another_user(folder):
     real = Path.lstat
 
     def lstat(path):
-        found = real(path)
-        values = [*found][:4] + [os.getuid() + 1] + [*found][5:]
-        return os.stat_result(values) if path == folder else found
+        status = real(path)
+        values = [*status][:4] + [os.getuid() + 1] + [*status][5:]
+        return os.stat_result(values) if path == folder else status
 
     return lstat
 
@@ -85,7 +85,8 @@ TAKEN = {
 @pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
 def test_a_private_folder_that_somebody_else_made_is_refused(tmp_path, monkeypatch, take):
     folder = tmp_path / f"ebbflow-{os.getuid()}"
-    if lstat := take(folder):
+    lstat = take(folder)
+    if lstat:
         monkeypatch.setattr(Path, "lstat", lstat)
     with pytest.raises(
         PathError,

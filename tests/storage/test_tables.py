@@ -79,11 +79,11 @@ def test_large_rows_are_in_small_row_groups(tmp_path, monkeypatch):
     write_table(
         path, schema, [pa.record_batch([pa.array(rows, pa.binary(400))], schema=schema)], {}
     )
-    found = [
+    row_groups = [
         (start, values.to_pylist())
         for start, values in read_row_groups(path, "latent", lambda start, end: end > 2)
     ]
-    assert found == [(2, rows[2:4]), (4, rows[4:])]
+    assert row_groups == [(2, rows[2:4]), (4, rows[4:])]
 
 
 def test_several_tables_are_written_at_once_and_appear_together(tmp_path):

@@ -30,7 +30,7 @@ class FluxModel(PackedPipelineModel):
 
     pipeline_class = FluxPipeline
     published: ClassVar[Published] = {"black-forest-labs/FLUX.1-dev": FLUX_DEV}
-    # as Flow-GRPO: attention of all blocks, feed-forward of those with two streams
+    # As Flow-GRPO: attention of all blocks, feed-forward of those with two streams.
     lora_targets = [
         *JOINT_ATTENTION,
         "ff.net.0.proj",
@@ -55,9 +55,10 @@ class FluxModel(PackedPipelineModel):
         return self._encode_texts(texts)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        limit = self.max_tokens
+        # embeds [n, L, 4096] of T5, all padded to max_tokens; pooled [n, 768] of CLIP. The third is
+        # the positions of the text, which are zeros.
         embeds, pooled, _ = self.pipeline.encode_prompt(
-            texts, None, device=self.device, max_sequence_length=limit
+            texts, None, device=self.device, max_sequence_length=self.max_tokens
         )
         return {"embeds": embeds, "pooled": pooled}
 
@@ -69,13 +70,13 @@ class FluxModel(PackedPipelineModel):
     def _call_transformer(
         self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        guidance = (
-            torch.full_like(sigma, conditioning.guidance)
-            if self.transformer.config.guidance_embeds
-            else None
-        )
+        # An input of [dev], [N]; [schnell] has none.
+        guidance = None
+        if self.transformer.config.guidance_embeds:
+            guidance = torch.full_like(sigma, conditioning.guidance)
         velocity: Tensor = self.transformer(
             hidden_states=tokens,
+            # In [0, 1]: the network itself multiplies it by 1000.
             timestep=sigma,
             guidance=guidance,
             pooled_projections=conditioning["pooled"],
@@ -92,6 +93,8 @@ class FluxModel(PackedPipelineModel):
 
 def token_positions(latents: Tensor, index: int = 0) -> Tensor:
     """(index of the image, row, column) of every token of latents [N, C, H, W], [H/2 W/2, 3]."""
+    # Numbers for the rotary embedding. Text is at (0, 0, 0), the image that is generated has index
+    # 0, and images to edit have others.
     height, width = (side // 2 for side in latents.shape[-2:])
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([torch.full_like(row, index), row, column], -1).reshape(-1, 3).to(latents)

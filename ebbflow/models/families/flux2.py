@@ -64,13 +64,14 @@ class Flux2Backbone(PackedPipelineModel):
         "ff.linear_out",
         "ff_context.linear_in",
         "ff_context.linear_out",
-        # of the blocks with one stream; their "attn.to_out" is a list of layers in the others
+        # Of the blocks with one stream; their "attn.to_out" is a list of layers in the others.
         "attn.to_qkv_mlp_proj",
     ]
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
 
     def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
+        # A fit to tokens and steps, instead of the line of dynamic_shift_arguments.
         return {"mu": compute_empirical_mu(tokens, steps)}
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
@@ -90,24 +91,28 @@ class Flux2Backbone(PackedPipelineModel):
     def _call_transformer(
         self, tokens: Tensor, places: Tensor, sigma: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        guidance = (
-            torch.full_like(sigma, conditioning.guidance)
-            if self.transformer.config.guidance_embeds
-            else None
-        )
-        length = torch.arange(conditioning["embeds"].shape[1])
+        guidance = None
+        if self.transformer.config.guidance_embeds:
+            guidance = torch.full_like(sigma, conditioning.guidance)
+        # Positions have four axes: (image, row, column, place in the text). Text is at
+        # (0, 0, 0, place), [L, 4]; the batch has one list for all rows, hence the [None].
+        zero = torch.arange(1)
+        places_in_text = torch.arange(conditioning["embeds"].shape[1])
+        text_positions = torch.cartesian_prod(zero, zero, zero, places_in_text)
         velocity: Tensor = self.transformer(
             hidden_states=tokens,
             timestep=sigma,
             guidance=guidance,
             encoder_hidden_states=conditioning["embeds"],
-            txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, length).to(tokens)[None],
+            txt_ids=text_positions.to(tokens)[None],
             img_ids=places[None],
             return_dict=False,
         )[0]
         return velocity
 
     def _unscale_latents(self, latents: Tensor) -> Tensor:
+        # The statistics are those of a token's 4 C numbers, not of C channels, so that latents are
+        # packed for them and unpacked again.
         mean, std = self._channel_statistics(latents)
         return unpack_tokens(pack_latents(latents) * std + mean, tuple(latents.shape[1:]))
 
@@ -119,6 +124,7 @@ class Flux2Backbone(PackedPipelineModel):
         """Mean and standard deviation of each of a token's numbers, which the VAE keeps in a batch
         norm.
         """
+        # [4 C] each, in the running estimates of the norm's training.
         norm = self.pipeline.vae.bn
         eps = self.pipeline.vae.config.batch_norm_eps
         return norm.running_mean.to(like), (norm.running_var + eps).sqrt().to(like)
@@ -144,15 +150,16 @@ class Flux2Model(Flux2Backbone):
 
     @staticmethod
     def _load_own_parts(folder: Path) -> dict[str, Any]:
-        return {
-            "tokenizer": None
-        }  # diffusers cannot read it without torchvision, nor accept ours for it
+        # diffusers cannot read it without torchvision, nor accept ours for it: ``load`` puts ours
+        # into the finished pipeline.
+        return {"tokenizer": None}
 
     def save(self, folder: Path) -> None:
         """As ``ebbflow.models.base.Model.save``; the processor as it was published: ours is a class
         that only Ebbflow has.
         """
         super().save(folder)
+        # The folder that the pipeline was loaded from.
         published = Path(self.pipeline.config._name_or_path)
         shutil.copytree(published / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
         shutil.copyfile(published / "model_index.json", folder / "model_index.json")
@@ -160,5 +167,6 @@ class Flux2Model(Flux2Backbone):
 
 def token_positions(latents: Tensor, image: int = 0) -> Tensor:
     """(image, row, column, 0) of every token of latents [N, C, H, W], [H/2 W/2, 4]."""
+    # Text counts in the fourth axis and images in the first three.
     height, width = (torch.arange(side // 2) for side in latents.shape[-2:])
     return torch.cartesian_prod(torch.tensor([image]), height, width, torch.arange(1)).to(latents)

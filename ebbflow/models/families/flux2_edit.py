@@ -29,17 +29,20 @@ class Flux2EditModel(EditsImages, Flux2Model):
     text_parts = ("text_encoder", "vae")
 
     def count_tokens(self) -> Tokens:
+        # At most: a smaller image stays as it is.
         return replace(
             super().count_tokens(), edited=MAX_PIXELS // (2 * self.pipeline.vae_scale_factor) ** 2
         )
 
     def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
+        # As Flux2Pipeline scales: down to whole tokens, and what is over is cropped.
         width, height = self._shrink_picture(picture).size
         multiple = 2 * self.pipeline.vae_scale_factor
         return width // multiple * multiple, height // multiple * multiple
 
     def _shrink_picture(self, picture: Image.Image) -> Image.Image:
         processor = self.pipeline.image_processor
+        # The processor refuses images that are very small or very long.
         try:
             processor.check_image_input(picture)
         except ValueError as error:
@@ -59,12 +62,13 @@ class Flux2EditModel(EditsImages, Flux2Model):
         )
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        # [N, S, 4 C]: the tokens of the latents, then those of the image to edit.
         tokens = pack_latents(latents)
         image = conditioning["image"]
-        places = torch.cat(
-            [token_positions(latents), token_positions(image, image=10)]
-        )  # ten between the first images, as published
+        # Ten between the first images, as published.
+        places = torch.cat([token_positions(latents), token_positions(image, image=10)])
         prediction = self._call_transformer(
             torch.cat([tokens, pack_latents(image).to(tokens)], 1), places, sigma, conditioning
         )
+        # What it predicts of the image to edit is no velocity of anything.
         return prediction[:, : tokens.shape[1]]

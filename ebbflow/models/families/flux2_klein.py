@@ -26,11 +26,12 @@ QWEN3_8B = QWEN3_4B | {
 def _published_parts(
     blocks: tuple[int, int], heads: int, qwen: Mapping[str, Any]
 ) -> Mapping[str, Part]:
-    """Of a model with so many blocks of two streams and of one."""
+    """The parts of a model with so many blocks of two streams and of one."""
     config = {
         "num_layers": blocks[0],
         "num_single_layers": blocks[1],
         "num_attention_heads": heads,
+        # The pipeline stacks the states of three layers of the text encoder.
         "joint_attention_dim": 3 * qwen["hidden_size"],
         "guidance_embeds": False,
     }

@@ -30,9 +30,11 @@ class FluxKontextModel(EditsImages, FluxModel):
     pipeline_class = FluxKontextPipeline
     published = {"black-forest-labs/FLUX.1-Kontext-dev": FLUX_DEV}
     text_parts = ("text_encoder", "text_encoder_2", "vae")
-    shares_tokens = False  # the image to edit has any number of them
+    # The image to edit has any number of tokens, which may not divide.
+    shares_tokens = False
 
     def count_tokens(self) -> Tokens:
+        # At most, over the sizes that images may be scaled to.
         plain = super().count_tokens()
         multiple = 2 * self.pipeline.vae_scale_factor
         sizes = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
@@ -55,6 +57,7 @@ class FluxKontextModel(EditsImages, FluxModel):
     def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
         width, height = self._scaled_size(picture)
         processor = self.pipeline.image_processor
+        # Resized by itself first, as the pipeline does; preprocess then only normalises.
         pixels = processor.preprocess(processor.resize(picture, height, width), height, width).to(
             self.device
         )
@@ -62,10 +65,12 @@ class FluxKontextModel(EditsImages, FluxModel):
         return Conditioning(self._encode_texts([text]) | {"image": latents})
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        # [N, S, 4 C]: the tokens of the latents, with index 0, then those of the image, with 1.
         tokens = pack_latents(latents)
         image = conditioning["image"]
         places = torch.cat([token_positions(latents), token_positions(image, index=1)])
         prediction = self._call_transformer(
             torch.cat([tokens, pack_latents(image).to(tokens)], 1), places, sigma, conditioning
         )
+        # What it predicts of the image to edit is no velocity of anything.
         return prediction[:, : tokens.shape[1]]

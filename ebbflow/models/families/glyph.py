@@ -41,7 +41,14 @@ from ebbflow.recipe.model import (
     Precision,
 )
 
-FAMILY = Family(adapter="GlyphModel", guided=False, diffusers=False)
+FAMILY = Family(
+    adapter="GlyphModel",
+    guided=False,
+    diffusers=False,
+    trains_base_model=True,
+    has_fixed_size=True,
+    unsupported_keys=("frames", "guidance", "max_tokens", "attention"),
+)
 ALPHABET = CHARACTERS["capitals"]
 PIXEL_SHIFT = 0.55
 PIXEL_SCALE = 0.75
@@ -57,6 +64,7 @@ PIPELINE_PARTS = {
     "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
     "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
 }
+# Named in the index as null, since the pipeline of SD3 asks for them.
 ABSENT_PARTS = (
     "vae",
     "text_encoder_2",
@@ -117,11 +125,14 @@ class GlyphModel:
 
     @classmethod
     def _read_parts(cls, folder: Path, precision: Precision) -> Self:
+        # Height and width are nowhere else in the folder: the network has positions up to a largest
+        # side. Validated as the recipe's keys are, for the folder may come from elsewhere.
         size = GlyphTrainingConfig.model_validate_json((folder / SIZE).read_bytes())
         if size.model_fields_set != {"height", "width"}:
             raise ValueError(f"{SIZE} must hold height and width")
         transformer = _read_network(SD3Transformer2DModel, folder / "transformer")
-        if max(size.height, size.width) > (limit := PATCH * transformer.config.pos_embed_max_size):
+        limit = PATCH * transformer.config.pos_embed_max_size
+        if max(size.height, size.width) > limit:
             raise ValueError(f"its network draws {limit} pixels at most and {SIZE} wants more")
         model = cls(
             transformer,
@@ -134,10 +145,9 @@ class GlyphModel:
             size.width,
             precision,
         )
+        # A tokenizer of something else is found here, and not in the middle of a stage.
         with torch.no_grad():
-            model.encode_texts(
-                ["", "A"]
-            )  # a tokenizer of something else is found here, and not in the middle of a stage
+            model.encode_texts(["", "A"])
         return model
 
     def count_tokens(self) -> Tokens:
@@ -146,7 +156,7 @@ class GlyphModel:
         return Tokens(image=height * width // PATCH**2, text=self.tokenizer.model_max_length)
 
     def token_widths(self) -> tuple[int, int]:
-        """Of a token in the blocks, and of an encoded token of a prompt."""
+        """The width of a token in the blocks, and of an encoded token of a prompt."""
         return WIDTH, self.transformer.config.joint_attention_dim
 
     def compute_sigmas(self, steps: int) -> Tensor:
@@ -168,15 +178,16 @@ class GlyphModel:
         Raises:
             ModelError: a prompt has more letters than the model can draw.
         """
+        # Always padded to one length, so that a row does not depend on the rows beside it.
         tokens = self.tokenizer(prompts, padding="max_length").input_ids
         limit = self.tokenizer.model_max_length
-        if too_long := [
-            prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit
-        ]:
+        too_long = [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]
+        if too_long:
             raise ModelError(
                 f"this glyph model draws {limit - 2} letters at most and was asked for"
                 f" {too_long[0]!r}"
             )
+        # embeds [N, letters + 2, WIDTH], pooled [N, WIDTH].
         output = self.text_encoder(input_ids=torch.tensor(tokens, device=self.text_encoder.device))
         return Conditioning({"embeds": output.last_hidden_state, "pooled": output.text_embeds})
 
@@ -185,22 +196,25 @@ class GlyphModel:
         it.
         """
         letters = self.tokenizer.model_max_length - 2
-        asked = re.sub(r'["\s]', "", prompt.prompt)
-        read = "".join(self.tokenizer.tokenize(asked))
+        # Quotes and blanks are dropped by design; anything else that the tokenizer drops or changes
+        # is a surprise to the user.
+        asked_text = re.sub(r'["\s]', "", prompt.prompt)
+        read_text = "".join(self.tokenizer.tokenize(asked_text))
+        # A folder does not say which alphabets it was trained on; its vocabulary has them whole.
         alphabets = [
             alphabet
             for alphabet, known in CHARACTERS.items()
             if known[0] in self.tokenizer.get_vocab()
         ]
-        if (
-            asked == read
-            and len(read) == letters
-            and any(set(read) <= set(CHARACTERS[alphabet]) for alphabet in alphabets)
-        ):
+        # Each string of the training has letters of one alphabet.
+        is_of_one_alphabet = any(
+            set(read_text) <= set(CHARACTERS[alphabet]) for alphabet in alphabets
+        )
+        if asked_text == read_text and len(read_text) == letters and is_of_one_alphabet:
             return None
         kinds = " or ".join(DESCRIPTIONS[alphabet] for alphabet in alphabets)
         return (
-            f"it was trained on {letters} {kinds} and reads {read!r} in"
+            f"it was trained on {letters} {kinds} and reads {read_text!r} in"
             f" {shorten_value(prompt.prompt)}"
         )
 
@@ -210,7 +224,8 @@ class GlyphModel:
         """As ``ebbflow.models.base.Model.predict_velocity``."""
         velocity: Tensor = self.transformer(
             hidden_states=latents,
-            timestep=1000 * sigma,  # never truncated to an integer: rollout and training must agree
+            # Never truncated to an integer: rollout and training must agree.
+            timestep=1000 * sigma,
             encoder_hidden_states=conditioning["embeds"],
             pooled_projections=conditioning["pooled"],
             return_dict=False,
@@ -219,12 +234,14 @@ class GlyphModel:
 
     def decode_latents(self, latents: Tensor) -> np.ndarray:
         """As ``ebbflow.models.base.Model.decode_latents``."""
+        # [N, 1, H, W] in [-1, 1] to uint8 [N, H, W, 3], three equal channels.
         pixels = (latents.float() * PIXEL_SCALE + PIXEL_SHIFT).clamp(-1, 1)
         grey = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
         return grey.transpose(0, 2, 3, 1).repeat(3, axis=3)
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
         """As ``ebbflow.models.base.Model.decode_with_gradient``."""
+        # Not rounded to 256 levels, whose gradient would be 0.
         grey = ((latents.float() * PIXEL_SCALE + PIXEL_SHIFT).clamp(-1, 1) + 1) / 2
         return grey.expand(-1, 3, -1, -1)
 
@@ -267,9 +284,10 @@ def _read_network(kind: Any, folder: Path) -> Any:
     network, report = kind.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
-    if misfits := sorted(
+    misfits = sorted(
         str(name) for key in ("missing_keys", "unexpected_keys") for name in report[key]
-    ):
+    )
+    if misfits:
         raise ValueError(
             f"{folder.name}: {len(misfits)} weights are missing or left over, first {misfits[0]}"
         )
@@ -327,11 +345,21 @@ def build_letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrained
     # <end> must not have id 2: transformers then pools at the largest id, a rule kept for CLIP's
     # first checkpoints.
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    # Small letters are read as capitals unless the alphabet has them.
     folded = "".join(letter for letter in alphabet.lower() if letter not in alphabet)
-    ranges = _regex_ranges(alphabet + folded)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Replace(Regex(f"[^{ranges}]"), ""), *_uppercase_normalizers(folded)]
+    # Whole alphabets as a class of a regular expression: A-Za-z.
+    ranges = "".join(
+        f"{known[0]}-{known[-1]}" for known in CHARACTERS.values() if known[0] in alphabet + folded
     )
+    steps: list[Any] = [normalizers.Replace(Regex(f"[^{ranges}]"), "")]
+    if folded:
+        # A sequence in the sequence: a flat list would do the same, and change tokenizer.json and
+        # with it the digest of every base model.
+        steps.append(
+            normalizers.Sequence([normalizers.Replace(letter, letter.upper()) for letter in folded])
+        )
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    # Every letter is a token; <start> and <end> stand around them.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<start> $A <end>",
@@ -344,19 +372,4 @@ def build_letter_tokenizer(letters: int, alphabet: str = ALPHABET) -> PreTrained
         eos_token="<end>",
         pad_token="<pad>",
         unk_token="<unk>",
-    )
-
-
-def _uppercase_normalizers(letters: str) -> list[normalizers.Sequence]:
-    return (
-        [normalizers.Sequence([normalizers.Replace(letter, letter.upper()) for letter in letters])]
-        if letters
-        else []
-    )
-
-
-def _regex_ranges(letters: str) -> str:
-    """Whole alphabets as a class of a regular expression: ``A-Za-z``."""
-    return "".join(
-        f"{known[0]}-{known[-1]}" for known in CHARACTERS.values() if known[0] in letters
     )

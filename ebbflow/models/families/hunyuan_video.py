@@ -73,6 +73,7 @@ class HunyuanVideoModel(DrawsVideos):
 
     @property
     def frames_per_decode(self) -> int:
+        # The VAE decodes long videos in overlapping tiles of this many frames.
         frames: int = self.pipeline.vae.tile_sample_min_num_frames
         return frames
 
@@ -81,22 +82,25 @@ class HunyuanVideoModel(DrawsVideos):
         return config.num_attention_heads * config.attention_head_dim, config.text_embed_dim
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        # embeds [n, L, 4096] of Llama with its mask [n, L], whose system prompt the pipeline cuts
+        # off again; pooled [n, 768] of CLIP.
         embeds, pooled, mask = self.pipeline.encode_prompt(
             texts, device=self.device, max_sequence_length=self.max_tokens
         )
         return {"embeds": embeds, "pooled": pooled, "mask": mask.bool()}
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        takes_guidance = self.transformer.config.guidance_embeds
+        # An input, a thousand times the scale, as the pipeline passes it.
+        guidance = None
+        if self.transformer.config.guidance_embeds:
+            guidance = torch.full_like(sigma, 1000 * conditioning.guidance)
         velocity: Tensor = self.transformer(
             hidden_states=latents,
             timestep=1000 * sigma,
             encoder_hidden_states=conditioning["embeds"],
             encoder_attention_mask=conditioning["mask"],
             pooled_projections=conditioning["pooled"],
-            guidance=torch.full_like(sigma, 1000 * conditioning.guidance)
-            if takes_guidance
-            else None,
+            guidance=guidance,
             return_dict=False,
         )[0]
         return velocity

@@ -72,6 +72,7 @@ class LTX2Model(LTXVideoModel):
         for attention in ("attn1", "attn2")
         for layer in ("to_q", "to_k", "to_v", "to_out.0")
     ]
+    # The branch of the sound, and what joins it to that of the pictures.
     unused_parameters = ("*audio*", "*a2v*", "av_cross_attn*")
     text_parts = ("text_encoder", "connectors")
     default_size = (512, 768)
@@ -89,6 +90,7 @@ class LTX2Model(LTXVideoModel):
                 f"{config.path} is LTX-2.3 or later, and {config.family} is LTX-2; take"
                 " Lightricks/LTX-2"
             )
+        # Empty places of a prompt are filled with learned tokens, a whole set at a time.
         registers = pipeline.connectors.config.video_connector_num_learnable_registers or 1
         if config.max_tokens is not None and config.max_tokens % registers:
             near = max(registers, round(config.max_tokens / registers) * registers)
@@ -118,9 +120,12 @@ class LTX2Model(LTXVideoModel):
         return embeds, mask
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        config, (_, frames, height, width) = self.transformer.config, self.latent_shape
+        config = self.transformer.config
+        _, frames, height, width = self.latent_shape
         velocity: Tensor = self.transformer(
+            # [N, C, F, H, W] as tokens [N, F H W, C]: a latent is a token.
             hidden_states=latents.flatten(2).mT,
+            # One token of silence: the network needs some, and isolate_modalities keeps it apart.
             audio_hidden_states=latents.new_zeros(len(latents), 1, config.audio_in_channels),
             encoder_hidden_states=conditioning["embeds"],
             audio_encoder_hidden_states=latents.new_zeros(len(latents), 1, config.caption_channels),

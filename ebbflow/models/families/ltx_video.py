@@ -62,6 +62,7 @@ class LTXVideoModel(DrawsVideos):
         scale = self.pipeline.vae_spatial_compression_ratio
         pace = self.pipeline.vae_temporal_compression_ratio
         self._require_multiple(scale)
+        # A token is one latent, so that sides are multiples of 32 pixels and no more.
         return (
             self.transformer.config.in_channels,
             self._count_latent_frames(pace),
@@ -71,6 +72,7 @@ class LTXVideoModel(DrawsVideos):
 
     @property
     def frames_per_decode(self) -> int:
+        # It decodes a video whole.
         return self.config.frames
 
     def count_tokens(self) -> Tokens:
@@ -81,19 +83,21 @@ class LTXVideoModel(DrawsVideos):
         return config.num_attention_heads * config.attention_head_dim, config.caption_channels
 
     def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
+        # Of all latents; ``tokens`` counts patches of 2 x 2 of the first dimensions, as for images.
         return dynamic_shift_arguments(self.pipeline.scheduler, math.prod(self.latent_shape[1:]))
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        limit = self.max_tokens
         embeds, mask = self.pipeline._get_t5_prompt_embeds(
-            texts, max_sequence_length=limit, device=self.device
+            texts, max_sequence_length=self.max_tokens, device=self.device
         )
         return {"embeds": embeds, "mask": mask}
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        pipeline, (_, frames, height, width) = self.pipeline, self.latent_shape
+        pipeline = self.pipeline
+        _, frames, height, width = self.latent_shape
         scale = pipeline.vae_spatial_compression_ratio
         velocity: Tensor = self.transformer(
+            # [N, C, F, H, W] as tokens [N, F H W, C].
             hidden_states=latents.flatten(2).mT,
             encoder_hidden_states=conditioning["embeds"],
             timestep=1000 * sigma,
@@ -101,6 +105,7 @@ class LTXVideoModel(DrawsVideos):
             num_frames=frames,
             height=height,
             width=width,
+            # Rotary positions in seconds and in pixels, not in latents.
             rope_interpolation_scale=(
                 pipeline.vae_temporal_compression_ratio / FRAME_RATE,
                 scale,
@@ -120,6 +125,7 @@ class LTXVideoModel(DrawsVideos):
 
     def _channel_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel, which the VAE keeps with its weights."""
+        # Buffers [C], not keys of the configuration as those of other video VAEs.
         vae = self.pipeline.vae
         mean, std = (
             values.view(-1, 1, 1, 1).to(like) for values in (vae.latents_mean, vae.latents_std)

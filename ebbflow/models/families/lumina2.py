@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.base import Conditioning, ModelError
-from ebbflow.models.pipeline import PipelineModel, dynamic_shift_arguments
+from ebbflow.models.pipeline import PipelineModel, dynamic_shift_arguments, match_norm
 from ebbflow.models.published import IMAGE_VAE, Part, Published
 from ebbflow.recipe.families import Family
 from ebbflow.recipe.model import ModelConfig
@@ -50,6 +50,7 @@ class Lumina2Model(PipelineModel):
             )
 
     def _compute_latent_shape(self) -> tuple[int, ...]:
+        # Latents in, latents out: the network itself makes tokens of patches.
         patch = self.transformer.config.patch_size
         scale = self.pipeline.vae_scale_factor
         self._require_multiple(patch * scale)
@@ -59,14 +60,14 @@ class Lumina2Model(PipelineModel):
         return self.transformer.config.hidden_size, self.transformer.config.cap_feat_dim
 
     def _schedule_arguments(self, tokens: int, steps: int) -> dict[str, float]:
-        return dynamic_shift_arguments(
-            self.pipeline.scheduler, self.latent_shape[0]
-        )  # the pipeline counts channels for tokens
+        # The pipeline takes the number of channels for that of the tokens: its latents are
+        # [N, C, H, W], and calculate_shift gets shape[1], as if they were packed.
+        return dynamic_shift_arguments(self.pipeline.scheduler, self.latent_shape[0])
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        limit = self.max_tokens
+        # False: without negative prompts, which would be empty here.
         embeds, mask, _, _ = self.pipeline.encode_prompt(
-            texts, False, device=self.device, max_sequence_length=limit
+            texts, False, device=self.device, max_sequence_length=self.max_tokens
         )
         return {"embeds": embeds, "mask": mask.bool()}
 
@@ -80,7 +81,8 @@ class Lumina2Model(PipelineModel):
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         velocity: Tensor = self.transformer(
             hidden_states=latents,
-            timestep=1 - sigma,  # from noise to image, as the prediction points
+            # Time runs from noise to image, and so does the prediction, x0 - eps: hence the sign.
+            timestep=1 - sigma,
             encoder_hidden_states=conditioning["embeds"],
             encoder_attention_mask=conditioning["mask"],
             return_dict=False,
@@ -88,12 +90,10 @@ class Lumina2Model(PipelineModel):
         return -velocity
 
     def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
-        guided = super()._apply_guidance(prediction, negative, guidance)
-        rescaled: Tensor = guided * (
-            prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
-        )
-        return rescaled
+        # As the pipeline: the norm over the last dimension, one for each row of each channel.
+        return match_norm(super()._apply_guidance(prediction, negative, guidance), prediction)
 
     def list_blocks(self) -> list[nn.Module]:
+        # In the order of their calls, which fsdp.prefetch needs.
         network = self.transformer
         return [*network.context_refiner, *network.noise_refiner, *network.layers]

@@ -15,6 +15,7 @@ from ebbflow.models.pipeline import (
     JOINT_ATTENTION,
     PackedPipelineModel,
     channel_statistics,
+    match_norm,
     pack_latents,
 )
 from ebbflow.models.published import Part, Published
@@ -67,6 +68,7 @@ class QwenImageModel(PackedPipelineModel):
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (1024, 1024)
     shares_tokens = True
+    # Prompts have no fixed length: context parallelism sets the multiple that divides them.
     text_multiple = 1
 
     @classmethod
@@ -85,6 +87,7 @@ class QwenImageModel(PackedPipelineModel):
         return mask_or_none(embeds, mask)
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        # (frames, rows, columns) of tokens, from which the network computes rotary positions.
         _, height, width = self.latent_shape
         return self._call_transformer(
             pack_latents(latents), sigma, conditioning, [(1, height // 2, width // 2)]
@@ -104,23 +107,22 @@ class QwenImageModel(PackedPipelineModel):
         velocity: Tensor = self.transformer(
             hidden_states=tokens,
             timestep=sigma,
+            # [n, L, D] and [n, L], both filled up to a multiple with what the mask hides.
             encoder_hidden_states=nn.functional.pad(conditioning["embeds"], (0, 0, 0, padding)),
             encoder_hidden_states_mask=nn.functional.pad(conditioning["mask"], (0, padding)),
-            img_shapes=[shapes] * len(tokens),
+            img_shapes=[shapes for _ in range(len(tokens))],
             return_dict=False,
         )[0]
         return velocity
 
     def _apply_guidance(self, prediction: Tensor, negative: Tensor, guidance: float) -> Tensor:
-        guided = super()._apply_guidance(prediction, negative, guidance)
-        rescaled: Tensor = guided * (
-            prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
-        )
-        return rescaled
+        # As the pipeline: the norm of each token.
+        return match_norm(super()._apply_guidance(prediction, negative, guidance), prediction)
 
     def _unscale_latents(self, latents: Tensor) -> Tensor:
+        # The VAE is one of videos, [N, C, 1, H, W]; here and below an image is its only frame.
         mean, std = channel_statistics(self.pipeline.vae, latents)
-        return (latents * std + mean)[:, :, None]  # the VAE is one of videos
+        return (latents * std + mean)[:, :, None]
 
     def _scale_latents(self, latents: Tensor) -> Tensor:
         mean, std = channel_statistics(self.pipeline.vae, latents)

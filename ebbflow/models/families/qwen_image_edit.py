@@ -43,7 +43,8 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
     pipeline_class = QwenImageEditPipeline
     published = {"Qwen/Qwen-Image-Edit": PARTS}
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "vae")
-    shares_tokens = False  # the image to edit has any number of them
+    # The image to edit has any number of tokens, which may not divide.
+    shares_tokens = False
     edited_pixels = 1024 * 1024
     """The pipeline scales the image to edit to about this many pixels, whatever the size that it
     draws.
@@ -57,6 +58,8 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
             )
 
     def count_tokens(self) -> Tokens:
+        # The image counts twice: the text encoder reads it as part of the prompt, and the network
+        # sees its latents, a token for 2 x 2 of them.
         plain = super().count_tokens()
         edited = self.edited_pixels // self.pipeline.vae_scale_factor**2 // 4
         return Tokens(
@@ -81,6 +84,7 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
 
     def _encode_picture(self, picture: Image.Image) -> Tensor:
         """What the network sees of an image, [1, C, H, W]."""
+        # [1, 3, 1, H, W] for the VAE, which is one of videos.
         width, height = self._scaled_size(picture)
         pixels = self.pipeline.image_processor.preprocess(picture, height, width).to(self.device)
         return self._scale_latents(self.pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode())
@@ -90,6 +94,7 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         that only Ebbflow has.
         """
         super().save(folder)
+        # The folder that the pipeline was loaded from.
         published = Path(self.pipeline.config._name_or_path)
         shutil.copytree(published / "processor", folder / "processor", dirs_exist_ok=True)
         shutil.copyfile(published / "model_index.json", folder / "model_index.json")
@@ -99,10 +104,13 @@ class QwenImageEditModel(EditsImages, QwenImageModel):
         return width, height
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        # [N, S, 4 C]: the tokens of the latents, then those of the image to edit, each with the
+        # shape that its positions follow from.
         tokens = pack_latents(latents)
         image = conditioning["image"]
         shapes = [(1, side.shape[-2] // 2, side.shape[-1] // 2) for side in (latents, image)]
         prediction = self._call_transformer(
             torch.cat([tokens, pack_latents(image).to(tokens)], 1), sigma, conditioning, shapes
         )
+        # What it predicts of the image to edit is no velocity of anything.
         return prediction[:, : tokens.shape[1]]

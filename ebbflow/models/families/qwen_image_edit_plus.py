@@ -23,6 +23,7 @@ class QwenImageEditPlusModel(QwenImageEditModel):
     published = {"Qwen/Qwen-Image-Edit-2509": PARTS, "Qwen/Qwen-Image-Edit-2511": PARTS}
 
     def count_tokens(self) -> Tokens:
+        # Not super(): that of the first model counts the image as its text encoder sees it.
         plain = QwenImageModel.count_tokens(self)
         edited = pipelines.VAE_IMAGE_SIZE // self.pipeline.vae_scale_factor**2 // 4
         return Tokens(
@@ -35,6 +36,7 @@ class QwenImageEditPlusModel(QwenImageEditModel):
         return _size_with_area(pipelines.VAE_IMAGE_SIZE, picture)
 
     def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
+        # The text encoder sees 384 x 384 pixels or as many, the VAE a megapixel of the original.
         width, height = _size_with_area(pipelines.CONDITION_IMAGE_SIZE, picture)
         small = self.pipeline.image_processor.resize(picture, height, width)
         embeds, mask = self.pipeline.encode_prompt(text, image=[small], device=self.device)

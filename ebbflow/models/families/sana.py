@@ -46,8 +46,8 @@ OTHERS = {
 
 
 def _published_parts(bytes: int = 2, **config: Any) -> Mapping[str, Part]:
-    """Of a model whose network differs from that of the first SANA with 1.6 billion parameters in
-    these keys.
+    """The parts of a model whose network differs from that of the first SANA with 1.6 billion
+    parameters in these keys.
     """
     return OTHERS | {
         "transformer": Part("diffusers", "SanaTransformer2DModel", config, bytes=bytes)
@@ -95,6 +95,7 @@ class SanaModel(PipelineModel):
         return (self.transformer.config.in_channels, self.height // scale, self.width // scale)
 
     def count_tokens(self) -> Tokens:
+        # A latent is 32 x 32 pixels, and with a patch size of 1 a token. Text is only attended to.
         image = math.prod(self.latent_shape[1:]) // self.transformer.config.patch_size**2
         return Tokens(image=image, text=self.max_tokens, joint=False)
 
@@ -108,10 +109,8 @@ class SanaModel(PipelineModel):
         """
         self.pipeline.scheduler.set_timesteps(steps)
         sigmas: Tensor = self.pipeline.scheduler.sigmas.clone()
-        sigmas[0] = (
-            # published .9997 at a shift of 3; there the noise of Flow-SDE is fifty times too large
-            1.0
-        )
+        # Published .9997 at a shift of 3; there the noise of Flow-SDE is fifty times too large.
+        sigmas[0] = 1.0
         return sigmas
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
@@ -120,11 +119,14 @@ class SanaModel(PipelineModel):
     def _encode_negative_inputs(
         self, texts: list[str], prompts: Sequence[Prompt]
     ) -> dict[str, Tensor]:
+        # As the pipeline: the instruction asks for a better prompt, which a negative one is not.
         return self._encode_with_instruction([], texts)
 
     def _encode_with_instruction(
         self, instruction: list[str], texts: list[str]
     ) -> dict[str, Tensor]:
+        # embeds [n, L, 2304] of Gemma 2 and their mask [n, L]: the first token and the last L - 1,
+        # which cuts the instruction off again.
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             texts,
             do_classifier_free_guidance=False,
@@ -145,7 +147,8 @@ class SanaModel(PipelineModel):
         return velocity
 
     def _encode_with_vae(self, pixels: Tensor) -> Tensor:
-        latents: Tensor = self.pipeline.vae.encode(pixels).latent  # no distribution
+        # An autoencoder without a distribution, so that there is no mode to take.
+        latents: Tensor = self.pipeline.vae.encode(pixels).latent
         return latents
 
     def list_blocks(self) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from ebbflow.recipe.families import Family
 
 FAMILY = Family(adapter="SD3Model", vllm_omni="ebbflow_vllm_omni.networks:SD3")
 CLIP_TOKENS = 77
-"""That the two CLIP encoders make of every prompt; they come before T5's."""
+"""Tokens that the two CLIP encoders make of every prompt; they come before T5's."""
 
 PUBLISHED: Published = {
     "stabilityai/stable-diffusion-3.5-medium": {
@@ -52,15 +52,15 @@ class SD3Model(PipelineModel):
 
     pipeline_class = StableDiffusion3Pipeline
     published = PUBLISHED
-    lora_targets = (
-        JOINT_ATTENTION  # as Flow-GRPO: the attention of the image and of the text stream
-    )
+    # As Flow-GRPO: the attention of the image and of the text stream.
+    lora_targets = JOINT_ATTENTION
     text_parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_size = (1024, 1024)
     default_max_tokens = 256
 
     @staticmethod
     def _load_own_parts(folder: Path) -> dict[str, Any]:
+        # A folder without T5, which is 10 GB: diffusers wants to be told of parts that are missing.
         index = read_json_object(folder / INDEX)
         return {
             part: None
@@ -77,6 +77,8 @@ class SD3Model(PipelineModel):
     def compute_sigmas(self, steps: int) -> Tensor:
         patch = self.transformer.config.patch_size
         tokens = self.latent_shape[1] // patch * (self.latent_shape[2] // patch)
+        # Unlike the newer pipelines, this one passes no sigmas and takes the scheduler's own list.
+        # For a scheduler of a fixed shift the further arguments are empty.
         scheduler = self.pipeline.scheduler
         scheduler.set_timesteps(steps, **dynamic_shift_arguments(scheduler, tokens, max_shift=1.16))
         sigmas: Tensor = scheduler.sigmas.clone()
@@ -86,6 +88,8 @@ class SD3Model(PipelineModel):
         return replace(super().count_tokens(), text=CLIP_TOKENS + self.max_tokens)
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        # embeds [n, 77 + L, 4096]: both CLIPs side by side, padded to T5's width, then T5; pooled
+        # [n, 2048] of the CLIPs.
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=texts,
             prompt_2=None,
@@ -99,6 +103,7 @@ class SD3Model(PipelineModel):
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         velocity: Tensor = self.transformer(
             hidden_states=latents,
+            # Never truncated to an integer: rollout and training must agree.
             timestep=1000 * sigma,
             encoder_hidden_states=conditioning["embeds"],
             pooled_projections=conditioning["pooled"],

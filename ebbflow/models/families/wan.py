@@ -60,14 +60,8 @@ class WanModel(DrawsVideos):
 
     pipeline_class = WanPipeline
     published: ClassVar[Published] = PUBLISHED
-    lora_targets = [
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "ffn.net.0.proj",
-        "ffn.net.2",
-    ]  # of self- and cross-attention
+    # Both self-attention and cross-attention have layers of these names.
+    lora_targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
     text_parts: ClassVar[tuple[str, ...]] = ("text_encoder",)
     default_size = (480, 832)
     shares_tokens = True
@@ -83,6 +77,7 @@ class WanModel(DrawsVideos):
     def _compute_latent_shape(self) -> tuple[int, ...]:
         scale = self.pipeline.vae_scale_factor_spatial
         pace = self.pipeline.vae_scale_factor_temporal
+        # The patch is (frames, rows, columns), published as (1, 2, 2).
         self._require_multiple(scale * self.transformer.config.patch_size[1])
         return (
             self.transformer.config.in_channels,
@@ -102,12 +97,14 @@ class WanModel(DrawsVideos):
         return torch.where(sigmas > 1 - 1e-5, 1.0, sigmas)
 
     def count_tokens(self) -> Tokens:
+        # Text is attended to, and does not go through the blocks.
         return replace(super().count_tokens(), joint=False)
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         return self._encode_texts(texts)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        # [n, L, 4096] of UMT5, all padded to max_tokens with zeros: the network takes no mask.
         embeds, _ = self.pipeline.encode_prompt(
             texts,
             do_classifier_free_guidance=False,

@@ -41,13 +41,14 @@ class WanA14BModel(WanModel):
         )
     }
     networks = tuple(EXPERTS.values())
-    shares_tokens = False  # two networks would each need it
+    # Two networks would each need it.
+    shares_tokens = False
 
     @classmethod
     def trained_parts(cls, config: ModelConfig) -> tuple[str, ...]:
-        return (
-            cls.networks if config.expert == "both" else (EXPERTS[config.expert or "high_noise"],)
-        )
+        if config.expert == "both":
+            return cls.networks
+        return (EXPERTS[config.expert or "high_noise"],)
 
     @classmethod
     def _trained_network(cls, pipeline: Any, config: ModelConfig) -> Any:
@@ -63,29 +64,26 @@ class WanA14BModel(WanModel):
             )
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """Of the network whose band each sigma is in.
+        """The prediction of the network whose band each sigma is in.
 
         With gradient, or where it is sharded, a trained one also computes a pass without rows of
         its band: its gradient is then zero instead of missing, and every rank of FSDP has to call
         it, or the others wait for its share of the weights.
         """
-        high = sigma >= self.pipeline.config.boundary_ratio
+        # [N]: a batch of training has rows of any sigma, a step of a rollout of one.
+        is_high = sigma >= self.pipeline.config.boundary_ratio
         trained = list(trained_networks(self.transformer).values())
-        networks = [getattr(self.pipeline, part) for part in self.networks]
-        velocities = [
-            (
-                self._call_expert(network, latents, sigma, conditioning)
-                if rows.any()
-                or (
-                    network in trained
-                    and (torch.is_grad_enabled() or isinstance(network, FSDPModule))
-                )
-                else None
+        velocities = []
+        for part, rows in zip(self.networks, (is_high, ~is_high), strict=True):
+            network = getattr(self.pipeline, part)
+            is_needed_without_rows = network in trained and (
+                torch.is_grad_enabled() or isinstance(network, FSDPModule)
             )
-            for network, rows in zip(networks, (high, ~high), strict=True)
-        ]
-        called = [velocity for velocity in velocities if velocity is not None]
-        return torch.where(high.view(-1, 1, 1, 1, 1), called[0], called[-1])
+            # Each computes all rows; ``where`` takes its own.
+            if rows.any() or is_needed_without_rows:
+                velocities.append(self._call_expert(network, latents, sigma, conditioning))
+        # If one network was called, all rows are its own and both arguments are its velocity.
+        return torch.where(is_high.view(-1, 1, 1, 1, 1), velocities[0], velocities[-1])
 
     def list_blocks(self) -> list[nn.Module]:
         return [

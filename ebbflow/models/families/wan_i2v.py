@@ -38,6 +38,7 @@ class WanI2VModel(EditsImages, WanA14BModel):
     text_parts = ("text_encoder", "vae")
 
     def _compute_latent_shape(self) -> tuple[int, ...]:
+        # The network's channels are those of the latents, the mask and the image together.
         return (self.pipeline.vae.config.z_dim, *super()._compute_latent_shape()[1:])
 
     def count_tokens(self) -> Tokens:
@@ -47,14 +48,18 @@ class WanI2VModel(EditsImages, WanA14BModel):
         )
 
     def _scaled_size(self, picture: Image.Image) -> tuple[int, int]:
+        # Every image becomes the first frame, whatever its proportions.
         return self.width, self.height
 
     def _encode_edit_prompt(self, text: str, picture: Image.Image) -> Conditioning:
         pixels = self.pipeline.video_processor.preprocess(
             picture, height=self.height, width=self.width
         ).to(self.device)
+        # [1, 3, frames, H, W]: the image, then frames of zeros, which are grey.
         video = nn.functional.pad(pixels[:, :, None], (0, 0, 0, 0, 0, self.config.frames - 1))
         latents = self._scale_latents(self.pipeline.vae.encode(video).latent_dist.mode())
+        # [1, 4, latent frames, h, w]: of a latent frame, which of its four frames are given. The
+        # first one stands for a single frame, which the pipeline counts four times.
         mask = latents.new_zeros(1, self.pipeline.vae_scale_factor_temporal, *latents.shape[2:])
         mask[:, :, 0] = 1
         return Conditioning(self._encode_texts([text]) | {"image": torch.cat([mask, latents], 1)})
@@ -72,6 +77,6 @@ class WanI2VModel(EditsImages, WanA14BModel):
     def _call_expert(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        return super()._call_expert(
-            network, torch.cat([latents, conditioning["image"].to(latents)], 1), sigma, conditioning
-        )
+        # [N, 16 + 4 + 16, F, h, w]: latents, mask, latents of the image.
+        inputs = torch.cat([latents, conditioning["image"].to(latents)], 1)
+        return super()._call_expert(network, inputs, sigma, conditioning)

@@ -63,10 +63,11 @@ class ZImageModel(PipelineModel):
         return sigmas
 
     def _encode_inputs(self, texts: list[str], prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        copied = list(texts)  # the pipeline writes its chat template into the list
+        # A copy, since the pipeline writes its chat template into the list.
         rows, _ = self.pipeline.encode_prompt(
-            copied, self.device, False, max_sequence_length=self.max_tokens
+            list(texts), self.device, False, max_sequence_length=self.max_tokens
         )
+        # A list of [L_i, D], padded to [n, L, D] to be stored; _run_network cuts them again.
         masks = [row.new_ones(len(row), dtype=torch.bool) for row in rows]
         return {
             "embeds": pad_sequence(rows, batch_first=True),
@@ -75,16 +76,19 @@ class ZImageModel(PipelineModel):
 
     def _run_network(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         rows = zip(conditioning["embeds"], conditioning["mask"], strict=True)
+        # Time runs from noise to image, and so does the prediction, x0 - eps: hence the sign below.
+        # Not 1 - sigma, but rounded as the pipeline rounds it.
+        time = (1000 - 1000 * sigma) / 1000
         velocity: list[Tensor] = self.transformer(
-            list(latents[:, :, None]),  # images as videos of one frame
-            (1000 - 1000 * sigma)
-            # from noise to image, as the prediction points, and rounded as the pipeline rounds it
-            / 1000,
+            # Images as videos of one frame: a list of [C, 1, H, W].
+            list(latents[:, :, None]),
+            time,
             [embeds[mask] for embeds, mask in rows],
             return_dict=False,
         )[0]
         return -torch.stack(velocity)[:, :, 0]
 
     def list_blocks(self) -> list[nn.Module]:
+        # In the order of their calls, which fsdp.prefetch needs.
         network = self.transformer
         return [*network.noise_refiner, *network.context_refiner, *network.layers]

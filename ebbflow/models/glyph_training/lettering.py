@@ -51,6 +51,8 @@ def render_batch(
     Raises:
         ValueError: as ``render_text``.
     """
+    # All random numbers first, three for each text: whether a text is empty or how large it is must
+    # not shift those of the texts after it.
     scale = rng.uniform(0.95, 1.05, len(texts))
     shift = rng.uniform(-1, 1, (len(texts), 2))
     images = np.full((len(texts), height, width), 255, np.uint8)
@@ -64,6 +66,7 @@ def render_batch(
 def render_letter(letter: str, size: float) -> np.ndarray:
     """One letter at a font size, dark (0) on white (255), cut to its ink: uint8 [height, width]."""
     font = _load_font(_round_to_quarter(size))
+    # "ls": around the origin at the left end of the baseline, so that left and top may be negative.
     left, top, right, bottom = font.getbbox(letter, anchor="ls")
     image = Image.new("L", (ceil(right) - floor(left), ceil(bottom) - floor(top)), 255)
     ImageDraw.Draw(image).text((-floor(left), -floor(top)), letter, fill=0, font=font, anchor="ls")
@@ -101,6 +104,8 @@ def _centre_origin(low: float, high: float, length: int, shift: float) -> float:
 @lru_cache(maxsize=1 << 16)
 def _find_largest_size(text: str, height: int, width: int) -> float:
     _check_letters(text)
+    # From the largest size that is narrow enough, down to one that is low enough. The height of the
+    # ink depends on the letters, and has no formula.
     size = _find_widest_size(len(text), width)
     while size >= MIN_SIZE:
         _, top, _, bottom = _text_ink_box(text, size)
@@ -115,8 +120,8 @@ def _find_largest_size(text: str, height: int, width: int) -> float:
 
 @cache
 def _find_widest_size(letters: int, width: int) -> float:
-    # Letters advance by whole pixels, so a size may fit that is up to half a pixel a letter above
-    # the exact quotient.
+    # The font is monospaced, so that the number of letters is all that matters. They advance by
+    # whole pixels, so a size may fit that is up to half a pixel a letter above the exact quotient.
     size = _round_to_quarter(((width - 2 * MARGIN) / letters + 0.5) / ADVANCE)
     while size >= MIN_SIZE and letters * _load_font(size).getlength("M") > width - 2 * MARGIN:
         size -= 0.25
@@ -149,14 +154,16 @@ def _round_to_quarter(size: float) -> float:
 
 @lru_cache(maxsize=256)
 def _load_font(size: float) -> ImageFont.FreeTypeFont:
+    # Pillow's own layout: raqm, which not every machine has, would place letters otherwise.
     return ImageFont.truetype(_font_path(), size, layout_engine=ImageFont.Layout.BASIC)
 
 
 def _check_letters(text: str) -> None:
-    if missing := sorted(set(text) - _font_letters()):
+    missing_letters = sorted(set(text) - _font_letters())
+    if missing_letters:
         raise ValueError(
-            f"the font has no {missing[0]!r}, asked for in {text!r}; it knows Latin, Greek and"
-            " Cyrillic letters"
+            f"the font has no {missing_letters[0]!r}, asked for in {text!r}; it knows Latin, Greek"
+            " and Cyrillic letters"
         )
 
 

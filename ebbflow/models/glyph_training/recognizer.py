@@ -55,6 +55,7 @@ def open_recognizer(height: int, width: int, letters: int) -> nn.Module:
     folder = cache_folder() / _cache_key(height, width, letters)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # The workers of a run ask at the same time; the first one trains it for all.
         with wait_for_lock(folder.with_suffix(".lock")):
             if not folder.exists():
                 train_recognizer(height, width, letters, folder)
@@ -72,6 +73,7 @@ def cache_folder() -> Path:
 
 
 def _cache_key(height: int, width: int, letters: int) -> str:
+    # Of the code, too: another recogniser gives other rewards, and must not pass for this one.
     parts = [height, width, letters, compute_code_digest(Path(__file__), Path(lettering.__file__))]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -89,8 +91,10 @@ def train_recognizer(
         ValueError: that many letters do not fit legibly.
     """
     rng = np.random.default_rng(0)
+    # The order of additions, and so the weights, would depend on the number of threads.
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the order of additions, and so the weights, would depend on it
+    torch.set_num_threads(1)
+    # A run that asks for the recogniser has random numbers and perhaps no_grad of its own.
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
@@ -99,6 +103,7 @@ def train_recognizer(
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
             for _ in range(steps):
                 pictures, targets = _sample_training_batch(height, width, letters, rng)
+                # [batch letters, 26] against [batch letters].
                 loss = cross_entropy(
                     network(_damage_pictures(pictures)).flatten(0, 1),
                     targets.flatten(),
@@ -125,10 +130,13 @@ def build_recognizer(height: int, width: int, letters: int) -> nn.Sequential:
     """A recogniser with random weights: convolutions that halve the picture to about four rows, and
     a linear layer.
     """
-    halvings = max(2, (height // 4).bit_length() - 1)
-    widths = [1, CHANNELS, *[2 * CHANNELS] * (halvings - 1)]
-    convolutions = [nn.Conv2d(before, after, 3, 2, 1) for before, after in pairwise(widths)]
-    features = 2 * CHANNELS * -(-height // 2**halvings) * -(-width // 2**halvings)
+    num_halvings = max(2, (height // 4).bit_length() - 1)
+    channels = [1, CHANNELS] + [2 * CHANNELS for _ in range(num_halvings - 1)]
+    # Kernel 3, stride 2, padding 1: each side becomes half, rounded up.
+    convolutions = [nn.Conv2d(inputs, outputs, 3, 2, 1) for inputs, outputs in pairwise(channels)]
+    rows = -(-height // 2**num_halvings)
+    columns = -(-width // 2**num_halvings)
+    features = 2 * CHANNELS * rows * columns
     return nn.Sequential(
         *(layer for convolution in convolutions for layer in (convolution, nn.GELU())),
         nn.Conv2d(2 * CHANNELS, 2 * CHANNELS, 3, 1, 1),
@@ -162,9 +170,12 @@ def _damage_pictures(pictures: Tensor) -> Tensor:
     grain, all by random amounts.
     """
 
+    # [N, 1, 1, 1]: an amount for each picture.
     def sample_uniform(low: float, high: float) -> Tensor:
         return torch.empty(len(pictures), 1, 1, 1).uniform_(low, high)
 
+    # The picture before in the batch, faint, as the dark of both: what a sample between two strings
+    # looks like.
     shadowed = torch.minimum(pictures, 1 - sample_uniform(0, 0.35) * (1 - pictures.roll(1, 0)))
     blurred = avg_pool2d(pad(shadowed, (1, 1, 1, 1), mode="replicate"), 3, 1)
     softened = shadowed.lerp(blurred, sample_uniform(0, 1))

@@ -32,8 +32,9 @@ def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
         parts = nn.ModuleList([model.transformer, model.text_encoder]).train()
         average = AveragedModel(parts, multi_avg_fn=get_ema_multi_avg_fn(config.ema))  # type: ignore[no-untyped-call, unused-ignore]
         optimizer = torch.optim.AdamW(parts.parameters(), lr=config.lr)
-        shown = show_progress("training the base model", "step", range(config.steps))
-        for step in shown:
+        progress = show_progress("training the base model", "step", range(config.steps))
+        for step in progress:
+            # Only at the end, when the letters are learnt: see GlyphTrainingConfig.caption_noise.
             noisy_captions = step >= 2 * config.steps // 3
             loss = _flow_matching_loss(model, *_sample_training_batch(config, rng, noisy_captions))
             optimizer.zero_grad()
@@ -41,7 +42,7 @@ def train_glyph_base(config: GlyphTrainingConfig, folder: Path) -> None:
             optimizer.step()
             average.update_parameters(parts)
             if step % 25 == 0:
-                shown.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     parts.load_state_dict(average.module.state_dict())
     with write_new_folder(folder) as unfinished:
         model.save(unfinished)
@@ -54,11 +55,14 @@ def _sample_training_batch(
     config: GlyphTrainingConfig, rng: np.random.Generator, noisy_captions: bool
 ) -> tuple[torch.Tensor, list[str]]:
     """Latents [batch, 1, height, width] of random strings, and their captions."""
+    # Letters as indices into the alphabet of their string, [batch, letters]; sizes is [batch, 1],
+    # an upper bound for each row.
     alphabets = _choose_alphabets(config, rng)
     sizes = np.array([[len(alphabet)] for alphabet in alphabets])
     letters = rng.integers(sizes, size=(config.batch, config.letters))
     images = render_batch(_join_letters(alphabets, letters), config.height, config.width, rng)
     if noisy_captions:
+        # After the images are drawn: the caption alone is wrong.
         replaced = rng.random(letters.shape) < config.caption_noise
         letters = np.where(replaced, rng.integers(sizes, size=letters.shape), letters)
     return encode_grey_images(images), _join_letters(alphabets, letters)
@@ -85,6 +89,7 @@ def _flow_matching_loss(
     model: GlyphModel, clean: torch.Tensor, captions: list[str]
 ) -> torch.Tensor:
     noise = torch.randn_like(clean)
+    # The logit-normal times of SD3 (2403.03206), with their mean moved towards the noise.
     sigma = torch.sigmoid(0.8 + torch.randn(len(clean)))
     rows = sigma.view(-1, 1, 1, 1)
     noisy = (1 - rows) * clean + rows * noise

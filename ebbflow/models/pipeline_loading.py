@@ -1,0 +1,101 @@
+"""Loads the diffusers pipeline of a base-model folder: frozen, each part on its device and in its
+precision, with the recipe's attention.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from safetensors import safe_open
+from torch import nn
+
+from ebbflow.models.base import DTYPES, ModelError
+from ebbflow.models.folder import report_unreadable_parts
+from ebbflow.recipe.model import ModelConfig
+
+VARIANT = re.compile(r"\.(fp16|bf16|fp32)[.-]")
+
+
+def load_pipeline(adapter: Any, folder: Path, config: ModelConfig, device: torch.device) -> Any:
+    """The pipeline of a folder, frozen and in evaluation mode.
+
+    A network to train is on the device in the precision that it was published in, and any other in
+    ``config.precision``. Text encoders are in ``config.precision`` and the VAE in float32, both on
+    the CPU.
+
+    Args:
+        adapter: the family's class, an ``ebbflow.models.pipeline.PipelineModel``, which imports
+            this module.
+
+    Raises:
+        ModelError: a part cannot be read, the family refuses it, or attention cannot be computed as
+            ``config.attention`` says.
+    """
+    weights = {
+        part: sorted((folder / part).glob("*.safetensors"))
+        for part in adapter.trained_parts(config)
+    }
+    # Pickled weights (.bin) could run code, and are never loaded.
+    parts_without_weights = [part for part, files in weights.items() if not files]
+    if parts_without_weights:
+        raise ModelError(
+            f"{folder / parts_without_weights[0]} holds no .safetensors weights; fetch them in that"
+            " format"
+        )
+    with report_unreadable_parts(folder, config.family):
+        published_dtypes = {part: _read_published_dtype(files) for part, files in weights.items()}
+        # Training keeps its weights in float32: a cast to 16 bits on the way there would lose bits
+        # that were published. A frozen part needs no more than the arithmetic does.
+        dtypes = {"default": DTYPES[config.precision], "vae": torch.float32} | published_dtypes
+        options = {"local_files_only": True, "use_safetensors": True} | adapter._load_own_parts(
+            folder
+        )
+        pipeline = adapter.pipeline_class.from_pretrained(folder, dtype=dtypes, **options)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    adapter._check_pipeline(pipeline, config)
+    for name in adapter.networks:
+        network = getattr(pipeline, name)
+        network.to(device)
+        if config.attention:
+            _choose_attention(network, config.attention, config.family)
+    return pipeline
+
+
+def _read_published_dtype(files: list[Path]) -> torch.dtype:
+    """The precision of the published weights; variants in another one, which may lie beside them,
+    are not loaded.
+    """
+    file = next((file for file in files if not VARIANT.search(file.name)), files[0])
+    with safe_open(file, "pt") as weights:
+        dtype: torch.dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
+    return dtype
+
+
+def _choose_attention(transformer: Any, backend: str, family: str) -> None:
+    choices = sorted(choice.value for choice in AttentionBackendName)
+    if backend not in choices:
+        raise ModelError(
+            f"model.attention = {backend!r}: diffusers has {', '.join(choices)}; take one of them,"
+            " or leave it out"
+        )
+    # Processors of an older kind do not ask which backend was set; theirs is the native one.
+    asks_for_backend = any(
+        hasattr(processor, "_attention_backend")
+        for processor in getattr(transformer, "attn_processors", {}).values()
+    )
+    if backend != "native" and not asks_for_backend:
+        raise ModelError(
+            f"model.attention = {backend!r}: diffusers has only 'native' for {family}; take that,"
+            " or leave it out"
+        )
+    # ImportError: its package is missing. RuntimeError: it needs another GPU, or a newer torch.
+    try:
+        transformer.set_attention_backend(backend)
+    except (ImportError, RuntimeError) as error:
+        raise ModelError(f"model.attention = {backend!r}: {error} Or leave it out") from error
