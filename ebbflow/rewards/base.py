@@ -102,6 +102,7 @@ class Reward(ABC):
     gradient_bytes: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
+        # Runs when a class is defined, so that a mistake fails at the import and not in a worker.
         super().__init_subclass__()
         if cls.scores not in get_args(Scored):
             known = ", ".join(get_args(Scored))

@@ -27,7 +27,8 @@ from ebbflow.data.images import PNG_SIGNATURE, iterate_png_chunks
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
-from ebbflow.rewards.combine import check_result, load_reward
+from ebbflow.rewards.combine import load_reward
+from ebbflow.rewards.groups import check_result
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import (
     HEALTH,

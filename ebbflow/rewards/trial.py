@@ -11,8 +11,8 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.rewards.base import RewardError, RewardResult
-from ebbflow.rewards.combine import check_result, load_reward
-from ebbflow.rewards.groups import score_samples
+from ebbflow.rewards.combine import load_reward
+from ebbflow.rewards.groups import check_result, score_samples
 
 TRIED_FRAMES = 8
 """Of a video that a reward is tried on, at most."""
