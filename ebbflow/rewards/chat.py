@@ -154,7 +154,6 @@ def ask_about_images(
     Raises:
         NoAnswer: there is no usable one.
     """
-    # The images come first, as in the chat templates of vision-language models.
     content = [*map(_build_image_part, images), {"type": "text", "text": question}]
     request: dict[str, Any] = {
         "model": config.model,
@@ -272,7 +271,7 @@ def build_completions_url(config: ChatServerConfig) -> str:
 def _build_image_part(image: np.ndarray) -> dict[str, Any]:
     from ebbflow.data.images import encode_pngs
 
-    # PNG, because a model may see what JPEG does to an image.
+    # PNG, because JPEG would change what is judged.
     encoded = base64.b64encode(encode_pngs(image[None])[0]).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
