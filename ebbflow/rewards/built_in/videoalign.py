@@ -123,7 +123,7 @@ class VideoAlign(PretrainedReward):
 
         folder, processor = (files.fetch_folder() for files in self.list_files())
         settings = _read_settings(folder / SETTINGS)
-        # The newest checkpoint by its number: as text, "checkpoint-9000" is above "checkpoint-11352".
+        # The newest by its number: as text, "checkpoint-9000" is above "checkpoint-11352".
         source = max(
             folder.glob(CHECKPOINT), key=lambda path: int(path.parent.name.rpartition("-")[2])
         )
