@@ -58,8 +58,8 @@ def check_result(name: str, result: RewardResult, count: int) -> RewardResult:
                 f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count}"
                 " images"
             )
-        # False for NaN, which is a failure of one sample and no bug. A number as large as this is
-        # a bug: its square, in the statistics of a run, would be infinite.
+        # False for NaN, which is a failure of one sample and no bug. A number beyond it is a bug
+        # of the reward, and could overflow in the sums and squares of a run's statistics.
         beyond = np.flatnonzero(np.abs(values) > MAX_SCORE)
         if len(beyond):
             raise RewardError(
@@ -123,7 +123,7 @@ def _compute_win_rates_of_group(reward: Reward, images: np.ndarray, prompt: Prom
         for index, (first, second) in enumerate(part):
             outcome = result.values[index]
             if np.isnan(outcome):
-                reason = result.failures.get(index, "no reason given")
+                reason = get_failure_reason(result, index)
                 # An image that fails is explained by the first of its comparisons that failed.
                 reasons.setdefault(first, reason)
                 reasons.setdefault(second, reason)
