@@ -7,8 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ebbflow.recipe.model import Precision
+if TYPE_CHECKING:
+    # The recipe imports the rewards' options, which import this module: a circle at run time.
+    from ebbflow.recipe.model import Precision
 
 BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""

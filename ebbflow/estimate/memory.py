@@ -71,7 +71,7 @@ from ebbflow.recipe import Recipe
 from ebbflow.recipe.evaluation import DRIFT_SIGMAS
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.combine import select_scored_frames
+from ebbflow.rewards.videos import select_scored_frames
 from ebbflow.stage import StageContext
 
 MODULATION = 1.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ebbflow.estimate.hours import Hours, estimate_hours
 from ebbflow.estimate.memory import Memory
 from ebbflow.estimate.run import Estimate
+from ebbflow.recipe import Recipe
 
 GIB = 2**30
 
@@ -54,6 +55,7 @@ def describe_estimate(made: Estimate, tflops: float | None = None) -> str:
             " processes."
         ]
         * bool(offloaded),
+        *_describe_undeclared_memory(recipe),
         "",
         (
             "evaluations of the network for one sample each, at most, in every one of rounds:"
@@ -94,6 +96,22 @@ def describe_estimate(made: Estimate, tflops: float | None = None) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _describe_undeclared_memory(recipe: Recipe) -> list[str]:
+    # A user's own reward whose network counts as 0 bytes would make the table wrong in silence.
+    names_by_column: dict[str, list[str]] = {}
+    branch_rewards = [
+        reward for branch in recipe.branches.values() for reward in branch.rewards or ()
+    ]
+    for config in (*recipe.rewards, *recipe.guardrails, *branch_rewards):
+        if config.undeclared_memory:
+            names_by_column[config.column] = config.undeclared_memory
+    return [
+        f"  The reward {column} declares no {' and no '.join(names)}: its network, if it has one,"
+        " is not counted."
+        for column, names in names_by_column.items()
+    ]
 
 
 def _describe_evaluated_sample(made: Estimate) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import cv2
 import numpy as np
 
-from ebbflow.rewards.combine import select_scored_frames
+from ebbflow.rewards.videos import select_scored_frames
 
 EDGE = 32.0
 """Grey levels per pixel of gradient, from which a pixel lies on an edge."""

@@ -97,6 +97,15 @@ class RewardConfig(Strict):
         """
         return 0
 
+    @property
+    def undeclared_memory(self) -> list[str]:
+        """Names of the two above that are 0 because a user's own reward declares none.
+
+        Raises:
+            RecipeError: as ``scores``.
+        """
+        return []
+
     @abstractmethod
     def build(self) -> Any:
         """Build the ``ebbflow.rewards.base.Reward`` with these options."""
@@ -147,11 +156,20 @@ class CustomRewardConfig(RewardConfig):
 
     @property
     def network_bytes(self) -> int:
-        return int(getattr(import_object(self.path), "network_bytes", 0))
+        return int(getattr(import_object(self.path), "network_bytes", None) or 0)
 
     @property
     def gradient_bytes(self) -> int:
-        return int(getattr(import_object(self.path), "gradient_bytes", 0))
+        return int(getattr(import_object(self.path), "gradient_bytes", None) or 0)
+
+    @property
+    def undeclared_memory(self) -> list[str]:
+        reward = import_object(self.path)
+        names = ["network_bytes"]
+        # Without a gradient nothing of an image is kept.
+        if getattr(reward, "has_gradient", False):
+            names.append("gradient_bytes")
+        return [name for name in names if getattr(reward, name, None) is None]
 
     def build(self) -> Any:
         """As of every reward.

@@ -14,10 +14,10 @@ How
     Every file in ``built_in/`` is one reward: the class of its options (``RewardConfig``, whose
     ``name`` a recipe writes) and what scores (``ebbflow.rewards.base.Reward``), which the options
     ``build``. Nothing else lists them: ``ebbflow.recipe`` finds the files. A user's own is named by
-    its path (docs/extending.md). ``combine`` makes the weighted sum, ``server`` puts any reward
-    behind HTTP for ``remote``; ``groups`` scores the images of a prompt against each other. The
-    rest is shared by several rewards (``network``, ``weights``, ``clip``, ``ppocr``, ``text``,
-    ``http``, ``chat``).
+    its path (docs/extending.md). ``combine`` makes the weighted sum; ``groups`` calls a reward as
+    it declares, ``videos`` with frames where it scores images. ``server`` puts any reward behind
+    HTTP for ``remote``. The rest is shared by several rewards (``network``, ``weights``, ``clip``,
+    ``ppocr``, ``text``, ``http``, ``chat``), or what one of them computes (``geneval_rules``).
 
 Gotchas
     - Reading a recipe imports every file in ``built_in/``: import numpy, torch and the like inside

@@ -73,9 +73,10 @@ class Reward(ABC):
         has_gradient: whether ``score_with_gradient`` exists, from which ReFL, DRaFT and SRPO learn.
         has_features: whether ``compute_features`` exists, by which an evaluation measures how
             diverse samples are.
-        network_bytes: memory of its network's weights, for ``ebbflow estimate``.
+        network_bytes: memory of its network's weights, for ``ebbflow estimate``; 0 without a
+            network. None: unknown, and the estimate says that it does not count it.
         gradient_bytes: memory that ``score_with_gradient`` keeps of one image until the backward
-            pass, for ``ebbflow estimate``.
+            pass, in the same way.
 
     Example:
         A reward for bright images, whose gradient an algorithm can use::
@@ -98,10 +99,11 @@ class Reward(ABC):
     scores: ClassVar[Scored] = "images"
     has_gradient: ClassVar[bool] = False
     has_features: ClassVar[bool] = False
-    network_bytes: ClassVar[int] = 0
-    gradient_bytes: ClassVar[int] = 0
+    network_bytes: ClassVar[int | None] = None
+    gradient_bytes: ClassVar[int | None] = None
 
     def __init_subclass__(cls) -> None:
+        # Runs when a class is defined, so that a mistake fails at the import and not in a worker.
         super().__init_subclass__()
         if cls.scores not in get_args(Scored):
             known = ", ".join(get_args(Scored))

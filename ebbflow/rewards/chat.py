@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 TOP_TOKENS = 20
 """Likeliest first tokens to ask for: as many as the usual servers give."""
+QUOTED_CHARACTERS = 200
+"""The end of an answer that a message repeats: what was asked for comes last."""
 YES_OR_NO = re.compile(r"[\W_]*(yes|no)[\W_]*", re.IGNORECASE)
 Sleep = Callable[[float], None]
 Answer = TypeVar("Answer")
@@ -43,9 +45,8 @@ class _ServerMessage(BaseModel):
 
 class _Token(_ServerMessage):
     token: str
-    logprob: float = Field(
-        le=1e-3
-    )  # rounding may leave the logarithm of a probability a little above 0
+    # Rounding may leave the logarithm of a probability a little above 0.
+    logprob: float = Field(le=1e-3)
 
 
 class _TokenPosition(_ServerMessage):
@@ -115,14 +116,14 @@ class ChatRewardConfig(ChatServerConfig):
 
 
 def build_base_url(url: str) -> str:
-    """What comes before ``/chat/completions``: ``http://host:port`` stands for
+    """Return what comes before ``/chat/completions``: ``http://host:port`` stands for
     ``http://host:port/v1``, a path for itself.
     """
     return url if urlsplit(url).path else f"{url}/v1"
 
 
 def explain_missing_model(config: ChatServerConfig, sleep: Sleep = time.sleep) -> str | None:
-    """Why the model cannot be asked; None if the server has it."""
+    """Return why the model cannot be asked; None if the server has it."""
     url = build_base_url(config.url) + "/models"
     try:
         models = ask_server(config, url, Models, sleep=sleep)
@@ -145,7 +146,7 @@ def ask_about_images(
     log_probs: bool = False,
     sleep: Sleep = time.sleep,
 ) -> Choice:
-    """The model's answer to a question about images, each uint8 RGB [height, width, 3].
+    """Return the model's answer to a question about images, each uint8 RGB [height, width, 3].
 
     Args:
         log_probs: also ask for the log-probs of the likeliest tokens.
@@ -154,34 +155,33 @@ def ask_about_images(
         NoAnswer: there is no usable one.
     """
     content = [*map(_build_image_part, images), {"type": "text", "text": question}]
-    request = {
+    request: dict[str, Any] = {
         "model": config.model,
         "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
+        "temperature": 0,  # a reward must give the same images the same scores
         "max_tokens": max_tokens,
-        **({"logprobs": True, "top_logprobs": TOP_TOKENS} if log_probs else {}),
     }
-    return ask_server(
-        config, build_completions_url(config), Completion, json.dumps(request).encode(), sleep
-    ).choices[0]
+    if log_probs:
+        request |= {"logprobs": True, "top_logprobs": TOP_TOKENS}
+    body = json.dumps(request).encode()
+    return ask_server(config, build_completions_url(config), Completion, body, sleep).choices[0]
 
 
 def parse_answer(
     config: ChatServerConfig, choice: Choice, read: Callable[[str], Answer | None], wanted: str
 ) -> Answer:
-    """What ``read`` finds in a whole answer.
+    """Return what ``read`` takes from a whole answer.
 
     Raises:
         NoAnswer: it finds nothing, or the answer is cut; says what is ``wanted``.
     """
     text = choice.message.content or ""
-    found = None if choice.finish_reason == "length" else read(text)
-    if found is None:
-        raise NoAnswer(
-            f'{build_completions_url(config)} answered "{quote_answer(text[-200:], config)}":'
-            f" {wanted}"
-        )
-    return found
+    # An answer that ``max_tokens`` cut may end in half a number: "8" of "8.5".
+    answer = None if choice.finish_reason == "length" else read(text)
+    if answer is None:
+        quoted = quote_answer(text[-QUOTED_CHARACTERS:], config)
+        raise NoAnswer(f'{build_completions_url(config)} answered "{quoted}": {wanted}')
+    return answer
 
 
 class ChatReward(Reward):
@@ -212,12 +212,12 @@ class ImageChatReward(ChatReward):
         )
 
     def list_metric_names(self) -> Sequence[str]:
-        """Names of what ``judge`` gives after the score."""
+        """Return the names of what ``judge_image`` gives after the score."""
         return ()
 
     @abstractmethod
     def judge_image(self, image: np.ndarray, prompt: Prompt) -> list[float]:
-        """The score of an image, uint8 RGB [height, width, 3], and its metrics.
+        """Return the score of an image, uint8 RGB [height, width, 3], and its metrics.
 
         Raises:
             NoAnswer: the model gave no answer that can be used, or the prompt lacks what is asked
@@ -232,8 +232,7 @@ def judge_images(
     prompts: Sequence[Prompt],
     metrics: Sequence[str] = (),
 ) -> RewardResult:
-    """The scores that ``judge`` gives to each image and its prompt, several at a time; ``NoAnswer``
-    fails one.
+    """Score each image and its prompt with ``judge``, several at a time; ``NoAnswer`` fails one.
 
     Args:
         judge: to the score and the metrics, in their order.
@@ -241,7 +240,7 @@ def judge_images(
     """
     import numpy as np
 
-    rows = np.full((len(images), 1 + len(metrics)), np.nan)
+    rows = np.full((len(images), 1 + len(metrics)), np.nan)  # a row has the score, then the metrics
     failures: dict[int, str] = {}
 
     def judge_or_explain(image: np.ndarray, prompt: Prompt) -> list[float] | str:
@@ -250,6 +249,8 @@ def judge_images(
         except NoAnswer as error:
             return str(error)
 
+    # Threads, because a request only waits. ``map`` keeps the order of the images, whatever the
+    # order of the answers.
     with ThreadPoolExecutor(config.concurrency) as pool:
         for index, row in enumerate(pool.map(judge_or_explain, images, prompts)):
             if isinstance(row, str):
@@ -263,48 +264,53 @@ def judge_images(
 
 
 def build_completions_url(config: ChatServerConfig) -> str:
-    """Where the questions go."""
+    """Return the URL to which questions go."""
     return build_base_url(config.url) + "/chat/completions"
 
 
 def _build_image_part(image: np.ndarray) -> dict[str, Any]:
     from ebbflow.data.images import encode_pngs
 
-    return {
-        "type": "image_url",
-        "image_url": {
-            "url": f"data:image/png;base64,{base64.b64encode(encode_pngs(image[None])[0]).decode()}"
-        },
-    }
+    # PNG, because JPEG would change what is judged.
+    encoded = base64.b64encode(encode_pngs(image[None])[0]).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
 def fill_question(question: str, prompt: Prompt) -> str:
-    """The question about one prompt. What stands in braces in the prompt itself is its text."""
+    """Return the question about one prompt. What stands in braces in the prompt itself is its
+    text.
+    """
+    # One pass, not two replacements: a prompt that holds "{target}" must come through unchanged.
     words = {"prompt": prompt.prompt, "target": prompt.target or ""}
     return re.sub(r"\{(prompt|target)\}", lambda match: words[match[1]], question)
 
 
 def parse_yes_or_no(text: str) -> float | None:
-    """1 or 0 for an answer of that one word; None for any other."""
+    """Return 1 or 0 for an answer of that one word; None for any other."""
     match = YES_OR_NO.fullmatch(text)
     return float(match[1].lower() == "yes") if match else None
 
 
 def compute_word_probability(choice: Choice, word: str, other: str) -> float | None:
-    """P(word) / (P(word) + P(other)) of the first token, each over all its spellings; None where
-    there is neither.
+    """Return P(word) / (P(word) + P(other)) of the first token, each over all its spellings; None
+    where there is neither.
+
+    Example:
+        The tokens "Yes" with .6, " yes" with .2, "no" with .1 and "The" with .1 give (.6 + .2) /
+        (.6 + .2 + .1) for ``yes`` against ``no``.
     """
-    places = choice.logprobs.content if choice.logprobs else None
-    found = [
-        (token.token.strip().lower(), token.logprob)
-        for token in (places[0].top_logprobs if places else [])
-    ]
-    answers = [(said, log_prob) for said, log_prob in found if said in (word, other)]
-    if not answers:
+    if choice.logprobs is None or not choice.logprobs.content:
         return None
-    largest = max(log_prob for _, log_prob in answers)  # which keeps the sum from being 0
-    shares = {
-        one: sum(math.exp(value - largest) for said, value in answers if said == one)
-        for one in (word, other)
-    }
-    return shares[word] / (shares[word] + shares[other])
+    log_probs: dict[str, list[float]] = {word: [], other: []}
+    for token in choice.logprobs.content[0].top_logprobs:
+        # A vocabulary has "Yes", "yes" and " yes" as tokens of their own.
+        spelling = token.token.strip().lower()
+        if spelling in log_probs:
+            log_probs[spelling].append(token.logprob)
+    if not log_probs[word] and not log_probs[other]:
+        return None
+    # Relative to the largest, so that the sum cannot underflow to 0.
+    largest = max(log_probs[word] + log_probs[other])
+    share = sum(math.exp(value - largest) for value in log_probs[word])
+    other_share = sum(math.exp(value - largest) for value in log_probs[other])
+    return share / (share + other_share)

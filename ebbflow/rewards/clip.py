@@ -1,4 +1,4 @@
-"""CLIP: how near a prompt and an image lie to each other. Several rewards read from it."""
+"""CLIP, which measures how near a prompt and an image lie to each other. Several rewards use it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ class Clip:
     differentiable: Callable[[Tensor], Tensor]
 
     def embed_images(self, images: np.ndarray | Tensor) -> Tensor:
-        """Unit vectors, float32 [n, width]; with gradient of RGB in [0, 1], [n, 3, height,
-        width]."""
-        pixels = (
-            self.differentiable(images)
-            if isinstance(images, Tensor)
-            else self.pixels(images).to(self.model.device)
-        )
+        """Return unit vectors, float32 [n, width]; with gradient of RGB in [0, 1], [n, 3, height,
+        width].
+        """
+        # Tensors come from algorithms on the gradient of the reward. The two ways differ in
+        # rounding alone: the published preprocessing works on bytes, which pass no gradient.
+        if isinstance(images, Tensor):
+            pixels = self.differentiable(images)
+        else:
+            pixels = self.pixels(images).to(self.model.device)
         return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
 
     def embed_texts(self, texts: list[str]) -> Tensor:
-        """Unit vectors, float32 [n, width]. What is longer than the encoder reads (77 tokens) is
-        cut, its end token kept.
+        """Return unit vectors, float32 [n, width]. What is longer than the encoder reads (77
+        tokens) is cut, its end token kept.
         """
         # Padded to the full length, so that no row depends on the length of its neighbours.
         tokens = self.tokenizer(
@@ -59,13 +61,13 @@ class Clip:
         )
 
     def compute_cosines(self, images: np.ndarray | Tensor, texts: list[str]) -> Tensor:
-        """Of each image and its text, float32 [n]."""
+        """Return the cosine between each image and its text, float32 [n]."""
         return (self.embed_images(images) * self.embed_texts(texts)).sum(-1)
 
 
 @cache
 def load_clip(folder: Path) -> Clip:
-    """The CLIP of a folder in the Hugging Face layout; loaded once, however many rewards read from
+    """Load the CLIP of a folder in the Hugging Face layout; once, however many rewards read from
     it.
     """
     processor = CLIPImageProcessorPil.from_pretrained(folder, local_files_only=True)
@@ -79,6 +81,7 @@ def load_clip(folder: Path) -> Clip:
         ).pixel_values
         return values
 
+    # transformers rounds half of an odd margin down, open_clip and torchvision to even.
     differentiable = partial(
         resize_with_gradient, size=model.config.vision_config.image_size, margin=math.floor
     )

@@ -1,4 +1,4 @@
-"""Several rewards become the one number that a policy is trained on: the weighted sum, with
+"""Combine several rewards into the one number that a policy is trained on: the weighted sum, with
 failures masked.
 """
 
@@ -14,18 +14,13 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.plugins import import_object
-from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, MAX_SCORE, CustomRewardConfig, RewardConfig
+from ebbflow.recipe.rewards import GUARDRAIL_COMPARES, CustomRewardConfig, RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
-from ebbflow.rewards.groups import score_samples
+from ebbflow.rewards.groups import get_failure_reason, score_and_check
+from ebbflow.rewards.videos import score_videos, select_scored_frames
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FRAMES_SCORED = 8
-"""Frames of a video that are scored, evenly spaced from the first to the last; all frames of a
-shorter video.
-"""
-
 
 NO_PICTURE = "the model generated a latent that is not finite"
 
@@ -42,6 +37,20 @@ class ScoreTable:
             although ``reward`` is finite.
         failures: the reasons, for every sample on which a reward or guardrail failed; None
             elsewhere.
+
+    Example:
+        Three images, trained on ``pickscore`` with weight 2 and watched by ``ocr``, which cannot
+        read the last one. A guardrail that fails leaves the reward as it is::
+
+            ScoreTable(
+                reward=np.array([1.6, 1.7, 1.5]),
+                metrics={
+                    "pickscore": np.array([0.80, 0.85, 0.75]),
+                    "ocr": np.array([1.0, 0.25, np.nan]),
+                    "exact_match": np.array([1.0, 0.0, np.nan]),
+                },
+                failures=[None, None, "ocr: the prompt names no text; ..."],
+            )
     """
 
     reward: np.ndarray
@@ -59,9 +68,10 @@ class ScoreTable:
         return float(np.isnan(self.reward).mean()) if len(self.reward) else 0.0
 
     def fail_broken_latents(self, finite: np.ndarray) -> ScoreTable:
-        """The same table with the rows failed whose latent is not ``finite``, bool [N]: their
+        """Return the table with the rows failed whose latent is not ``finite``, bool [N]: their
         images show nothing.
         """
+        # The decoded image of NaN still has pixels, and a reward gives those a number like any.
         broken = ~finite
         return ScoreTable(
             reward=np.where(broken, np.nan, self.reward),
@@ -76,7 +86,7 @@ class ScoreTable:
 
     @staticmethod
     def create_failed(count: int, columns: Sequence[str], reason: str) -> ScoreTable:
-        """``count`` images that could not be scored at all."""
+        """Return the table of ``count`` images that could not be scored at all."""
         return ScoreTable(
             np.full(count, np.nan),
             {name: np.full(count, np.nan) for name in columns},
@@ -85,8 +95,8 @@ class ScoreTable:
 
     @staticmethod
     def concatenate(parts: Sequence[ScoreTable]) -> ScoreTable:
-        """The rows of all parts (at least one); NaN in columns that a part lacks."""
-        names = dict.fromkeys(name for part in parts for name in part.metrics)
+        """Return the rows of all parts (at least one); NaN in columns that a part lacks."""
+        names = dict.fromkeys(name for part in parts for name in part.metrics)  # ordered and unique
         nothing = [np.full(len(part.reward), np.nan) for part in parts]
         columns = {
             name: [part.metrics.get(name, none) for part, none in zip(parts, nothing, strict=True)]
@@ -138,18 +148,22 @@ class Scorer:
         return [*(reward for reward, _ in self.rewards), *self.guardrails]
 
     def without_group_rewards(self) -> Scorer:
-        """The same without rewards that compare the images of a prompt with each other."""
+        """Return the scorer without rewards that compare the images of a prompt with each other."""
         return replace(self, rewards=tuple(row for row in self.rewards if not row[0].compares))
 
     def compute_features(self, images: np.ndarray) -> np.ndarray | None:
-        """Features of images or videos, float32 [N, D], of the first reward or guardrail with
-        ``compute_features``; None without one.
+        """Return features of images or videos, float32 [N, D], of the first reward or guardrail
+        with ``compute_features``; None without one.
 
         Those of a video are of its middle frame.
         """
-        shown = images if images.ndim == 4 else images[:, images.shape[1] // 2]
-        networks = (reward for reward in self._all_rewards if reward.has_features)
-        return next((network.compute_features(shown) for network in networks), None)
+        # One network alone: distances in the features of two networks cannot be put together.
+        for reward in self._all_rewards:
+            if reward.has_features:
+                is_video = images.ndim == 5
+                frames = images[:, images.shape[1] // 2] if is_video else images
+                return reward.compute_features(frames)
+        return None
 
     def require_gradients(self, algorithm: str) -> None:
         """Check that all trained rewards are differentiable.
@@ -169,37 +183,41 @@ class Scorer:
     def score_latents_with_gradient(
         self, latents: Tensor, prompts: Sequence[Prompt], decode: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """``score_with_gradient`` of final latents, [N, ...], which are decoded only where a
-        trained reward looks at images.
+        """Return ``score_with_gradient`` of final latents, [N, ...], which are decoded only where
+        a trained reward looks at images.
 
         Args:
             decode: from latents to images or videos as ``score_with_gradient`` takes them, with
                 gradient.
         """
-        of_images = [row for row in self.rewards if row[0].scores != "latents"]
+        # Decoding keeps the activations of the VAE until the backward pass, so nothing is decoded
+        # for rewards of latents alone.
+        image_rewards = tuple(row for row in self.rewards if row[0].scores != "latents")
         total = latents.new_zeros(len(latents))
-        if of_images:
-            total = replace(self, rewards=tuple(of_images)).score_with_gradient(
-                decode(latents), prompts
-            )
+        if image_rewards:
+            image_scorer = replace(self, rewards=image_rewards)
+            total = image_scorer.score_with_gradient(decode(latents), prompts)
         for reward, weight in self.rewards:
             if reward.scores == "latents":
                 total = self._add_weighted_scores(total, reward, weight, latents, prompts)
         return total
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """The weighted sum of the trained rewards with gradient, [N], where all are differentiable.
+        """Return the weighted sum of the trained rewards with gradient, [N], where all are
+        differentiable.
 
         Args:
             images: RGB in [0, 1], [N, 3, height, width], or videos, [N, frames, 3, height, width],
                 as in a call.
         """
         if images.ndim == 5:
-            shown = select_scored_frames(images.shape[1])
-            frames = self.score_with_gradient(
-                images[:, shown].flatten(0, 1), [prompt for prompt in prompts for _ in shown]
+            # (N, F, 3, H, W) -> (N * F, 3, H, W): the mean over a video's scored frames, as in a
+            # call, so that the policy is trained on the number that its run reports.
+            frames = select_scored_frames(images.shape[1])
+            scores = self.score_with_gradient(
+                images[:, frames].flatten(0, 1), [prompt for prompt in prompts for _ in frames]
             )
-            return frames.view(len(images), -1).mean(1)
+            return scores.view(len(images), -1).mean(1)
         total = images.new_zeros(len(images))
         for reward, weight in self.rewards:
             total = self._add_weighted_scores(total, reward, weight, images, prompts)
@@ -213,11 +231,13 @@ class Scorer:
         images: Tensor,
         prompts: Sequence[Prompt],
     ) -> Tensor:
-        """``total``, [N], with the weighted scores of a reward added where it scores the
-        prompts."""
+        """Return ``total``, [N], with the weighted scores of a reward added where it scores the
+        prompts.
+        """
         rows = np.flatnonzero(self._select_prompts(reward, prompts)).tolist()
         if len(rows) == len(images):
             return total + weight * reward.score_with_gradient(images, prompts)
+        # A reward that does not score the set of a prompt adds 0 to it, as in a call.
         if not rows:
             return total
         index = images.new_tensor(rows).long()
@@ -244,26 +264,28 @@ class Scorer:
         asked = {reward.name: self._select_prompts(reward, prompts) for reward in self._all_rewards}
         results = {}
         for reward in self._all_rewards:
-            of_latents = reward.scores == "latents"
-            shown = (
-                _replace_non_finite_latents(reward, latents, len(images)) if of_latents else images
-            )
-            score = _score_samples if of_latents or images.ndim == 4 else _score_videos
-            results[reward.name] = _score_rows(score, reward, shown, prompts, asked[reward.name])
+            samples = images
+            score = score_and_check if images.ndim == 4 else score_videos
+            if reward.scores == "latents":
+                samples = _replace_non_finite_latents(reward, latents, len(images))
+                score = score_and_check
+            results[reward.name] = _score_rows(score, reward, samples, prompts, asked[reward.name])
+        # The sum is NaN where a reward that was asked failed: one that is missing would make the
+        # sample look worse or better than the others of its group. One that was not asked adds 0.
         trained = [
             np.where(asked[reward.name], weight * results[reward.name].values, 0.0)
             for reward, weight in self.rewards
         ]
-        without = ~np.any([asked[reward.name] for reward, _ in self.rewards], axis=0)
         reasons = _collect_reasons(results, asked, len(images))
-        for row in np.flatnonzero(without).tolist():
+        # [N]; a sum of no rewards would be 0, which is a number like any.
+        unrewarded = ~np.any([asked[reward.name] for reward, _ in self.rewards], axis=0)
+        for row in np.flatnonzero(unrewarded).tolist():
             reasons[row] = f"no trained reward scores the prompt set {prompts[row].source!r}"
-        return ScoreTable(
-            np.where(without, np.nan, np.sum(trained, axis=0)), _collect_columns(results), reasons
-        )
+        total = np.where(unrewarded, np.nan, np.sum(trained, axis=0))
+        return ScoreTable(total, _collect_columns(results), reasons)
 
     def _select_prompts(self, reward: Reward, prompts: Sequence[Prompt]) -> np.ndarray:
-        """Which prompts a reward scores, bool [N]."""
+        """Return which prompts a reward scores, bool [N]."""
         config = self.of_sets.get(reward.name)
         return np.array(
             [config is None or config.applies_to(prompt.source) for prompt in prompts], np.bool_
@@ -277,26 +299,26 @@ def _score_rows(
     prompts: Sequence[Prompt],
     asked: np.ndarray,
 ) -> RewardResult:
-    """The scores of the images that are ``asked`` for, bool [N]; of the others NaN without a
-    reason.
-    """
+    """Score the images that are ``asked`` for, bool [N]; give the others NaN without a reason."""
     if asked.all():
         return score(reward, images, prompts)
     rows = np.flatnonzero(asked).tolist()
-    if not rows:  # what a reward makes of no image is not part of its contract
+    if not rows:
+        # What a reward makes of no image is not part of its contract.
         return RewardResult(np.full(len(images), np.nan))
-    found = score(reward, images[rows], [prompts[row] for row in rows])
+    result = score(reward, images[rows], [prompts[row] for row in rows])
     return RewardResult(
-        values=_scatter_rows(rows, found.values, len(images)),
+        values=_scatter_rows(rows, result.values, len(images)),
         metrics={
-            name: _scatter_rows(rows, values, len(images)) for name, values in found.metrics.items()
+            name: _scatter_rows(rows, values, len(images))
+            for name, values in result.metrics.items()
         },
-        failures={rows[index]: reason for index, reason in found.failures.items()},
+        failures={rows[index]: reason for index, reason in result.failures.items()},
     )
 
 
 def _scatter_rows(rows: Sequence[int], values: np.ndarray, count: int) -> np.ndarray:
-    """The values at their rows of ``count``; NaN elsewhere."""
+    """Return the values at their rows of ``count``; NaN elsewhere."""
     column = np.full(count, np.nan)
     column[rows] = values
     return column
@@ -306,82 +328,18 @@ def _replace_non_finite_latents(
     reward: Reward, latents: np.ndarray | None, count: int
 ) -> np.ndarray:
     if latents is None or len(latents) != count:
-        found = "none" if latents is None else len(latents)
+        available = "none" if latents is None else len(latents)
         raise RewardError(
-            f"the reward {reward.name!r} scores latents, and there are {found} of {count} samples"
+            f"the reward {reward.name!r} scores latents, and there are {available} of {count}"
+            " samples"
         )
+    # One NaN may spread through the batch of a network, to the scores of other samples. The caller
+    # fails these rows (``ScoreTable.fail_broken_latents``), whatever the reward says about zeros.
     return np.nan_to_num(latents.astype(np.float32), posinf=0.0, neginf=0.0)
 
 
-def _score_samples(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    return check_result(reward.name, score_samples(reward, images, prompts), len(images))
-
-
-def _score_videos(reward: Reward, videos: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
-    if reward.scores == "videos":
-        return _score_samples(reward, videos, prompts)
-    shown = select_scored_frames(videos.shape[1])
-    if reward.compares:
-        result = _interleave_frames(
-            [_score_samples(reward, videos[:, frame], prompts) for frame in shown]
-        )
-    else:
-        frames = videos[:, shown].reshape(-1, *videos.shape[2:])
-        result = _score_samples(reward, frames, [prompt for prompt in prompts for _ in shown])
-    return RewardResult(
-        values=_average_frames(result.values, len(shown)),
-        metrics={
-            name: _average_frames(values, len(shown)) for name, values in result.metrics.items()
-        },
-        failures=_explain_failed_videos(result, shown),
-    )
-
-
-def _interleave_frames(parts: Sequence[RewardResult]) -> RewardResult:
-    """The results of the first frames of all videos, of their second ones and so on, as one, video
-    by video.
-    """
-    return RewardResult(
-        values=np.stack([part.values for part in parts], 1).ravel(),
-        metrics={
-            name: np.stack([part.metrics[name] for part in parts], 1).ravel()
-            for name in parts[0].metrics
-        },
-        failures={
-            index * len(parts) + frame: why
-            for frame, part in enumerate(parts)
-            for index, why in part.failures.items()
-        },
-    )
-
-
-def select_scored_frames(count: int) -> np.ndarray:
-    """Indices of the scored frames of a video of ``count`` frames, ascending and distinct."""
-    return np.linspace(0, count - 1, min(count, FRAMES_SCORED)).round().astype(int)
-
-
-def _average_frames(values: np.ndarray, frames: int) -> np.ndarray:
-    """Means over the frames of each video; NaN where one of them is."""
-    means: np.ndarray = np.asarray(values, np.float64).reshape(-1, frames).mean(axis=1)
-    return means
-
-
-def _explain_failed_videos(result: RewardResult, shown: np.ndarray) -> dict[int, str]:
-    """For each failed video the reason of its first failed frame, and how many more failed."""
-    reasons: dict[int, str] = {}
-    for video, failed in enumerate(np.isnan(result.values).reshape(-1, len(shown))):
-        if failed.any():
-            first = int(failed.argmax())
-            others = (
-                f" (and {failed.sum() - 1} more of {len(shown)} frames)" if failed.sum() > 1 else ""
-            )
-            reason = _find_failure_reason(result, video * len(shown) + first)
-            reasons[video] = f"frame {shown[first]}: {reason}{others}"
-    return reasons
-
-
 def load_reward(config: RewardConfig) -> Reward:
-    """The reward of a recipe, named as the column of its scores.
+    """Build the reward of a recipe, named as the column of its scores.
 
     Raises:
         RewardError: a user's own reward lacks a method, or rejects its options.
@@ -429,12 +387,14 @@ def _build_custom_reward(config: CustomRewardConfig) -> Reward:
 
 
 def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConfig]) -> Scorer:
-    """The scorer of a recipe. Guardrails that cannot run here are left out, with one warning.
+    """Build the scorer of a recipe. Guardrails that cannot run here are left out, with one warning.
 
     Raises:
         RewardError: a trained reward cannot run here, a user's own is not a reward, or a guardrail
             compares.
     """
+    # A trained reward that is missing would change what the policy learns, so it stops the run. A
+    # guardrail only watches: a run on a machine without tesseract is worth more than none.
     trained = [(load_reward(reward), reward.weight) for reward in rewards]
     for reward, _ in trained:
         reason = reward.explain_unavailable()
@@ -446,17 +406,18 @@ def load_scorer(rewards: Sequence[RewardConfig], guardrails: Sequence[RewardConf
     compared = [guardrail.name for guardrail in watched if guardrail.compares]
     if compared:
         raise RewardError(GUARDRAIL_COMPARES.format(compared[0]))
-    left_out = {
-        guardrail.name: reason
-        for guardrail in watched
-        if (reason := guardrail.explain_unavailable())
-    }
+    left_out: dict[str, str] = {}
+    for guardrail in watched:
+        # Asked once: the answer may need a request to a server.
+        reason = guardrail.explain_unavailable()
+        if reason:
+            left_out[guardrail.name] = reason
     if left_out:
         listed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         warnings.warn(f"guardrails left out of this run: {listed}", stacklevel=2)
-    kept = tuple(guardrail for guardrail in watched if guardrail.name not in left_out)
+    available = tuple(guardrail for guardrail in watched if guardrail.name not in left_out)
     of_sets = {config.column: config for config in (*rewards, *guardrails) if config.prompts}
-    return Scorer(tuple(trained), kept, left_out, of_sets)
+    return Scorer(tuple(trained), available, left_out, of_sets)
 
 
 def require_scored_share(table: ScoreTable, limit: float) -> None:
@@ -467,34 +428,14 @@ def require_scored_share(table: ScoreTable, limit: float) -> None:
     """
     if table.failed_share <= limit:
         return
-    lost = np.flatnonzero(np.isnan(table.reward))
-    reasons = list(dict.fromkeys(str(table.failures[index]) for index in lost))[:3]
+    failed_rows = np.flatnonzero(np.isnan(table.reward))
+    # Three different reasons: hundreds of images usually fail for the same one.
+    reasons = list(dict.fromkeys(str(table.failures[row]) for row in failed_rows))[:3]
     raise RewardError(
-        f"{len(lost)} of {len(table.reward)} images ({table.failed_share:.1%}) have no reward, "
-        f"more than max_failed_share = {limit:.1%} allows; the first reasons: {' | '.join(reasons)}"
+        f"{len(failed_rows)} of {len(table.reward)} images ({table.failed_share:.1%}) have no"
+        f" reward, more than max_failed_share = {limit:.1%} allows; the first reasons:"
+        f" {' | '.join(reasons)}"
     )
-
-
-def check_result(name: str, result: RewardResult, count: int) -> RewardResult:
-    """The result, once every column of it is ``count`` numbers of at most ``MAX_SCORE``, or NaN.
-
-    Raises:
-        RewardError: a column is not; names the reward and the column.
-    """
-    for column, values in {name: result.values, **result.metrics}.items():
-        if np.shape(values) != (count,):
-            raise RewardError(
-                f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count}"
-                " images"
-            )
-        beyond = np.flatnonzero(np.abs(values) > MAX_SCORE)
-        if len(beyond):
-            raise RewardError(
-                f"the reward {name!r} returned {column!r} = {values[beyond[0]]:g} for image"
-                f" {beyond[0]}; scores lie between {-MAX_SCORE:g} and {MAX_SCORE:g}, and NaN is a"
-                " failure"
-            )
-    return result
 
 
 def _check_images(images: np.ndarray, prompts: Sequence[Prompt]) -> None:
@@ -518,6 +459,7 @@ def _collect_columns(results: dict[str, RewardResult]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
     for name, result in results.items():
         for column, values in {name: result.values, **result.metrics}.items():
+            # The table of a stage has these columns beside its own ``reward``, the weighted sum.
             if column in columns or column == "reward":
                 raise RewardError(
                     f"the reward {name!r} has a column {column!r} that exists already; rename it"
@@ -531,10 +473,7 @@ def _collect_reasons(
 ) -> list[str | None]:
     reasons: list[list[str]] = [[] for _ in range(count)]
     for name, result in results.items():
+        # Where a reward was not asked its value is NaN as well, and no failure.
         for index in np.flatnonzero(np.isnan(result.values) & asked[name]):
-            reasons[index].append(f"{name}: {_find_failure_reason(result, int(index))}")
+            reasons[index].append(f"{name}: {get_failure_reason(result, int(index))}")
     return ["; ".join(parts) or None for parts in reasons]
-
-
-def _find_failure_reason(result: RewardResult, index: int) -> str:
-    return result.failures.get(index, "no reason given")

@@ -1,4 +1,6 @@
-"""Call a reward as it declares: with samples, with the whole group of a prompt, or with pairs."""
+"""Call a reward as it declares, with samples, with the whole group of a prompt, or with pairs; and
+check what it returns.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,21 @@ from itertools import combinations
 import numpy as np
 
 from ebbflow.data.prompts import Prompt
+from ebbflow.recipe.rewards import MAX_SCORE
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
 
 ALONE = "the only image of its prompt here, and this reward compares images"
 PAIRS_PER_CALL = 64
 """Bounds memory: a group of 24 images has 276 pairs, each of which is a copy of two images."""
+
+
+def score_and_check(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
+    """Score samples as ``score_samples`` does, and check what the reward returned.
+
+    Raises:
+        RewardError: as ``score_samples`` and ``check_result``.
+    """
+    return check_result(reward.name, score_samples(reward, samples, prompts), len(samples))
 
 
 def score_samples(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
@@ -33,6 +45,36 @@ def score_samples(reward: Reward, samples: np.ndarray, prompts: Sequence[Prompt]
     return reward(samples, prompts)
 
 
+def check_result(name: str, result: RewardResult, count: int) -> RewardResult:
+    """Return the result, once every column of it is ``count`` numbers of at most ``MAX_SCORE``, or
+    NaN.
+
+    Raises:
+        RewardError: a column is not; names the reward and the column.
+    """
+    for column, values in {name: result.values, **result.metrics}.items():
+        if np.shape(values) != (count,):
+            raise RewardError(
+                f"the reward {name!r} returned {column!r} of shape {np.shape(values)} for {count}"
+                " images"
+            )
+        # False for NaN, which is a failure of one sample and no bug. A number beyond it is a bug
+        # of the reward, and could overflow in the sums and squares of a run's statistics.
+        beyond = np.flatnonzero(np.abs(values) > MAX_SCORE)
+        if len(beyond):
+            raise RewardError(
+                f"the reward {name!r} returned {column!r} = {values[beyond[0]]:g} for image"
+                f" {beyond[0]}; scores lie between {-MAX_SCORE:g} and {MAX_SCORE:g}, and NaN is a"
+                " failure"
+            )
+    return result
+
+
+def get_failure_reason(result: RewardResult, index: int) -> str:
+    """Return why a sample has no score; a reward may say NaN and no more."""
+    return result.failures.get(index, "no reason given")
+
+
 def score_groups(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
     """Score images [N, height, width, 3] against the others of their prompts; an image without
     others fails.
@@ -43,10 +85,13 @@ def score_groups(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) 
     values = np.full(len(images), np.nan)
     metrics = dict[str, np.ndarray]()
     failures = dict[int, str]()
+    # Grouped by id and not by text: a table may have the same text twice, with another target.
     ids = np.array([prompt.prompt_id for prompt in prompts])
     for prompt_id in dict.fromkeys(ids.tolist()):
         rows = np.flatnonzero(ids == prompt_id)
         if len(rows) == 1:
+            # Nothing to compare with. A call with one image would break the promise to rewards of
+            # groups that there are at least two.
             failures[int(rows[0])] = ALONE
             continue
         prompt = prompts[rows[0]]
@@ -55,6 +100,7 @@ def score_groups(reward: Reward, images: np.ndarray, prompts: Sequence[Prompt]) 
         else:
             result = _call_and_check(reward, images[rows], prompt, "images")
         values[rows] = result.values
+        # A group whose reward gave no such metric keeps NaN in the column.
         for name, column in result.metrics.items():
             metrics.setdefault(name, np.full(len(images), np.nan))[rows] = column
         failures |= {int(rows[index]): reason for index, reason in result.failures.items()}
@@ -66,16 +112,18 @@ def _compute_win_rates_of_group(reward: Reward, images: np.ndarray, prompt: Prom
     ``<name>_unanswered`` is the share of an image's comparisons without an outcome.
     """
     pairs = list_balanced_pairs(len(images))
-    wins = np.full((len(images), len(images)), np.nan)  # [row is better than column]
+    # wins[i, j] is the probability that image i is better than image j, NaN where it is unknown.
+    wins = np.full((len(images), len(images)), np.nan)
     reasons = dict[int, str]()
     for start in range(0, len(pairs), PAIRS_PER_CALL):
         part = pairs[start : start + PAIRS_PER_CALL]
+        # An index of shape (P, 2) into (G, H, W, 3) copies the images of P pairs: (P, 2, H, W, 3).
         result = _call_and_check(reward, images[np.array(part)], prompt, "pairs")
         _check_probabilities(reward, result)
         for index, (first, second) in enumerate(part):
             outcome = result.values[index]
             if np.isnan(outcome):
-                reason = result.failures.get(index, "no reason given")
+                reason = get_failure_reason(result, index)
                 # An image that fails is explained by the first of its comparisons that failed.
                 reasons.setdefault(first, reason)
                 reasons.setdefault(second, reason)
@@ -107,6 +155,7 @@ def _call_and_check(reward: Reward, samples: np.ndarray, prompt: Prompt, noun: s
 
 
 def _check_probabilities(reward: Reward, result: RewardResult) -> None:
+    # A metric of a pair has no image to whose row it could be written.
     if result.metrics:
         raise RewardError(
             f"the reward {reward.name!r} of pairs returned the metrics {', '.join(result.metrics)};"
@@ -126,6 +175,8 @@ def list_balanced_pairs(count: int) -> list[tuple[int, int]]:
     Judges prefer the first of two images, or the second: each image is first as often as it is
     second, or once more.
     """
+    # An odd distance keeps the order and an even one swaps it, so image i is first against every
+    # second of its neighbours on either side.
     return [(i, j) if (j - i) % 2 else (j, i) for i, j in combinations(range(count), 2)]
 
 
@@ -143,8 +194,9 @@ def compute_win_rates(wins: np.ndarray) -> np.ndarray:
             worse, between them where it may be either; NaN where nothing is known. The diagonal is
             ignored.
     """
-    others = ~np.eye(len(wins), dtype=bool)
+    others = ~np.eye(len(wins), dtype=bool)  # [N, N]
     has_outcome = others & ~np.isnan(wins)
     count = has_outcome.sum(1)  # [N]
+    # np.maximum keeps 0 / 0 from warning; the line after it makes such an image NaN.
     rates = np.where(has_outcome, wins, 0.0).sum(1) / np.maximum(count, 1)
     return np.where(2 * count >= np.maximum(others.sum(1), 1), rates, np.nan)

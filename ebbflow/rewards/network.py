@@ -52,6 +52,7 @@ class PretrainedRewardConfig(RewardConfig, PretrainedSourceConfig):
     batch: int = Field(16, ge=1)
     """Images per forward pass."""
 
+    # Class variables and no keys: they describe the published network; no recipe sets them.
     num_parameters: ClassVar[int] = 0
     """Of its networks."""
     gradient_blocks: ClassVar[Blocks] = ()
@@ -63,8 +64,9 @@ class PretrainedRewardConfig(RewardConfig, PretrainedSourceConfig):
 
     @property
     def gradient_bytes(self) -> int:
-        saved = sum(blocks * width * tokens for blocks, width, tokens in self.gradient_blocks)
-        return BLOCK_BYTES * saved * self._bytes_per_number // 2  # BLOCK_BYTES are of 16 bits
+        values = sum(blocks * width * tokens for blocks, width, tokens in self.gradient_blocks)
+        # BLOCK_BYTES are bytes for each value of a block's input, in a network of 16 bits.
+        return BLOCK_BYTES * values * self._bytes_per_number // 2
 
     @property
     def _bytes_per_number(self) -> int:
@@ -74,14 +76,19 @@ class PretrainedRewardConfig(RewardConfig, PretrainedSourceConfig):
 
 @dataclass(frozen=True)
 class Files:
-    """Files that a reward reads from one source; every pattern must match one of them."""
+    """Files that a reward reads from one source; every pattern must match one of them.
+
+    Example::
+
+        Files(config, ("HPS_v2.1_compressed.pt",)).fetch_folder()  # Path(".../snapshots/697403c")
+    """
 
     source: PretrainedSourceConfig
     patterns: tuple[str, ...]
 
     def explain_missing_files(self) -> str | None:
-        """What a local folder lacks, or None. A pinned repository is not checked before it is
-        fetched.
+        """Return what a local folder lacks, or None. A pinned repository is not checked before it
+        is fetched.
         """
         path = self.source.path
         if self.source.is_on_hub:
@@ -94,7 +101,7 @@ class Files:
         return self._explain_missing_in(Path(path))
 
     def fetch_folder(self) -> Path:
-        """The folder with all of them, fetched if the source is a repository.
+        """Return the folder with all of them, fetched if the source is a repository.
 
         Raises:
             HubError: it cannot be fetched.
@@ -111,11 +118,9 @@ class Files:
 
     def _explain_missing_in(self, folder: Path) -> str | None:
         absent = [pattern for pattern in self.patterns if not any(folder.glob(pattern))]
-        return (
-            f"{folder} holds no {' and no '.join(absent)}; copy the published files into it"
-            if absent
-            else None
-        )
+        if not absent:
+            return None
+        return f"{folder} holds no {' and no '.join(absent)}; copy the published files into it"
 
 
 class PretrainedReward(Reward):
@@ -129,22 +134,24 @@ class PretrainedReward(Reward):
 
     @abstractmethod
     def list_files(self) -> list[Files]:
-        """The files that must exist."""
+        """Return the files that must exist."""
 
     @abstractmethod
     def load_score_function(self) -> Any:
-        """Load the network onto this process's device, and give the function that scores with
-        it."""
+        """Load the network onto this process's device, and return the function that scores with
+        it.
+        """
 
     def explain_unavailable(self) -> str | None:
-        return next(
-            (reason for files in self.list_files() if (reason := files.explain_missing_files())),
-            None,
-        )
+        # Files are looked for and not read: this is asked in processes without a GPU, too.
+        for files in self.list_files():
+            reason = files.explain_missing_files()
+            if reason:
+                return reason
+        return None
 
     def _score_in_batches(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        """What the network makes of images or videos and the texts of their prompts, in batches:
-        float64 [N, ...].
+        """Score images or videos with the texts of their prompts, in batches: float64 [N, ...].
 
         Raises:
             HubError: the network cannot be fetched.
@@ -158,12 +165,15 @@ class PretrainedReward(Reward):
             slice(start, start + self.config.batch)
             for start in range(0, len(images), self.config.batch)
         ]
+        # Each batch goes to main memory at once. float64 holds every score of a network exactly.
         with torch.no_grad():
             scores = [
                 self._score_function(images[part], texts[part]).double().cpu() for part in parts
             ]
         return torch.cat(scores).numpy() if scores else np.empty(0)
 
+    # The first call loads the network: a process that only asks what a reward declares has no
+    # gigabytes to read.
     @cached_property
     def _score_function(self) -> Any:
         from transformers.utils.logging import disable_progress_bar
@@ -175,9 +185,8 @@ class PretrainedReward(Reward):
             return self.load_score_function()
         except (RewardError, HubError):
             raise
-        except (
-            Exception
-        ) as error:  # transformers, tokenizers and torch share no base class of errors
+        except Exception as error:
+            # transformers, tokenizers and torch share no base class of errors.
             reason = sanitize_text(f"{type(error).__name__}: {error}")
             raise RewardError(f"the reward {self.name!r} cannot be loaded: {reason}") from error
 
@@ -200,6 +209,8 @@ class NetworkReward(PretrainedReward):
         import numpy as np
 
         values = self._score_in_batches(images, prompts)
+        # Infinity becomes NaN as well: it would stop the run as a bug of the reward, and it is the
+        # overflow of a network on one image.
         failures = {
             int(index): f"the network gave {values[index]}"
             for index in np.flatnonzero(~np.isfinite(values))
@@ -221,13 +232,15 @@ class ClipReward(NetworkReward):
     has_features = True
 
     def load_clip_model(self) -> Clip:
-        """The CLIP; loaded once, however many rewards read from it."""
+        """Return the CLIP; it is loaded once, however many rewards read from it."""
         from ebbflow.rewards.clip import load_clip
 
         return load_clip(self.list_files()[0].fetch_folder())
 
     def compute_features(self, images: np.ndarray) -> np.ndarray:
-        """Unit image embeddings, float32 [N, D], of images, uint8 RGB [N, height, width, 3]."""
+        """Return unit image embeddings, float32 [N, D], of images, uint8 RGB [N, height, width,
+        3].
+        """
         import torch
 
         parts = [

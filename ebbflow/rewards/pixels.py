@@ -1,4 +1,4 @@
-"""Images as the vision transformers of the published rewards take them: resized, cropped,
+"""Prepare images for the vision transformers of the published rewards: resized, cropped,
 standardised as CLIP was trained.
 """
 
@@ -22,6 +22,7 @@ def resize_as_bytes(images: np.ndarray, size: int, device: torch.device) -> Tens
     rounded and within its range.
     """
     height, width = _size_of_shorter_edge(size, *images.shape[1:3])
+    # Pillow's bicubic on bytes rounds and clips its result; torch's on numbers does neither.
     sized = [
         np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
         for image in images
@@ -58,6 +59,7 @@ def scale_to_unit_range(images: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _size_of_shorter_edge(size: int, height: int, width: int) -> tuple[int, int]:
+    # Cut down, not rounded, as torchvision's Resize does: a pixel more would move the crop.
     shorter = min(height, width)
     return int(size * height / shorter), int(size * width / shorter)
 

@@ -1,4 +1,4 @@
-"""The PP-OCR models that rapidocr's wheel carries, as readers of one line and of a page. Nothing is
+"""Read one line, or a page, with the PP-OCR models that rapidocr's wheel carries. Nothing is
 downloaded.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,25 +34,25 @@ RECOGNISER = "rec"
 
 
 def read_lines_of_text(images: np.ndarray) -> list[str]:
-    """The line of text in each image, "" where there is none.
+    """Read the line of text in each image, "" where there is none.
 
     Args:
         images: uint8 RGB [N, height, width, 3], one line each, dark on light, letters about half
             the height or more.
     """
     session, characters = _load_recogniser()
+    input_name = session.get_inputs()[0].name
     texts: list[str] = []
     for start in range(0, len(images), BATCH):
-        scores = session.run(
-            None, {session.get_inputs()[0].name: prepare_line_images(images[start : start + BATCH])}
-        )[0]
+        lines = prepare_line_images(images[start : start + BATCH])
+        scores = session.run(None, {input_name: lines})[0]  # [n, columns, characters]
         texts += decode_ctc(scores.argmax(axis=2), characters)
     return texts
 
 
 def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
-    """All text of each image in reading order, "" where there is none, None where reading failed;
-    and why, by position.
+    """Read all text of each image in reading order, "" where there is none, None where reading
+    failed; and why, by position.
 
     Args:
         images: uint8 RGB [N, height, width, 3], with text anywhere in them.
@@ -62,36 +62,37 @@ def read_pages(images: np.ndarray) -> tuple[list[str | None], dict[int, str]]:
     failures: dict[int, str] = {}
     for index, image in enumerate(images):
         try:
-            found = reader(np.ascontiguousarray(image[..., ::-1]))
-        except (
-            Exception
-        ) as error:  # rapidocr's geometry has accidents of many types on odd shapes of text
+            # rapidocr, like OpenCV, takes arrays for BGR.
+            page = reader(np.ascontiguousarray(image[..., ::-1]))
+        except Exception as error:
+            # rapidocr's geometry has accidents of many types on odd shapes of text.
             failures[index] = (
                 f"rapidocr failed: {type(error).__name__}: {' '.join(str(error).split())[-200:]}"
             )
             texts.append(None)
             continue
-        pieces = () if found.txts is None else found.txts
-        texts.append(
-            " ".join(
-                pieces[index] for index in (sort_into_reading_order(found.boxes) if pieces else ())
-            )
-        )
+        if page.txts:
+            order = sort_into_reading_order(page.boxes)
+            texts.append(" ".join(page.txts[box] for box in order))
+        else:
+            texts.append("")
     return texts, failures
 
 
 def sort_into_reading_order(boxes: np.ndarray) -> list[int]:
-    """Positions of the boxes [N, 4 corners, (x, y)], in lines from top to bottom, each from left to
-    right.
+    """Return the positions of the boxes [N, 4 corners, (x, y)], in lines from top to bottom, each
+    from left to right.
 
     A box belongs to the line whose first box has its middle within half the height of the lower of
     both. rapidocr's own order has a fixed tolerance of ten pixels at the upper edge instead, which
     takes words of large letters for lines of their own.
     """
-    left = boxes[..., 0].min(axis=1)
+    left = boxes[..., 0].min(axis=1)  # [N], as the next three
     top = boxes[..., 1].min(axis=1)
     height = boxes[..., 1].max(axis=1) - top
     middle = top + height / 2
+    # From top to bottom, so that only the line before can be the line of a box. Compared with the
+    # first box of the line: with its last one, a slanted row of boxes would become one line.
     lines: list[list[int]] = []
     for box in np.argsort(middle, kind="stable"):
         first = lines[-1][0] if lines else None
@@ -103,11 +104,12 @@ def sort_into_reading_order(boxes: np.ndarray) -> list[int]:
 
 
 def prepare_line_images(images: np.ndarray) -> np.ndarray:
-    """Images as the recogniser wants them: float32 BGR [N, 3, 48, width'] in [-1, 1], the aspect
+    """Prepare images for the recogniser: float32 BGR [N, 3, 48, width'] in [-1, 1], the aspect
     kept, at least square.
     """
     height, width = images.shape[1:3]
     scaled = max(1, round(width * HEIGHT / height))
+    # White to the right of a narrow image: the columns of the network there are blanks.
     sheet = np.full((len(images), HEIGHT, max(HEIGHT, scaled), 3), 255, np.uint8)
     for index, image in enumerate(images):
         sheet[index, :, :scaled] = Image.fromarray(image).resize(
@@ -117,23 +119,23 @@ def prepare_line_images(images: np.ndarray) -> np.ndarray:
 
 
 def decode_ctc(classes: np.ndarray, characters: Sequence[str]) -> list[str]:
-    """Texts of the best CTC path: int [N, columns] -> N texts. Repeats are merged, then blanks
-    dropped.
+    """Return the texts of the best CTC path: int [N, columns] -> N texts. Repeats are merged, then
+    blanks dropped.
+
+    Example:
+        The columns "-LL-L-O" (- is the blank) read "LLO": the blank keeps the two L apart.
     """
-    return [
-        "".join(characters[label] for label in _merge_repeats(row) if label != BLANK)
-        for row in classes
-    ]
-
-
-def _merge_repeats(row: np.ndarray) -> Iterator[int]:
-    changes = np.flatnonzero(np.diff(row, prepend=-1))
-    return iter(row[changes])
+    texts = []
+    for row in classes:
+        # No class is -1, so the first column always counts as a change.
+        changes = np.flatnonzero(np.diff(row, prepend=-1))
+        texts.append("".join(characters[label] for label in row[changes] if label != BLANK))
+    return texts
 
 
 def find_model_file(part: str) -> Path:
-    """A model among the files that rapidocr's wheel installed; models it downloaded later do not
-    count.
+    """Return a model among the files that rapidocr's wheel installed; models it downloaded later do
+    not count.
 
     Args:
         part: ``DETECTOR`` or ``RECOGNISER``.
@@ -147,21 +149,24 @@ def find_model_file(part: str) -> Path:
         raise FileNotFoundError(
             "the package rapidocr is not installed; install it with: pip install rapidocr"
         ) from None
-    found = sorted(
+    # From the list of the wheel and not from the folder, so that the version decides what reads.
+    models = sorted(
         Path(str(file.locate())) for file in files if file.match(f"models/*{part}*.onnx")
     )
-    if not found or not found[-1].is_file():
+    if not models or not models[-1].is_file():
         version = importlib.metadata.version("rapidocr")
         raise FileNotFoundError(
             f"rapidocr {version} has no models/*{part}*.onnx; install the version in"
             " constraints.txt"
         )
-    return found[-1]
+    return models[-1]
 
 
 @cache
 def _load_recogniser() -> tuple[Any, list[str]]:
-    """The session and its classes: blank, the characters that the model's metadata lists, space."""
+    """Open the session; return it and its classes: blank, the characters that the model's metadata
+    lists, space.
+    """
     session = _open_session(RECOGNISER)
     characters = session.get_modelmeta().custom_metadata_map["character"].splitlines()
     return session, ["", *characters, " "]
@@ -169,7 +174,7 @@ def _load_recogniser() -> tuple[Any, list[str]]:
 
 @cache
 def _load_page_reader() -> Any:
-    """rapidocr's pipeline without its classifier of lines that stand on their head."""
+    """Open rapidocr's pipeline without its classifier of lines that stand on their head."""
     from omegaconf import flag_override
     from rapidocr import RapidOCR
 
@@ -178,10 +183,8 @@ def _load_page_reader() -> Any:
     # Its own sessions would wait with spinning threads; omegaconf takes plain values only, unless
     # it is asked to.
     with flag_override(reader.cfg, "allow_objects", True):
-        reader.cfg.Det["session"], reader.cfg.Rec["session"] = (
-            _open_session(DETECTOR),
-            _open_session(RECOGNISER),
-        )
+        reader.cfg.Det["session"] = _open_session(DETECTOR)
+        reader.cfg.Rec["session"] = _open_session(RECOGNISER)
     return reader
 
 
@@ -194,7 +197,7 @@ def _open_session(part: str) -> Any:
     options.inter_op_num_threads = 1
     # Threads that spin while they wait would slow whatever else runs here down many times over.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
+    options.log_severity_level = 3  # errors only
     return onnxruntime.InferenceSession(
         str(find_model_file(part)), options, providers=["CPUExecutionProvider"]
     )

@@ -1,4 +1,4 @@
-"""What the client and the server of a remote reward say to each other, in JSON over HTTP
+"""The messages between the client and the server of a remote reward, in JSON over HTTP
 (docs/rewards.md).
 
 ``POST /score`` takes a ``ScoreRequest`` and gives a ``ScoreAnswer``; ``GET /health`` gives a
@@ -42,8 +42,17 @@ class PromptMessage(Message):
 
 
 class ScoreRequest(Message):
-    """N images of one size with their prompts."""
+    """N images of one size with their prompts.
 
+    Example::
+
+        {
+            "images": ["iVBORw0KGgo..."],
+            "prompts": [{"prompt": "two bears", "metadata": {"include": [...]}}]
+        }
+    """
+
+    # FailFast: without it pydantic builds an error for each of a million wrong values.
     images: Annotated[list[str], FailFast()]
     """PNG files of 8-bit RGB in base64."""
     prompts: Annotated[list[PromptMessage], FailFast()]
@@ -58,7 +67,13 @@ class ScoreRequest(Message):
 
 
 class ScoreAnswer(Message):
-    """Scores of N images; null where the scorer failed, which is never a number."""
+    """Scores of N images; null where the scorer failed, which is never a number.
+
+    Example:
+        Two images, of which the second could not be scored::
+
+            {"scores": [0.25, null], "failures": {"1": "no face"}, "metrics": {"count": [2, null]}}
+    """
 
     scores: Annotated[list[Score | None], FailFast()]
     failures: dict[int, str] = {}
@@ -74,6 +89,7 @@ class ScoreAnswer(Message):
                 raise ValueError(
                     f"{count} scores and {len(values)} values of the metric {column!r}"
                 )
+        # A negative index would be read from the end of a list.
         for index in self.failures:
             if not 0 <= index < count or self.scores[index] is not None:
                 raise ValueError(
@@ -91,14 +107,16 @@ class Health(Message):
 
 
 def count_values(text: bytes | bytearray) -> int:
-    """At least the number of values in JSON, or in a part of it: its commas and brackets, of which
-    base64 has none.
+    """Return at least the number of values in JSON, or in a part of it: its commas and brackets, of
+    which base64 has none.
     """
+    # Closing brackets need no count: each value ends with a comma, or stands in an opened bracket.
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
 def describe_first_problem(error: ValidationError) -> str:
-    """What is wrong with a message and where, without repeating what it holds."""
+    """Return what is wrong with a message and where, without repeating what it holds."""
     problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
     key = ".".join(str(part) for part in problem["loc"])
-    return f"{key}: " * bool(key) + problem["msg"].removeprefix("Value error, ")
+    reason = problem["msg"].removeprefix("Value error, ")  # of our own validators, above
+    return f"{key}: {reason}" if key else reason

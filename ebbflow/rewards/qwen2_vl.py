@@ -1,5 +1,5 @@
-"""What rewards share that are a Qwen2-VL with a head on special tokens: pixels to patches, prompts
-to tokens, one forward pass.
+"""Score with a Qwen2-VL and a head on special tokens, as several rewards do: pixels to patches,
+prompts to tokens, one forward pass.
 
 Two things are as their published code has them, in training and in inference, although Qwen2-VL
 itself has them otherwise. All tokens have plain positions 0, 1, 2, ..., because the language model
@@ -65,8 +65,8 @@ class JudgingQwen:
     tokens: tuple[str, ...]
 
     def compute_outputs(self, frames: Tensor, texts: Sequence[str], vision: str) -> Tensor:
-        """What the head makes of the last occurrence of each reward token, float32 [n, tokens,
-        outputs].
+        """Return the outputs of the head at the last occurrence of each reward token, float32 [n,
+        tokens, outputs].
 
         Args:
             frames: standardised [n, T, 3, height, width], T even; a picture is twice the same
@@ -77,42 +77,50 @@ class JudgingQwen:
         patches, grid = split_into_patches(
             frames.to(self.model.dtype), self.model.config.vision_config
         )
-        merged = int(grid.prod()) // self.model.config.vision_config.spatial_merge_size**2
-        turns = [TURN.format(vision=vision * merged, text=text) for text in texts]
+        # The vision transformer merges neighbouring patches into one token of the language model.
+        num_vision_tokens = (
+            int(grid.prod()) // self.model.config.vision_config.spatial_merge_size**2
+        )
+        turns = [TURN.format(vision=vision * num_vision_tokens, text=text) for text in texts]
+        # Padded on the right: with plain positions, padding on the left would move the text.
         batch = self.tokenizer(turns, padding=True, padding_side="right", return_tensors="pt").to(
             self.model.device
         )
-        ids = batch.input_ids
+        ids = batch.input_ids  # [n, length]
         embedded = self.model.language_model.embed_tokens(ids)
-        seen = self.model.visual(
+        vision_features = self.model.visual(
             patches, grid_thw=grid.expand(len(texts), 3).to(ids.device)
-        ).pooler_output
-        places = (ids == self.tokenizer.convert_tokens_to_ids(vision))[..., None]
-        embedded = embedded.masked_scatter(places, seen.to(embedded.dtype))
+        ).pooler_output  # [n * num_vision_tokens, width]
+        # Each placeholder token gets the next feature, row by row.
+        is_vision = (ids == self.tokenizer.convert_tokens_to_ids(vision))[..., None]
+        embedded = embedded.masked_scatter(is_vision, vision_features.to(embedded.dtype))
+        # ``Qwen2VLModel`` itself would compute three-dimensional positions: see above.
         hidden = self.model.language_model(
             inputs_embeds=embedded,
             attention_mask=batch.attention_mask,
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
             use_cache=False,
         ).last_hidden_state
-        wanted = [self.tokenizer.convert_tokens_to_ids(token) for token in self.tokens]
-        last = torch.stack([_find_last_true(ids == token) for token in wanted], dim=1)
+        reward_ids = [self.tokenizer.convert_tokens_to_ids(token) for token in self.tokens]
+        # [n, tokens]
+        last = torch.stack([_find_last_true(ids == token) for token in reward_ids], dim=1)
         outputs: Tensor = self.head(
             hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[-1])).float()
         )
         return outputs
 
     def remove_special_tokens(self, text: str) -> str:
-        """A user's prompt without what the tokenizer would take for special tokens."""
+        """Return a user's prompt without what the tokenizer would take for special tokens."""
         tokens = re.compile("|".join(map(re.escape, self.tokenizer.get_added_vocab())))
-        while tokens.search(text):  # what is left may be one again
+        # What is left may be one again: "<|im_<|im_end|>end|>".
+        while tokens.search(text):
             text = tokens.sub("", text)
         return text
 
 
-def _find_last_true(found: Tensor) -> Tensor:
-    """The index of the last true value of each row, int64 [n]."""
-    return found.shape[1] - 1 - found.flip(1).int().argmax(1)
+def _find_last_true(mask: Tensor) -> Tensor:
+    """Return the index of the last true value of each row, bool [n, length] -> int64 [n]."""
+    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
 
 
 def load_backbone(
@@ -122,8 +130,8 @@ def load_backbone(
     tokens: tuple[str, ...],
     precision: Precision,
 ) -> tuple[Any, Any]:
-    """The network with the weights of a checkpoint, and its tokenizer with the reward's tokens at
-    its end.
+    """Load the network with the weights of a checkpoint, and its tokenizer with the reward's tokens
+    at its end.
 
     Args:
         folder: configuration and tokenizer of the Qwen2-VL that was trained.
@@ -134,14 +142,18 @@ def load_backbone(
     """
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
-    found = rename_weights(
+    backbone_weights = rename_weights(
         {name: tensor for name, tensor in weights.items() if not name.startswith(NOT_READ)}, NAMES
     )
-    (embeddings,) = pick_weights(found, (EMBEDDINGS,), source)
+    # The training added the reward's tokens, so the checkpoint has other embeddings than the
+    # configuration of the network says; the tokenizer must have as many tokens.
+    (embeddings,) = pick_weights(backbone_weights, (EMBEDDINGS,), source)
     check_vocabulary(tokenizer, len(embeddings), folder)
     config = Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
     config.text_config.vocab_size = len(embeddings)
-    model = build_network(Qwen2VLModel, config, found, source, dtype=getattr(torch, precision))
+    dtype = getattr(torch, precision)
+    model = build_network(Qwen2VLModel, config, backbone_weights, source, dtype=dtype)
+    # transformers keeps these buffers in float32; the published code had cast them with the rest.
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):
             buffer.copy_(buffer.bfloat16())
@@ -151,7 +163,8 @@ def load_backbone(
 def build_linear_head(
     weights: Mapping[str, Tensor], numbers: Sequence[int], source: Path, device: torch.device
 ) -> nn.Module:
-    """The linear layers ``rm_head.NUMBER`` with a ReLU after each but the last, float32, frozen.
+    """Build the linear layers ``rm_head.NUMBER`` with a ReLU after each but the last, float32,
+    frozen.
 
     Raises:
         RewardError: one of them is missing.
@@ -163,14 +176,15 @@ def build_linear_head(
         layer = nn.Linear(weight.shape[1], weight.shape[0])
         layer.load_state_dict({"weight": weight, "bias": bias})
         layers += [layer, nn.ReLU()]
+    # Without the last ReLU; a score may be negative.
     return nn.Sequential(*layers[:-1]).float().requires_grad_(False).to(device)
 
 
 def resize_to_patch_grid(
     images: np.ndarray | Tensor, min_pixels: int, max_pixels: int, factor: int, device: torch.device
 ) -> Tensor:
-    """Standardised float32 [N, 3, h, w] of uint8 RGB [N, height, width, 3], or with gradient of [0,
-    1] RGB [N, 3, height, width].
+    """Return standardised float32 [N, 3, h, w] of uint8 RGB [N, height, width, 3], or with gradient
+    of [0, 1] RGB [N, 3, height, width].
 
     The number of pixels comes near the range, height and width are multiples of ``factor``.
     """
@@ -190,8 +204,8 @@ def resize_to_patch_grid(
 
 
 def split_into_patches(frames: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Patches [N * T/2 * H * W, numbers], four neighbours after each other, and their grid (T/2, H,
-    W), int64.
+    """Return the patches [N * T/2 * H * W, numbers], four neighbours after each other, and their
+    grid (T/2, H, W), int64.
 
     Args:
         frames: [N, T, 3, H * patch, W * patch] with T a multiple of ``temporal_patch_size``, H and
@@ -202,6 +216,9 @@ def split_into_patches(frames: Tensor, config: Any) -> tuple[Tensor, Tensor]:
     time = config.temporal_patch_size
     count, length, colours, height, width = frames.shape
     grid = torch.tensor([length // time, height // patch, width // patch])
+    # In this order: image, time, row and column of a block of merged patches, row and column within
+    # the block; and within a patch colour, time, row, column. The network merges patches that
+    # follow each other, so those of a block must.
     split = frames.reshape(
         count,
         length // time,

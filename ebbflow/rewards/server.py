@@ -27,7 +27,8 @@ from ebbflow.data.images import PNG_SIGNATURE, iterate_png_chunks
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import Reward, RewardError, RewardResult
-from ebbflow.rewards.combine import check_result, load_reward
+from ebbflow.rewards.combine import load_reward
+from ebbflow.rewards.groups import check_result
 from ebbflow.rewards.http import is_loopback
 from ebbflow.rewards.protocol import (
     HEALTH,
@@ -57,6 +58,7 @@ def run_reward_server(config: RewardConfig, host: str, port: int, token: str | N
     Raises:
         RewardError: the reward cannot run here, or anybody on the network could ask it.
     """
+    # First, before a network of gigabytes is loaded.
     if token is None and not is_loopback(host):
         raise RewardError(
             f"host = {host!r} is open to others than this machine; set a token, or take 127.0.0.1"
@@ -76,23 +78,28 @@ def run_reward_server(config: RewardConfig, host: str, port: int, token: str | N
 
 
 def build_app(reward: Reward, token: str | None) -> FastAPI:
-    """The server as an ASGI application: it asks for the bearer token where there is one, and
+    """Build the server as an ASGI application: it asks for the bearer token where there is one, and
     scores one request at a time.
     """
 
     async def check_token(request: Request) -> None:
-        given = request.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(
-            given.encode(), f"Bearer {token}".encode()
-        ):
+        if token is None:
+            return
+        authorization = request.headers.get("Authorization", "").encode()
+        # As bytes: compare_digest takes no text outside ASCII. It takes the same time wherever the
+        # first difference is, so that a token cannot be guessed letter by letter.
+        if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
             raise HTTPException(
                 401, "send the header Authorization: Bearer with the token of this server"
             )
 
+    # A dependency of the application runs before any body is read. Its pages of documentation would
+    # load scripts of other hosts.
     app = FastAPI(
         dependencies=[Depends(check_token)], docs_url=None, redoc_url=None, openapi_url=None
     )
     bodies = BodyReader()
+    # Rewards are written for one caller at a time.
     one_at_a_time = asyncio.Lock()
 
     @app.get(HEALTH)
@@ -101,6 +108,7 @@ def build_app(reward: Reward, token: str | None) -> FastAPI:
 
     @app.post(SCORE)
     async def score_request(request: Request) -> Response:
+        # In this order: a client that sends slowly must not keep others from being scored.
         async with bodies.read_body(request) as body, one_at_a_time:
             answer = await run_in_threadpool(_answer_request, reward, body)
         return Response(answer, media_type="application/json")
@@ -134,16 +142,18 @@ def _score_request(reward: Reward, asked: ScoreRequest) -> ScoreAnswer:
             reward(images, [_build_prompt(*numbered) for numbered in enumerate(asked.prompts)]),
             len(images),
         )
-    except Exception as error:
+    except Exception as error:  # a reward can raise anything, and the next request may be scored
         logger.exception("scoring failed")
         raise HTTPException(500, f"{reward.name} failed: {type(error).__name__}: {error}") from None
     return _build_answer(result)
 
 
 def _decode_images(texts: list[str]) -> np.ndarray:
-    """uint8 RGB [N, height, width, 3] of PNG files in base64."""
+    """Decode PNG files in base64 to uint8 RGB [N, height, width, 3]."""
     if not texts:
         return np.zeros((0, 1, 1, 3), np.uint8)
+    # All headers are read before any pixel is: they say what unpacking would cost. Text in an image
+    # is bounded by the body, its chunks by this counter, which all images of a request share.
     chunks_left = iter(range(MAX_CHUNKS))
     images = [_open_image(index, text, chunks_left) for index, text in enumerate(texts)]
     sizes = {image.size for image in images}
@@ -158,6 +168,7 @@ def _decode_images(texts: list[str]) -> np.ndarray:
             f"{len(images)} images of {width}x{height} are more than {MAX_PIXELS} pixels; send"
             " fewer",
         )
+    # Filled one by one: a list of decoded images and their stack would be twice the memory.
     pixels = np.empty((len(images), height, width, 3), np.uint8)
     for index, image in enumerate(images):
         pixels[index] = _decode_pixels(index, image)
@@ -165,7 +176,7 @@ def _decode_images(texts: list[str]) -> np.ndarray:
 
 
 def _open_image(index: int, text: str, chunks_left: Iterator[int]) -> Image.Image:
-    """The image as its header describes it, before its pixels are unpacked."""
+    """Open the image as its header describes it, before its pixels are unpacked."""
     try:
         file = _keep_pixel_chunks(base64.b64decode(text, validate=True), chunks_left)
         image = Image.open(io.BytesIO(file), formats=["PNG"])
@@ -175,6 +186,7 @@ def _open_image(index: int, text: str, chunks_left: Iterator[int]) -> Image.Imag
         raise HTTPException(413, f"images.{index} has more than {MAX_PIXELS} pixels") from None
     except Exception:  # base64's, and Pillow's of many types for files that are broken on purpose
         raise HTTPException(422, f"images.{index} is no PNG file in base64") from None
+    # Converted silently, a transparent or a 16-bit image would get a score of what nobody saw.
     if image.mode != "RGB":
         raise HTTPException(
             422, f"images.{index} is a PNG file of the mode {image.mode}; send 8-bit RGB"
@@ -183,8 +195,10 @@ def _open_image(index: int, text: str, chunks_left: Iterator[int]) -> Image.Imag
 
 
 def _keep_pixel_chunks(picture: bytes, chunks_left: Iterator[int]) -> bytes:
-    """The PNG file without text, colour profiles and everything else that no score depends on."""
-    kept = [PNG_SIGNATURE]
+    """Return the PNG file without text, colour profiles and everything else that no score depends
+    on.
+    """
+    parts = [PNG_SIGNATURE]
     for name, chunk in iterate_png_chunks(picture):
         if next(chunks_left, None) is None:
             raise HTTPException(
@@ -193,20 +207,22 @@ def _keep_pixel_chunks(picture: bytes, chunks_left: Iterator[int]) -> bytes:
                 " chunks",
             )
         if name in PIXEL_CHUNKS:
-            kept.append(chunk)
-    return b"".join(kept)
+            parts.append(chunk)
+    return b"".join(parts)
 
 
 def _decode_pixels(index: int, image: Image.Image) -> np.ndarray:
     try:
         return np.asarray(image)
-    except Exception:  # as above
+    except Exception:  # Pillow's of many types, as above
         raise HTTPException(
             422, f"images.{index} is a PNG file that ends early or is broken"
         ) from None
 
 
 def _build_prompt(index: int, message: PromptMessage) -> Prompt:
+    # In the form in which a prompt table keeps it, so that a reward gets the same text as without
+    # a server between.
     metadata = json.dumps(message.metadata, sort_keys=True, ensure_ascii=False)
     return Prompt(
         index,

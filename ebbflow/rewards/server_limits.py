@@ -39,14 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 def build_server_options() -> dict[str, Any]:
-    """uvicorn's options that limit connections. WebSockets would leave the protocol below, and no
-    reward needs them.
+    """Return uvicorn's options that limit connections. WebSockets would leave the protocol below,
+    and no reward needs them.
     """
     return {"http": LimitedProtocol, "ws": "none", "backlog": compute_max_connections()}
 
 
 def compute_max_connections() -> int:
-    """Connections that may be open at once."""
+    """Return how many connections may be open at once."""
+    # At the limit of files a process can accept nothing, nor open what a reward or a log needs.
     return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
@@ -69,11 +70,14 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
+        # h11 has parsed what arrived: the header is whole once there is a cycle. From here on the
+        # time of the body counts, which ``BodyReader`` measures.
         super().handle_events()
         if self.has_request:
             self._stop_request_alarm()
 
     def on_response_complete(self) -> None:
+        # For the next request on the connection, and for what is left of a body that was refused.
         self._start_request_alarm()
         super().on_response_complete()
 
@@ -85,6 +89,7 @@ class LimitedProtocol(H11Protocol):
     def _start_request_alarm(self) -> None:
         self.waiting_since = self.loop.time()
         self._stop_request_alarm()
+        # abort, not close: close would wait until a client that reads nothing has read everything.
         self._alarm = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def _stop_request_alarm(self) -> None:
@@ -109,9 +114,9 @@ class LimitedProtocol(H11Protocol):
             len(others),
             closed.client,
         )
-        self.connections.discard(
-            closed
-        )  # it is lost in the next turn of the loop, and may not be counted until then
+        # It is lost in the next turn of the loop, and must not be counted until then: several new
+        # connections may come in one turn.
+        self.connections.discard(closed)
         closed.transport.abort()
 
 
@@ -127,12 +132,13 @@ class BodyReader:
 
     @asynccontextmanager
     async def read_body(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body of a request, which counts as held until the context ends.
+        """Read the body of a request, which counts as held until the context ends.
 
         Raises:
             HTTPException: it has too many bytes or JSON values, takes too long, or the client is
                 gone.
         """
+        # A body of chunks announces no length, so it is counted below as well.
         if int(request.headers.get("content-length", 0)) > MAX_BYTES:
             raise _build_size_error()
         ticket = object()
@@ -142,9 +148,11 @@ class BodyReader:
         self._oldest_first.append(ticket)
         try:
             async for chunk in _iterate_timely_chunks(request):
+                # While this waits, nothing more of the body is read, and TCP slows the client down.
                 await self._reserve_memory(ticket, len(chunk))
                 size += len(chunk)
                 values += count_values(chunk)
+                # Checked with every chunk, so that a bomb is never held as a whole.
                 _check_body_size(size, values)
                 body += chunk
             yield body
@@ -153,6 +161,8 @@ class BodyReader:
 
     async def _reserve_memory(self, ticket: object, size: int) -> None:
         async with self._changed:
+            # The oldest may go beyond the limit by one body: else many half bodies could fill the
+            # memory, each waiting for another to end.
             await self._changed.wait_for(
                 lambda: self._held + size <= MAX_HELD or self._oldest_first[0] is ticket
             )
@@ -166,7 +176,8 @@ class BodyReader:
 
 
 async def _iterate_timely_chunks(request: Request) -> AsyncIterator[bytes]:
-    """The chunks of a body, until waiting for them took ``BODY_SECONDS``."""
+    """Yield the chunks of a body, until waiting for them took ``BODY_SECONDS``."""
+    # Only the waiting for the client counts, not that for memory between two chunks, which is ours.
     chunks = aiter(request.stream())
     left = BODY_SECONDS
     loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
-"""Texts that published models were trained or published to read, to the letter: the files of
-``templates/``. Their sources and licences are in NOTICE.
+"""Read the texts that published models were trained or published to read, to the letter: the files
+of ``templates/``. Their sources and licences are in NOTICE.
 
 ``{prompt}`` stands for the prompt of the image, or the instruction of an edit; other braces are
 part of the text.
@@ -15,10 +15,11 @@ FOLDER = Path(__file__).parent / "templates"
 
 @cache
 def read_template(name: str) -> str:
-    """The text of ``templates/NAME.txt``."""
+    """Return the text of ``templates/NAME.txt``."""
     return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def fill_template(name: str, prompt: str) -> str:
-    """The text with the prompt in its place."""
+    """Return the text with the prompt in its place."""
+    # Not str.format: the texts have braces of their own, such as the JSON of an answer.
     return read_template(name).replace("{prompt}", prompt)

@@ -1,5 +1,5 @@
-"""How read text is compared with the text that a prompt asks for. Every reward that reads scores in
-this one way.
+"""Compare the text that was read with the text that a prompt asks for. Every reward that reads
+scores in this one way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from ebbflow.rewards.base import NO_TARGET, RewardResult
 def compute_text_similarity(
     read: str, target: str, match: Match = "exact", case: Case = "ignored"
 ) -> float:
-    """1 - min(Levenshtein, len) / len on text without white space, len that of the target: in [0,
-    1].
+    """Return 1 - min(Levenshtein, len) / len on text without white space, len that of the target:
+    in [0, 1].
+
+    Example:
+        "OPEN DAILY" for "OPEN" has a distance of 5 from a target of 4 letters: 0. "OPFN" has one of
+        1: .75.
 
     Text is lower-cased first, unless ``case`` is "kept".
 
@@ -35,11 +39,12 @@ def compute_text_similarity(
         raise ValueError("the target text is blank; leave it out instead")
     if match == "contained" and target in read:
         return 1.0
+    # The distance can exceed the length of the target where more is read than was asked for.
     return 1 - min(Levenshtein.distance(read, target), len(target)) / len(target)
 
 
 def is_exact_match(read: str, target: str, case: Case = "ignored") -> float:
-    """1.0 where the folded texts are equal, else 0.0."""
+    """Return 1.0 where the folded texts are equal, else 0.0."""
     return float(_fold_text(read, case) == _fold_text(target, case))
 
 
@@ -51,7 +56,7 @@ def score_readings(
     match: Match = "exact",
     case: Case = "ignored",
 ) -> RewardResult:
-    """Scores of N readings against their prompts' targets, with exact matches as the metric
+    """Score N readings against their prompts' targets, with exact matches as the metric
     ``exact_name`` whatever ``match`` is.
 
     A reading of None failed; ``failures`` says why, by position. A prompt without a target is a
@@ -64,10 +69,14 @@ def score_readings(
         if prompt.target is None:
             reasons[index] = NO_TARGET
         elif reading is not None:
+            # An image without text is read as "": a score of 0, and no failure.
             values[index] = compute_text_similarity(reading, prompt.target, match, case)
             matches[index] = is_exact_match(reading, prompt.target, case)
     return RewardResult(values, {exact_name: matches}, reasons)
 
 
 def _fold_text(text: str, case: Case) -> str:
-    return "".join((text.lower() if case == "ignored" else text).split())
+    if case == "ignored":
+        text = text.lower()
+    # No white space: readers put a blank, or none, where letters stand far apart.
+    return "".join(text.split())

@@ -1,5 +1,4 @@
-"""Two calls of a user's own reward on small images, so that it fails before anything is
-generated."""
+"""Try a user's own reward: two calls on noise, so that it fails before anything is generated."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.rewards.base import RewardError, RewardResult
-from ebbflow.rewards.combine import check_result, load_reward
-from ebbflow.rewards.groups import score_samples
+from ebbflow.rewards.combine import load_reward
+from ebbflow.rewards.groups import check_result, score_samples
 
 TRIED_FRAMES = 8
 """Of a video that a reward is tried on, at most."""
@@ -36,12 +35,15 @@ def try_reward(
     if reward.explain_unavailable() or reward.scores == "latents":
         return
     name = f"the reward {reward.name!r}, {config.path},"
-    if reward.scores in ("pairs", "groups"):
+    if reward.compares:
         prompts = [prompt for prompt in prompts for _ in range(2)]
-    of_videos = reward.scores == "videos" and frames > 1
-    shape = (len(prompts), *([min(frames, TRIED_FRAMES)] if of_videos else []), height, width, 3)
+    shape: tuple[int, ...] = (len(prompts), height, width, 3)
+    if reward.scores == "videos" and frames > 1:
+        shape = (len(prompts), min(frames, TRIED_FRAMES), height, width, 3)
+    # A seed of its own, so that the trial shifts no random number of the run.
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     try:
+        # A copy for each call: a reward that writes into its images would pass on changed ones.
         results = [score_samples(reward, images.copy(), prompts) for _ in range(2)]
     except Exception as error:  # a user's own code can raise anything
         reason = sanitize_text(f"{type(error).__name__}: {error}")

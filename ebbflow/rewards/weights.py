@@ -1,5 +1,5 @@
-"""Published weights into frozen networks: without pickles, and with an error for whatever does not
-fit.
+"""Load published weights into frozen networks: without pickles, and with an error for whatever does
+not fit.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ LOADING = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatch
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or torch file by name; no pickled code is executed.
+    """Read the tensors of a .safetensors or torch file by name; no pickled code is executed.
 
     Raises:
         RewardError: the file holds anything but tensors.
     """
     try:
-        saved: Any = (
-            load_file(path)
-            if path.suffix == ".safetensors"
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
+        saved: Any
+        if path.suffix == ".safetensors":
+            saved = load_file(path)
+        else:
+            # A published checkpoint is somebody else's file: with ``weights_only`` torch builds
+            # tensors and containers, and raises for any other object.
+            saved = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError, SafetensorError):
         raise RewardError(
             f"{path} is damaged or holds more than weights; take the published file"
         ) from None
+    # A checkpoint of a training has the weights under this key, beside the state of its optimiser.
     weights = saved.get("state_dict", saved) if isinstance(saved, dict) else {}
     if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise RewardError(f"{path} is no table of weights by name; take the published file")
@@ -49,17 +52,23 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def rename_weights(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Weights with every pattern of ``names`` replaced in turn."""
-    found = {}
+    """Return the weights with every pattern of ``names`` replaced in turn.
+
+    Example::
+
+        rename_weights({"ln_final.bias": bias}, {"^ln_final": "text_model.final_layer_norm"})
+        # {"text_model.final_layer_norm.bias": bias}
+    """
+    renamed = {}
     for name, tensor in weights.items():
         for pattern, replacement in names.items():
             name = re.sub(pattern, replacement, name)
-        found[name] = tensor
-    return found
+        renamed[name] = tensor
+    return renamed
 
 
 def select_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights under a prefix, without it."""
+    """Return the weights under a prefix, without it."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in weights.items()
@@ -68,7 +77,7 @@ def select_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tenso
 
 
 def pick_weights(weights: Mapping[str, Tensor], names: Sequence[str], source: Path) -> list[Tensor]:
-    """Some of the weights.
+    """Return some of the weights, in the order of ``names``.
 
     Raises:
         RewardError: one of them is missing.
@@ -82,7 +91,7 @@ def pick_weights(weights: Mapping[str, Tensor], names: Sequence[str], source: Pa
 def merge_lora_weights(
     weights: Mapping[str, Tensor], scale: float, source: Path
 ) -> dict[str, Tensor]:
-    """The weights of a network that peft wrapped, under their own names, with its adapter
+    """Return the weights of a network that peft wrapped, under their own names, with its adapter
     ``default`` merged, in float32.
 
     Args:
@@ -91,22 +100,28 @@ def merge_lora_weights(
     Raises:
         RewardError: an adapter lacks a part.
     """
-    own = {
+    # peft renames a layer it wraps from "q_proj.weight" to "q_proj.base_layer.weight".
+    unwrapped = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in select_prefix(weights, "base_model.model.").items()
     }
-    merged = {name: tensor for name, tensor in own.items() if ".lora_" not in name}
-    for name in [name for name in own if name.endswith(".lora_A.default.weight")]:
+    merged = {name: tensor for name, tensor in unwrapped.items() if ".lora_" not in name}
+    for name in unwrapped:
+        if not name.endswith(".lora_A.default.weight"):
+            continue
         layer = name.removesuffix(".lora_A.default.weight")
-        weight, first, second = pick_weights(
-            own, (f"{layer}.weight", name, f"{layer}.lora_B.default.weight"), source
+        weight, lora_a, lora_b = pick_weights(
+            unwrapped, (f"{layer}.weight", name, f"{layer}.lora_B.default.weight"), source
         )
-        merged[f"{layer}.weight"] = weight.float() + scale * second.float() @ first.float()
+        # (out, in) + scale * (out, rank) @ (rank, in). In float32: a bfloat16 sum would round away
+        # most of the small second term.
+        merged[f"{layer}.weight"] = weight.float() + scale * lora_b.float() @ lora_a.float()
     return merged
 
 
 def load_network(kind: Any, folder: Path, unused: str = "$^") -> Any:
-    """A network of transformers from a folder in its layout, frozen, in float32, on the device.
+    """Load a network of transformers from a folder in its layout: frozen, in float32, on the
+    device.
 
     Args:
         unused: pattern of names of weights without an effect, which may be missing or left over.
@@ -125,7 +140,8 @@ def load_network(kind: Any, folder: Path, unused: str = "$^") -> Any:
 def build_network(
     kind: Any, config: Any, weights: dict[str, Tensor], source: Path, **keys: Any
 ) -> Any:
-    """``load_network`` from weights that were read from ``source`` and renamed.
+    """Build a network as ``load_network`` does, from weights that were read from ``source`` and
+    renamed.
 
     Args:
         keys: go to the network; ``dtype`` for another than float32.
@@ -144,6 +160,7 @@ def _freeze_network(
     loaded: tuple[Any, dict[str, Any]], kind: Any, source: Path, unused: str = "$^"
 ) -> Any:
     network, report = loaded
+    # Without this a reward with a layer of random numbers would score as if it were whole.
     names = sorted(
         str(name)
         for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -159,7 +176,7 @@ def _freeze_network(
 
 
 def load_linear_head(weights: Mapping[str, Tensor], width: int, source: Path) -> nn.Module:
-    """The linear layers, one after the other, that make one number of ``width`` features: [n,
+    """Load the linear layers, one after the other, that make one number of ``width`` features: [n,
     width] -> [n, 1].
 
     Raises:
@@ -169,18 +186,18 @@ def load_linear_head(weights: Mapping[str, Tensor], width: int, source: Path) ->
         pick_weights(weights, (f"layers.{number}.weight", f"layers.{number}.bias"), source)
         for number in HEAD_LAYERS
     ]
-    takes = pairs[0][0].shape[1]
-    if takes != width:
+    expected_width = pairs[0][0].shape[1]  # a weight is (out, in)
+    if expected_width != width:
         raise RewardError(
-            f"the head in {source} takes {takes} features, and its network gives {width}; take the"
-            " network it is for"
+            f"the head in {source} takes {expected_width} features, and its network gives {width};"
+            " take the network it is for"
         )
     head = nn.Sequential(*(_build_linear_layer(weight, bias) for weight, bias in pairs))
     return head.requires_grad_(False).to(default_device())
 
 
 def build_plain_head(weight: Tensor, device: torch.device) -> nn.Module:
-    """A linear layer without bias, float32, frozen: [n, width] -> [n, outputs]."""
+    """Build a linear layer without bias, float32, frozen: [n, width] -> [n, outputs]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.load_state_dict({"weight": weight.float()})
     return layer.requires_grad_(False).to(device)

@@ -373,6 +373,16 @@ class LargeReward(Reward):
         raise NotImplementedError
 
 
+class UndeclaredReward(LargeReward):
+    network_bytes = None
+    gradient_bytes = None
+
+
+class RewardWithoutNetwork(LargeReward):
+    network_bytes = 0
+    gradient_bytes = 0
+
+
 def test_the_declared_memory_of_a_users_own_reward_is_counted(tiny_recipe):
     own = {"name": "custom", "path": f"{__name__}:LargeReward"}
 
@@ -387,6 +397,19 @@ def test_the_declared_memory_of_a_users_own_reward_is_counted(tiny_recipe):
     assert evaluation_with_own.others - evaluation_without.others == LargeReward.network_bytes
     # The stage trains on micro-batches of three images.
     assert with_own.activations - without.activations == 3 * LargeReward.gradient_bytes
+
+
+def test_a_users_own_reward_that_declares_no_memory_is_named(tiny_recipe):
+    def describe(reward):
+        rewards = [{"name": "custom", "path": f"{__name__}:{reward.__name__}"}]
+        stages = [gradient_stage({"name": "refl"}, **RAY)]
+        recipe = tiny_recipe("sd3", stages=stages, rewards=rewards)
+        return describe_estimate(estimate_recipe(recipe))
+
+    undeclared = "The reward UndeclaredReward declares no network_bytes and no gradient_bytes"
+    assert describe(UndeclaredReward).count(undeclared) == 1
+    assert "declares no" not in describe(LargeReward)
+    assert "declares no" not in describe(RewardWithoutNetwork)
 
 
 def test_a_reward_of_latents_needs_no_decoder(tiny_recipe):

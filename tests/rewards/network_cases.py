@@ -25,7 +25,7 @@ from benchmarks.tiny_models.tokenizers import build_qwen_tokenizer
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.registry import configure_reward
 from ebbflow.recipe.rewards import RewardConfig
-from ebbflow.rewards.built_in.geneval import CLASSES
+from ebbflow.rewards.geneval_rules import CLASSES
 
 TEXTS = ["a red cat", "A dog, 3 birds & a SIGN", "", "ocean waves at night", "a red cat"]
 PREPROCESSOR = {

@@ -15,15 +15,14 @@ from ebbflow.recipe.registry import REWARDS, configure_reward
 from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.base import Reward, RewardResult
 from ebbflow.rewards.combine import (
-    FRAMES_SCORED,
     RewardError,
     Scorer,
     ScoreTable,
     load_reward,
     load_scorer,
     require_scored_share,
-    select_scored_frames,
 )
+from ebbflow.rewards.videos import FRAMES_SCORED, select_scored_frames
 
 IMAGES = np.zeros((3, 8, 8, 3), np.uint8)
 PROMPTS = [as_prompt(index, "AB") for index in range(3)]

@@ -19,18 +19,17 @@ from torch.nn.functional import normalize
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.rewards.built_in import geneval
-from ebbflow.rewards.built_in.geneval import (
+from ebbflow.rewards.built_in.geneval import ColorNamer, extract_detections
+from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
+from ebbflow.rewards.geneval_rules import (
     CLASSES,
     COLORS,
-    ColorNamer,
     Detection,
-    extract_detections,
     find_relations,
     group_by_class,
     judge_objects,
     read_rules,
 )
-from ebbflow.rewards.combine import RewardError, load_reward, load_scorer
 
 SQUARE = (40, 40, 60, 60)
 LEFT = (0, 40, 20, 60)

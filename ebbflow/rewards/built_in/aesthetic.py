@@ -46,6 +46,7 @@ class Aesthetic(ClipReward):
     config: AestheticConfig
 
     def list_files(self) -> list[Files]:
+        # A file needs no search by name: it is what the recipe says.
         clip = Files(self.config, CLIP_FILES)
         return [clip] if self._is_head_file() else [clip, Files(self.config.head, (f"{HEAD}.*",))]
 
@@ -55,6 +56,7 @@ class Aesthetic(ClipReward):
         clip = self.load_clip_model()
         source = self._fetch_head_file()
         head = load_linear_head(read_weights(source), clip.model.config.projection_dim, source)
+        # (n, width) -> (n, 1) -> (n,); the texts have no part in it.
         return lambda images, texts: head(clip.embed_images(images))[:, 0]
 
     def _is_head_file(self) -> bool:
@@ -64,4 +66,5 @@ class Aesthetic(ClipReward):
         if self._is_head_file():
             return Path(str(self.config.head.path))
         folder = self.list_files()[1].fetch_folder()
-        return max(folder.glob(f"{HEAD}.*"))  # .safetensors, where both are there, comes after .pth
+        # Where both files are there: .safetensors comes after .pth.
+        return max(folder.glob(f"{HEAD}.*"))

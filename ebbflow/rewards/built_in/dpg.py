@@ -43,7 +43,14 @@ class DpgConfig(ChatServerConfig):
 
 
 class Question(NamedTuple):
-    """A question about a prompt, and the numbers of those on which it depends."""
+    """A question about a prompt, and the numbers of those on which it depends.
+
+    Example:
+        Whether the dog is brown can only be asked where there is a dog::
+
+            Question(1, (), "Is there a dog?")
+            Question(2, (1,), "Is the dog brown?")
+    """
 
     number: int
     depends_on: tuple[int, ...]
@@ -57,11 +64,11 @@ class Dpg(ImageChatReward):
 
     def judge_image(self, image: np.ndarray, prompt: Prompt) -> list[float]:
         questions = read_questions(prompt.metadata)
-        return [
-            compute_dpg_score(
-                questions, {one.number: self._answer_question(image, one) for one in questions}
-            )
-        ]
+        # All are asked, as published, although the answer to one may make another worthless.
+        answers = {
+            question.number: self._answer_question(image, question) for question in questions
+        }
+        return [compute_dpg_score(questions, answers)]
 
     def _answer_question(self, image: np.ndarray, question: Question) -> float:
         choice = ask_about_images(
@@ -73,12 +80,13 @@ class Dpg(ImageChatReward):
 
 
 def compute_dpg_score(questions: Sequence[Question], answers: Mapping[int, float]) -> float:
-    """The mean of the answers, 0 or 1 by number, where a question counts 0 if one that it depends
-    on does.
+    """Return the mean of the answers, 0 or 1 by number, where a question counts 0 if one that it
+    depends on does.
 
     In the order of the file, as in ``compute_dpg_bench.py`` of TencentQQGYLab/ELLA.
     """
     scores = dict(answers)
+    # In one pass: a question that a later one sets to 0 is not looked at again, as published.
     for question in questions:
         if any(scores[number] == 0 for number in question.depends_on):
             scores[question.number] = 0.0
@@ -86,37 +94,40 @@ def compute_dpg_score(questions: Sequence[Question], answers: Mapping[int, float
 
 
 def read_questions(metadata: str) -> list[Question]:
-    """The questions in the further columns of a prompt (``ebbflow.data.prompt_files``).
+    """Read the questions in the further columns of a prompt (``ebbflow.data.prompt_files``).
 
     Raises:
         NoAnswer: there are none, or one of them cannot be used.
     """
     try:
         rows = json.loads(metadata).get("questions") or []
-        found = [
-            Question(
-                int(row["proposition_id"]),
-                tuple(
-                    int(number) for number in str(row["dependency"]).split(",") if int(number) != 0
-                ),
-                str(row["question_natural_language"]),
+        questions = []
+        for row in rows:
+            # "1,3", or 0 for a question that depends on none.
+            dependencies = [int(number) for number in str(row["dependency"]).split(",")]
+            questions.append(
+                Question(
+                    number=int(row["proposition_id"]),
+                    depends_on=tuple(number for number in dependencies if number != 0),
+                    text=str(row["question_natural_language"]),
+                )
             )
-            for row in rows
-        ]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise NoAnswer(NO_QUESTIONS) from None
-    numbers = {question.number for question in found}
-    if len(numbers) < len(found):
+    numbers = {question.number for question in questions}
+    if len(numbers) < len(questions):
         raise NoAnswer(
             "two questions of the prompt have the same proposition_id; take the published"
             " dpg_bench.csv"
         )
-    lost = [number for question in found for number in question.depends_on if number not in numbers]
-    if lost:
+    missing = [
+        number for question in questions for number in question.depends_on if number not in numbers
+    ]
+    if missing:
         raise NoAnswer(
-            f"a question of the prompt depends on question {lost[0]}, which is not there; take the"
-            " published file"
+            f"a question of the prompt depends on question {missing[0]}, which is not there; take"
+            " the published file"
         )
-    if not found:
+    if not questions:
         raise NoAnswer(NO_QUESTIONS)
-    return found
+    return questions

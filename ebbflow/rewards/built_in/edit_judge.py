@@ -66,6 +66,7 @@ class EditJudge(ImageChatReward):
         following, consistency = self._ask_for_scores(
             "consistency", [decode_source_image(prompt.image), image], prompt
         )
+        # The quality is that of the edited image by itself: a flaw of the source counts, too.
         quality = min(self._ask_for_scores("quality", [image], prompt))
         return [math.sqrt(min(following, consistency) * quality), following, consistency, quality]
 
@@ -79,21 +80,27 @@ class EditJudge(ImageChatReward):
         first, second = parse_answer(
             self.config, choice, partial(parse_score_pair, scale=scale), wanted
         )
+        # On one scale for all templates, that of VIEScore, so that scores of two models compare.
         return 10 * first / scale, 10 * second / scale
 
 
 def parse_score_pair(text: str, scale: float) -> tuple[float, float] | None:
-    """The two numbers of the one list of scores in an answer; None where there is no such list, or
-    one is beyond the scale.
+    """Return the two numbers of the one list of scores in an answer; None where there is no such
+    list, or one is beyond the scale.
+
+    Example:
+        '{"reasoning": "...", "score": [7, 9]}' gives (7.0, 9.0).
     """
-    found = SCORE.findall(text)
-    if len(found) != 1 or max(map(float, found[0])) > scale:
+    matches = SCORE.findall(text)
+    # Two lists are two answers, and nothing says which one counts.
+    if len(matches) != 1:
         return None
-    return float(found[0][0]), float(found[0][1])
+    first, second = map(float, matches[0])
+    return None if max(first, second) > scale else (first, second)
 
 
 def decode_source_image(png: bytes) -> np.ndarray:
-    """The image to edit, uint8 RGB [height, width, 3]."""
+    """Decode the image to edit to uint8 RGB [height, width, 3]."""
     import numpy as np
     from PIL import Image
 

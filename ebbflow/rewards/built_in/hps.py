@@ -46,6 +46,7 @@ class HpsConfig(PretrainedRewardConfig):
     """Cosine between prompt and image under HPS v2.1 (2306.09341), about .2 to .35."""
 
     num_parameters: ClassVar[int] = 986_109_441  # CLIP-H, as transformers builds it
+    # ViT-H/14: 32 blocks of width 1280 on 16 x 16 patches and the class token.
     gradient_blocks: ClassVar[Blocks] = ((32, 1280, 257),)
     name: Literal["hps"] = "hps"
     path: str | None = "xswu/HPSv2"
@@ -88,6 +89,7 @@ class Hps(NetworkReward):
         check_vocabulary(tokenizer, config.text_config.vocab_size, processor)
         weights = convert_open_clip_weights(read_weights(checkpoint / CHECKPOINT))
         model = build_network(CLIPModel, config, weights, checkpoint / CHECKPOINT)
+        # Resized as numbers, as open_clip does; the processor of transformers rounds to bytes.
         size = config.vision_config.image_size
         pixels = partial(resize_as_floats, size=size, device=default_device())
         differentiable = partial(resize_with_gradient, size=size)
@@ -102,22 +104,23 @@ def _compute_cosines(clip: Clip, images: np.ndarray | Tensor, texts: list[str]) 
 
 
 def convert_open_clip_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an open_clip ViT, by the names that ``transformers.CLIPModel`` has for them.
+    """Return the weights of an open_clip ViT, by the names that ``transformers.CLIPModel`` has for
+    them.
 
     open_clip keeps the three projections of an attention in one matrix, and the last projections
     transposed.
     """
     from ebbflow.rewards.weights import rename_weights
 
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in rename_weights(weights, NAMES).items():
         if ".in_proj_" in name:
+            # (3 * width, width), or (3 * width,) of a bias: queries, keys, values.
             for part, rows in zip("qkv", tensor.chunk(3), strict=True):
-                found[name.replace("in_proj_", f"{part}_proj.")] = rows.contiguous()
+                converted[name.replace("in_proj_", f"{part}_proj.")] = rows.contiguous()
+        elif name in ("visual_projection.weight", "text_projection.weight"):
+            # open_clip multiplies from the right, x @ projection; a linear layer x @ weight.T.
+            converted[name] = tensor.T.contiguous()
         else:
-            found[name] = (
-                tensor.T.contiguous()
-                if name in ("visual_projection.weight", "text_projection.weight")
-                else tensor
-            )
-    return found
+            converted[name] = tensor
+    return converted

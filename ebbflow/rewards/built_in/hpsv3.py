@@ -32,9 +32,8 @@ PIXELS = 256 * 28 * 28
 class HpsV3Config(PretrainedRewardConfig):
     """Human preference under HPSv3 (2508.03789), raw: it has no fixed range."""
 
-    num_parameters: ClassVar[int] = (
-        7_748_610_610  # Qwen2-VL-7B without its head for words, as transformers builds it
-    )
+    # Qwen2-VL-7B without its head for words, as transformers builds it.
+    num_parameters: ClassVar[int] = 7_748_610_610
     # The vision transformer; and Qwen2-7B, which reads 256 tokens of the image, the question and
     # the prompt.
     gradient_blocks: ClassVar[Blocks] = ((32, 1280, 1024), (28, 3584, 900))
@@ -87,6 +86,8 @@ def _compute_scores(judge: JudgingQwen, images: np.ndarray | Tensor, texts: list
     pixels = resize_to_patch_grid(
         images, PIXELS, PIXELS, vision.patch_size * vision.spatial_merge_size, judge.model.device
     )
+    # Qwen2-VL takes a picture for a video of twice the same frame: (n, 2, 3, height, width).
     frames = pixels[:, None].expand(-1, vision.temporal_patch_size, -1, -1, -1)
     questions = [fill_template("hpsv3", judge.remove_special_tokens(text)) for text in texts]
+    # [n, 1 token, (mu, sigma)]: the mean alone is the score.
     return judge.compute_outputs(frames, questions, "<|image_pad|>")[:, 0, 0]

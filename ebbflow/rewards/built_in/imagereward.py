@@ -104,11 +104,12 @@ class Blip:
             texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         )
         tokens = tokens.to(self.text.device)
-        seen = self.vision(pixels).last_hidden_state
-        read = self.text(
-            tokens.input_ids, tokens.attention_mask, encoder_hidden_states=seen
-        ).last_hidden_state
-        scores: Tensor = self.head(read[:, 0])[:, 0]
+        # The text encoder attends to the image in every layer, so that the head reads both.
+        image_states = self.vision(pixels).last_hidden_state  # [n, 1 + patches, width]
+        text_states = self.text(
+            tokens.input_ids, tokens.attention_mask, encoder_hidden_states=image_states
+        ).last_hidden_state  # [n, 35, width]
+        scores: Tensor = self.head(text_states[:, 0])[:, 0]
         return (scores - MEAN) / DEVIATION
 
 
@@ -138,6 +139,7 @@ class ImageReward(NetworkReward):
         checkpoint = folder / CHECKPOINT
         weights = read_weights(checkpoint)
         vision = load_vision_encoder(select_prefix(weights, "blip.visual_encoder."), checkpoint)
+        # The file is in BLIP's own layout: only these of its keys are those of transformers.
         sizes = {key: json.loads((folder / TEXT_CONFIG).read_text())[key] for key in TEXT_KEYS}
         config = BlipTextConfig(**sizes, encoder_hidden_size=vision.config.hidden_size)
         text_weights = select_prefix(weights, "blip.text_encoder.")
@@ -152,7 +154,7 @@ class ImageReward(NetworkReward):
 
 
 def load_vision_encoder(weights: Mapping[str, Tensor], source: Path) -> Any:
-    """BLIP's image encoder from the checkpoint's weights; its sizes are read from their shapes.
+    """Build BLIP's image encoder from the checkpoint's weights, whose shapes give its sizes.
 
     Raises:
         RewardError: the weights are not those of a vision transformer.
@@ -164,7 +166,7 @@ def load_vision_encoder(weights: Mapping[str, Tensor], source: Path) -> Any:
     patch, places, widening = pick_weights(
         weights, ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"), source
     )
-    width = patch.shape[0]
+    width = patch.shape[0]  # the kernel of the patch embedding is (width, 3, patch, patch)
     patch_size = patch.shape[-1]
     config = BlipVisionConfig(
         hidden_size=width,
@@ -173,6 +175,7 @@ def load_vision_encoder(weights: Mapping[str, Tensor], source: Path) -> Any:
             {name.split(".")[1] for name in weights if name.startswith("blocks.")}
         ),
         num_attention_heads=width // HEAD_WIDTH,
+        # One position for each patch of a square image, and one for the class token.
         image_size=math.isqrt(places.shape[1] - 1) * patch_size,
         patch_size=patch_size,
         layer_norm_eps=1e-6,

@@ -64,18 +64,16 @@ class JpegIncompressibility(Reward):
 
 
 def measure_kilobytes(images: np.ndarray) -> np.ndarray:
-    """Sizes in units of 1000 bytes, float64 [N], of uint8 RGB images [N, height, width, 3] as JPEG
-    files.
+    """Return the sizes in units of 1000 bytes, float64 [N], of uint8 RGB images [N, height, width,
+    3] as JPEG files.
     """
     import numpy as np
-
-    return np.array([_measure_jpeg_bytes(image) for image in images], np.float64) / KILOBYTE
-
-
-def _measure_jpeg_bytes(image: np.ndarray) -> int:
-    """Bytes of one image as a JPEG file."""
     from PIL import Image
 
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, "JPEG", quality=QUALITY)
-    return len(file.getvalue())
+    sizes = []
+    for image in images:
+        file = io.BytesIO()
+        # Pillow's default subsampling, as in DDPO's published code.
+        Image.fromarray(image).save(file, "JPEG", quality=QUALITY)
+        sizes.append(len(file.getvalue()))
+    return np.array(sizes, np.float64) / KILOBYTE

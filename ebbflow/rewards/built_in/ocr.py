@@ -47,8 +47,10 @@ class Ocr(Reward):
         from ebbflow.rewards.ppocr import DETECTOR, RECOGNISER, find_model_file
 
         try:
-            for part in (RECOGNISER, *[DETECTOR] * (self.config.layout == "page")):
-                find_model_file(part)
+            find_model_file(RECOGNISER)
+            # A line is read as it is; only a page has to be searched for text.
+            if self.config.layout == "page":
+                find_model_file(DETECTOR)
         except FileNotFoundError as error:
             return str(error)
         return None
@@ -57,11 +59,12 @@ class Ocr(Reward):
         from ebbflow.rewards.ppocr import read_lines_of_text, read_pages
         from ebbflow.rewards.text import score_readings
 
-        readings, failures = (
-            (read_lines_of_text(images), None)
-            if self.config.layout == "line"
-            else read_pages(images)
-        )
+        readings: Sequence[str | None]
+        failures: dict[int, str] | None = None
+        if self.config.layout == "line":
+            readings = read_lines_of_text(images)
+        else:
+            readings, failures = read_pages(images)
         return score_readings(
             readings, prompts, "exact_match", failures, self.config.match, self.config.case
         )

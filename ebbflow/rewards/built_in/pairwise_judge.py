@@ -96,10 +96,12 @@ class PairwiseJudgeConfig(ChatRewardConfig):
 
     @model_validator(mode="after")
     def _check_template_alone(self) -> PairwiseJudgeConfig:
-        if self.template and (given := self.model_fields_set & {"question", "answer"}):
+        # By what the recipe sets: the defaults of both keys are always there.
+        overridden = self.model_fields_set & {"question", "answer"}
+        if self.template and overridden:
             raise ValueError(
                 f"template = {self.template!r} has its own question and answer; leave"
-                f" {' and '.join(sorted(given))} out"
+                f" {' and '.join(sorted(overridden))} out"
             )
         return self
 
@@ -123,6 +125,7 @@ class PairwiseJudge(ChatReward):
     def __call__(self, pairs: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         import numpy as np
 
+        # All prompts of a call are the same one, so none of the pairs can be asked about.
         if self.config.reads and any(prompt.target is None for prompt in prompts):
             failures = dict.fromkeys(range(len(pairs)), NO_TARGET)
             return RewardResult(np.full(len(pairs), np.nan), failures=failures)
@@ -158,52 +161,54 @@ class PairwiseJudge(ChatReward):
 
 
 def parse_answer_in_words(choice: Choice, answer: str) -> float | None:
-    """1 where the answer names the first image, 0 the second, or a share between; None for one that
-    is cut or names neither.
+    """Return 1 where the answer names the first image, 0 the second, or a share between; None for
+    one that is cut or names neither.
     """
+    # A cut answer may hold a verdict that its end would have taken back.
     text = choice.message.content or ""
     return None if choice.finish_reason == "length" else READERS[answer](text)
 
 
 def parse_choice(text: str) -> float | None:
-    """1 or 0 for an answer of that one number, 1 or 2; None for any other."""
+    """Return 1 or 0 for an answer of that one number, 1 or 2; None for any other."""
     match = CHOICE.fullmatch(text)
     return float(match[1] == "1") if match else None
 
 
 def parse_reasoned_choice(text: str) -> float | None:
-    """1 or 0 for an answer that ends as UnifiedReward-Think's do; None for any other."""
-    match = _find_last_match(REASONED, text)
-    return float(match[1] == "1") if match else None
+    """Return 1 or 0 for an answer that ends as UnifiedReward-Think's do; None for any other."""
+    matches = list(REASONED.finditer(text))
+    # At the end alone: a chain of thought may quote the form of the answer on its way.
+    if not matches or matches[-1].end() != len(text):
+        return None
+    return float(matches[-1][1] == "1")
 
 
 def parse_verdict(text: str) -> float | None:
-    """1, 0, or half for a draw, by the last verdict of UnifiedReward's that ends a sentence; None
-    without one.
+    """Return 1, 0, or half for a draw, by the last verdict of UnifiedReward's that ends a sentence;
+    None without one.
     """
-    found = list(VERDICT.finditer(text))
-    return None if not found else 0.5 if found[-1][2] else float(found[-1][1] == "1")
+    verdicts = list(VERDICT.finditer(text))
+    if not verdicts:
+        return None
+    winner, draw = verdicts[-1].groups()
+    return 0.5 if draw else float(winner == "1")
 
 
 def parse_score_shares(text: str) -> float | None:
-    """The mean share of the first image in the three scores of UnifiedReward 2.0; None where one is
-    missing or no share.
+    """Return the mean share of the first image in the three scores of UnifiedReward 2.0; None where
+    one is missing or no share.
     """
     try:
         shares = [(float(first), float(second)) for first, second in SHARES.findall(text)]
-    except ValueError:
+    except ValueError:  # "1.2.3", which the pattern takes for a number
         return None
+    # The model is trained to give shares that add up to 1; others come from a misread question.
     if len(shares) != 3 or any(
         abs(first + second - 1) > 0.01 or not 0 <= first <= 1 for first, second in shares
     ):
         return None
     return sum(first for first, _ in shares) / 3
-
-
-def _find_last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The match at the end of a text."""
-    found = list(pattern.finditer(text))
-    return found[-1] if found and found[-1].end() == len(text) else None
 
 
 READERS = {

@@ -35,5 +35,6 @@ class PickScore(ClipReward):
 
     def load_score_function(self) -> Score:
         clip = self.load_clip_model()
+        # A learned number, about 100, so the scale is part of the published score.
         scale = clip.model.logit_scale.exp() / UNIT
         return lambda images, texts: scale * clip.compute_cosines(images, texts)

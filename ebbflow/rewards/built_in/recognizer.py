@@ -61,15 +61,13 @@ class Recognizer(Reward):
         ]
         readable = [index for index, reason in enumerate(reasons) if reason is None]
         with torch.no_grad():
-            for part in (
-                readable[start : start + BATCH] for start in range(0, len(readable), BATCH)
-            ):
-                pixels = (
-                    torch.from_numpy(images[part]).to(default_device()).permute(0, 3, 1, 2).float()
-                    / 255
-                )
+            for start in range(0, len(readable), BATCH):
+                part = readable[start : start + BATCH]
+                pixels = torch.from_numpy(images[part]).to(default_device())
+                pixels = pixels.permute(0, 3, 1, 2).float() / 255  # (n, H, W, 3) -> (n, 3, H, W)
                 scores, matches = _score_letters(pixels, [prompts[index] for index in part])
-                values[part], exact[part] = scores.double().cpu().numpy(), matches.cpu().numpy()
+                values[part] = scores.double().cpu().numpy()
+                exact[part] = matches.cpu().numpy()
         failures = {index: reason for index, reason in enumerate(reasons) if reason is not None}
         return RewardResult(values, {"recognizer_exact": exact}, failures)
 
@@ -79,8 +77,8 @@ class Recognizer(Reward):
 
 
 def _score_letters(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """(scores with gradient [N], whether all letters are the likeliest, bool [N]) of RGB in [0, 1],
-    [N, 3, height, width].
+    """Return (scores with gradient [N], whether all letters are the likeliest, bool [N]) of RGB in
+    [0, 1], [N, 3, height, width].
     """
     import torch
     from torch.nn.functional import one_hot
@@ -88,27 +86,28 @@ def _score_letters(images: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, T
     from ebbflow.models.glyph_training.recognizer import letter_indices, open_recognizer
 
     texts = [_fold_target(prompt.target or "") for prompt in prompts]
-    of_length: dict[int, list[int]] = defaultdict(list)
+    # There is a network for each number of letters: how many letters a picture has is given.
+    rows_by_length: dict[int, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
-        of_length[len(text)].append(row)
+        rows_by_length[len(text)].append(row)
     scores = []
     matches = []
-    for letters, rows in of_length.items():
-        network = open_recognizer(*images.shape[2:], letters).to(images.device)
-        targets = letter_indices([texts[row] for row in rows]).to(images.device)
-        log_probs = network(images[rows].mean(1, keepdim=True))
-        scores.append(
-            (log_probs * one_hot(targets, log_probs.shape[2])).sum(2).mean(1)
-        )  # no gather: its gradient is not deterministic
+    for num_letters, rows in rows_by_length.items():
+        network = open_recognizer(*images.shape[2:], num_letters).to(images.device)
+        targets = letter_indices([texts[row] for row in rows]).to(images.device)  # [n, letters]
+        log_probs = network(images[rows].mean(1, keepdim=True))  # [n, letters, alphabet]
+        # No gather: its gradient is not deterministic.
+        scores.append((log_probs * one_hot(targets, log_probs.shape[2])).sum(2).mean(1))
         matches.append((log_probs.argmax(2) == targets).all(1))
+    # Back from the order of the lengths to that of the images.
     order = torch.tensor(
-        [row for rows in of_length.values() for row in rows], device=images.device
+        [row for rows in rows_by_length.values() for row in rows], device=images.device
     ).argsort()
     return torch.cat(scores)[order], torch.cat(matches)[order]
 
 
 def _explain_unreadable_size(target: str | None, height: int, width: int) -> str | None:
-    """Why a picture of a size cannot be scored; None if it can."""
+    """Return why a picture of a size cannot be scored; None if it can."""
     from ebbflow.models.families.glyph import ALPHABET
     from ebbflow.models.glyph_training.lettering import find_fitting_size
 

@@ -73,11 +73,13 @@ class Remote(Reward):
             try:
                 answer = self._ask_for_scores(images[part], prompts[part])
             except NoAnswer as error:
+                # Only the images of this request fail: the next one may get through.
                 failures |= dict.fromkeys(range(len(images))[part], str(error))
                 continue
             values[part] = _none_to_nan(answer.scores)
             for column in self.config.metrics:
                 metrics[f"{self.name}_{column}"][part] = _none_to_nan(answer.metrics[column])
+            # The server counts the images of a request from 0, a result those of the call.
             for index, score in enumerate(answer.scores):
                 if score is None:
                     failures[start + index] = quote_answer(
@@ -87,24 +89,22 @@ class Remote(Reward):
 
     def _ask_for_scores(self, images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreAnswer:
         url = self.config.url + SCORE
-        answer = ask_server(
-            self.config,
-            url,
-            ScoreAnswer,
-            build_request(images, prompts).model_dump_json().encode(),
-            self.sleep,
-        )
+        body = build_request(images, prompts).model_dump_json().encode()
+        answer = ask_server(self.config, url, ScoreAnswer, body, self.sleep)
+        # The form of the answer is checked; whether it fits the question only the asker knows.
         if len(answer.scores) != len(images):
             raise NoAnswer(f"{url} answered {len(answer.scores)} scores for {len(images)} images")
         missing = set(self.config.metrics) - answer.metrics.keys()
         if missing:
-            given = quote_answer(", ".join(answer.metrics) or "none", self.config)
-            raise NoAnswer(f"{url} answered without the metrics {sorted(missing)}; it has {given}")
+            available = quote_answer(", ".join(answer.metrics) or "none", self.config)
+            raise NoAnswer(
+                f"{url} answered without the metrics {sorted(missing)}; it has {available}"
+            )
         return answer
 
 
 def build_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest:
-    """The message for images, uint8 RGB [N, height, width, 3], and their prompts."""
+    """Build the message for images, uint8 RGB [N, height, width, 3], and their prompts."""
     from ebbflow.data.images import encode_pngs
 
     return ScoreRequest(
@@ -122,7 +122,7 @@ def build_request(images: np.ndarray, prompts: Sequence[Prompt]) -> ScoreRequest
 
 
 def _none_to_nan(values: Sequence[float | None]) -> np.ndarray:
-    """float64 [N], NaN for None."""
+    """Return float64 [N], NaN for None."""
     import numpy as np
 
     return np.array([np.nan if value is None else value for value in values], np.float64)

@@ -65,8 +65,8 @@ class Similarity(Reward):
 
 
 def match_letters(grey: np.ndarray, text: str) -> float:
-    """The similarity of one grey image, uint8 [height, width], to a line of text; 0 for a flat
-    image.
+    """Return the similarity of one grey image, uint8 [height, width], to a line of text; 0 for a
+    flat image.
 
     Raises:
         ValueError: the text cannot be rendered at this size.
@@ -78,8 +78,10 @@ def match_letters(grey: np.ndarray, text: str) -> float:
     height, width = grey.shape
     text = " ".join(text.split())
     size = find_fitting_size(text, height, width)
+    # Normalised by almost nothing, the correlation of a flat image would be that of its noise.
     if grey.std() < FLAT:
         return 0.0
+    # Each letter is looked for near its slot; all slots have one width.
     slot = width / len(text)
     padded = np.pad(grey, MARGIN, constant_values=255)
     matches = []
@@ -92,7 +94,9 @@ def match_letters(grey: np.ndarray, text: str) -> float:
 
 
 def _find_best_match(window: np.ndarray, letter: str, size: float) -> float:
-    """Largest correlation over sizes and positions; -1 where no size fits into the window."""
+    """Return the largest correlation over sizes and positions; -1 where no size fits into the
+    window.
+    """
     import cv2
 
     best = -1.0

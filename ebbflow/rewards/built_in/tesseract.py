@@ -76,38 +76,40 @@ class Tesseract(Reward):
 
 
 def read_lines_of_text(images: np.ndarray) -> tuple[list[str | None], str]:
-    """The line of text in each image, "" where there is none, None where tesseract gave no page;
-    and why it did not.
+    """Read the line of text in each image, "" where there is none, None where tesseract gave no
+    page; and why it did not.
 
     Args:
         images: uint8 RGB [N, height, width, 3], one line each, dark on light.
     """
+    no_texts: list[str | None] = [None for _ in images]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             COMMAND,
-            input=_read_pages(images),
+            input=_encode_pages(images),
+            # Its threads cost more than they save on one line, and would take the policy's cores.
             env={**os.environ, "OMP_THREAD_LIMIT": "1"},
             capture_output=True,
             timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return [None] * len(
-            images
-        ), f"tesseract took more than {TIMEOUT:g} s for {len(images)} images"
+        return no_texts, f"tesseract took more than {TIMEOUT:g} s for {len(images)} images"
     except OSError as error:
-        return [None] * len(images), f"tesseract did not start: {error}"
-    complaint = " ".join(done.stderr.decode(errors="replace").split())[-200:]
-    texts = join_words_of_pages(done.stdout.decode(errors="replace"), len(images))
-    return texts, f"tesseract ended with {done.returncode}: {complaint}"
+        return no_texts, f"tesseract did not start: {error}"
+    # Whatever it ended with: pages that it read before it failed are scored.
+    complaint = " ".join(process.stderr.decode(errors="replace").split())[-200:]
+    texts = join_words_of_pages(process.stdout.decode(errors="replace"), len(images))
+    return texts, f"tesseract ended with {process.returncode}: {complaint}"
 
 
 def join_words_of_pages(tsv: str, pages: int) -> list[str | None]:
-    """The words of each page, joined by blanks; None for a page that the table does not mention.
+    """Return the words of each page, joined by blanks; None for a page that the table does not
+    mention.
 
     Words of confidence 0 are left out: tesseract invents one for a page without text.
     """
     words: dict[int, list[str]] = {}
-    for line in tsv.splitlines()[1:]:
+    for line in tsv.splitlines()[1:]:  # after the names of the columns
         level, page, *_, confidence, text = line.split("\t")
         if level == PAGE_LEVEL:
             words[int(page)] = []
@@ -116,7 +118,7 @@ def join_words_of_pages(tsv: str, pages: int) -> list[str | None]:
     return [" ".join(words[page]) if page in words else None for page in range(1, pages + 1)]
 
 
-def _read_pages(images: np.ndarray) -> bytes:
+def _encode_pages(images: np.ndarray) -> bytes:
     from PIL import Image
 
     pages = [_build_page(Image.fromarray(image)) for image in images]

@@ -63,9 +63,14 @@ class UnifiedReward(ImageChatReward):
 
 
 def parse_scores(text: str, labels: Sequence[str]) -> list[float] | None:
-    """The one number from 1 to 5 after each label; None where one is missing, repeated or
-    outside."""
-    found = [re.findall(re.escape(label) + NUMBER, text) for label in labels]
-    if any(len(numbers) != 1 or not SCALE[0] <= float(numbers[0]) <= SCALE[1] for numbers in found):
-        return None
-    return [float(number) for (number,) in found]
+    """Return the one number from 1 to 5 after each label; None where one is missing, repeated or
+    outside.
+    """
+    scores = []
+    for label in labels:
+        numbers = re.findall(re.escape(label) + NUMBER, text)
+        # A model that gives two scores corrects itself, or repeats the question: neither is taken.
+        if len(numbers) != 1 or not SCALE[0] <= float(numbers[0]) <= SCALE[1]:
+            return None
+        scores.append(float(numbers[0]))
+    return scores

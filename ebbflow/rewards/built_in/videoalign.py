@@ -43,9 +43,8 @@ class VideoAlignConfig(PretrainedRewardConfig):
     z-scores, about -6 to 6.
     """
 
-    num_parameters: ClassVar[int] = (
-        2_208_563_200  # Qwen2-VL-2B without its head for words, as transformers builds it
-    )
+    # Qwen2-VL-2B without its head for words, as transformers builds it.
+    num_parameters: ClassVar[int] = 2_208_563_200
     name: Literal["videoalign"] = "videoalign"
     path: str | None = "KwaiVGI/VideoReward"
     processor: PretrainedSourceConfig
@@ -98,6 +97,7 @@ class VideoAlign(PretrainedReward):
         """
         import numpy as np
 
+        # [N, 3]; an empty batch comes back as [0], which the reshape makes [0, 3].
         ratings = self._score_in_batches(videos, prompts).reshape(-1, len(DIMENSIONS))
         columns = {name: ratings[:, index] for index, name in enumerate(DIMENSIONS)}
         total = np.sum([columns[name] for name in self.config.dimensions], axis=0)
@@ -123,6 +123,7 @@ class VideoAlign(PretrainedReward):
 
         folder, processor = (files.fetch_folder() for files in self.list_files())
         settings = _read_settings(folder / SETTINGS)
+        # The newest by its number: as text, "checkpoint-9000" is above "checkpoint-11352".
         source = max(
             folder.glob(CHECKPOINT), key=lambda path: int(path.parent.name.rpartition("-")[2])
         )
@@ -163,6 +164,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
                 for part in ("mean", "std")
             )
         )
+        # Only whether they are numbers that can be computed with; their use comes later.
         _ = data["fps"] * data["max_frame_pixels"] * lora["lora_alpha"] / lora["lora_r"]
     except (ValueError, TypeError, KeyError, ZeroDivisionError):
         known = False
@@ -181,7 +183,7 @@ def _compute_ratings(
     videos: np.ndarray | Tensor,
     texts: list[str],
 ) -> Tensor:
-    """z-scores of uint8 videos, [n, dimensions]."""
+    """Return z-scores of uint8 videos [n, frames, height, width, 3]: [n, dimensions]."""
     import torch
 
     from ebbflow.rewards.qwen2_vl import resize_to_patch_grid
@@ -190,20 +192,21 @@ def _compute_ratings(
     vision = judge.model.config.vision_config
     data = settings["data_config"]
     scale = settings["inference_config"]
-    assert not isinstance(videos, torch.Tensor)
-    looked_at = videos[:, select_seen_frames(videos.shape[1], frame_rate, data["fps"])]
+    assert not isinstance(videos, torch.Tensor)  # the reward declares no gradient
+    sampled = videos[:, select_seen_frames(videos.shape[1], frame_rate, data["fps"])]
     factor = vision.patch_size * vision.spatial_merge_size
+    # Frames are resized as images, (n * T, H, W, 3), and then put into their videos again.
     pixels = resize_to_patch_grid(
-        looked_at.reshape(-1, *videos.shape[2:]),
+        sampled.reshape(-1, *videos.shape[2:]),
         MIN_PIXELS,
         data["max_frame_pixels"],
         factor,
         judge.model.device,
-    ).unflatten(0, looked_at.shape[:2])
+    ).unflatten(0, sampled.shape[:2])
     questions = [fill_template("videoalign", judge.remove_special_tokens(text)) for text in texts]
-    outputs = judge.compute_outputs(
-        pixels, questions, "<|video_pad|>"
-    )  # [n, tokens, 1], or an output for each token
+    # [n, tokens, 1], or [n, tokens, tokens] of a head with an output for each token, of which each
+    # token's own is taken.
+    outputs = judge.compute_outputs(pixels, questions, "<|video_pad|>")
     ratings = outputs.diagonal(dim1=1, dim2=2) if outputs.shape[2] > 1 else outputs[:, :, 0]
     mean, deviation = (
         torch.tensor(
@@ -215,8 +218,8 @@ def _compute_ratings(
 
 
 def select_seen_frames(count: int, frame_rate: float, wanted_rate: float) -> np.ndarray:
-    """Indices of the frames that are looked at: evenly spaced from the first to the last, an even
-    number, as published.
+    """Return the indices of the frames that are looked at: evenly spaced from the first to the
+    last, an even number, as published.
 
     Raises:
         RewardError: there is one frame.
@@ -225,6 +228,7 @@ def select_seen_frames(count: int, frame_rate: float, wanted_rate: float) -> np.
 
     if count < 2:
         raise RewardError("videoalign scores videos of two frames or more; raise model.frames")
-    most = min(MAX_FRAMES, count) // 2 * 2
-    number = 2 * round(min(max(count / frame_rate * wanted_rate, MIN_FRAMES), most) / 2)
-    return np.linspace(0, count - 1, number).round().astype(int)
+    # Even numbers: the network merges two frames into one step of time.
+    max_frames = min(MAX_FRAMES, count) // 2 * 2
+    num_frames = 2 * round(min(max(count / frame_rate * wanted_rate, MIN_FRAMES), max_frames) / 2)
+    return np.linspace(0, count - 1, num_frames).round().astype(int)

@@ -82,31 +82,33 @@ class VisionJudge(ImageChatReward):
         choice = ask_about_images(
             self.config, [image], question, MAX_TOKENS[answer], answer == "probability", self.sleep
         )
-        judged = (
-            compute_word_probability(choice, "yes", "no")
-            if answer == "probability"
-            else self._parse_in_words(choice)
-        )
-        if judged is None:
+        if answer == "probability":
+            score = compute_word_probability(choice, "yes", "no")
+        else:
+            score = self._parse_in_words(choice)
+        if score is None:
             text = quote_answer(choice.message.content or "", self.config)
             raise NoAnswer(
                 f'{build_completions_url(self.config)} answered "{text}", which is no {answer}:'
                 f" {WANTED[answer]}"
             )
-        return [judged]
+        return [score]
 
     def _parse_in_words(self, choice: Choice) -> float | None:
         text = choice.message.content or ""
+        # What was cut may go on: "1" of "10".
         if choice.finish_reason == "length":
             return None
-        return (
-            parse_yes_or_no(text)
-            if self.config.answer == "yes_no"
-            else parse_number(text, self.config.scale)
-        )
+        if self.config.answer == "yes_no":
+            return parse_yes_or_no(text)
+        return parse_number(text, self.config.scale)
 
 
 def parse_number(text: str, scale: float) -> float | None:
-    """The share of ``scale`` that an answer of one number in [0, scale] is; None for any other."""
+    """Return the share of ``scale`` that an answer of one number in [0, scale] is; None for any
+    other.
+    """
     match = NUMBER.fullmatch(text)
-    return float(match[1]) / scale if match and 0 <= float(match[1]) <= scale else None
+    if match is None or not 0 <= float(match[1]) <= scale:
+        return None
+    return float(match[1]) / scale
