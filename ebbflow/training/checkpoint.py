@@ -42,7 +42,8 @@ from ebbflow.storage.artifacts import (
 )
 from ebbflow.training.distributed import Ranks, receive_file, send_file
 from ebbflow.training.optimizer import AnyOptimizer, state_from_tensors, state_to_tensors
-from ebbflow.training.policy import Policy, shard_like
+from ebbflow.training.policy import Policy
+from ebbflow.training.sharding import shard_like
 from ebbflow.training.update import PolicyUpdater
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,8 @@ from ebbflow.algorithms.base import expand_like, mean_per_row
 from ebbflow.models.base import predict
 from ebbflow.recipe.choices import OptimizerConfig
 from ebbflow.training.batches import split_into_passes
-from ebbflow.training.gradients import (
-    TrainingError,
-    compute_gradient_norm,
-    get_world_size,
-    sum_over_processes,
-)
+from ebbflow.training.distributed import Ranks, sum_over_processes
+from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer
 from ebbflow.training.policy import Policy
@@ -63,7 +59,7 @@ class FakeScore:
                     (expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2
                 )
                 policy.set_gradient_reduction(part == slices[-1])
-                (errors.sum() * (get_world_size() / total)).backward()
+                (errors.sum() * (Ranks.current().world / total)).backward()
                 of_rows.append(errors.detach())
                 error += of_rows[-1].double().sum()
             mean = (sum_over_processes(error) / total).item()

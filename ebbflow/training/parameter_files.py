@@ -18,20 +18,8 @@ from ebbflow.models.base import Model, trained_networks
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.adapters import ADAPTER, build_lora_config
-from ebbflow.training.distributed import gather_tensor
-from ebbflow.training.policy_metadata import AGAIN, PolicyError
-
-FIRST = "transformer"
-"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy
-folder.
-"""
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a whole policy folder has weights of its own; one of the untouched base model has
-    none.
-    """
-    return (folder / FIRST).is_dir() or any(folder.glob("*.safetensors"))
+from ebbflow.training.policy_metadata import AGAIN, FIRST_NETWORK, PolicyError
+from ebbflow.training.sharding import gather_tensor
 
 
 def write_parameters(
@@ -57,12 +45,12 @@ def write_parameters(
                 own,
             )
         else:
-            _write_network(folder / (prefix.rstrip(".") or FIRST), network, own)
+            _write_network(folder / (prefix.rstrip(".") or FIRST_NETWORK), network, own)
 
 
 def _lora_folder(folder: Path, prefix: str) -> Path:
     """Where the LoRA of a network is, by what stands before the names of its parameters."""
-    return folder if prefix.rstrip(".") in ("", FIRST) else folder / prefix.rstrip(".")
+    return folder if prefix.rstrip(".") in ("", FIRST_NETWORK) else folder / prefix.rstrip(".")
 
 
 def _write_lora(
@@ -124,10 +112,13 @@ def read_parameters(
                     source, use_safetensors=True, local_files_only=True
                 )
                 named |= {
-                    prefix + key.removeprefix(f"{FIRST}."): value for key, value in layers.items()
+                    prefix + key.removeprefix(f"{FIRST_NETWORK}."): value
+                    for key, value in layers.items()
                 }
             else:
-                for shard in sorted((folder / (prefix.rstrip(".") or FIRST)).glob("*.safetensors")):
+                for shard in sorted(
+                    (folder / (prefix.rstrip(".") or FIRST_NETWORK)).glob("*.safetensors")
+                ):
                     named |= {prefix + key: value for key, value in load_file(shard).items()}
     stored = {_name_in_lora_file(key): key for key in like}
     buffers = (

@@ -25,7 +25,12 @@ AGAIN = "copy the folder again or make it again"
 ALLOW_CODE = "EBBFLOW_ALLOW_CODE"
 """Environment variable of serving: code that policies may name, separated by commas."""
 EVALUATION = EvaluationConfig()
-ITERATE = "iterate"  # the parameters themselves, where the folder's weights are their average
+ITERATE = "iterate"
+"""The copy that holds the parameters themselves, where the folder's weights are their average."""
+FIRST_NETWORK = "transformer"
+"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy
+folder.
+"""
 
 
 class PolicyError(Exception):
@@ -86,17 +91,6 @@ def sampling_settings(evaluation: EvaluationConfig) -> dict[str, Any]:
     return {key: getattr(evaluation, key) for key in ("steps", "sampler", "eta", "height", "width")}
 
 
-def resume_progress(metadata: PolicyMetadata, algorithm: str) -> Progress:
-    """Where the algorithm's schedules start: where it stopped, if it was the last to train the
-    policy.
-    """
-    return (
-        metadata.progress
-        if metadata.progress.algorithm == algorithm
-        else Progress(algorithm=algorithm)
-    )
-
-
 def read_policy_metadata(folder: Path) -> PolicyMetadata:
     """The metadata of a committed policy folder."""
     verify_folder(folder)
@@ -109,6 +103,13 @@ def read_policy_metadata(folder: Path) -> PolicyMetadata:
             f"{folder / METADATA} says what this Ebbflow does not"
             f" know:\n{explain_validation_error(error, PolicyMetadata)}"
         ) from None
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a whole policy folder has weights of its own; one of the untouched base model
+    has none.
+    """
+    return (folder / FIRST_NETWORK).is_dir() or any(folder.glob("*.safetensors"))
 
 
 def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:

@@ -23,6 +23,7 @@ class DirectAlignKind(RewardGradientKind):
     """As ``RewardGradientKind``, on the samples of the rollout: no denoising step is repeated."""
 
     name: ClassVar = "direct_align"
+    config_class: ClassVar = DirectAlignConfig
 
     def rows_per_entry(self, hyper: DirectAlignConfig) -> int:
         return hyper.rows_per_sample
@@ -38,8 +39,7 @@ class DirectAlignKind(RewardGradientKind):
         from ebbflow.training.direct_align import build_direct_align_batch
 
         updater = step.updater
-        hyper = updater.hyper
-        assert isinstance(hyper, DirectAlignConfig)
+        hyper: DirectAlignConfig = updater.hyper
         assert step.scorer is not None, "who opens a worker for this kind gives it the rewards"
         samples = np.concatenate(groups)
         batch = build_direct_align_batch(

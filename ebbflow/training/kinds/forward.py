@@ -27,6 +27,7 @@ class ForwardKind(TrainableKind):
     """Noised final latents: online and offline stages, any sampler, no log-probs."""
 
     name: ClassVar = "forward"
+    config_class: ClassVar = ForwardConfig
     can_be_offline: ClassVar = True
     is_unguided: ClassVar = True
 
@@ -88,11 +89,15 @@ class ForwardKind(TrainableKind):
     ) -> ForwardBatch:
         from ebbflow.training.batches import build_forward_batch
 
-        hyper = updater.hyper
-        assert isinstance(hyper, ForwardConfig)
-        sigmas = updater.sampler_sigmas
         return build_forward_batch(
-            clean, conditioning, advantage, keys, group_index, hyper, sigmas, visit=epoch
+            clean,
+            conditioning,
+            advantage,
+            keys,
+            group_index,
+            updater.hyper,
+            updater.sampler_sigmas,
+            visit=epoch,
         )
 
     def build_trial_rows(
