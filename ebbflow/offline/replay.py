@@ -11,9 +11,9 @@ from typing import Any
 
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.batches import find_samples_of_step
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.training import find_samples_of_step
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_table
