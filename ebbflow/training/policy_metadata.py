@@ -87,12 +87,12 @@ class PolicyMetadata(Strict):
 
 
 def sampling_settings(evaluation: EvaluationConfig) -> dict[str, Any]:
-    """What a policy's metadata says of how it is evaluated and served."""
+    """Return what a policy's metadata says of how it is evaluated and served."""
     return {key: getattr(evaluation, key) for key in ("steps", "sampler", "eta", "height", "width")}
 
 
 def read_policy_metadata(folder: Path) -> PolicyMetadata:
-    """The metadata of a committed policy folder."""
+    """Read the metadata of a committed policy folder."""
     verify_folder(folder)
     if not (folder / METADATA).is_file():
         raise PolicyError(f"{folder} is no policy folder: it has no {METADATA}")
@@ -120,7 +120,8 @@ def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
         ArtifactError: the base model is not what was committed.
         PolicyError: it is another one.
     """
-    if (digest := digest_of_folder(base)) != metadata.base_digest:
+    digest = digest_of_folder(base)
+    if digest != metadata.base_digest:
         raise PolicyError(
             f"the policy in {folder} was trained from base model {metadata.base_digest[:12]}, and"
             f" {base} is {digest[:12]}; use its own base"
@@ -143,7 +144,8 @@ def require_allowed_code(
     Raises:
         PolicyError: it names other code.
     """
-    if foreign := list_disallowed_paths(list_named_code(metadata.model, metadata.sampler), allowed):
+    foreign = list_disallowed_paths(list_named_code(metadata.model, metadata.sampler), allowed)
+    if foreign:
         raise PolicyError(
             f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name;"
             " if you trust it, take a recipe that names it, or allow it (--allow-code"
@@ -152,13 +154,17 @@ def require_allowed_code(
 
 
 def list_named_code(model: ModelConfig, sampler: str = "ode") -> list[str]:
-    """The family and the attention backend of a model and the sampler, if they are not Ebbflow's or
-    diffusers' own code.
+    """List the family and the attention backend of a model and the sampler, if they are not
+    Ebbflow's or diffusers' own code.
     """
-    family = model.family
-    attention = model.attention or ""
-    others = [family] * (family not in FAMILIES) + [sampler] * (sampler not in SAMPLERS)
-    return others + [attention] * attention.endswith("_hub")
+    paths = []
+    if model.family not in FAMILIES:
+        paths.append(model.family)
+    if sampler not in SAMPLERS:
+        paths.append(sampler)
+    if model.attention and model.attention.endswith("_hub"):
+        paths.append(model.attention)  # kernels that diffusers downloads and runs
+    return paths
 
 
 def write_base_policy(
@@ -169,7 +175,7 @@ def write_base_policy(
     model: ModelConfig = ModelConfig(),
     evaluation: EvaluationConfig = EVALUATION,
 ) -> None:
-    """The policy folder of the untouched base model: version 0, no weights of its own."""
+    """Write the policy folder of the untouched base model: version 0, no weights of its own."""
     metadata = PolicyMetadata(
         base_digest=base_digest,
         recipe_digest=recipe_digest,

@@ -79,6 +79,8 @@ class RewardGradientKind(TrainableKind):
         hyper: GradientConfig = updater.hyper
         assert step.scorer is not None, "who opens a worker for this kind gives it the rewards"
         samples = np.concatenate(groups)
+        # Some algorithms choose the first step with gradient at random: the same on every process,
+        # and another one in every update.
         update = updater.progress.updates
         random = make_generator(
             step.keys.seed, prompt_id=0, sample=update, step=0, stream=Stream.WINDOWS
