@@ -73,6 +73,12 @@ class ShardVisit:
 class BatchPart:
     """One process's part of a batch: a row per sample.
 
+    Example: rank 1 of 2, of a batch of three pairs (six samples)::
+
+        part.groups  # [array([4, 5]), array([0, 1]), array([8, 9])], the same on both ranks
+        part.group_index  # array([0, 0]): the third pair is this rank's
+        part.clean  # fp32 (2, C, H, W)
+
     Attributes:
         epoch: how often these samples were trained on before.
         groups: of the whole batch, over all processes.

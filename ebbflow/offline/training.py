@@ -74,18 +74,7 @@ def train_epochs(
     row_ranks = ranks.row_ranks(updater.policy.context_parallel)
     clock = Clock()
 
-    # How many steps there are follows from what was generated and scored, and from the processes.
-    shards = list_trainable_shards(ctx, rollouts, advantages)
-    shards = _drop_small_shards(shards, updater, row_ranks)
-    num_steps = config.epochs * sum(
-        count_batches(shard, config.batch_size, row_ranks) for shard in shards
-    )
-    warmup = config.optimizer.schedule.warmup
-    if 0 < num_steps <= warmup:  # a stage without any steps has an alarm of its own
-        raise TrainingError(
-            f"optimizer.schedule.warmup = {warmup} takes the whole stage of {num_steps} optimiser"
-            f" steps; lower it, or raise 'epochs' = {config.epochs}"
-        )
+    shards, num_steps = _plan_steps(ctx, updater, rollouts, advantages, row_ranks)
     updater.num_updates = num_steps
     state = _resume_training(checkpoints, updater, recorder, ranks, num_steps)
 
@@ -231,7 +220,7 @@ def _time_update(
     with clock.measure_phase("training"), generate_in_size(updater.policy.model, part.size):
         metrics = _update_policy(ctx, updater, part, ranks)
     seconds = clock.seconds["training"] - seconds_before
-    images = sum(map(len, part.groups))
+    images = sum(map(len, part.groups))  # of all processes
     speed = {"seconds/training": seconds, "ms_per_image/training": 1000 * seconds / images}
     return metrics | speed | {"epoch": part.epoch}
 
@@ -241,6 +230,7 @@ def _update_policy(
 ) -> dict[str, float]:
     """Take one optimiser step of all processes, this one on its part of the batch."""
     kind = trainable_kind(ctx.config.hyper_parameters.kind)
+    # Latents wait in main memory, where the thread has read them to.
     device = part.conditioning.device
     batch = kind.build_offline_batch(
         updater,
@@ -258,6 +248,35 @@ def _update_policy(
     return updater.update_policy(batch, passes)
 
 
+def _plan_steps(
+    ctx: StageContext,
+    updater: PolicyUpdater,
+    rollouts: list[Path],
+    advantages: Path,
+    row_ranks: Ranks,
+) -> tuple[list[Shard], int]:
+    """Return the shards to train on, and the optimiser steps of all epochs over them.
+
+    Raises:
+        TrainingError: every step would be warm-up, or no shard is large enough.
+    """
+    config = ctx.offline_config
+    shards = list_trainable_shards(ctx, rollouts, advantages)
+    shards = _drop_small_shards(shards, updater, row_ranks)
+    num_steps = config.epochs * sum(
+        count_batches(shard, config.batch_size, row_ranks) for shard in shards
+    )
+    # Only now is it known: the steps follow from what was generated and scored, and from the number
+    # of processes. A stage without any steps has an alarm of its own.
+    warmup = config.optimizer.schedule.warmup
+    if 0 < num_steps <= warmup:
+        raise TrainingError(
+            f"optimizer.schedule.warmup = {warmup} takes the whole stage of {num_steps} optimiser"
+            f" steps; lower it, or raise 'epochs' = {config.epochs}"
+        )
+    return shards, num_steps
+
+
 def _drop_small_shards(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks) -> list[Shard]:
     """Return the shards from which every process gets a group; the others are named in an alarm.
 
@@ -271,7 +290,7 @@ def _drop_small_shards(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks
     }
     if not any(shard.num_groups for shard in shards):
         updater.alarms.append("nothing was learnt: no group has samples that score differently")
-        warnings.warn(updater.alarms[-1], stacklevel=3)
+        warnings.warn(updater.alarms[-1], stacklevel=4)
     if not left_out:
         return large
     listed = ", ".join(f"{name} ({groups})" for name, groups in left_out.items())
@@ -286,5 +305,5 @@ def _drop_small_shards(shards: list[Shard], updater: PolicyUpdater, ranks: Ranks
         )
     updater.alarms.append(f"left out: {problem}")
     if ranks.rank == 0:
-        warnings.warn(updater.alarms[-1], stacklevel=3)
+        warnings.warn(updater.alarms[-1], stacklevel=4)
     return large

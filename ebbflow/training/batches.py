@@ -355,22 +355,11 @@ def build_forward_batch(
     # ``first``: the first sample of each of G groups; ``group_of_sample``: integer [N], 0 to G - 1.
     _, first, group_of_sample = np.unique(group_index, return_index=True, return_inverse=True)
     # The samples whose own generators give noise. Where a group shares it, its first sample speaks
-    # for all; sigma is that of the first sample in any case, because losses compare the samples of
-    # a group at one noise level.
-    noise_owner = first if config.shared_noise else np.arange(len(keys))
-    numbers = [
-        _sample_noise(clean.shape[1:], keys.select_samples(noise_owner), visit * draws + draw)
-        for draw in range(draws)
-    ]
-    uniforms = torch.stack([uniform for uniform, _ in numbers])  # (draws, owners)
-    noises = torch.stack([noise for _, noise in numbers])  # (draws, owners, ...)
-    sigmas = sample_training_sigmas(
-        config.sigma,
-        schedule,
-        keys.select_samples(first),
-        visit,
-        uniforms[:, np.searchsorted(noise_owner, first)],
-    )  # (draws, G)
+    # for all.
+    owners = first if config.shared_noise else np.arange(len(keys))
+    sigmas, noises = _sample_sigmas_and_noise(
+        clean.shape[1:], keys, first, owners, config, schedule, visit
+    )
 
     # Rows: every sample in every draw. All draws of a group are adjacent, so that every micro-batch
     # sees the whole range of noise levels; in the order of draws it would see a part of the range.
@@ -402,6 +391,35 @@ def build_forward_batch(
         advantage=advantage[sample_index],
         keys=keys.select_samples(sample),
     )
+
+
+def _sample_sigmas_and_noise(
+    shape: torch.Size,
+    keys: SampleKeys,
+    first: np.ndarray,
+    owners: np.ndarray,
+    config: ForwardConfig,
+    schedule: Tensor,
+    visit: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the sigma of each group [draws, G], that of its ``first`` sample, and the noise of
+    each of the ``owners`` [draws, owners, *shape].
+    """
+    draws = config.noise_levels
+    numbers = [
+        _sample_noise(shape, keys.select_samples(owners), visit * draws + draw)
+        for draw in range(draws)
+    ]
+    uniforms = torch.stack([uniform for uniform, _ in numbers])  # (draws, owners)
+    # Sigma is shared by a group also where noise is not: losses compare its samples at one level.
+    sigmas = sample_training_sigmas(
+        config.sigma,
+        schedule,
+        keys.select_samples(first),
+        visit,
+        uniforms[:, np.searchsorted(owners, first)],
+    )
+    return sigmas, torch.stack([noise for _, noise in numbers])
 
 
 def _sample_noise(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Tensor, Tensor]:

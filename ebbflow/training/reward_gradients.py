@@ -73,8 +73,8 @@ class GradientBatch:
 
     def _denoise_remaining_steps(self, part: slice, velocity: Tensor) -> Tensor:
         latents, _, conditioning = self.inputs.model_arguments(part)
-        # The first step has the update's own prediction; only the steps after it are predicted here,
-        # recomputed in the backward pass, because each would keep the activations of a whole pass.
+        # The first step has the update's own prediction; only the steps after it are predicted
+        # here. They are recomputed in the backward pass: each would keep all its activations.
         latents = _euler_step(latents, velocity, self.sigmas, self.step)
         for step in range(self.step + 1, len(self.sigmas) - 1):
             sigma = self.sigmas[step].expand(len(latents))

@@ -122,9 +122,9 @@ def _load_published_lora(model: Model, source: Path) -> dict[str, tuple[Tensor, 
     any format that it knows.
     """
     file = _find_lora_file(source)
-    # diffusers converts the formats of other trainers to its own names, and knows where the scale of
-    # each layer stands. So the LoRA is loaded beside our adapter and removed again, and no format is
-    # parsed here.
+    # diffusers converts the formats of other trainers to its own names, and knows where the scale
+    # of each layer stands. So the LoRA is loaded beside our adapter and removed again, and no
+    # format is parsed here.
     try:
         state, metadata = model.pipeline_class.lora_state_dict(
             file, return_lora_metadata=True, use_safetensors=True, local_files_only=True

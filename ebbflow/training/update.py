@@ -192,13 +192,11 @@ class PolicyUpdater:
         self.optimizer.step()
         self.updates += 1
 
-        # The copies follow the new parameters, each by its own schedule.
         if self.algorithm.generates == "current":
             self._update_following_copies(self.progress.updates)
         ema = self.policy.config.ema
         if ema:
             self.policy.blend_copy("ema", ema.decay_after_step(self.version + self.updates))
-
         # Not every update measures the drift; those that do not report the last value.
         self.drift = means.setdefault("velocity_drift", self.drift)
         # Processes that share the tokens of a row have all counted it.
@@ -254,14 +252,7 @@ class PolicyUpdater:
         # in and out once.
         copies = self._predict_copies(batch, slices, teacher_rows)
         anchor = self._predict_anchor(batch.inputs, slices, copies)
-        base_velocity = copies.get("reference")
-        drift_stride: int | None = 1  # the base's predictions are there: measure at all rows
-        if base_velocity is None:
-            drift_stride = choose_drift_stride(self.updates, len(slices))
-            if drift_stride:
-                base_velocity = _predict_velocities_of_copy(
-                    self.policy, "reference", batch.inputs, [slice(0, None, drift_stride)]
-                )
+        base_velocity, drift_stride = self._predict_base(batch.inputs, slices, copies)
 
         results = PassResults()
         for part in slices:
@@ -284,7 +275,7 @@ class PolicyUpdater:
             self.policy.set_gradient_reduction(part in (slices[0], slices[-1]))
             (loss.sum() * weight).backward()
             results.add_pass(loss, metrics, velocity)
-            if base_velocity is not None and drift_stride:
+            if base_velocity is not None:
                 results.add_drift(velocity, base_velocity, part.start, drift_stride)
             if part == slices[0] and len(slices) > 1:
                 # The gradient of the first pass, rescaled from its share of the total to its mean.
@@ -356,6 +347,20 @@ class PolicyUpdater:
             else:
                 velocities[name] = _predict_velocities_of_copy(self.policy, name, inputs, slices)
         return velocities
+
+    def _predict_base(
+        self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
+    ) -> tuple[Tensor | None, int]:
+        """Return what the base model predicts at every n-th row, and n, to measure the drift of the
+        policy; None in updates that do not measure it.
+        """
+        if "reference" in copies:
+            return copies["reference"], 1  # the loss needs it anyway: measure at all rows
+        stride = choose_drift_stride(self.updates, len(slices))
+        if stride is None:
+            return None, 1
+        rows = [slice(0, None, stride)]
+        return _predict_velocities_of_copy(self.policy, "reference", inputs, rows), stride
 
     def _predict_anchor(
         self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
