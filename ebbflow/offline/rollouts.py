@@ -120,8 +120,8 @@ def write_shard(
     groups_at_once = max(1, config.micro_batch // config.group_size)
     engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
     with generate_in_size(model, ctx.image_size_of_shard(shard)):
-        # The clock is filled while the batches are generated, and the metadata of a table is written
-        # after its last batch.
+        # The clock is filled while the batches are generated: the metadata of a table is read after
+        # its last batch.
         about = _build_shard_metadata(ctx, shard, clock) | build_layout_metadata(
             model.latent_shape, precision
         )

@@ -212,7 +212,7 @@ class CorrectedRollout:
 
     Example: one sample with two trained steps, whose first step the correction rejected::
 
-        rollout.old_log_prob  # tensor([[-1.4189, -1.4190]])
+        rollout.old_log_prob  # tensor([[-0.2149,  0.1071]]), the mean over a latent's elements
         rollout.weight  # tensor([[0.0000, 1.0312]])
         rollout.keep  # tensor([[False, True]])
 

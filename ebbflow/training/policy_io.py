@@ -117,6 +117,7 @@ def load_policy(
         ArtifactError: a folder is not what was committed.
         PolicyError: the policy was trained from another base model.
     """
+    # Before the model is loaded, which takes minutes.
     require_base(read_policy_metadata(folder), base, folder)
     return open_policy(
         ctx, open_model(ctx.recipe, base), folder, teachers, shard, replicas, context_parallel

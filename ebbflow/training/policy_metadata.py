@@ -96,6 +96,7 @@ def read_policy_metadata(folder: Path) -> PolicyMetadata:
     verify_folder(folder)
     if not (folder / METADATA).is_file():
         raise PolicyError(f"{folder} is no policy folder: it has no {METADATA}")
+    # The folder is whole, so what cannot be read was written by another version of Ebbflow.
     try:
         return PolicyMetadata.model_validate_json((folder / METADATA).read_bytes())
     except ValidationError as error:
@@ -120,6 +121,8 @@ def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
         ArtifactError: the base model is not what was committed.
         PolicyError: it is another one.
     """
+    # By what is in the folder and not by its name: LoRA on another base gives pictures too, and
+    # nothing else would tell.
     digest = digest_of_folder(base)
     if digest != metadata.base_digest:
         raise PolicyError(

@@ -75,10 +75,10 @@ class StageState:
 class StageLoop:
     """The frame of a stage's loop::
 
-        for step in loop.steps():
+        for step in loop.iterate_steps():
             ...                             # train
             loop.finish_step(metrics)
-            if loop.preempted: save a checkpoint; raise loop.preemption()
+            if loop.preempted: save a checkpoint; raise loop.preemption_error()
 
     Args:
         num_steps: of the whole stage.
@@ -139,7 +139,7 @@ class StageLoop:
 
     @property
     def preempted(self) -> bool:
-        """Whether the machine is taken away: save, and raise ``preemption()``."""
+        """Whether the machine is taken away: save, and raise ``preemption_error()``."""
         return self.stop is Stop.LEAVE
 
     def preemption_error(self) -> Preempted:

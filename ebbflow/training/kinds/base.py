@@ -60,6 +60,8 @@ class StepSamples:
     velocities: RolloutVelocities = ()
     scorer: Scorer | None = None
 
+    # torch is imported inside: recipes read this file through the kinds, and need no tensors.
+
     def select_conditioning(self, samples: np.ndarray) -> Conditioning:
         """Return the conditioning of some samples, a row for each."""
         import torch

@@ -64,6 +64,7 @@ class ForwardKind(TrainableKind):
     ) -> tuple[RowBatch, dict[str, float]]:
         import numpy as np
 
+        # [[0, 5], [16, 17]] becomes the samples [0, 5, 16, 17] in the groups [0, 0, 1, 1].
         samples = np.concatenate(groups)
         group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         batch = self.build_offline_batch(
@@ -108,6 +109,7 @@ class ForwardKind(TrainableKind):
         from ebbflow.algorithms.base import ForwardRows
         from ebbflow.training.trial import TrialInputs
 
+        # As real rows have it: samples of a group share sigma, and the noise where the kind says so.
         inputs = TrialInputs.sample(groups)
         index = inputs.group_index
         noise_index = index if hyper.shared_noise else torch.arange(len(index))

@@ -101,6 +101,7 @@ class MatchingKind(TrainableKind):
             updater.sampler_sigmas,
             passes,
         )
+        # The fake score first: the student's gradient is the difference to what it says now.
         # Each update of the fake score, and then that of the student, draws its own step, noise
         # level and noise.
         metrics: dict[str, list[float]] = {}

@@ -127,6 +127,7 @@ class TrajectoryKind(TrainableKind):
         velocity = inputs.sample_noise().requires_grad_()
         sigmas = torch.linspace(1, 0, STEPS + 1)
         steps = torch.arange(len(inputs.group_index)) % (STEPS - 1)  # not the last: it has no noise
+        # The first update after a rollout: the ratio is 1, and its gradient is not 0.
         old = compute_transition(SAMPLER, latents, velocity.detach(), sigmas, steps)
         step = compute_transition(SAMPLER, latents, velocity, sigmas, steps)
         next_latents = sample_next_latents(old, inputs.sample_noise())
