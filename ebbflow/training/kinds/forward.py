@@ -109,7 +109,7 @@ class ForwardKind(TrainableKind):
         from ebbflow.algorithms.base import ForwardRows
         from ebbflow.training.trial import TrialInputs
 
-        # As real rows have it: samples of a group share sigma, and the noise where the kind says so.
+        # As in real rows, samples of a group share sigma, and the noise if the algorithm says so.
         inputs = TrialInputs.sample(groups)
         index = inputs.group_index
         noise_index = index if hyper.shared_noise else torch.arange(len(index))
