@@ -4,7 +4,8 @@ epochs over it.
 Where it fits
     One file per task of the stage: ``rollouts`` (a shard of samples), ``scoring``, ``advantages``
     or ``pairs``, and ``training`` (epochs, on a group of processes). The tasks hand Parquet files
-    to each other; ``shards`` reads and checks them.
+    to each other; ``shards`` reads and checks them, and ``batches`` says which rows of them each
+    optimiser step trains on.
 
 Why
     Shards are generated and scored on as many pods as there are, in one pass, and re-scoring never

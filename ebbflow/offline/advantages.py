@@ -15,11 +15,15 @@ from ebbflow.storage.tables import read_columns, read_table_metadata, write_tabl
 
 
 def write_advantages(ctx: StageContext, scores: list[Path], path: Path) -> dict[str, float]:
-    """Advantages of every sample worth training on, over all shards; returns their statistics.
+    """Write the advantages of every sample worth training on, over all shards; return their
+    statistics.
 
     Samples without a score and groups without variance are left out and counted in the statistics.
     """
+    # The weights that the samples were scored with, so that no key of the recipe is read twice.
     weights = read_table_metadata(scores[0])["weights"]
+    # Advantages may be normalised over all samples of the stage, so all shards are read at once: a
+    # few numbers for each sample, no images and no latents.
     table = pa.concat_tables([read_columns(shard, [*KEY, "reward", *weights]) for shard in scores])
     prompt_ids = table["prompt_id"].to_numpy()
     rewards = {name: table[name].to_numpy() for name in weights}

@@ -44,7 +44,13 @@ EVALUATED = "on prompts that the run is evaluated on"
 
 @dataclass(frozen=True)
 class ImportedPairs:
-    """The tables of a stage, and what became of the file's rows."""
+    """The tables of a stage, and what became of the file's rows.
+
+    Example: a file of 1,000 pairs::
+
+        str(imported)  # "pairs.parquet: pairs to train on: 988; left out: ties 8, on prompts of
+                       # the evaluation 4; ignored columns: annotator"
+    """
 
     prompts: Path
     rollouts: list[Path]
@@ -92,15 +98,15 @@ def import_pairs(
     rollouts = [folder / f"rollouts-{shard}.parquet" for shard in range(shards)]
     with (
         clock.measure_phase("import"),
-        show_progress(f"{ctx.stage_label} pairs", "pair", total=rows) as shown,
+        show_progress(f"{ctx.stage_label} pairs", "pair", total=rows) as progress,
     ):
-        usable = _iterate_usable_pairs(read_pairs(source), evaluated, left_out, shown)
+        usable = _iterate_usable_pairs(read_pairs(source), evaluated, left_out, progress)
         # Nothing was rolled out; the time that importing took stands once, with the advantages.
         layout = build_layout_metadata(model.latent_shape, ctx.offline_config.latent_precision)
         _write_rollouts(
             ctx, model, usable, rollouts, about | layout | {"seconds": {"rollout": 0.0}}
         )
-    pairs = sum(count_rows(path) for path in rollouts) // 2
+    pairs = sum(count_rows(path) for path in rollouts) // 2  # two rows each
     _check_left_out(source, pairs, left_out)
     write_table(
         advantages,
@@ -123,7 +129,7 @@ def import_pairs(
 def import_pairs_from_folder(
     ctx: StageContext, base: Path, prompts: Path, source: Path, folder: Path
 ) -> ImportedPairs:
-    """``import_pairs`` with the base model of a folder and the run's prompt table."""
+    """Call ``import_pairs`` with the base model of a folder and the run's prompt table."""
     evaluated = {prompt.prompt for prompt in read_prompts(prompts) if prompt.split != "train"}
     return import_pairs(ctx, open_model(ctx.recipe, base), source, folder, evaluated)
 
@@ -137,6 +143,8 @@ def _iterate_prompt_batches(source: Path, ignored: set[str]) -> Iterator[pa.Reco
         "metadata": "{}",
         "image": None,
     }
+    # A pass over the texts alone; images are read once, later. The number of a pair is its
+    # prompt_id.
     numbered = read_pair_prompts(source, ignored)
     while rows := list(islice(numbered, PROMPTS_AT_ONCE)):
         yield pa.RecordBatch.from_pylist(
@@ -145,10 +153,10 @@ def _iterate_prompt_batches(source: Path, ignored: set[str]) -> Iterator[pa.Reco
 
 
 def _iterate_usable_pairs(
-    pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], shown: tqdm[Any]
+    pairs: Iterator[Pair], evaluated: Set[str], left_out: Counter[str], progress: tqdm[Any]
 ) -> Iterator[Pair]:
     for pair in pairs:
-        shown.update()
+        progress.update()
         if pair.prompt in evaluated:
             left_out[EVALUATED] += 1
         elif pair.is_tie:
@@ -160,7 +168,8 @@ def _iterate_usable_pairs(
 def _write_rollouts(
     ctx: StageContext, model: Model, pairs: Iterator[Pair], paths: list[Path], about: dict[str, Any]
 ) -> None:
-    """All shards in one pass; none appears before the last pair is written."""
+    """Write all shards in one pass; none appears before the last pair is written."""
+    # The shape of the model's images (H, W, 3) is what it decodes a latent to.
     picture = model.decode_latents(
         torch.zeros(1, *model.latent_shape, device=default_device())
     ).shape[1:]
@@ -170,6 +179,7 @@ def _write_rollouts(
             tables.enter_context(open_table_writer(path, schema, about | {"shard": i}))
             for i, path in enumerate(paths)
         ]
+        # A micro-batch counts samples, and a pair has two.
         for shard, batch in _deal_pairs(pairs, len(paths), max(1, ctx.config.micro_batch // 2)):
             for pair in batch:
                 _check_sizes(pair, model.latent_shape, picture)
@@ -177,7 +187,7 @@ def _write_rollouts(
 
 
 def _deal_pairs(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple[int, list[Pair]]]:
-    """A shard and the next pairs for it, ``size`` at once."""
+    """Deal pairs out to the shards in turn; yield a shard and the next ``size`` pairs for it."""
     waiting: list[list[Pair]] = [[] for _ in range(shards)]
     for pair in pairs:
         shard = pair.number % shards
@@ -190,15 +200,23 @@ def _deal_pairs(pairs: Iterator[Pair], shards: int, size: int) -> Iterator[tuple
 
 def _build_pair_batch(ctx: StageContext, model: Model, pairs: list[Pair]) -> pa.RecordBatch:
     latents, images = _encode_pairs(model, pairs)
-    numbers = [pair.number for pair in pairs for _ in range(2)]
-    sides = [0, 1] * len(pairs)
+    # Rows: chosen and rejected of the first pair, then those of the second, ...
+    prompt_ids = np.repeat([pair.number for pair in pairs], 2).tolist()
+    samples = np.tile([0, 1], len(pairs)).tolist()
     return build_rollout_batch(
-        numbers, sides, NOT_OURS, latents, encode_pngs(images), ctx.offline_config.latent_precision
+        prompt_ids,
+        samples,
+        NOT_OURS,
+        latents,
+        encode_pngs(images),
+        ctx.offline_config.latent_precision,
     )
 
 
 def _encode_pairs(model: Model, pairs: list[Pair]) -> tuple[Tensor, np.ndarray]:
-    """Of both sides of every pair, chosen first; all pairs of a file are of one kind."""
+    """Return (latents, images) of both sides of every pair, chosen first; all pairs of a file are
+    of one kind.
+    """
     sides = np.stack([side for pair in pairs for side in (pair.chosen, pair.rejected)])
     if pairs[0].columns == LATENTS:
         latents = torch.from_numpy(sides).reshape(-1, *model.latent_shape).to(default_device())
@@ -234,6 +252,7 @@ def _build_advantage_batch(rollouts: Path) -> pa.RecordBatch:
     prompt_ids, samples = (
         read_column(rollouts, name).to_numpy() for name in ("prompt_id", "sample")
     )
+    # Sample 0 is the chosen side, sample 1 the rejected one.
     advantage = np.where(samples == 0, np.float32(1), np.float32(-1))
     return pa.record_batch(
         [pa.array(prompt_ids), pa.array(samples), pa.array(advantage)], schema=ADVANTAGES

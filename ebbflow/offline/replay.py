@@ -11,9 +11,9 @@ from typing import Any
 
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.batches import find_samples_of_step
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.training import find_samples_of_step
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import read_table
@@ -55,19 +55,21 @@ def replay_offline_step(
         score_shard(ctx, scorer, trained_on, path, scores[path])
     advantages = scratch / "advantages.parquet"
     metrics = write_advantages(ctx, list(scores.values()), advantages)
-    found = find_samples_of_step(ctx, shards, advantages, step, processes) if step >= 0 else None
-    if found is None:
+    samples_of_step = None
+    if step >= 0:
+        samples_of_step = find_samples_of_step(ctx, shards, advantages, step, processes)
+    if samples_of_step is None:
         raise ReplayError(
             f"{ctx.stage_label} has no optimiser step {step}, with {processes} training processes"
         )
-    path, rows, values = found
+    path, rows, values = samples_of_step  # one shard: a batch never spans two
     samples = read_table(path).take(rows)
-    its_scores = read_table(scores[path]).take(rows).to_pylist()
+    sample_scores = read_table(scores[path]).take(rows).to_pylist()  # in the order of the shard
     by_id = {prompt.prompt_id: prompt for prompt in trained_on}
-    shown = zip(its_scores, samples["policy_version"].to_pylist(), values.tolist(), strict=True)
+    versions = samples["policy_version"].to_pylist()
     described = [
         _build_row(ctx, by_id[score["prompt_id"]], score, version, value)
-        for score, version, value in shown
+        for score, version, value in zip(sample_scores, versions, values.tolist(), strict=True)
     ]
     return ReplayedStep(described, samples["image"].to_pylist(), metrics)
 
@@ -75,7 +77,7 @@ def replay_offline_step(
 def _build_row(
     ctx: StageContext, prompt: Prompt, score: dict[str, Any], version: int, advantage: float
 ) -> dict[str, Any]:
-    """A sample as a dump of an online stage has it."""
+    """Describe a sample as a dump of an online stage does."""
     metrics = {
         name: value
         for name, value in score.items()

@@ -66,10 +66,11 @@ def generate_shard(
 def generate_shard_from_folders(
     ctx: StageContext, base: Path, folder: Path, prompts: Path, shard: int, path: Path
 ) -> None:
-    """``generate_shard`` with the policy of a folder. Of the prompt table only the shard's own rows
-    become prompts.
+    """Call ``generate_shard`` with the policy of a folder. Of the prompt table only the shard's own
+    rows become prompts.
     """
     policy, metadata = load_policy(ctx, base, folder)
+    # The ids alone are read first: a shard of many reads the texts and images of its own prompts.
     ids = choose_shard_prompts(
         ctx, read_prompt_ids(prompts, "train"), shard, read_prompt_sources(prompts, "train")
     )
@@ -90,20 +91,19 @@ def generate_shard_from_folders(
 def choose_shard_prompts(
     ctx: StageContext, prompts: Sequence[P], shard: int, sources: Sequence[str] = ()
 ) -> list[P]:
-    """Which prompts, or ids of prompts, of the training split a shard generates.
+    """Choose the prompts, or ids of prompts, of the training split that a shard generates.
 
     Args:
         sources: of each prompt, for ``prompts.mixture``.
     """
+    # Every shard chooses all prompts of the stage, the same ones, and takes its own: no task before
+    # it has to hand them out. The samples are those of step 0.
     count = ctx.offline_config.prompts
-    step = 0
-    seed = ctx.stage_seed
     counts = ctx.branch_recipe.prompts.count_by_prompt_set(count)
-    chosen = (
-        sample_mixed_prompts(prompts, sources, counts, step, seed)
-        if counts
-        else sample_prompts(prompts, count, step, seed)
-    )
+    if counts:
+        chosen = sample_mixed_prompts(prompts, sources, counts, step=0, seed=ctx.stage_seed)
+    else:
+        chosen = sample_prompts(prompts, count, step=0, seed=ctx.stage_seed)
     return chosen[shard :: ctx.offline_config.shards]
 
 
@@ -112,33 +112,37 @@ def write_shard(
     model: Model,
     policy: Policy,
     version: int,
-    mine: list[Prompt],
+    prompts: list[Prompt],
     shard: int,
     path: Path,
     engine: Engine | None = None,
 ) -> None:
-    """``generate_shard``, given the shard's own prompts."""
+    """Write a shard (``generate_shard``), given the shard's own prompts."""
     config = ctx.offline_config
     clock = Clock()
     precision = config.latent_precision
+    # Whole groups: a group's samples are generated together and follow one another in the shard.
     groups_at_once = max(1, config.micro_batch // config.group_size)
     engine = engine or Diffusers(ctx, policy, ctx.algorithm.generates)
     with generate_in_size(model, choose_image_size(ctx, shard)):
+        # The clock is filled while the batches are generated: the metadata of a table is read after
+        # its last batch.
         about = _build_shard_metadata(ctx, shard, clock) | build_layout_metadata(
             model.latent_shape, precision
         )
         batches = _generate_batches(
-            ctx, model, policy, engine, version, mine, groups_at_once, clock
+            ctx, model, policy, engine, version, prompts, groups_at_once, clock
         )
         write_table(path, build_rollout_schema(model.latent_shape, precision), batches, about)
 
 
 def _open_stage_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
-    """The engine of the stage, with the weights that generate."""
+    """Open the engine of the stage, with the weights that generate."""
     generates = ctx.algorithm.generates
     if ctx.config.engine == "diffusers":
         return Diffusers(ctx, policy, generates)
     engine = open_engine(ctx, base)
+    # In the order of the parameters, as a copy that was read from a file has another.
     weights = policy.parameters if generates == "current" else policy.copies[generates]
     engine.load({name: weights[name].detach().cpu() for name in policy.parameters})
     return engine
@@ -147,25 +151,29 @@ def _open_stage_engine(ctx: StageContext, base: Path, policy: Policy) -> Engine:
 def _check_engine(
     ctx: StageContext, policy: Policy, engine: Engine, conditioning: Conditioning, keys: SampleKeys
 ) -> None:
-    """The gate in front of another engine: the policy replays its first samples."""
+    """Check another engine before it generates the shard: the policy replays its first samples.
+
+    Raises:
+        ParityError: the engine generates other samples than the policy would.
+    """
     config = ctx.config
     device = device_of(policy.model)
-    some = slice(0, config.parity.samples)
-    conditioning = conditioning.select_rows(some).to(device)
-    keys = keys.select_slice(some)
+    first = slice(0, config.parity.samples)
+    conditioning = conditioning.select_rows(first).to(device)
+    keys = keys.select_slice(first)
     sampler, plan = plan_parity_samples(config.sampler)
     trajectory = engine.generate(conditioning, keys, sampler, plan)[0].move_to(device).trajectory
     assert trajectory is not None, "the plan records every step"
     bar = compute_parity_bar(config, trajectory.latents[0, 0].numel())
     with policy.use_copy(ctx.algorithm.generates):
-        found = measure_parity(
+        metrics = measure_parity(
             policy, trajectory, conditioning, keys, sampler, bar, config.micro_batch
         )
     logger.info(
         "%s: engine %s differs by %.1e in log-prob",
         ctx.stage_label,
         config.engine,
-        found["parity/log_prob_max"],
+        metrics["parity/log_prob_max"],
     )
 
 
@@ -182,7 +190,7 @@ def _generate_batches(
     config = ctx.config
     with clock.measure_phase("rollout"):
         encode = build_prompt_lookup(model, prompts)
-    shown = show_progress(
+    progress = show_progress(
         f"{ctx.stage_label} rollout", "image", total=len(prompts) * config.group_size
     )
     for start in range(0, len(prompts), groups_at_once):
@@ -196,7 +204,8 @@ def _generate_batches(
             rollouts, pictures = engine.generate(conditioning, keys, config.sampler)
             latents = rollouts.latents
             images = encode_pngs(pictures)
-        shown.update(len(images))
+        # Outside the phase: a generator waits here while its batch is written.
+        progress.update(len(images))
         yield build_rollout_batch(
             keys.prompt_ids,
             keys.samples,

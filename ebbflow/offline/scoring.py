@@ -40,29 +40,28 @@ def score_shard(
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     check_shard(ctx, rollouts, by_id.keys())
     clock = Clock()
-    with show_progress(f"{ctx.stage_label} scoring", "image", total=count_rows(rollouts)) as shown:
+    with show_progress(
+        f"{ctx.stage_label} scoring", "image", total=count_rows(rollouts)
+    ) as progress:
         parts = []
-        columns = [
-            "prompt_id",
-            "sample",
-            "finite",
-            "image",
-            *(["latent"] if scorer.reads_latents else []),
-        ]
+        columns = ["prompt_id", "sample", "finite", "image"]
+        if scorer.reads_latents:
+            columns.append("latent")
         for batch in read_batches(rollouts, _count_rows_at_once(ctx, scorer), columns):
             with clock.measure_phase("scoring"):
                 finite = batch["finite"].to_numpy(zero_copy_only=False)
-                its_prompts = [by_id[i] for i in batch["prompt_id"].to_pylist()]
+                sample_prompts = [by_id[i] for i in batch["prompt_id"].to_pylist()]
                 latents = _decode_latents(rollouts, batch) if scorer.reads_latents else None
                 scores = scorer(
-                    _decode_images(rollouts, batch), its_prompts, latents
+                    _decode_images(rollouts, batch), sample_prompts, latents
                 ).fail_broken_latents(finite)
-            parts.append(
-                (batch.select(["prompt_id", "sample"]), scores)
-            )  # the images of a whole shard would fill memory
-            shown.update(len(batch))
+            # Keys and scores alone: the images of a whole shard would fill memory.
+            parts.append((batch.select(["prompt_id", "sample"]), scores))
+            progress.update(len(batch))
     scored = ScoreTable.concatenate([table for _, table in parts])
     require_scored_share(scored, ctx.recipe.max_failed_share)
+    # Which metrics there are is known only when all samples are scored: a reward that applies to
+    # some prompt sets may be missing in the first batches.
     schema = build_score_schema(sorted(scored.metrics))
     about = read_table_metadata(rollouts) | {
         "seconds": clock.seconds,
@@ -74,8 +73,8 @@ def score_shard(
 
 
 def _count_rows_at_once(ctx: StageContext, scorer: Scorer) -> int:
-    """Samples to score together: where a reward compares them, whole groups, which follow one
-    another in a shard.
+    """Count the samples to score together: where a reward compares them, whole groups, which follow
+    one another in a shard.
     """
     size = ctx.config.micro_batch
     group = ctx.config.group_size
@@ -94,7 +93,7 @@ def _decode_images(path: Path, batch: pa.RecordBatch) -> np.ndarray:
 
 
 def _decode_latents(path: Path, batch: pa.RecordBatch) -> np.ndarray:
-    """As the shard has them: of ``latent_precision``."""
+    """Decode latents to fp32 [N, ...], with the values that ``latent_precision`` has left."""
     layout = read_layout(path)
     return np.stack([decode_latent(layout, value) for value in batch["latent"].to_pylist()])
 
@@ -107,9 +106,8 @@ def _build_score_batch(
         "sample": batch["sample"],
         "reward": nan_to_null(table.reward),
     }
-    none = np.full(
-        len(batch), np.nan
-    )  # a reward that has no prompt of these says nothing of its metrics
+    # A reward that has no prompt of these says nothing of its metrics.
+    none = np.full(len(batch), np.nan)
     columns |= {
         name: nan_to_null(table.metrics.get(name, none))
         for name in schema.names

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class LatentLayout:
     """How the latents of a shard are stored: the shape of one, without the batch, and the precision
     of its elements.
+
+    Example: LatentLayout((16, 64, 64), "bfloat16") has rows of 131,072 bytes.
     """
 
     shape: tuple[int, ...]
@@ -45,14 +47,14 @@ class LatentLayout:
 
 
 def build_shard_identity(ctx: StageContext) -> dict[str, Any]:
-    """What tells the shards of a stage from those of every other."""
+    """Build what tells the shards of a stage from those of every other."""
     return {"recipe_digest": ctx.recipe.digest, "stage": ctx.stage_label, "seed": ctx.stage_seed}
 
 
 def build_layout_metadata(
     latent_shape: Sequence[int], precision: str = "float32"
 ) -> dict[str, Any]:
-    """What a shard's metadata says about its columns."""
+    """Build what a shard's metadata says about its columns."""
     return {
         "layout": ROLLOUT_LAYOUT,
         "latent_shape": list(latent_shape),
@@ -68,7 +70,7 @@ def build_rollout_batch(
     images: list[bytes],
     precision: str,
 ) -> pa.RecordBatch:
-    """Rows of a shard (``build_rollout_schema``).
+    """Build rows of a shard (``build_rollout_schema``).
 
     Args:
         latents: [N, ...] on any device; rounded to ``precision``.
@@ -77,6 +79,8 @@ def build_rollout_batch(
     import torch  # scoring and advantages do without
 
     stored = latents.detach().to("cpu", getattr(torch, precision)).contiguous()
+    # The bytes of all latents, one after another: Arrow takes them as they are, without a Python
+    # object for each. numpy has no bfloat16, so they are viewed as bytes in torch.
     values = np.frombuffer(stored.view(torch.uint8).numpy(), np.uint8)
     schema = build_rollout_schema(latents.shape[1:], precision)
     columns = [
@@ -119,7 +123,8 @@ def check_shard(
             f"{path} is a rollout shard of something else: {', '.join(differ)}; generate it with"
             " this recipe"
         )
-    if strange := set(np.unique(read_column(path, "prompt_id").to_numpy()).tolist()) - known:
+    strange = set(np.unique(read_column(path, "prompt_id").to_numpy()).tolist()) - known
+    if strange:
         raise TableError(
             f"{path} has samples of prompt_id = {min(strange)}, and the run's prompts have none;"
             " generate it again"
@@ -141,14 +146,14 @@ def choose_image_size(ctx: StageContext, shard: int) -> tuple[int, int] | None:
 
 
 def read_image_size(ctx: StageContext, path: Path) -> tuple[int, int] | None:
-    """Height and width of the images of a shard of this stage; None: those of the model."""
+    """Return height and width of the images of a shard of this stage; None: those of the model."""
     if not ctx.config.sizes:
         return None
     return choose_image_size(ctx, read_table_metadata(path)["shard"])
 
 
 def read_layout(path: Path) -> LatentLayout:
-    """How a shard stores its latents.
+    """Read how a shard stores its latents.
 
     Raises:
         TableError: the file is none, or one of an older or newer version of Ebbflow.
@@ -167,7 +172,7 @@ def _parse_layout(path: Path, about: dict[str, Any]) -> LatentLayout:
 
 
 def read_latents(path: Path) -> torch.Tensor:
-    """The final latents of a shard, fp32 [N, ...], in the order of its rows."""
+    """Read the final latents of a shard, fp32 [N, ...], in the order of its rows."""
     (latents,) = read_latent_parts(path, [np.arange(count_rows(path))])
     return latents.float()
 
@@ -175,7 +180,8 @@ def read_latents(path: Path) -> torch.Tensor:
 def read_latent_parts(
     path: Path, parts: Sequence[np.ndarray], stopped: Callable[[], bool] = bool
 ) -> list[torch.Tensor]:
-    """The latents of some rows of a shard, in as many tensors, so that each can be freed by itself.
+    """Read the latents of some rows of a shard into a tensor for each part, so that each can be
+    freed by itself.
 
     Memory is that of the result, and of a row group.
 
@@ -193,30 +199,33 @@ def read_latent_parts(
 
     layout = read_layout(path)
     lengths = [len(rows) for rows in parts]
-    nothing = np.empty(0, np.int64)
-    found = [
+    nothing = np.empty(0, np.int64)  # ``concatenate`` wants at least one array
+    tensors = [
         _allocate_tensor((length, *layout.shape), getattr(torch, layout.precision))
         for length in lengths
     ]
+    # All wanted rows, ascending, with the part and the position in it that each belongs to. So the
+    # file is read once, from its beginning to its end.
     rows = np.concatenate([nothing, *parts])
     position = np.concatenate([nothing, *map(np.arange, lengths)])
     order = np.argsort(rows, kind="stable")
     rows = rows[order]
     position = position[order]
     part = np.repeat(np.arange(len(parts)), lengths)[order]
+
+    def has_wanted_rows(start: int, end: int) -> bool:
+        return bool(np.diff(np.searchsorted(rows, [start, end])))
+
     copied = 0
-    for start, values in read_row_groups(
-        path, "latent", lambda start, end: bool(np.diff(np.searchsorted(rows, [start, end])))
-    ):
+    for start, values in read_row_groups(path, "latent", has_wanted_rows):
         if stopped():
             break
-        stored, (first, last) = (
-            _view_latent_bytes(path, values, layout),
-            np.searchsorted(rows, [start, start + len(values)]),
-        )
+        stored = _view_latent_bytes(path, values, layout)
+        first, last = np.searchsorted(rows, [start, start + len(values)])
         for number in np.unique(part[first:last]):
             here = first + np.flatnonzero(part[first:last] == number)
-            target = found[number].view(torch.uint8).numpy().reshape(-1, layout.row_bytes)
+            # Copied as bytes, whatever the precision: (n, bytes of a latent).
+            target = tensors[number].view(torch.uint8).numpy().reshape(-1, layout.row_bytes)
             target[position[here]] = stored[rows[here] - start]
         copied += last - first
     if copied < len(rows) and not stopped():
@@ -224,15 +233,15 @@ def read_latent_parts(
             f"{path} has {count_rows(path)} rows, and row {rows[-1]} is asked for; generate it"
             " again"
         )
-    return found
+    return tensors
 
 
 def _allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own pages, which the system has back once it is freed; of what malloc had from
-    a thread, much stays.
-    """
+    """Allocate a tensor in pages of its own."""
     import torch
 
+    # The system has such pages back once they are freed; of what malloc gave to a thread, much
+    # stays, and a thread reads the shards. A mapping of 0 bytes is an error.
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(
@@ -241,21 +250,22 @@ def _allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 
 def decode_latent(layout: LatentLayout, value: bytes) -> np.ndarray:
-    """A stored latent as fp32 [...]."""
+    """Decode a stored latent to fp32 [...]."""
     if layout.precision == "float32":
         return np.frombuffer(value, "<f4").reshape(layout.shape)
-    return (
-        (np.frombuffer(value, "<u2").astype("<u4") << 16).view("<f4").reshape(layout.shape)
-    )  # the upper half of a float32
+    # bfloat16 is the upper half of a float32, and numpy does not know it.
+    return (np.frombuffer(value, "<u2").astype("<u4") << 16).view("<f4").reshape(layout.shape)
 
 
 def _view_latent_bytes(path: Path, values: pa.Array, layout: LatentLayout) -> np.ndarray:
-    """uint8 [N, bytes of a latent]; a view."""
+    """View latents as uint8 [N, bytes of a latent]."""
     if values.type != pa.binary(layout.row_bytes):
         raise TableError(
             f"{path} has latents of type {values.type}, not of {layout.row_bytes} bytes; generate"
             " it again"
         )
+    # Buffer 0 of an Arrow array says which values are null, buffer 1 has the values. A slice of an
+    # array shares the buffers of the whole, from its offset on.
     stored = np.frombuffer(
         values.buffers()[1],
         np.uint8,
@@ -266,5 +276,5 @@ def _view_latent_bytes(path: Path, values: pa.Array, layout: LatentLayout) -> np
 
 
 def sum_phase_seconds(tables: list[Path], phase: str) -> dict[str, float]:
-    """How long a phase took over all shards, by its name."""
+    """Sum how long a phase took over all shards, by its name."""
     return {phase: sum(read_table_metadata(path)["seconds"][phase] for path in tables)}

@@ -309,7 +309,13 @@ class CustomAlgorithmConfig(Strict):
             raise RecipeError(
                 f"options of {self.path}:\n{explain_validation_error(error, config)}"
             ) from None
-        if "offline" in hyper.stages and not find_kind(hyper.kind).can_be_offline:
+        kind = find_kind(hyper.kind)
+        if not isinstance(hyper, kind.config_class):
+            raise RecipeError(
+                f"{self.path} is of kind {kind.name!r}, whose hyper-parameters are a"
+                f" {kind.config_class.__name__}; derive {config.__name__} from it"
+            )
+        if "offline" in hyper.stages and not kind.can_be_offline:
             raise RecipeError(
                 f"{self.path}: offline stages store no trajectories; take them out of"
                 f" {config.__name__}.stages"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
-from ebbflow.recipe.base import RecipeError, suggest_name
+from ebbflow.recipe.base import RecipeError, Strict, suggest_name
 from ebbflow.recipe.plugins import PATH, import_modules, import_object
 
 
@@ -38,6 +38,7 @@ class AlgorithmKind:
 
     Attributes:
         name: what ``AlgorithmConfig.kind`` says.
+        config_class: what the hyper-parameters of its algorithms derive from.
         default_penalty: ``reference.penalty`` where the recipe has none.
         can_be_offline: whether its rows can be built from what an offline stage stores: final
             latents and advantages.
@@ -50,6 +51,7 @@ class AlgorithmKind:
     """
 
     name: ClassVar[str]
+    config_class: ClassVar[type[Strict]] = Strict
     default_penalty: ClassVar[str] = "velocity"
     can_be_offline: ClassVar[bool] = False
     records_trajectory: ClassVar[bool] = False

@@ -12,12 +12,12 @@ Why
 How
     - ``policy``: trained parameters (full or LoRA) and their copies (reference, old, sampling,
       rollout, ema, teacher), which are swapped in place; ``adapters``: which layers are trained,
-      and LoRA on them; ``parameter_files``: their files.
+      and LoRA on them; ``sharding``: FSDP2; ``parameter_files``: their files.
     - ``kinds``: a file per kind of algorithm (trajectory, forward process, ...), which
       builds the rows of its losses; ``optimizers``: a file per optimiser; ``trial``: one call of a
       user's loss on random rows.
     - ``batches``: samples to rows of a loss; ``update``: ``PolicyUpdater``, one optimiser step over
-      micro-batches.
+      micro-batches; ``pass_results``: its metrics and what was not finite.
     - ``rollout_correction``: log-probs of stale or rough rollouts, predicted again by the training
       policy.
     - ``policy_io`` and ``policy_metadata``: policy folders between stages; ``start`` and

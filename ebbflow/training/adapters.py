@@ -17,11 +17,14 @@ ADAPTER = "default"
 
 
 def is_layer_chosen(layer: str, config: PolicyConfig) -> bool:
-    """Whether a layer, by its name, is among those to train."""
+    """Return whether a layer, by its name, is among those to train."""
     return config.layers is None or any(fnmatchcase(layer, pattern) for pattern in config.layers)
 
 
 def no_matching_layers_error(model: Model, config: PolicyConfig) -> PolicyError:
+    """Build the error of ``policy.layers`` or ``policy.targets`` that fit nothing, with names of
+    layers that would.
+    """
     linears = [
         name
         for name, layer in model.transformer.named_modules()
@@ -45,8 +48,11 @@ def no_matching_layers_error(model: Model, config: PolicyConfig) -> PolicyError:
 
 
 def add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
+    """Freeze the weights of a model in its own precision, and add float32 LoRA adapters to it."""
     _round_frozen_weights(model)
     model.transformer.requires_grad_(False)
+    # peft samples the first factors from torch's global generator. All processes get the same, and
+    # the caller's generator is left where it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for prefix, network in trained_networks(model.transformer).items():
@@ -55,14 +61,16 @@ def add_lora(model: Model, config: PolicyConfig, seed: int) -> None:
             )
     for parameter in model.transformer.parameters():
         if parameter.requires_grad:
+            # Adapters are trained in float32, whatever the precision of the weights below them.
             parameter.data = parameter.data.float()
-    for layer in model.transformer.modules() if config.dora else ():
-        if isinstance(
-            layer, LoraLayer
-        ):  # in the precision in which peft divides by it: their ratio is 1 at the base model
-            layer.lora_magnitude_vector[ADAPTER].weight.data = (
-                layer.get_base_layer().weight.detach().float().norm(dim=1)
-            )
+    if config.dora:
+        for layer in model.transformer.modules():
+            if isinstance(layer, LoraLayer):
+                # The magnitudes, [out], in the precision in which peft divides by the norm: their
+                # ratio is 1 at the base model.
+                layer.lora_magnitude_vector[ADAPTER].weight.data = (
+                    layer.get_base_layer().weight.detach().float().norm(dim=1)
+                )
 
 
 def _round_frozen_weights(model: Model) -> None:
@@ -77,6 +85,7 @@ def _round_frozen_weights(model: Model) -> None:
 
 
 def build_lora_config(model: Model, prefix: str, network: Any, config: PolicyConfig) -> LoraConfig:
+    """Build peft's configuration of the adapters of a network, which is also stored with them."""
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -88,13 +97,15 @@ def build_lora_config(model: Model, prefix: str, network: Any, config: PolicyCon
 
 
 def _find_lora_targets(model: Model, prefix: str, network: Any, config: PolicyConfig) -> list[str]:
-    """The layers of a network that LoRA adapts: ends of their names, or where only some of them are
-    trained, whole names.
+    """Find the layers of a network that LoRA adapts: ends of their names, or where only some of
+    them are trained, whole names.
 
     ``prefix`` is what stands before them in the names of the transformer, which ``policy.layers``
     means.
     """
     ends = config.targets or model.lora_targets
+    # Once it has adapters, peft keeps a layer as ``<name>.base_layer``. The names stay the same, so
+    # that a policy folder says the same targets before and after.
     names = {
         name.replace(".base_layer", "")
         for name, layer in network.named_modules()
@@ -103,7 +114,7 @@ def _find_lora_targets(model: Model, prefix: str, network: Any, config: PolicyCo
     fitting = {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)}
     trainable = {name for name in fitting if is_trainable(model, name)}
     if config.layers is None and trainable == fitting:
-        return ends
+        return ends  # as diffusers and people write them
     chosen = sorted(name for name in trainable if is_layer_chosen(prefix + name, config))
     if not chosen:
         raise no_matching_layers_error(model, config)

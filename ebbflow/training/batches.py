@@ -1,5 +1,9 @@
 """From samples to the rows of a loss: where the network is evaluated, and what the algorithm then
 gets to see.
+
+Read ``RowBatch`` first: every kind of algorithm builds one, and the update knows nothing else of
+it. N counts samples, W the trained denoising steps of each, M rows of a loss, G groups. ``...`` is
+the shape of a latent, such as (C, H, W) of an image.
 """
 
 from __future__ import annotations
@@ -26,19 +30,30 @@ from ebbflow.seeding import Stream, iterate_generators
 from ebbflow.training.distributed import Ranks
 
 SampleGroups = list[np.ndarray]
-"""Positions of samples or rows; those of a group stay together."""
+"""Groups of samples, or of rows: the positions of the members of each group. The members of a group
+are never split between processes or micro-batches, because its loss may compare them.
+
+Example: three pairs of six samples::
+
+    [array([0, 1]), array([2, 3]), array([4, 5])]
+
+Samples that are trained on alone are groups of one: ``[array([0]), array([1]), ...]``.
+"""
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
     """Where the network is evaluated, M rows.
 
+    Example: two samples with three noise levels each have six rows of latents and sigma, two rows
+    of conditioning, and ``sample_index`` [0, 0, 0, 1, 1, 1].
+
     Attributes:
         latents: [M, ...].
         sigma: [M].
         conditioning: of the samples; large, so it is repeated for the rows of one micro-batch at a
             time.
-        sample_index: integer [M], the sample of each row.
+        sample_index: integer [M], the row of ``conditioning`` that each row is generated from.
         negative: negative prompts of the samples, where ``conditioning`` leaves them out and there
             are any.
         checkpointed: whether the pass with gradient keeps no activations and is repeated in the
@@ -56,7 +71,7 @@ class ForwardInputs:
     predicted: dict[int, Tensor] = field(default_factory=dict)
 
     def model_arguments(self, part: slice | Tensor) -> tuple[Tensor, Tensor, Conditioning]:
-        """The arguments of the model's velocity at some rows."""
+        """Return the arguments of the model's velocity at some rows."""
         return (
             self.latents[part],
             self.sigma[part],
@@ -64,7 +79,7 @@ class ForwardInputs:
         )
 
     def with_guidance(self, scale: float) -> ForwardInputs:
-        """The same under classifier-free guidance.
+        """Return the same inputs under classifier-free guidance.
 
         Raises:
             ValueError: there are no negative prompts.
@@ -83,7 +98,20 @@ class ForwardInputs:
 
 
 class RowBatch(Protocol):
-    """The rows of one optimiser step.
+    """The rows of one optimiser step: what ``PolicyUpdater.update_policy`` trains on.
+
+    A batch is built before anything is predicted. The update then walks over it in passes: for each
+    slice of rows it predicts the velocity at ``inputs`` (policy) and ``inputs_of(copy)`` (policy
+    copies), and ``build_rows`` turns the predictions into the typed rows of the algorithm's loss.
+
+    Example: four samples of a trajectory algorithm with three trained steps each, in two passes::
+
+        len(batch.inputs)  # 12
+        batch.group_index  # tensor([0, 1, ..., 11]): no row is compared with another
+        part = slice(0, 6)  # the first pass: samples 0 and 1
+        velocity = predict(model, *batch.inputs.model_arguments(part))  # [6, ...]
+        rows = batch.build_rows(part, velocity, copies={})  # TrajectoryRows, [6]
+        batch.describe_row(4)  # "prompt 17, sample 1, denoising step 2 (sigma 0.9000)"
 
     Attributes:
         inputs: where the network is evaluated, [M].
@@ -105,20 +133,28 @@ class RowBatch(Protocol):
     def keys(self) -> SampleKeys: ...
 
     def inputs_of(self, copy: CopyName) -> ForwardInputs:
-        """Where a copy of the policy is evaluated, [M]."""
+        """Return where a copy of the policy is evaluated, [M]."""
 
     def build_rows(
         self, part: slice, velocity: Tensor, copies: Mapping[CopyName, Tensor]
     ) -> AnyRows:
-        """Rows of the loss, given the velocities there under the policy and under its copies."""
+        """Build rows of the loss, given the velocities there under the policy and its copies."""
 
     def describe_row(self, row: int) -> str:
-        """Which sample and which step or noise level a row belongs to, for people."""
+        """Return the sample and the step or noise level of a row, for people."""
 
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
-    """One row per (sample, trained step); rows of a sample are adjacent."""
+    """One row per (sample, trained step); rows of a sample are adjacent.
+
+    Attributes:
+        next_latents: [M, ...], what the rollout stepped to: the loss asks how probable they are.
+        sigmas: the whole schedule of the rollout, [steps + 1].
+        steps: integer [M], the denoising step of each row.
+        old_mean, old_log_prob: [M, ...] and [M], under the policy that the ratio is against.
+        advantage: [M].
+    """
 
     inputs: ForwardInputs
     weight: Tensor
@@ -149,11 +185,16 @@ class TrajectoryBatch:
         )
 
     def compute_transition(self, part: slice, velocity: Tensor) -> Transition:
-        """The step from each of some rows under a predicted velocity."""
-        latents = self.inputs.latents[part]
-        steps = self.steps[part]
+        """Return the denoising step from each of some rows under a predicted velocity."""
+        # The same function as in the rollout, so that the ratio is 1 until a weight moves. A second
+        # implementation would differ in rounding, which the log-probs of many elements add up.
         return compute_transition(
-            self.sampler.name, latents, velocity, self.sigmas, steps, self.sampler.eta
+            self.sampler.name,
+            self.inputs.latents[part],
+            velocity,
+            self.sigmas,
+            self.steps[part],
+            self.sampler.eta,
         )
 
     def describe_row(self, row: int) -> str:
@@ -168,6 +209,12 @@ class TrajectoryBatch:
 class CorrectedRollout:
     """Trajectories of N samples at W steps, what their ratio is against, and how much each row
     counts.
+
+    Example: one sample with two trained steps, whose first step the correction rejected::
+
+        rollout.old_log_prob  # tensor([[-0.2149,  0.1071]]), the mean over a latent's elements
+        rollout.weight  # tensor([[0.0000, 1.0312]])
+        rollout.keep  # tensor([[False, True]])
 
     Attributes:
         old_mean: [N, W, ...].
@@ -184,42 +231,10 @@ class CorrectedRollout:
 
     @staticmethod
     def without_correction(trajectory: Trajectory) -> CorrectedRollout:
-        """The rollout as it is."""
+        """Return the rollout as it is: every row counts, against the policy that generated it."""
         log_probs = trajectory.log_probs
         ones = torch.ones_like(log_probs)
         return CorrectedRollout(trajectory, trajectory.means, log_probs, ones, ones.bool())
-
-    def select_samples(self, samples: Tensor) -> CorrectedRollout:
-        """Some of the samples."""
-        parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
-        return CorrectedRollout(
-            self.trajectory.select_samples(samples), *(part[samples] for part in parts)
-        )
-
-    def list_kept_rows(self, samples: np.ndarray) -> SampleGroups:
-        """The rows of some samples that are kept, each by itself: their numbers, row by row of [N,
-        W].
-        """
-        numbers = torch.arange(self.keep.numel()).view_as(self.keep)[samples]
-        return list(numbers[self.keep[samples]].numpy()[:, None])
-
-    def select_rows(self, rows: np.ndarray) -> tuple[np.ndarray, CorrectedRollout]:
-        """(the samples of some rows, those samples with nothing but these rows); the rows of a
-        sample are adjacent.
-        """
-        sample, column = np.divmod(rows, self.keep.shape[1])
-        samples, row = torch.from_numpy(sample).unique_consecutive(return_inverse=True)
-        part = self.select_samples(samples)
-        keep = torch.zeros_like(part.keep)
-        keep[row, column] = True
-        return samples.numpy(), replace(part, keep=keep)
-
-    def move_to(self, device: torch.device) -> CorrectedRollout:
-        moved = Trajectory(
-            **{name: values.to(device) for name, values in vars(self.trajectory).items()}
-        )
-        parts = (self.old_mean, self.old_log_prob, self.weight, self.keep)
-        return CorrectedRollout(moved, *(part.to(device) for part in parts))
 
 
 def build_trajectory_batch(
@@ -228,43 +243,62 @@ def build_trajectory_batch(
     advantage: Tensor,
     keys: SampleKeys,
     sampler: SamplerConfig,
+    rows: np.ndarray | None = None,
+    sample_index: Tensor | None = None,
 ) -> TrajectoryBatch:
-    """A row for every recorded step of N samples that the correction kept; all arguments cover the
-    N samples.
+    """Build a row for each of some recorded steps of N samples, on the device of the conditioning.
 
     Args:
+        conditioning: a row for each sample, or fewer with ``sample_index``.
         advantage: [N], or [N, W] where each of the steps has its own.
+        keys: of the N samples.
+        rows: integer [M], in the order that the batch has them: row n is trained step n % W of
+            sample n // W. Default: every row that the correction kept.
+        sample_index: integer [N], the row of ``conditioning`` of each sample.
     """
     trajectory = rollout.trajectory
-    keep = rollout.keep.flatten()
-    of_steps = advantage if advantage.ndim == 2 else advantage[:, None].expand(rollout.keep.shape)
-    sample_index = torch.arange(len(keys), device=keep.device).repeat_interleave(
-        len(trajectory.steps)
-    )[keep]
-    steps = trajectory.steps.repeat(len(keys))[keep]
+    device = conditioning.device
+    if rows is None:
+        rows = np.flatnonzero(rollout.keep.cpu().numpy())
+    sample_array, column_array = np.divmod(rows, len(trajectory.steps))
+    sample = torch.from_numpy(sample_array)
+    column = torch.from_numpy(column_array)
+    conditioning_row = sample if sample_index is None else sample_index[sample]
+    # Rows are gathered where the rollout lies, usually in main memory, and only then moved: a
+    # process trains on a share of them. [N, W, ...][sample, column] is [M, ...].
+    steps = trajectory.steps[column].to(device)
+    sigmas = trajectory.sigmas.to(device)
+    row_advantage = advantage[sample, column] if advantage.ndim == 2 else advantage[sample]
     return TrajectoryBatch(
         inputs=ForwardInputs(
-            trajectory.latents.flatten(0, 1)[keep],
-            trajectory.sigmas[steps],
+            trajectory.latents[sample, column].to(device),
+            sigmas[steps],
             conditioning,
-            sample_index,
+            conditioning_row.to(device),
         ),
-        weight=rollout.weight.flatten()[keep],
-        group_index=torch.arange(len(sample_index), device=keep.device),
-        next_latents=trajectory.next_latents.flatten(0, 1)[keep],
-        sigmas=trajectory.sigmas,
+        weight=rollout.weight[sample, column].to(device),
+        # Each row is a group of its own: losses on trajectories compare no rows.
+        group_index=torch.arange(len(rows), device=device),
+        next_latents=trajectory.next_latents[sample, column].to(device),
+        sigmas=sigmas,
         steps=steps,
-        old_mean=rollout.old_mean.flatten(0, 1)[keep],
-        old_log_prob=rollout.old_log_prob.flatten()[keep],
-        advantage=of_steps.flatten()[keep],
+        old_mean=rollout.old_mean[sample, column].to(device),
+        old_log_prob=rollout.old_log_prob[sample, column].to(device),
+        advantage=row_advantage.to(device),
         sampler=sampler,
-        keys=keys.select_samples(sample_index.cpu().numpy()),
+        keys=keys.select_samples(sample_array),
     )
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One row per (sample, draw of sigma and noise)."""
+    """One row per (sample, draw of sigma and noise).
+
+    Attributes:
+        clean: x0, [M, ...]; the network sees (1 - sigma) x0 + sigma eps.
+        noise: eps, [M, ...].
+        advantage: [M].
+    """
 
     inputs: ForwardInputs
     weight: Tensor
@@ -305,7 +339,10 @@ def build_forward_batch(
     schedule: Tensor,
     visit: int,
 ) -> ForwardBatch:
-    """``config.noise_levels`` rows for each of N clean latents.
+    """Build ``config.noise_levels`` rows for each of N clean latents.
+
+    The loss is on the network's own prediction, without classifier-free guidance: that is what
+    noised samples are regressed on.
 
     Args:
         group_index: integer [N], ascending; the samples of a group share sigma, that of its first
@@ -313,56 +350,84 @@ def build_forward_batch(
         schedule: the sigmas of the stage's sampler, [steps + 1]; ``config.sigma`` may draw from
             them.
         visit: how often these samples were trained on before.
-
-    The loss is on the network's own prediction, without classifier-free guidance: that is what
-    noised samples are regressed on.
     """
     draws = config.noise_levels
-    _, first, index = np.unique(group_index, return_index=True, return_inverse=True)
-    drawing = first if config.shared_noise else np.arange(len(keys))  # the samples that draw noise
-    drawn = [
-        _sample_noise(clean.shape[1:], keys.select_samples(drawing), visit * draws + draw)
-        for draw in range(draws)
-    ]
-    uniforms = torch.stack([uniform for uniform, _ in drawn])[:, np.searchsorted(drawing, first)]
-    sigmas = sample_training_sigmas(
-        config.sigma, schedule, keys.select_samples(first), visit, uniforms
+    # ``first``: the first sample of each of G groups; ``group_of_sample``: integer [N], 0 to G - 1.
+    _, first, group_of_sample = np.unique(group_index, return_index=True, return_inverse=True)
+    # The samples whose own generators give noise. Where a group shares it, its first sample speaks
+    # for all.
+    owners = first if config.shared_noise else np.arange(len(keys))
+    sigmas, noises = _sample_sigmas_and_noise(
+        clean.shape[1:], keys, first, owners, config, schedule, visit
     )
-    # All draws of a group are adjacent, so that every micro-batch sees the whole range of noise
-    # levels.
+
+    # Rows: every sample in every draw. All draws of a group are adjacent, so that every micro-batch
+    # sees the whole range of noise levels; in the order of draws it would see a part of the range.
     draw = np.repeat(np.arange(draws), len(keys))
-    sample_index = np.tile(np.arange(len(keys)), draws)
-    order = np.argsort(index[sample_index], kind="stable")
+    sample = np.tile(np.arange(len(keys)), draws)
+    order = np.argsort(group_of_sample[sample], kind="stable")
     draw = draw[order]
-    sample_index = sample_index[order]
-    group = index[sample_index]
+    sample = sample[order]
+    group = group_of_sample[sample]
+    owner = group if config.shared_noise else sample
     sigma = sigmas[draw, group].to(clean)
-    noise = torch.stack([noise for _, noise in drawn])[
-        draw, group if config.shared_noise else sample_index
-    ].to(clean)
-    rows_of = torch.from_numpy(sample_index).to(clean.device)
-    repeated = clean[rows_of]
+    noise = noises[draw, owner].to(clean)
+    sample_index = torch.from_numpy(sample).to(clean.device)
+    row_clean = clean[sample_index]
     share = expand_like(sigma, clean)
-    noised = (1 - share) * repeated + share * noise
     return ForwardBatch(
         inputs=ForwardInputs(
-            noised, sigma, conditioning.without_guidance(), rows_of, conditioning.negative
+            (1 - share) * row_clean + share * noise,
+            sigma,
+            conditioning.without_guidance(),
+            sample_index,
+            conditioning.negative,
         ),
         weight=torch.ones_like(sigma),
+        # Samples of a group are compared within a draw, so each (group, draw) is a group of rows.
         group_index=torch.from_numpy(group * draws + draw).to(clean.device),
-        clean=repeated,
+        clean=row_clean,
         noise=noise,
-        advantage=advantage[rows_of],
-        keys=keys.select_samples(sample_index),
+        advantage=advantage[sample_index],
+        keys=keys.select_samples(sample),
     )
+
+
+def _sample_sigmas_and_noise(
+    shape: torch.Size,
+    keys: SampleKeys,
+    first: np.ndarray,
+    owners: np.ndarray,
+    config: ForwardConfig,
+    schedule: Tensor,
+    visit: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the sigma of each group [draws, G], that of its ``first`` sample, and the noise of
+    each of the ``owners`` [draws, owners, *shape].
+    """
+    draws = config.noise_levels
+    numbers = [
+        _sample_noise(shape, keys.select_samples(owners), visit * draws + draw)
+        for draw in range(draws)
+    ]
+    uniforms = torch.stack([uniform for uniform, _ in numbers])  # (draws, owners)
+    # Sigma is shared by a group also where noise is not: losses compare its samples at one level.
+    sigmas = sample_training_sigmas(
+        config.sigma,
+        schedule,
+        keys.select_samples(first),
+        visit,
+        uniforms[:, np.searchsorted(owners, first)],
+    )
+    return sigmas, torch.stack([noise for _, noise in numbers])
 
 
 def _sample_noise(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Tensor, Tensor]:
-    """(uniform in [0, 1) [N], noise [N, *shape]) of one draw; from the sample's own generator, so
-    batches do not matter.
-    """
+    """Return (uniform in [0, 1) [N], noise [N, *shape]) of one draw of N samples."""
     uniform = np.empty(len(keys), dtype=np.float32)
     noise = np.empty((len(keys), *shape), dtype=np.float32)
+    # Each sample has a generator of its own, so that neither batches nor processes change a draw.
+    # The order of the two numbers is part of every recipe's bytes.
     for row, generator in enumerate(
         iterate_generators(keys.seed, keys.prompt_ids, keys.samples, number, Stream.TRAINING)
     ):
@@ -371,50 +436,69 @@ def _sample_noise(shape: torch.Size, keys: SampleKeys, number: int) -> tuple[Ten
     return torch.from_numpy(uniform), torch.from_numpy(noise)
 
 
+# How groups are split: over the updates of a step, over processes, over passes.
+
+
 def split_evenly(groups: SampleGroups, count: int) -> list[SampleGroups]:
-    """The groups in ``count`` runs of about as many groups."""
+    """Split the groups into ``count`` runs of about as many groups."""
     return [[groups[i] for i in part] for part in np.array_split(np.arange(len(groups)), count)]
 
 
 def shard_for_rank(groups: SampleGroups, ranks: Ranks) -> SampleGroups:
-    """This process's groups of a batch.
+    """Return this process's groups of a batch.
 
     Where there are too few to go round, every process takes all of them: the mean over the rows of
     all processes is the same.
     """
-    return groups if len(groups) < ranks.world else split_evenly(groups, ranks.world)[ranks.rank]
+    # No process may be left without rows: each forward and backward pass of FSDP2 is a collective
+    # call, and the others would wait in it.
+    if len(groups) < ranks.world:
+        return groups
+    return split_evenly(groups, ranks.world)[ranks.rank]
 
 
 def count_shared_micro_batches(groups: SampleGroups, world: int, draws: int, size: int) -> int:
-    """Passes of about ``size`` rows that every process can take part in: their shares of the groups
-    may differ by one.
+    """Count the passes of about ``size`` rows that every process can take part in: their shares of
+    the groups may differ by one.
 
     Args:
         groups: of the whole batch.
         draws: rows of each sample.
     """
-    dealt = world if len(groups) >= world else 1
-    largest = math.ceil(len(groups) / dealt) * draws
-    smallest = len(groups) // dealt * draws
+    num_shares = world if len(groups) >= world else 1  # as ``shard_for_rank`` splits them
+    largest = math.ceil(len(groups) / num_shares) * draws
+    smallest = len(groups) // num_shares * draws
+    # A pass needs a group of rows on every process, so the smallest share limits the passes.
     return min(count_passes(largest, max(map(len, groups)), size), smallest)
 
 
 def count_micro_batches(group_index: Tensor, size: int) -> int:
-    """How many passes of at most ``size`` rows a batch takes; a group larger than that is a pass of
-    its own.
+    """Count the passes of at most ``size`` rows that a batch takes; a group larger than that is a
+    pass of its own.
     """
     counts = group_index.unique_consecutive(return_counts=True)[1]
     return count_passes(len(counts), int(counts.max()), size)
 
 
 def count_passes(groups: int, group_size: int, size: int) -> int:
-    """Passes of at most ``size`` rows over ``groups`` groups of at most ``group_size`` rows."""
+    """Count the passes of at most ``size`` rows over ``groups`` groups of at most ``group_size``
+    rows.
+    """
     return math.ceil(groups / max(1, size // group_size))
 
 
 def split_into_passes(group_index: Tensor, passes: int) -> list[slice]:
-    """The rows of a batch in ``count_passes`` parts of whole groups, about as many in each."""
+    """Split the rows of a batch into parts of whole groups, about as many in each.
+
+    Example: rows of the groups [0, 0, 1, 1, 2, 2] in two passes are [slice(0, 4), slice(4, 6)].
+    """
+    # The end of each group, in rows: [2, 4, 6] in the example.
     ends = group_index.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
     assert passes <= len(ends), f"{passes} passes over {len(ends)} groups would leave some empty"
-    chunks = [chunk.tolist() for chunk in torch.arange(len(ends)).tensor_split(passes)]
-    return [slice(ends[chunk[0] - 1] if chunk[0] else 0, ends[chunk[-1]]) for chunk in chunks]
+    slices = []
+    start = 0
+    for chunk in torch.arange(len(ends)).tensor_split(passes):
+        end = ends[int(chunk[-1])]
+        slices.append(slice(start, end))
+        start = end
+    return slices

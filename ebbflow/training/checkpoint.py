@@ -10,6 +10,16 @@ Every process writes its own part of each tensor (``parameters-00000-of-00002.sa
 ``optimizer-...``, the copies likewise), so no tensor is gathered; of several replicas of the model,
 the first writes. Other machines send their files to that of rank 0. Then come ``manifest.json`` and
 COMMIT (``ebbflow.storage.artifacts``).
+
+Example: the checkpoint of step 20 by two processes, of an algorithm with the copy ``old``::
+
+    step-00020/
+        parameters-00000-of-00002.safetensors  parameters-00001-of-00002.safetensors
+        old-00000-of-00002.safetensors         old-00001-of-00002.safetensors
+        optimizer-00000-of-00002.safetensors   optimizer-00001-of-00002.safetensors
+        counters.json   {"updates": 40, "steps": 20, "alarms": [], "drift": 0.012, ...}
+        state.json      {"about": {"recipe": "5f0c...", "stage": "..."}, "score": 0.71, ...}
+        manifest.json  COMMIT
 """
 
 from __future__ import annotations
@@ -42,7 +52,8 @@ from ebbflow.storage.artifacts import (
 )
 from ebbflow.training.distributed import Ranks, receive_file, send_file
 from ebbflow.training.optimizer import AnyOptimizer, state_from_tensors, state_to_tensors
-from ebbflow.training.policy import Policy, shard_like
+from ebbflow.training.policy import Policy
+from ebbflow.training.sharding import shard_like
 from ebbflow.training.update import PolicyUpdater
 
 logger = logging.getLogger(__name__)
@@ -73,26 +84,27 @@ def write_part(folder: Path, updater: PolicyUpdater) -> None:
     if rank >= num_parts:
         return  # the parts of another replica are the same
     for kind, values in _collect_state_tensors(updater).items():
-        own = {
+        # What is not sharded (the step counts of an optimiser) is the same on all ranks: rank 0
+        # writes it.
+        local_values = {
             name: _local_shard(value)
             for name, value in values.items()
             if rank == 0 or isinstance(value, DTensor)
         }
-        save_file(own, folder / _part_name(kind, rank, num_parts))
+        save_file(local_values, folder / _part_name(kind, rank, num_parts))
     if rank == 0:
-        (folder / COUNTERS).write_text(
-            json.dumps({name: getattr(updater, name) for name in COUNTED})
-        )
+        counters = {name: getattr(updater, name) for name in COUNTED}
+        (folder / COUNTERS).write_text(json.dumps(counters))
 
 
 def collect_parts(folder: Path, updater: PolicyUpdater) -> None:
     """Bring what ``write_part`` wrote on other machines into the folder of rank 0; all ranks call
     it, each with its own folder.
-
-    One file after another, so that rank 0 has room for what arrives.
     """
     ranks = Ranks.current()
     num_parts = _count_parts(updater)
+    # One file after another, so that rank 0 has room for what arrives. The ranks of its own machine
+    # wrote into its folder.
     for sender in range(ranks.ranks_per_node, num_parts):
         for kind in sorted(_collect_state_tensors(updater)):
             path = folder / _part_name(kind, sender, num_parts)
@@ -103,7 +115,7 @@ def collect_parts(folder: Path, updater: PolicyUpdater) -> None:
 
 
 def _count_parts(updater: PolicyUpdater) -> int:
-    """Ranks over which a replica of the model is sharded."""
+    """Count the ranks over which a replica of the model is sharded."""
     return Ranks.current().world // updater.policy.replicas
 
 
@@ -112,7 +124,7 @@ def _part_name(kind: str, rank: int, num_parts: int) -> str:
 
 
 def part_files(folder: Path) -> list[Path]:
-    """What ``write_part`` wrote, on all ranks."""
+    """List what ``write_part`` wrote, on all ranks."""
     return [*sorted(folder.glob("*-of-*.safetensors")), folder / COUNTERS]
 
 
@@ -121,60 +133,62 @@ def restore_updater(folder: Path, updater: PolicyUpdater) -> None:
     """Put the updater where it stood; every rank calls it, however many wrote the checkpoint."""
     policy = updater.policy
     optimizers = _optimizers_by_name(updater)
-    for kind in sorted(
-        {path.name.partition("-")[0] for path in part_files(folder)} - {*optimizers, COUNTERS}
-    ):
+    # The kinds of parts that are there: "parameters", "old", "optimizer", ...
+    kinds = {path.name.partition("-")[0] for path in part_files(folder)}
+    # Sorted, because sharding a tensor communicates: all ranks take the kinds in the same order.
+    for kind in sorted(kinds - {*optimizers, COUNTERS}):
         with _open_shards(folder, kind) as values:
-            whole = policy.distribute_tensors(values)
+            tensors = policy.distribute_tensors(values)
         if kind == PARAMETERS:
-            policy.assign_parameters(whole)
+            # Into the parameters that are there, because the optimiser and FSDP2 hold on to them.
+            policy.assign_parameters(tensors)
         else:
-            policy.copies[kind] = whole
+            policy.copies[kind] = tensors
     for kind, optimizer in optimizers.items():
         with _open_shards(folder, kind) as values:
             for name, parameter in policy.parameters.items():
-                own = {
-                    key: _place_state_tensor(policy, values[key], parameter)
+                # Keys are "<parameter>/<what it is>", such as "proj.weight/exp_avg".
+                state = {
+                    key.rpartition("/")[2]: _place_state_tensor(policy, values[key], parameter)
                     for key in values
                     if key.rpartition("/")[0] == name
                 }
-                if own:
-                    optimizer.state[parameter] = state_from_tensors(
-                        {key.rpartition("/")[2]: value for key, value in own.items()}
-                    )
+                if state:  # nothing before the first step
+                    optimizer.state[parameter] = state_from_tensors(state)
     for name, value in json.loads((folder / COUNTERS).read_text()).items():
         setattr(updater, name, value)
 
 
 def _collect_state_tensors(updater: PolicyUpdater) -> dict[str, dict[str, Tensor]]:
-    """The parameters, the copies that follow them, and every tensor of the optimisers by parameter
-    and by what it is.
+    """Collect the parameters, the copies that follow them, and every tensor of the optimisers by
+    parameter and by what it is.
     """
     policy = updater.policy
     shared = updater.stage.optimizer.factory.shared_state
-    optimizers = {
-        kind: {
+    optimizers: dict[str, dict[str, Tensor]] = {}
+    for kind, optimizer in _optimizers_by_name(updater).items():
+        optimizers[kind] = {
             f"{name}/{key}": value
             for name, parameter in policy.parameters.items()
             for key, value in state_to_tensors(optimizer.state.get(parameter, {}), shared).items()
         }
-        for kind, optimizer in _optimizers_by_name(updater).items()
-    }
+    # Copies that stand still are not written: a stage that resumes loads them as it did at first.
     copies = {name: values for name, values in policy.copies.items() if name in MOVING}
     return {PARAMETERS: policy.parameters, **copies, **optimizers}
 
 
 def _optimizers_by_name(updater: PolicyUpdater) -> dict[str, AnyOptimizer]:
-    """The optimisers of the policy and of what is trained beside it, by what their parts are
+    """Return the optimisers of the policy and of what is trained beside it, by what their parts are
     called.
     """
-    return {OPTIMIZER: updater.optimizer} | (
-        {FAKE_OPTIMIZER: updater.fake.optimizer} if updater.fake else {}
-    )
+    optimizers = {OPTIMIZER: updater.optimizer}
+    if updater.fake:
+        optimizers[FAKE_OPTIMIZER] = updater.fake.optimizer
+    return optimizers
 
 
 def _local_shard(value: Tensor) -> Tensor:
-    """This process's rows of a tensor."""
+    """Return this process's rows of a tensor."""
     if isinstance(value, DTensor):
         assert value.placements[-1] == Shard(0), "FSDP2 deals out rows"
         value = value.to_local()
@@ -185,15 +199,17 @@ class _ShardedTensors(Mapping[str, Tensor]):
     """The whole tensors behind the parts of several processes, read one at a time."""
 
     def __init__(self, parts: list[Any]) -> None:
-        self.parts, self.names = parts, [list(part.keys()) for part in parts]
+        self.parts = parts
+        self.names = [list(part.keys()) for part in parts]
 
     def __getitem__(self, name: str) -> Tensor:
-        found = [
+        # FSDP2 deals out rows in the order of the ranks, so the shards are put one below another.
+        shards = [
             part.get_tensor(name)
             for part, names in zip(self.parts, self.names, strict=True)
             if name in names
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return shards[0] if len(shards) == 1 else torch.cat(shards)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names[0])  # the first process has a part of everything
@@ -214,20 +230,22 @@ def _open_shards(folder: Path, kind: str) -> Iterator[_ShardedTensors]:
 
 
 def _place_state_tensor(policy: Policy, value: Tensor, parameter: Tensor) -> Tensor:
-    """Moments lie like their parameters; counters are on their device, where fused AdamW wants
-    them.
-    """
+    """Bring a tensor of the optimiser's state to where it lay."""
     placed = policy.place_tensor(value, parameter)
-    return (
-        shard_like(placed, parameter) if value.shape == parameter.shape and value.ndim else placed
-    )
+    # Moments lie like their parameters; counters are whole, on the device of their parameter, where
+    # fused AdamW wants them. A parameter without dimensions is as small as a counter.
+    is_moment = value.ndim > 0 and value.shape == parameter.shape
+    return shard_like(placed, parameter) if is_moment else placed
 
 
 # --------------------------------------------------------------------------------- those of a stage
 
 
 class BestCheckpoint(NamedTuple):
-    """The checkpoint that was validated best."""
+    """The checkpoint that was validated best.
+
+    Example: BestCheckpoint(folder=Path(".../step-00040"), step=40, score=0.7125)
+    """
 
     folder: Path
     step: int
@@ -249,11 +267,11 @@ class Checkpoints:
 
     @property
     def training_identity(self) -> dict[str, str]:
-        """Which training they are of."""
+        """Which training they are of; a checkpoint of another one is refused."""
         return {"recipe": self.ctx.recipe.digest, "stage": self.ctx.stage_label}
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after so many steps."""
         config = self.ctx.config.checkpoints
         return config is not None and step % config.every == 0
 
@@ -265,7 +283,7 @@ class Checkpoints:
         into the folder it is given.
 
         The last checkpoints and the best one are kept. Those of later steps go, and a damaged one
-        of this step: an attempt passed them over.
+        of this step: an attempt passed them over, so they are of a training that did not happen.
 
         Args:
             step: steps done.
@@ -273,12 +291,9 @@ class Checkpoints:
             score: how good the policy was then, if that is known; more is better.
         """
         new = self._path_of_step(step)
-        for passed_over in [
-            path
-            for path in self._list_checkpoints()
-            if step_of(path) > step or (path == new and _find_damage(path))
-        ]:
-            shutil.rmtree(passed_over)
+        for path in self._list_checkpoints():
+            if step_of(path) > step or (path == new and _find_damage(path)):
+                shutil.rmtree(path)
         with write_new_folder(new) as unfinished:
             yield unfinished
             (unfinished / STATE).write_text(
@@ -289,8 +304,8 @@ class Checkpoints:
         logger.info("%s checkpoint of step %d saved at %s", self.ctx.stage_label, step, new)
 
     def find_newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and what the stage wanted to find again; damaged ones are
-        passed over.
+        """Find the newest whole checkpoint and what the stage wanted to find again; damaged ones
+        are passed over.
 
         Raises:
             CheckpointError: it is one of another training.
@@ -299,7 +314,9 @@ class Checkpoints:
         return (path, self.read_state(path)) if path else None
 
     def load_step(self, step: int) -> tuple[Path, dict[str, Any]]:
-        """As ``newest``, for the checkpoint of a step that is known to be whole."""
+        """Return what ``find_newest`` does, for the checkpoint of a step that is known to be
+        whole.
+        """
         path = self._path_of_step(step)
         return path, self.read_state(path)
 
@@ -319,10 +336,15 @@ class Checkpoints:
         verify_folder(self._path_of_step(step))
 
     def find_best(self) -> BestCheckpoint | None:
-        """The whole one with the highest score, the first of several; None where no score is
-        known."""
-        scored = sorted(self._list_scored(), key=lambda one: -one.score)
-        return next((one for one in scored if _is_whole(one.folder)), None)
+        """Find the whole one with the highest score, the first of several; None where no score is
+        known.
+        """
+        # Best first, because checking that one is whole reads all of it.
+        scored = sorted(self._list_scored(), key=lambda checkpoint: -checkpoint.score)
+        for checkpoint in scored:
+            if _is_whole(checkpoint.folder):
+                return checkpoint
+        return None
 
     def _list_scored(self) -> list[BestCheckpoint]:
         states = ((path, _read_committed_state(path)) for path in self._list_checkpoints())
@@ -333,67 +355,68 @@ class Checkpoints:
         ]
 
     def copy_checkpoints(self, folder: Path, step: int) -> Checkpoints:
-        """Copies in another folder, of the checkpoints up to a step. One that the stage deletes
+        """Copy the checkpoints up to a step into another folder. One that the stage deletes
         meanwhile may be left out.
         """
-        for path in [path for path in self._list_checkpoints() if step_of(path) <= step]:
-            with suppress(OSError):  # a copy that is not whole is passed over
-                shutil.copytree(path, folder / path.name)
+        for path in self._list_checkpoints():
+            if step_of(path) <= step:
+                with suppress(OSError):  # a copy that is not whole is passed over
+                    shutil.copytree(path, folder / path.name)
         return Checkpoints(self.ctx, folder)
 
     def read_state(self, folder: Path) -> dict[str, Any]:
-        """What the stage wanted to find again in a checkpoint.
+        """Read what the stage wanted to find again in a checkpoint.
 
         Raises:
             CheckpointError: it is damaged, or one of another training.
         """
-        found = _read_committed_state(folder)
-        if not found.keys() >= {"about", "stage"} or not isinstance(found["about"], dict):
+        content = _read_committed_state(folder)
+        if not content.keys() >= {"about", "stage"} or not isinstance(content["about"], dict):
             raise CheckpointError(
                 f"{folder / STATE} is damaged, or of another version of Ebbflow; remove {folder}"
             )
-        was = found["about"]
-        now = self.training_identity
-        if was != now:
+        identity = content["about"]
+        if identity != self.training_identity:
             differ = ", ".join(
-                f"{key} = {was.get(key)!r} (now {value!r})"
-                for key, value in now.items()
-                if was.get(key) != value
+                f"{key} = {identity.get(key)!r} (now {value!r})"
+                for key, value in self.training_identity.items()
+                if identity.get(key) != value
             )
             raise CheckpointError(
                 f"{folder} is the checkpoint of another training: {differ}; remove it, or go on"
                 " with what made it"
             )
-        state: dict[str, Any] = found["stage"]
+        state: dict[str, Any] = content["stage"]
         return state
 
     def _remove_old(self) -> None:
         config = self.ctx.config.checkpoints
-        best = max(self._list_scored(), key=lambda one: one.score, default=None)
-        kept = {
-            *self._list_checkpoints()[-(config.keep if config else 1) :],
-            *([best.folder] if best else []),
-        }
-        for old in set(self._list_checkpoints()) - kept:
-            shutil.rmtree(old)
+        newest = self._list_checkpoints()[-(config.keep if config else 1) :]
+        best = max(self._list_scored(), key=lambda checkpoint: checkpoint.score, default=None)
+        for path in self._list_checkpoints():
+            if path not in newest and not (best and path == best.folder):
+                shutil.rmtree(path)
 
     def _path_of_step(self, step: int) -> Path:
         return self.folder / f"step-{step:05d}"
 
     def _list_checkpoints(self) -> list[Path]:
-        found = (
+        """List the folders that are called like checkpoints, by step; damaged ones too."""
+        checkpoints = [
             path
             for path in self.folder.glob("step-*")
-            if path.is_dir() and path.name.removeprefix("step-").isdecimal()
-        )
-        return sorted(
-            (path for path in found if path == self._path_of_step(step_of(path))), key=step_of
-        )
+            if path.is_dir()
+            and path.name.removeprefix("step-").isdecimal()
+            # "step-7" is no name that a stage writes: it would be a second checkpoint of step 7.
+            and path == self._path_of_step(step_of(path))
+        ]
+        return sorted(checkpoints, key=step_of)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether the stage can resume from it. A damaged one is logged."""
-    if error := _find_damage(checkpoint):
+    """Return whether the stage can resume from a checkpoint. A damaged one is logged."""
+    error = _find_damage(checkpoint)
+    if error:
         logger.warning("damaged checkpoint passed over: %s", error)
     return error is None
 
@@ -407,16 +430,16 @@ def _find_damage(checkpoint: Path) -> ArtifactError | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Steps done, by its name."""
+    """Return the steps done, by the name of the checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def _read_committed_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of ``state.json`` if that is what was committed; else nothing, and a warning.
-
-    Only this file is checked: which checkpoint was best is asked after every save, and the others
-    take long to read.
+    """Read the content of ``state.json`` if that is what was committed; else nothing, and a
+    warning.
     """
+    # Only this file is checked against the manifest: which checkpoint was best is asked after every
+    # save, and the others take long to read.
     try:
         content = (checkpoint / STATE).read_bytes()
         manifest = (checkpoint / MANIFEST).read_bytes()

@@ -28,6 +28,17 @@ from ebbflow.training.reward_gradients import Score
 class DirectAlignBatch:
     """``rows_per_sample`` adjacent rows per sample: the denoising branch, and the inversion branch
     if there is one.
+
+    Example: a sample with both branches, whose band of sigmas is 0.2 to 0.6::
+
+        batch.inputs.sigma  # tensor([0.47, 0.33]): a step down and a step up ...
+        batch.end_sigma  # tensor([0.40, 0.40]): ... to the same noise level
+
+    Attributes:
+        clean: final latents of the rollout, [M, ...].
+        noise: what the rollout started from, [M, ...].
+        end_sigma: [M], where the step with gradient ends.
+        positive, negative: the prompts as the rewards see them, with a control word in front.
     """
 
     inputs: ForwardInputs
@@ -74,7 +85,9 @@ class DirectAlignBatch:
         negative = self.negative[part]
         decode = cache(self.model.decode_with_gradient)  # both rewards look at the same images
         reward = self.score(latents, positive, decode)
-        return reward, reward if positive == negative else self.score(latents, negative, decode)
+        if positive == negative:
+            return reward, reward  # no control words: nothing is scored twice
+        return reward, self.score(latents, negative, decode)
 
 
 def build_direct_align_batch(
@@ -88,7 +101,7 @@ def build_direct_align_batch(
     update: int,
     score: Score,
 ) -> DirectAlignBatch:
-    """``config.rows_per_sample`` rows for each of N samples.
+    """Build ``config.rows_per_sample`` rows for each of N samples.
 
     Args:
         clean: final latents of the rollouts, [N, ...].
@@ -98,24 +111,25 @@ def build_direct_align_batch(
     """
     branches = config.rows_per_sample
     width = config.max_sigma - config.min_sigma
-    draws = [
-        float(draw.random())
-        for draw in iterate_generators(keys.seed, keys.prompt_ids, keys.samples, 0, Stream.TRAINING)
+    numbers = [
+        float(generator.random())
+        for generator in iterate_generators(
+            keys.seed, keys.prompt_ids, keys.samples, 0, Stream.TRAINING
+        )
     ]
-    place = torch.tensor(draws).to(clean)[
-        :, None
-    ]  # of the end in the band, from 0 at min_sigma to 1 at max_sigma
-    jump = torch.minimum(place, 1 - place).clamp_max(config.jump) * torch.tensor(
-        [1.0, -1.0][:branches]
-    ).to(clean)
+    # Where the end of the step is in the band, from 0 at min_sigma to 1 at max_sigma, (N, 1).
+    place = torch.tensor(numbers).to(clean)[:, None]
+    # The step starts as far above the end (denoising) as below it (inversion), inside the band.
+    direction = torch.tensor([1.0, -1.0][:branches]).to(clean)
+    jump = torch.minimum(place, 1 - place).clamp_max(config.jump) * direction  # (N, branches)
     end = (config.min_sigma + width * place).expand(-1, branches).flatten()
     sigma = (config.min_sigma + width * (place + jump)).flatten()
-    index = torch.arange(len(keys), device=clean.device).repeat_interleave(branches)
-    rows_of = index.tolist()
-    clean, noise = clean[index], generate_initial_noise(model.latent_shape, keys).to(clean)[index]
+    index = torch.arange(len(keys), device=clean.device).repeat_interleave(branches)  # (M,)
+    noise = generate_initial_noise(model.latent_shape, keys).to(clean)[index]
+    clean = clean[index]
     share = expand_like(sigma, clean)
     positive, negative = (
-        [_prepend_word(word, prompts[row]) for row in rows_of]
+        [_prepend_word(word, prompts[sample]) for sample in index.tolist()]
         for word in config.choose_words(update)
     )
     return DirectAlignBatch(
@@ -135,5 +149,5 @@ def build_direct_align_batch(
 
 
 def _prepend_word(word: str, prompt: Prompt) -> Prompt:
-    """The prompt as a reward sees it after a control word; as it is without one."""
+    """Return the prompt as a reward sees it after a control word; as it is without one."""
     return replace(prompt, prompt=f"{word}. {prompt.prompt}") if word else prompt

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 STORE = "EBBFLOW_RANKS_STORE"
 """Environment variable: the file through which the ranks of one machine find each other, instead of
@@ -50,16 +49,23 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together."""
+    """This process among those that train together.
+
+    Example: rank 5 of 8 on two machines::
+
+        ranks = Ranks(rank=5, world=8)  # LOCAL_WORLD_SIZE is 4
+        ranks.node_rank, ranks.local_rank  # (1, 1)
+        ranks.row_ranks(context_parallel=2)  # Ranks(rank=2, world=4)
+    """
 
     rank: int
     world: int
 
     @staticmethod
     def current() -> Ranks:
-        return (
-            Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
-        )
+        if not dist.is_initialized():
+            return Ranks(0, 1)
+        return Ranks(dist.get_rank(), dist.get_world_size())
 
     @property
     def ranks_per_node(self) -> int:
@@ -92,8 +98,9 @@ class Ranks:
 
 
 def choose_backend(cpu_offload: bool) -> str:
-    """Of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs wait in main
-    memory."""
+    """Choose the backend of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs
+    wait in main memory.
+    """
     if not torch.cuda.is_available():
         return "gloo"
     return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
@@ -117,19 +124,19 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if path := os.environ.get(STORE):
+    path = os.environ.get(STORE)
+    if path:
+        # The launcher sees how each rank on its own machine ends, so nobody has to be told.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
         rank = int(os.environ["RANK"])
         world = int(os.environ["WORLD_SIZE"])
         store: Store = dist.FileStore(path, world)  # type: ignore[attr-defined]
-        named: AbstractContextManager[None] = (
-            nullcontext()
-        )  # the launcher sees how each of them ends
+        naming_errors: AbstractContextManager[None] = nullcontext()
     else:
         with _name_lost_peers():
             store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-        named = _name_lost_peers(store, rank)
-    with named:
+        naming_errors = _name_lost_peers(store, rank)
+    with naming_errors:
         dist.init_process_group(
             choose_backend(cpu_offload), store=store, rank=rank, world_size=world, timeout=TIMEOUT
         )
@@ -145,14 +152,16 @@ def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None
     try:
         yield
     except Exception as error:
-        failed = _read_failure(store)
+        failure = _read_failure(store)
         if not is_connection_error(error):
-            if store and not failed:
+            # An error of this rank: written down once, for the others, which will only see that the
+            # connection to this one broke. The store may be gone with the machine that holds it.
+            if store and not failure:
                 with suppress(RuntimeError):
                     store.set(FAILED, f"rank {rank} failed: {type(error).__name__}: {error}")
             raise
-        if failed:
-            raise RuntimeError(failed) from error
+        if failure:
+            raise RuntimeError(failure) from error
         raise PeerLost(
             "a rank on another machine is gone, or cannot be reached; the stage starts again from"
             f" its last checkpoint ({str(error).partition('. ')[0]})"
@@ -160,8 +169,8 @@ def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None
 
 
 def _read_failure(store: Store | None) -> str | None:
-    """What the first rank said that failed by itself, if the machine that holds the store is still
-    there.
+    """Read what the first rank said that failed by itself, if the machine that holds the store is
+    still there.
     """
     with suppress(RuntimeError):
         if store and store.check([FAILED]):
@@ -170,47 +179,56 @@ def _read_failure(store: Store | None) -> str | None:
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Whether this is an error of torch about its connections to other processes."""
+    """Return whether this is an error of torch about its connections to other processes."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and GLOO in str(error)
     )
 
 
 def seconds_since_launch() -> float:
-    """Wall time since the launcher began to start this process; 0 without one."""
+    """Return the wall time since the launcher began to start this process; 0 without one."""
     return time.time() - float(os.environ[LAUNCHED]) if LAUNCHED in os.environ else 0.0
 
 
-def all_reduce_max(own: int) -> int:
-    """The largest of what all processes have; all of them ask."""
-    value = _exchange_tensor(own)
+def sum_over_processes(value: Tensor) -> Tensor:
+    """Sum a tensor over the processes that train together, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def all_reduce_max(local_value: int) -> int:
+    """Return the largest of what all processes have; all of them ask."""
+    value = _exchange_tensor(local_value)
     if dist.is_initialized():
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return int(value)
 
 
-def broadcast_first(own: int) -> int:
-    """What rank 0 has; all of them ask."""
-    value = _exchange_tensor(own)
+def broadcast_first(local_value: int) -> int:
+    """Return what rank 0 has; all of them ask."""
+    value = _exchange_tensor(local_value)
     if dist.is_initialized():
         dist.broadcast(value, 0)
     return int(value)
 
 
-def broadcast_first_of_node(own: int) -> int:
-    """What the first rank of this machine has; all processes ask."""
+def broadcast_first_of_node(local_value: int) -> int:
+    """Return what the first rank of this machine has; all processes ask."""
     if not dist.is_initialized():
-        return own
+        return local_value
     ranks = Ranks.current()
-    value = _exchange_tensor(own)
-    everyone = [torch.empty_like(value) for _ in range(ranks.world)]
-    dist.all_gather(everyone, value)
-    return int(everyone[ranks.rank - ranks.local_rank])
+    value = _exchange_tensor(local_value)
+    # Gathered from everyone and then chosen from: a group for each machine would be one more thing
+    # that all ranks have to create in the same order.
+    values = [torch.empty_like(value) for _ in range(ranks.world)]
+    dist.all_gather(values, value)
+    return int(values[ranks.rank - ranks.local_rank])
 
 
 def build_replica_mesh(replicas: int) -> DeviceMesh | None:
-    """The mesh of HSDP: so many replicas of the model, each sharded over ranks that follow each
-    other. None: one replica.
+    """Build the mesh of HSDP: so many replicas of the model, each sharded over ranks that follow
+    each other. None: one replica.
 
     Raises:
         ValueError: the ranks cannot be divided into so many replicas.
@@ -229,8 +247,8 @@ def build_replica_mesh(replicas: int) -> DeviceMesh | None:
 
 
 def build_row_mesh(context_parallel: int) -> DeviceMesh:
-    """The mesh of context parallelism: so many ranks that follow each other share the tokens of a
-    row.
+    """Build the mesh of context parallelism: so many ranks that follow each other share the tokens
+    of a row.
 
     Raises:
         ValueError: the ranks cannot be divided into such groups.
@@ -250,7 +268,7 @@ def send_file(path: Path, receiver: int) -> None:
     """Send a file to the rank that calls ``receive_file``."""
     dist.send(_exchange_tensor(path.stat().st_size), receiver)
     with path.open("rb") as file:
-        while chunk := bytearray(file.read(CHUNK)):
+        while chunk := bytearray(file.read(CHUNK)):  # writable, as ``frombuffer`` wants it
             dist.send(torch.frombuffer(chunk, dtype=torch.uint8).to(_exchange_device()), receiver)
 
 
@@ -267,15 +285,10 @@ def receive_file(path: Path, sender: int) -> None:
             file.write(chunk.cpu().numpy().data)
 
 
-def _exchange_tensor(own: int) -> Tensor:
-    return torch.tensor(own, device=_exchange_device())
+def _exchange_tensor(value: int) -> Tensor:
+    return torch.tensor(value, device=_exchange_device())
 
 
 def _exchange_device() -> str:
-    """Where tensors lie that ranks exchange."""
+    """Return the device of tensors that ranks exchange: NCCL takes those of GPUs only."""
     return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
-
-
-def gather_tensor(value: Tensor) -> Tensor:
-    """A tensor with the shards of all processes, on the CPU; every process must call it."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()

@@ -64,8 +64,8 @@ def export_pipeline(
 
 
 def how_to_load_pipeline(folder: Path, family: str) -> str:
-    """A line of Python that loads an exported pipeline of a family, which Ebbflow ships or a user
-    has written.
+    """Return a line of Python that loads an exported pipeline of a family, which Ebbflow ships or a
+    user has written.
 
     diffusers loads what has all parts of its pipeline. The glyph model has no VAE, and of a user's
     family nothing is known.

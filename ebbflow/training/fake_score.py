@@ -13,12 +13,8 @@ from ebbflow.algorithms.base import expand_like, mean_per_row
 from ebbflow.models.base import predict
 from ebbflow.recipe.choices import OptimizerConfig
 from ebbflow.training.batches import split_into_passes
-from ebbflow.training.gradients import (
-    TrainingError,
-    compute_gradient_norm,
-    get_world_size,
-    sum_over_processes,
-)
+from ebbflow.training.distributed import Ranks, sum_over_processes
+from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer
 from ebbflow.training.policy import Policy
@@ -37,8 +33,8 @@ class FakeScore:
     def __init__(self, policy: Policy, config: OptimizerConfig, lr_factor: float) -> None:
         self.policy = policy
         self.max_grad_norm = config.max_grad_norm
-        own = config.model_copy(update={"lr": config.lr * lr_factor})
-        self.optimizer: AnyOptimizer = build_optimizer(policy, own)
+        fake_config = config.model_copy(update={"lr": config.lr * lr_factor})
+        self.optimizer: AnyOptimizer = build_optimizer(policy, fake_config)
 
     def update_fake_score(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
         """Take one optimiser step on the mean of (scale v - target)^2 over the rows of all
@@ -55,23 +51,27 @@ class FakeScore:
         slices = split_into_passes(batch.group_index, passes)
         total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
         error = torch.zeros((), dtype=torch.float64, device=batch.weight.device)
-        of_rows = []
+        row_errors = []
+        # The parameters are the copy's inside the block. Gradients and the optimiser's state belong
+        # to the parameter objects, so they are kept apart: the block clears gradients before and
+        # after, and this optimiser has a state of its own.
         with policy.train_copy(FAKE):
             for part in slices:
-                velocity = predict(policy.model, *batch.noised.model_arguments(part))
+                velocity = predict(policy.model, *batch.noised.model_arguments(part))  # [m, ...]
                 errors = mean_per_row(
                     (expand_like(batch.scale[part], velocity) * velocity - batch.target[part]) ** 2
                 )
                 policy.set_gradient_reduction(part == slices[-1])
-                (errors.sum() * (get_world_size() / total)).backward()
-                of_rows.append(errors.detach())
-                error += of_rows[-1].double().sum()
+                # The mean over all rows of all processes; FSDP averages over processes, which the
+                # world size undoes (as in ``PolicyUpdater``).
+                (errors.sum() * (Ranks.current().world / total)).backward()
+                row_errors.append(errors.detach())
+                error += row_errors[-1].double().sum()
             mean = (sum_over_processes(error) / total).item()
             norm = compute_gradient_norm(policy)
-            if not (
-                torch.isfinite(norm) and math.isfinite(mean)
-            ):  # both are the same on every process
-                raise _non_finite_error(batch, torch.cat(of_rows), mean, norm)
+            # Before the step, and the same on every process, so that all of them stop together.
+            if not (torch.isfinite(norm) and math.isfinite(mean)):
+                raise _non_finite_error(batch, torch.cat(row_errors), mean, norm)
             torch.nn.utils.clip_grads_with_norm_(
                 policy.parameters.values(), self.max_grad_norm, norm
             )
@@ -82,8 +82,8 @@ class FakeScore:
 def _non_finite_error(
     batch: MatchingBatch, errors: Tensor, mean: float, norm: Tensor
 ) -> TrainingError:
-    """The error that names the first row that is not finite, of the errors [M] of this process's
-    rows.
+    """Build the error that names the first row that is not finite, of the errors [M] of the rows of
+    this process.
     """
     wrong = (~errors.isfinite()).nonzero()
     what = "gradient" if math.isfinite(mean) else "error of a row of another process"

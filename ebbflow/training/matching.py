@@ -31,6 +31,9 @@ from ebbflow.training.policy import Policy
 class StudentSteps:
     """The denoising steps of N samples, without gradient.
 
+    Example: 16 samples of a student of four steps have ``latents`` and ``velocity`` of shape
+    (16, 4, C, H, W) and five ``sigmas``, from 1 to 0.
+
     Attributes:
         latents: before each of K steps, [N, K, ...].
         velocity: predicted there, [N, K, ...].
@@ -106,7 +109,7 @@ def sample_student_steps(
     sigmas: Tensor,
     passes: int,
 ) -> StudentSteps:
-    """The steps of N samples under the policy as it is, with the noise of their rollouts.
+    """Take the steps of N samples under the policy as it is, with the noise of their rollouts.
 
     Args:
         conditioning, keys: of the N samples.
@@ -118,13 +121,14 @@ def sample_student_steps(
     unguided = conditioning.without_guidance()
     slices = split_into_passes(torch.arange(len(keys)), passes)
     with policy.keep_gathered():
-        found = [
+        parts = [
             _sample_steps(
                 policy.model, unguided.select_rows(part), keys.select_slice(part), sampler, sigmas
             )
             for part in slices
         ]
-    latents, velocity = (torch.cat(column) for column in zip(*found, strict=True))
+    latents = torch.cat([part_latents for part_latents, _ in parts])
+    velocity = torch.cat([part_velocity for _, part_velocity in parts])
     return StudentSteps(latents, velocity, sigmas, conditioning, keys)
 
 
@@ -135,30 +139,32 @@ def _sample_steps(
     sampler: SamplerConfig,
     sigmas: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(latents before each step, velocity there), both [N, K, ...]."""
+    """Return (latents before each step, velocity there), both [N, K, ...]."""
     device = conditioning.device
-    record = []
+    all_latents = []
+    velocities = []
     latents = generate_initial_noise(model.latent_shape, keys).to(device)
     for step in range(len(sigmas) - 1):
         velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)
-        record.append((latents, velocity))
+        all_latents.append(latents)
+        velocities.append(velocity)
         if step == len(sigmas) - 2:
             break  # where the last one ends is not asked for
         move = compute_transition(sampler.name, latents, velocity, sigmas, step, sampler.eta)
         latents = move.mean
         if sampler.is_stochastic:
-            fresh = generate_noise(
+            # Noise 0 of a sample is its initial noise, noise n + 1 that of step n, as in a rollout.
+            noise = generate_noise(
                 model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, step + 1
             )
-            latents = sample_next_latents(move, fresh.to(device))
-    before, predicted = (torch.stack(column, 1) for column in zip(*record, strict=True))
-    return before, predicted
+            latents = sample_next_latents(move, noise.to(device))
+    return torch.stack(all_latents, 1), torch.stack(velocities, 1)
 
 
 def build_matching_batch(
     steps: StudentSteps, advantage: Tensor, config: MatchingConfig, draw: int
 ) -> MatchingBatch:
-    """A row for each of N samples, at a step and a noise level of its own.
+    """Build a row for each of N samples, at a step and a noise level of its own.
 
     Args:
         advantage: [N].
@@ -167,26 +173,26 @@ def build_matching_batch(
     """
     device = steps.latents.device
     samples = torch.arange(len(steps.keys))
-    step, uniform, fresh = _sample_training_noise(steps, draw)
+    step, uniform, noise = _sample_training_noise(steps, draw)
     sigmas = steps.sigmas.cpu()
+    # dmd2 matches the student's clean predictions, tdm where its deterministic steps end.
     start = sigmas[step]
     end = sigmas[step + 1] if config.along_trajectory else torch.zeros(len(step))
     level = _sample_noise_levels(steps, config, step, uniform, draw).to(device)
-    rows, step, start, end, fresh = (
-        values.to(device) for values in (samples, step, start, end, fresh)
+    rows, step, start, end, noise = (
+        values.to(device) for values in (samples, step, start, end, noise)
     )
-    latents = steps.latents[rows, step]
+    latents = steps.latents[rows, step]  # (N, K, ...) -> (N, ...)
     velocity = steps.velocity[rows, step]
-    reached = (
-        latents - expand_like(start - end, latents) * velocity
-    )  # by a deterministic step; the clean prediction at 0
+    # Where a deterministic step to ``end`` leads; to sigma 0 it is the clean prediction.
+    reached = latents - expand_like(start - end, latents) * velocity
     inputs = ForwardInputs(
         latents, start, steps.conditioning.without_guidance(), rows, steps.conditioning.negative
     )
-    scale, target = compute_score_target(reached, fresh, end, level)
+    scale, target = compute_score_target(reached, noise, end, level)
     return MatchingBatch(
         inputs=inputs,
-        noised=replace(inputs, latents=renoise_latents(reached, fresh, end, level), sigma=level),
+        noised=replace(inputs, latents=renoise_latents(reached, noise, end, level), sigma=level),
         scale=scale,
         target=target,
         guidance=config.guidance,
@@ -199,33 +205,36 @@ def build_matching_batch(
 
 
 def _sample_training_noise(steps: StudentSteps, draw: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(step, integer [N], uniform in [0, 1) [N], noise [N, ...]); from each sample's own generator,
-    so batches do not matter.
+    """Return (step, integer [N], uniform in [0, 1) [N], noise [N, ...]), from each sample's own
+    generator, so that batches do not matter.
     """
     keys = steps.keys
     count = len(steps.sigmas) - 1
     numbers = np.empty((len(keys), 2), dtype=np.float32)
-    fresh = np.empty((len(keys), *steps.latents.shape[2:]), dtype=np.float32)
+    noise = np.empty((len(keys), *steps.latents.shape[2:]), dtype=np.float32)
     for row, generator in enumerate(
         iterate_generators(keys.seed, keys.prompt_ids, keys.samples, draw, Stream.TRAINING)
     ):
         numbers[row] = generator.random(2, dtype=np.float32)
-        generator.standard_normal(dtype=np.float32, out=fresh[row])
+        generator.standard_normal(dtype=np.float32, out=noise[row])
+    # The largest float32 below 1 times ``count`` can round up to ``count``.
     step = (torch.from_numpy(numbers[:, 0]) * count).long().clamp_max(count - 1)
-    return step, torch.from_numpy(numbers[:, 1].copy()), torch.from_numpy(fresh)
+    return step, torch.from_numpy(numbers[:, 1].copy()), torch.from_numpy(noise)
 
 
 def _sample_noise_levels(
     steps: StudentSteps, config: MatchingConfig, step: Tensor, uniform: Tensor, draw: int
 ) -> Tensor:
-    """The sigma that each sample is noised to, [N]: along the trajectory between those of its
-    step."""
+    """Sample the sigma that each sample is noised to, [N]: along the trajectory between those of
+    its step.
+    """
     schedule = steps.sigmas.cpu()
     if not config.along_trajectory:
         return sample_training_sigmas(config.sigma, schedule, steps.keys, draw, uniform[None])[0]
+    # Each step has a band of its own, so the samples of each step are sampled together.
     levels = torch.empty(len(step))
     for number in step.unique().tolist():
-        chosen = step == number
+        chosen = step == number  # bool (N,)
         keys = steps.keys.select_samples(chosen.nonzero()[:, 0].numpy())
         band = _clip_sigma_band(config.sigma, float(schedule[number + 1]), float(schedule[number]))
         levels[chosen] = sample_training_sigmas(band, schedule, keys, draw, uniform[None, chosen])[
@@ -235,8 +244,8 @@ def _sample_noise_levels(
 
 
 def _clip_sigma_band(config: SigmaConfig, low: float, high: float) -> SigmaConfig:
-    """The noise levels of a step; all from ``low`` to ``high`` where the band of the recipe lies
-    outside.
+    """Clip the band of the recipe to the noise levels of a step; all of them, from ``low`` to
+    ``high``, where the band lies outside.
     """
     inside = (max(config.min, low), min(config.max, high))
     low, high = inside if inside[0] < inside[1] else (low, high)

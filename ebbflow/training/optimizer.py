@@ -17,6 +17,13 @@ from ebbflow.training.policy import Policy, copy_to_main_memory
 class CombinedOptimizer:
     """Several optimisers, each of its own parameters, as one: their parameter groups, and one
     state.
+
+    Example: Muon for the matrices and AdamW for the rest::
+
+        optimizer = CombinedOptimizer(AdamW([bias]), Muon([weight]))
+        len(optimizer.param_groups)  # 2
+        optimizer.step()
+        optimizer.state.keys()  # {bias, weight}
     """
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
@@ -25,6 +32,8 @@ class CombinedOptimizer:
         self.param_groups: list[dict[str, Any]] = [
             group for part in parts for group in part.param_groups
         ]
+        # One dictionary for all of them, so that a checkpoint reads and writes the state of every
+        # parameter without knowing which part steps on it.
         for part in parts:
             part.state = self.state
 
@@ -48,26 +57,30 @@ class OffloadedOptimizer(CombinedOptimizer):
         for part in self.parts:
             (parameter,) = part.param_groups[0]["params"]
             state = self.state[parameter]
-            waiting = dict(self.state[parameter])
-            state.update({key: value.to(parameter.device) for key, value in waiting.items()})
+            host_state = dict(state)
+            # To the device, one step, and back: one parameter's state is on the device at a time.
+            state.update({key: value.to(parameter.device) for key, value in host_state.items()})
             part.step()
             for key, value in state.items():
-                state[key] = (
-                    waiting[key].copy_(value) if key in waiting else copy_to_main_memory(value)
-                )
+                if key in host_state:
+                    # Into the memory that is there, which is pinned already.
+                    state[key] = host_state[key].copy_(value)
+                else:
+                    state[key] = copy_to_main_memory(value)  # the first step has made it
 
 
 AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
 
 
 def build_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
-    """The optimiser over the trained parameters; its state is in main memory where the copies of
-    the policy are.
+    """Build the optimiser over the trained parameters; its state is in main memory where the copies
+    of the policy are.
 
     Raises:
         RecipeError: a pattern of ``lr_factors`` is the first to fit no trained parameter; what the
             optimiser needs is not installed, or its state cannot be where the policy's is.
     """
+    # Here as well as in the recipe's checks, because the number of processes is known only now.
     config.require_whole_state("optimizer", policy.sharded, policy.offloaded)
     config.require_package("optimizer")
     groups = _group_by_learning_rate(policy, config)
@@ -76,6 +89,7 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> AnyOptimizer:
 
 
 def _split_by_parameter(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    # A group has every setting of its optimiser, so the class alone rebuilds it.
     kind: Any = type(optimizer)
     return [
         kind([group | {"params": [parameter]}])
@@ -101,7 +115,8 @@ def state_to_tensors(state: Mapping[str, Any], shared: Collection[str] = ()) -> 
 
 
 def state_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of ``state_to_tensors``."""
+    """Invert ``state_to_tensors``."""
+    # No optimiser keeps its state in int64 itself, so that type marks what was a number.
     return {
         key: int(value) if value.dtype == torch.int64 else value for key, value in tensors.items()
     }
@@ -113,8 +128,8 @@ def set_learning_rate(
     update: int,
     num_updates: int | None,
 ) -> None:
-    """Give every parameter group its learning rate of an optimiser step, from zero: a share of the
-    rate that it was made with.
+    """Set the learning rate of every parameter group for an optimiser step, counted from zero: a
+    share of the rate that the group was made with.
 
     Raises:
         RecipeError: the schedule ends with the stage, and nobody knows how many optimiser steps
@@ -125,6 +140,7 @@ def set_learning_rate(
             f"optimizer.schedule.kind = {schedule.kind!r} needs the number of optimiser steps,"
             " which this stage does not know; set optimizer.schedule.updates"
         )
+    # Computed from the number of the step, not from the last rate: a resumed stage needs no state.
     share = schedule.share_of_update(update, num_updates)
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * share

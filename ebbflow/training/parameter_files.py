@@ -18,32 +18,20 @@ from ebbflow.models.base import Model, trained_networks
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.training.adapters import ADAPTER, build_lora_config
-from ebbflow.training.distributed import gather_tensor
-from ebbflow.training.policy_metadata import AGAIN, PolicyError
-
-FIRST = "transformer"
-"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy
-folder.
-"""
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a whole policy folder has weights of its own; one of the untouched base model has
-    none.
-    """
-    return (folder / FIRST).is_dir() or any(folder.glob("*.safetensors"))
+from ebbflow.training.policy_metadata import AGAIN, FIRST_NETWORK, PolicyError
+from ebbflow.training.sharding import gather_tensor
 
 
 def write_parameters(
     folder: Path, model: Model, config: PolicyConfig, parameters: dict[str, Tensor]
 ) -> None:
-    """LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full weights as
-    ``transformer/``.
+    """Write LoRA in the layout that ``pipeline.load_lora_weights`` reads, alpha included; full
+    weights as ``transformer/``.
 
     What is of a second network is in ``transformer_2/``, a LoRA too.
     """
     for prefix, network in trained_networks(model.transformer).items():
-        own = {
+        network_parameters = {
             key.removeprefix(prefix): value
             for key, value in parameters.items()
             if key.startswith(prefix)
@@ -54,15 +42,17 @@ def write_parameters(
                 build_lora_config(model, prefix, network, config),
                 model,
                 network,
-                own,
+                network_parameters,
             )
         else:
-            _write_network(folder / (prefix.rstrip(".") or FIRST), network, own)
+            _write_network(
+                folder / (prefix.rstrip(".") or FIRST_NETWORK), network, network_parameters
+            )
 
 
 def _lora_folder(folder: Path, prefix: str) -> Path:
-    """Where the LoRA of a network is, by what stands before the names of its parameters."""
-    return folder if prefix.rstrip(".") in ("", FIRST) else folder / prefix.rstrip(".")
+    """Return where the LoRA of a network is, by what stands before its parameters' names."""
+    return folder if prefix.rstrip(".") in ("", FIRST_NETWORK) else folder / prefix.rstrip(".")
 
 
 def _write_lora(
@@ -92,8 +82,8 @@ def _write_network(folder: Path, network: Any, parameters: dict[str, Tensor]) ->
 
 
 def _remove_base_path(config: Path) -> None:
-    """Take out where the base model lay in this process, which diffusers writes down: the same
-    policy is the same bytes.
+    """Remove the path of the base model, which diffusers writes into the configuration: the same
+    policy is the same bytes on every machine.
     """
     values = json.loads(config.read_text())
     values.pop("_name_or_path", None)
@@ -104,6 +94,8 @@ def _sort_header(file: Path) -> None:
     """Write the header of a safetensors file in a fixed order: the library writes metadata in a
     random one.
     """
+    # The file: 8 bytes with the length of the header, the header as JSON, the tensors. Offsets in
+    # the header count from its end, and spaces pad it to a multiple of 8 bytes.
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
@@ -114,7 +106,7 @@ def _sort_header(file: Path) -> None:
 def read_parameters(
     folder: Path, model: Model, config: PolicyConfig, like: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The inverse of ``write_parameters``, by parameter name."""
+    """Read what ``write_parameters`` wrote, by parameter name."""
     named: dict[str, Tensor] = {}
     with _explain_read_errors(folder):
         for prefix in trained_networks(model.transformer):
@@ -124,15 +116,17 @@ def read_parameters(
                     source, use_safetensors=True, local_files_only=True
                 )
                 named |= {
-                    prefix + key.removeprefix(f"{FIRST}."): value for key, value in layers.items()
+                    prefix + key.removeprefix(f"{FIRST_NETWORK}."): value
+                    for key, value in layers.items()
                 }
             else:
-                for shard in sorted((folder / (prefix.rstrip(".") or FIRST)).glob("*.safetensors")):
+                for shard in sorted(
+                    (folder / (prefix.rstrip(".") or FIRST_NETWORK)).glob("*.safetensors")
+                ):
                     named |= {prefix + key: value for key, value in load_file(shard).items()}
     stored = {_name_in_lora_file(key): key for key in like}
-    buffers = (
-        model.transformer.state_dict().keys() - like.keys()
-    )  # which the files of full weights also hold
+    # Files of full weights also hold buffers and the parameters that are not trained.
+    buffers = model.transformer.state_dict().keys() - like.keys()
     return _require_same_parameters(
         folder,
         {stored.get(name, name): value for name, value in named.items() if name not in buffers},
@@ -141,18 +135,18 @@ def read_parameters(
 
 
 def _name_in_lora_file(key: str) -> str:
-    """How a LoRA file calls a parameter."""
+    """Return what a LoRA file calls a parameter: peft leaves out the name of the adapter."""
     return key.replace(
         f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector"
     ).replace(f".{ADAPTER}.", ".")
 
 
 def read_copy(folder: Path, name: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One of the copies that a policy folder brings along, by parameter name."""
+    """Read one of the copies that a policy folder brings along, by parameter name."""
     path = folder / name / "parameters.safetensors"
     with _explain_read_errors(path):
-        found = load_file(path)
-    return _require_same_parameters(path, found, like)
+        tensors = load_file(path)
+    return _require_same_parameters(path, tensors, like)
 
 
 @contextmanager
@@ -167,25 +161,26 @@ def _explain_read_errors(source: Path) -> Iterator[None]:
 
 
 def _require_same_parameters(
-    source: Path, found: dict[str, Tensor], like: dict[str, Tensor]
+    source: Path, tensors: dict[str, Tensor], like: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors, once they are those of the parameters: copying alone would repeat a smaller one
-    and leave others out.
-    """
-    if missing := [name for name in like if name not in found]:
+    """Return the tensors, once they are those of the parameters."""
+    # ``copy_`` would broadcast a smaller tensor without a word, and leave out what is missing.
+    missing = [name for name in like if name not in tensors]
+    if missing:
         raise PolicyError(
             f"{source} has no .safetensors weights for {missing[0]}, one of {len(missing)}; {AGAIN}"
         )
-    if unknown := [name for name in found if name not in like]:
+    unknown = [name for name in tensors if name not in like]
+    if unknown:
         raise PolicyError(
             f"{source} has weights for {sanitize_text(unknown[0], 200)}, which this policy does not"
             f" train; {AGAIN}"
         )
     for name, parameter in like.items():
-        value = found[name]
+        value = tensors[name]
         if value.shape != parameter.shape or not value.is_floating_point():
             raise PolicyError(
                 f"{source} has {value.dtype} of shape {list(value.shape)} for {name}, and this"
                 f" model's have the shape {list(parameter.shape)}; {AGAIN}"
             )
-    return found
+    return tensors

@@ -2,9 +2,15 @@
 
 Full-parameter and LoRA training, one process and FSDP2 differ only in which parameters are trained
 and how they are stored. A copy (``reference``, ``old``, ``sampling``, ``rollout``, ``ema``,
-``fake``, ``teacher`` or one for each prompt set) is a snapshot of the trained parameters; ``using``
-swaps it in for a forward pass without gradient, ``training`` to train it. So the reference is
-always the base model: the untouched weights, or adapters whose second factor is zero.
+``fake``, ``teacher`` or one for each prompt set) is a snapshot of the trained parameters.
+``use_copy`` swaps it in for a forward pass without gradient, ``train_copy`` to train it. So the
+reference is always the base model: the untouched weights, or adapters whose second factor is zero.
+
+Example::
+
+    with policy.use_copy("reference"):
+        base_velocity = predict(policy.model, latents, sigma, conditioning)  # of the base model
+    velocity = predict(policy.model, latents, sigma, conditioning)  # of the policy, with gradient
 """
 
 from __future__ import annotations
@@ -12,22 +18,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FSDPModule
 
 from ebbflow.models.base import Model, is_trainable, trained_networks
 from ebbflow.models.context_parallel import require_shareable_tokens, share_tokens
@@ -35,21 +33,18 @@ from ebbflow.recipe.model import FsdpConfig, Precision
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.adapters import ADAPTER, add_lora, is_layer_chosen, no_matching_layers_error
-from ebbflow.training.distributed import build_replica_mesh, build_row_mesh, gather_tensor
-from ebbflow.training.parameter_files import (
-    has_weights,
-    read_copy,
-    read_parameters,
-    write_parameters,
-)
+from ebbflow.training.distributed import build_row_mesh
+from ebbflow.training.parameter_files import read_copy, read_parameters, write_parameters
 from ebbflow.training.policy_metadata import (
     ITERATE,
     METADATA,
     STATISTICS,
     PolicyError,
     PolicyMetadata,
+    has_weights,
     read_policy_metadata,
 )
+from ebbflow.training.sharding import gather_tensors, shard_like, shard_model
 
 FSDP = FsdpConfig()
 
@@ -85,51 +80,37 @@ class Policy:
         self.context_parallel = context_parallel
         self.sharded = shard
         self.fsdp = fsdp
-        self.offloaded = (
-            cpu_offload and not shard
-        )  # FSDP2 keeps the copies of parameters in main memory where those are
+        # FSDP2 keeps copies of offloaded parameters in main memory anyway: they are clones of them.
+        self.offloaded = cpu_offload and not shard
+
+        # Which parameters are trained. This comes before sharding, because adapters and float32
+        # weights have to be there when FSDP2 takes over the modules.
         if config.train == "lora":
             add_lora(model, config, seed)
         else:
             for prefix, network in trained_networks(model.transformer).items():
                 for name, parameter in network.named_parameters():
+                    layer = prefix + name.rpartition(".")[0]
                     parameter.requires_grad_(
-                        is_layer_chosen(prefix + name.rpartition(".")[0], config)
-                        and is_trainable(model, name)
+                        is_layer_chosen(layer, config) and is_trainable(model, name)
                     )
         if context_parallel > 1:
             require_shareable_tokens(model, context_parallel)
             share_tokens(model, build_row_mesh(context_parallel))
-        sharding = _build_fsdp_arguments(replicas, cpu_offload, fsdp) if shard else {}
-        for block in model.list_blocks() if shard else ():
-            # Cast block by block: all of a large model in float32 would not fit beside what it was
-            # loaded as.
-            fully_shard(block.float() if config.train == "full" else block, **sharding)
-        if config.train == "full":
-            model.transformer.float()
         if shard:
-            for network in trained_networks(model.transformer).values():
-                # Without this the root keeps its gathered weights after a forward pass and would
-                # not see a copy swapped in.
-                fully_shard(network, **sharding)
-        for network in (
-            trained_networks(model.transformer).values() if shard and fsdp.prefetch else ()
-        ):
-            inside = set(
-                network.modules()
-            )  # a block cannot prefetch one of another network: each is a root of its own
-            for sharded, following in pairwise(
-                cast(
-                    "list[FSDPModule]", [block for block in model.list_blocks() if block in inside]
-                )
-            ):
-                sharded.set_modules_to_forward_prefetch([following])
+            shard_model(model, config.train == "full", replicas, cpu_offload, fsdp)
+        elif config.train == "full":
+            model.transformer.float()
+
+        # Only now: FSDP2 has replaced the parameters by DTensors.
         self.parameters: dict[str, Tensor] = {
             name: p for name, p in model.transformer.named_parameters() if p.requires_grad
         }
         if not self.parameters:
             raise no_matching_layers_error(model, config)
         self.copies: dict[str, dict[str, Tensor]] = {}
+        # Before anything is loaded or trained, so that the reference is the base model: the
+        # untouched weights, or adapters whose product is zero.
         self.snapshot_copy("reference")
 
     def ensure_copy(self, name: str) -> None:
@@ -142,16 +123,18 @@ class Policy:
         self.copies[name] = self._clone_parameters()
 
     def _clone_parameters(self) -> dict[str, Tensor]:
-        """The parameters as they are, where copies are kept."""
+        """Clone the parameters to where copies are kept."""
         if self.offloaded:
             return {key: copy_to_main_memory(p.detach()) for key, p in self.parameters.items()}
         return {key: p.detach().clone() for key, p in self.parameters.items()}
 
     @torch.no_grad()
     def blend_copy(self, name: str, decay: float) -> None:
-        """copy <- decay * copy + (1 - decay) * current."""
+        """Move a copy towards the parameters: copy <- decay * copy + (1 - decay) * current."""
         copy = self.copies[name]
-        if self.offloaded:  # computed where the parameters are, one after another
+        if self.offloaded:
+            # Computed on the device, one parameter after another: a GPU's arithmetic, with room for
+            # no more than one of them.
             for key, p in self.parameters.items():
                 copy[key].copy_(torch.lerp(copy[key].to(p.device), p.detach(), 1 - decay))
             return
@@ -168,10 +151,7 @@ class Policy:
         if name == "current":
             yield
             return
-        swap = (
-            self._overwrite_parameters if self.sharded or self.offloaded else self._swap_parameters
-        )
-        with torch.no_grad(), swap(self.copies[name]):
+        with torch.no_grad(), self._put_parameters(self.copies[name]):
             yield
 
     @contextmanager
@@ -179,16 +159,16 @@ class Policy:
         """Train a copy inside the block: the parameters are the copy's, with gradient, until they
         are put back, without one.
         """
-        apart = self.sharded or self.offloaded
         copy = self.copies[name]
-        self._clear_gradients()  # the policy's own
+        self._clear_gradients()  # what is there is the policy's own
         try:
-            with self._overwrite_parameters(copy) if apart else self._swap_parameters(copy):
+            with self._put_parameters(copy):
                 yield
-                for key, parameter in (
-                    self.parameters.items() if apart else ()
-                ):  # else they are the same memory
-                    copy[key].copy_(parameter.detach())
+                if not self._can_swap:
+                    # The parameters were overwritten with the copy's values, so what was trained
+                    # goes back into it. Swapped parameters are the copy's own memory.
+                    for key, parameter in self.parameters.items():
+                        copy[key].copy_(parameter.detach())
         finally:
             self._clear_gradients()
 
@@ -217,41 +197,45 @@ class Policy:
                     module.reshard()
 
     def set_gradient_reduction(self, wanted: bool) -> None:
-        """Whether the next backward pass adds up the gradients of all processes, or leaves that to
-        a later one.
-
-        Only under FSDP2 and for adapters: until then every process keeps whole gradients, of all
-        parameters too much memory.
+        """Set whether the next backward pass sums the gradients over all processes, or leaves that
+        to a later one.
         """
-        for network in (
-            trained_networks(self.model.transformer).values() if self.config.train == "lora" else ()
-        ):
+        # Until then FSDP2 keeps whole gradients on every process. Those of adapters are small.
+        # Those of all parameters would need as much memory as the whole model, so they are summed,
+        # and sharded again, in every pass.
+        if self.config.train != "lora":
+            return
+        for network in trained_networks(self.model.transformer).values():
             if isinstance(network, FSDPModule):
                 network.set_requires_gradient_sync(wanted)
 
-    @contextmanager
-    def _swap_parameters(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Nothing is copied: the parameters are the given tensors meanwhile."""
-        current = {key: p.data for key, p in self.parameters.items()}
-        try:
-            for key, parameter in self.parameters.items():
-                parameter.data = values[key]
-            yield
-        finally:
-            for key, parameter in self.parameters.items():
-                parameter.data = current[key]
+    @property
+    def _can_swap(self) -> bool:
+        """Whether parameters can be made to point at the memory of a copy. FSDP2 keeps its own
+        views of the parameters' memory, and offloaded copies are not on the device.
+        """
+        return not (self.sharded or self.offloaded)
 
     @contextmanager
-    def _overwrite_parameters(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """As FSDP2 needs it, which keeps its own views of the parameters' memory, and where copies
-        are not on the device.
-        """
-        current = self._clone_parameters()
-        self.assign_parameters(values)
-        try:
-            yield
-        finally:
-            self.assign_parameters(current)
+    def _put_parameters(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Replace the parameters inside the block, and put them back after it."""
+        if self._can_swap:
+            # Nothing is copied: the parameters are the given tensors meanwhile.
+            current = {key: p.data for key, p in self.parameters.items()}
+            try:
+                for key, parameter in self.parameters.items():
+                    parameter.data = values[key]
+                yield
+            finally:
+                for key, parameter in self.parameters.items():
+                    parameter.data = current[key]
+        else:
+            current = self._clone_parameters()
+            self.assign_parameters(values)
+            try:
+                yield
+            finally:
+                self.assign_parameters(current)
 
     @contextmanager
     @torch.no_grad()
@@ -259,16 +243,15 @@ class Policy:
         """Generate with the adapters added to the weights that they adapt, which saves their
         products in every pass.
 
-        Predictions stay the same up to rounding, 1e-5 of the largest: not where training compares
-        its own with them. It changes nothing without adapters, where the policy is sharded, and
-        below float32, whose rounding would lose most of an adapter; nor for DoRA, which does not
-        only add.
+        Predictions stay the same up to rounding, 1e-5 of the largest, so training must not compare
+        its own predictions with them. The block changes nothing without adapters, where the policy
+        is sharded, and below float32, whose rounding would lose most of an adapter; nor for DoRA,
+        which does not only add.
         """
         exact = self.model.precision == (precision or self.model.precision) == "float32"
-        layers = [
-            layer for layer in self.model.transformer.modules() if isinstance(layer, LoraLayer)
-        ]
-        layers = layers if exact and not self.sharded and not self.config.dora else []
+        layers = []
+        if exact and not self.sharded and not self.config.dora:
+            layers = [m for m in self.model.transformer.modules() if isinstance(m, LoraLayer)]
         weights = [layer.get_base_layer().weight for layer in layers]
         separate = [weight.data for weight in weights]
         try:
@@ -281,18 +264,6 @@ class Policy:
                 weight.data = data  # the same bytes as before, unlike a subtraction
                 layer.merged_adapters.clear()
 
-    def _untrained_parameters(self) -> dict[str, Tensor]:
-        """The parameters that stay as they are, where some are not trained: full weights are
-        written whole.
-        """
-        if self.config.train == "lora":
-            return {}
-        return {
-            name: p.detach()
-            for name, p in self.model.transformer.named_parameters()
-            if not p.requires_grad
-        }
-
     @torch.no_grad()
     def assign_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the parameters, by name."""
@@ -301,35 +272,36 @@ class Policy:
 
     @torch.no_grad()
     def load_folder(self, folder: Path, to_train: bool = False) -> PolicyMetadata:
-        """Take over the parameters of a policy folder; to go on training, those behind the average,
-        and the copies too.
+        """Load the parameters of a policy folder.
+
+        Args:
+            to_train: load what training goes on from: the copies too, and of a policy with an
+                average (``ema``) the parameters behind it instead of the average.
 
         Raises:
             ArtifactError: the folder is not whole.
             PolicyError: it holds another kind of policy.
         """
         metadata = read_policy_metadata(folder)
+        # Where a policy was started does not change what its parameters are.
         if metadata.config.model_copy(update={"start": self.config.start}) != self.config:
             raise PolicyError(
                 f"{folder} holds a policy of {metadata.config}, the recipe asks for {self.config};"
                 " use its own recipe"
             )
         if has_weights(folder):
-            self.assign_parameters(
-                self.distribute_tensors(
-                    read_parameters(folder, self.model, self.config, self.parameters)
-                )
-            )
+            parameters = read_parameters(folder, self.model, self.config, self.parameters)
+            self.assign_parameters(self.distribute_tensors(parameters))
         else:
-            self.assign_parameters(
-                self.copies["reference"]
-            )  # a folder of the base model has no weights of its own
+            # A folder of the base model has no weights of its own.
+            self.assign_parameters(self.copies["reference"])
         if to_train:
             for name in metadata.copies:
-                self.copies[name] = self.distribute_tensors(
-                    read_copy(folder, name, self.parameters)
-                )
+                copy = read_copy(folder, name, self.parameters)
+                self.copies[name] = self.distribute_tensors(copy)
             if ITERATE in self.copies:
+                # The folder's weights are the average, because that is what is evaluated and
+                # served. Training goes on from the parameters that it averages.
                 self.snapshot_copy("ema")
                 self.assign_parameters(self.copies.pop(ITERATE))
         return metadata
@@ -338,7 +310,7 @@ class Policy:
         """Make a copy of what another policy folder of the same kind serves.
 
         Raises:
-            ArtifactError, PolicyError: as for ``load``.
+            ArtifactError, PolicyError: as for ``load_folder``.
         """
         current = self._clone_parameters()
         self.load_folder(folder)
@@ -346,8 +318,8 @@ class Policy:
         self.assign_parameters(current)
 
     def distribute_tensors(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors in the layout of the parameters, sharded where they are: on their device, or
-        in main memory.
+        """Bring whole tensors into the layout of the parameters, sharded where they are: on their
+        device, or in main memory.
 
         Copied even where they are there: kernels may add in another order on the unaligned memory
         of a file.
@@ -358,12 +330,12 @@ class Policy:
         }
 
     def place_tensor(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of a tensor where copies of a parameter, and the optimiser's state, are between
+        """Copy a tensor to where copies of a parameter, and the optimiser's state, are between
         steps.
         """
-        return (
-            copy_to_main_memory(value) if self.offloaded else value.to(parameter.device, copy=True)
-        )
+        if self.offloaded:
+            return copy_to_main_memory(value)
+        return value.to(parameter.device, copy=True)
 
     def save_folder(
         self,
@@ -380,14 +352,19 @@ class Policy:
         each prompt so far, where the stage keeps them.
         """
         parameters = {key: p.detach() for key, p in self.parameters.items()}
-        served = self._untrained_parameters() | (
-            self.copies["ema"] if self.config.ema else parameters
-        )
-        kept = {
-            name: parameters if name == ITERATE else self.copies[name] for name in metadata.copies
-        }
+        served = {}
+        if self.config.train == "full":
+            # Full weights are written whole, with the parameters that are not trained.
+            for name, p in self.model.transformer.named_parameters():
+                if not p.requires_grad:
+                    served[name] = p.detach()
+        served |= self.copies["ema"] if self.config.ema else parameters
+        # Gathering is collective, so every rank takes part before those that do not write return.
         full = gather_tensors(served, write)
-        copies = {name: gather_tensors(values, write) for name, values in kept.items()}
+        copies = {
+            name: gather_tensors(parameters if name == ITERATE else self.copies[name], write)
+            for name in metadata.copies
+        }
         if not write:
             return
         with write_new_folder(folder) as unfinished:
@@ -401,41 +378,8 @@ class Policy:
             (unfinished / METADATA).write_text(metadata.model_dump_json(indent=2))
 
 
-def _build_fsdp_arguments(replicas: int, cpu_offload: bool, fsdp: FsdpConfig) -> dict[str, Any]:
-    """The arguments of ``fully_shard``."""
-    rounded = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    return {
-        "mp_policy": rounded if fsdp.gather == "bfloat16" else MixedPrecisionPolicy(),
-        "mesh": build_replica_mesh(replicas),
-        "reshard_after_forward": True,
-        "offload_policy": (
-            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-            if cpu_offload
-            else OffloadPolicy()
-        ),
-    }
-
-
 def copy_to_main_memory(value: Tensor) -> Tensor:
-    """A copy of a tensor in main memory, pinned where there is a GPU: other memory takes many times
-    as long to copy.
+    """Copy a tensor to main memory, pinned where there is a GPU: other memory takes many times as
+    long to copy.
     """
     return torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available()).copy_(value)
-
-
-def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, sharded as a parameter is; on its device, where it is sharded."""
-    if not isinstance(parameter, DTensor):
-        return full
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements).to(parameter.device)
-
-
-def gather_tensors(values: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, for the process that keeps them; the others only take part."""
-    return {
-        key: full
-        for key, value in values.items()
-        if (full := gather_tensor(value)) is not None and keep
-    }

@@ -54,7 +54,7 @@ def open_policy(
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> tuple[Policy, PolicyMetadata]:
-    """The policy of a folder, ready for a stage, with every copy that the stage needs.
+    """Open the policy of a folder, ready for a stage, with every copy that the stage needs.
 
     Copies that the folder brought along are kept; the others start at its parameters.
 
@@ -62,30 +62,40 @@ def open_policy(
         teachers: policy folders by the copy that each becomes.
         shard, replicas, context_parallel: as of ``Policy``.
     """
-    memory = (ctx.recipe.model.cpu_offload, ctx.recipe.model.fsdp)
     policy = Policy(
-        model, ctx.recipe.policy, ctx.recipe.seed, shard, replicas, *memory, context_parallel
+        model,
+        ctx.recipe.policy,
+        ctx.recipe.seed,
+        shard,
+        replicas,
+        ctx.recipe.model.cpu_offload,
+        ctx.recipe.model.fsdp,
+        context_parallel,
     )
     metadata = policy.load_folder(folder, to_train=True)
+    # Copies follow the policy by the schedule of an algorithm. Another one begins its own anew,
+    # from where the policy is now.
     if metadata.progress.algorithm != ctx.config.algorithm_name:
         for name in FOLLOWING:
             policy.copies.pop(name, None)
     for copy, teacher in (teachers or {}).items():
         _require_same_base(metadata, read_policy_metadata(teacher), teacher)
         policy.load_copy(copy, teacher)
-    start = teacher_copy_name("")
-    if several := {
-        copy.removeprefix(start): verify_folder(path)
+    # Teachers of single prompt sets are written down with what was committed, so that the policy
+    # says from whom it learnt.
+    prefix = teacher_copy_name("")
+    teacher_digests = {
+        copy.removeprefix(prefix): verify_folder(path)
         for copy, path in (teachers or {}).items()
-        if copy.startswith(start)
-    }:
-        metadata = metadata.model_copy(update={"teachers": several})
+        if copy.startswith(prefix)
+    }
+    if teacher_digests:
+        metadata = metadata.model_copy(update={"teachers": teacher_digests})
     for name in ctx.following_copies:
         policy.ensure_copy(name)
     if ctx.starts_as_teacher:
-        policy.load_copy(
-            "teacher", folder
-        )  # what was evaluated: of a policy with an average, not what training goes on from
+        # What was evaluated: of a policy with an average, not what training goes on from.
+        policy.load_copy("teacher", folder)
     if ctx.recipe.policy.ema:
         policy.ensure_copy("ema")
     return policy, metadata
@@ -100,13 +110,14 @@ def load_policy(
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> tuple[Policy, PolicyMetadata]:
-    """``open_policy`` on the base model in a folder, once that is the one that the policy was
-    trained from.
+    """Open a policy (``open_policy``) on the base model in a folder, once that is the one that the
+    policy was trained from.
 
     Raises:
         ArtifactError: a folder is not what was committed.
         PolicyError: the policy was trained from another base model.
     """
+    # Before the model is loaded, which takes minutes.
     require_base(read_policy_metadata(folder), base, folder)
     return open_policy(
         ctx, open_model(ctx.recipe, base), folder, teachers, shard, replicas, context_parallel
@@ -125,8 +136,8 @@ def _require_same_base(metadata: PolicyMetadata, other: PolicyMetadata, folder: 
 def read_prompt_statistics(
     ctx: StageContext, metadata: PolicyMetadata, folder: Path
 ) -> PromptStatistics:
-    """The rewards of each prompt so far: those in the policy folder, if the same algorithm left
-    them there.
+    """Read the rewards of each prompt so far: those in the policy folder, if the same algorithm
+    left them there.
     """
     path = folder / STATISTICS
     if metadata.progress.algorithm != ctx.config.algorithm_name or not path.exists():
@@ -150,12 +161,15 @@ def save_policy(
 ) -> None:
     """Write the policy folder that a stage leaves behind; ``metadata`` is the one it started
     from."""
+    copies: list[str] = list(ctx.following_copies)
+    if ctx.recipe.policy.ema:
+        copies.append(ITERATE)  # the folder's weights are the average
     trained = metadata.model_copy(
         update={
             "recipe_digest": ctx.recipe.digest,
             "version": metadata.version + updater.updates,
             "progress": updater.progress,
-            "copies": (*ctx.following_copies, *([ITERATE] if ctx.recipe.policy.ema else [])),
+            "copies": tuple(copies),
             "stages": (*metadata.stages, record.label),
         }
     )

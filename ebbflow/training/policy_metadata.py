@@ -25,7 +25,12 @@ AGAIN = "copy the folder again or make it again"
 ALLOW_CODE = "EBBFLOW_ALLOW_CODE"
 """Environment variable of serving: code that policies may name, separated by commas."""
 EVALUATION = EvaluationConfig()
-ITERATE = "iterate"  # the parameters themselves, where the folder's weights are their average
+ITERATE = "iterate"
+"""The copy that holds the parameters themselves, where the folder's weights are their average."""
+FIRST_NETWORK = "transformer"
+"""What diffusers calls the first network of every pipeline, whose LoRA is at the top of a policy
+folder.
+"""
 
 
 class PolicyError(Exception):
@@ -82,26 +87,16 @@ class PolicyMetadata(Strict):
 
 
 def sampling_settings(evaluation: EvaluationConfig) -> dict[str, Any]:
-    """What a policy's metadata says of how it is evaluated and served."""
+    """Return what a policy's metadata says of how it is evaluated and served."""
     return {key: getattr(evaluation, key) for key in ("steps", "sampler", "eta", "height", "width")}
 
 
-def resume_progress(metadata: PolicyMetadata, algorithm: str) -> Progress:
-    """Where the algorithm's schedules start: where it stopped, if it was the last to train the
-    policy.
-    """
-    return (
-        metadata.progress
-        if metadata.progress.algorithm == algorithm
-        else Progress(algorithm=algorithm)
-    )
-
-
 def read_policy_metadata(folder: Path) -> PolicyMetadata:
-    """The metadata of a committed policy folder."""
+    """Read the metadata of a committed policy folder."""
     verify_folder(folder)
     if not (folder / METADATA).is_file():
         raise PolicyError(f"{folder} is no policy folder: it has no {METADATA}")
+    # The folder is whole, so what cannot be read was written by another version of Ebbflow.
     try:
         return PolicyMetadata.model_validate_json((folder / METADATA).read_bytes())
     except ValidationError as error:
@@ -109,6 +104,13 @@ def read_policy_metadata(folder: Path) -> PolicyMetadata:
             f"{folder / METADATA} says what this Ebbflow does not"
             f" know:\n{explain_validation_error(error, PolicyMetadata)}"
         ) from None
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a whole policy folder has weights of its own; one of the untouched base model
+    has none.
+    """
+    return (folder / FIRST_NETWORK).is_dir() or any(folder.glob("*.safetensors"))
 
 
 def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
@@ -119,7 +121,10 @@ def require_base(metadata: PolicyMetadata, base: Path, folder: Path) -> None:
         ArtifactError: the base model is not what was committed.
         PolicyError: it is another one.
     """
-    if (digest := digest_of_folder(base)) != metadata.base_digest:
+    # By what is in the folder and not by its name: LoRA on another base gives pictures too, and
+    # nothing else would tell.
+    digest = digest_of_folder(base)
+    if digest != metadata.base_digest:
         raise PolicyError(
             f"the policy in {folder} was trained from base model {metadata.base_digest[:12]}, and"
             f" {base} is {digest[:12]}; use its own base"
@@ -142,7 +147,8 @@ def require_allowed_code(
     Raises:
         PolicyError: it names other code.
     """
-    if foreign := list_disallowed_paths(list_named_code(metadata.model, metadata.sampler), allowed):
+    foreign = list_disallowed_paths(list_named_code(metadata.model, metadata.sampler), allowed)
+    if foreign:
         raise PolicyError(
             f"{folder / METADATA} names code to run, {foreign[0]}, which this recipe does not name;"
             " if you trust it, take a recipe that names it, or allow it (--allow-code"
@@ -151,13 +157,17 @@ def require_allowed_code(
 
 
 def list_named_code(model: ModelConfig, sampler: str = "ode") -> list[str]:
-    """The family and the attention backend of a model and the sampler, if they are not Ebbflow's or
-    diffusers' own code.
+    """List the family and the attention backend of a model and the sampler, if they are not
+    Ebbflow's or diffusers' own code.
     """
-    family = model.family
-    attention = model.attention or ""
-    others = [family] * (family not in FAMILIES) + [sampler] * (sampler not in SAMPLERS)
-    return others + [attention] * attention.endswith("_hub")
+    paths = []
+    if model.family not in FAMILIES:
+        paths.append(model.family)
+    if sampler not in SAMPLERS:
+        paths.append(sampler)
+    if model.attention and model.attention.endswith("_hub"):
+        paths.append(model.attention)  # kernels that diffusers downloads and runs
+    return paths
 
 
 def write_base_policy(
@@ -168,7 +178,7 @@ def write_base_policy(
     model: ModelConfig = ModelConfig(),
     evaluation: EvaluationConfig = EVALUATION,
 ) -> None:
-    """The policy folder of the untouched base model: version 0, no weights of its own."""
+    """Write the policy folder of the untouched base model: version 0, no weights of its own."""
     metadata = PolicyMetadata(
         base_digest=base_digest,
         recipe_digest=recipe_digest,

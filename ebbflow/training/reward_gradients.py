@@ -30,7 +30,12 @@ reward of each with gradient, [M].
 
 @dataclass(frozen=True)
 class GradientBatch:
-    """One row per sample, before the denoising step ``step``, the first with gradient."""
+    """One row per sample, before the denoising step ``step``, the first with gradient.
+
+    Example: a sampler of 10 steps whose last two have a gradient: ``step`` is 8, ``inputs.latents``
+    are those before step 8, the update predicts the velocity there, and ``build_rows`` gives the
+    loss a function that takes steps 8 and 9 from it.
+    """
 
     inputs: ForwardInputs
     weight: Tensor
@@ -68,6 +73,8 @@ class GradientBatch:
 
     def _denoise_remaining_steps(self, part: slice, velocity: Tensor) -> Tensor:
         latents, _, conditioning = self.inputs.model_arguments(part)
+        # The first step has the update's own prediction; only the steps after it are predicted
+        # here. They are recomputed in the backward pass: each would keep all its activations.
         latents = _euler_step(latents, velocity, self.sigmas, self.step)
         for step in range(self.step + 1, len(self.sigmas) - 1):
             sigma = self.sigmas[step].expand(len(latents))
@@ -95,7 +102,8 @@ def build_gradient_batch(
     score: Score,
     passes: int,
 ) -> GradientBatch:
-    """A row for each of N samples, with the latents that the policy reaches before ``first_step``.
+    """Build a row for each of N samples, with the latents that the policy reaches before
+    ``first_step``.
 
     Args:
         conditioning, advantage, keys, prompts: of the N samples.
@@ -108,14 +116,14 @@ def build_gradient_batch(
     device = conditioning.device
     group_index = torch.arange(len(keys))
     sigmas = sigmas.to(device)
-    found = [
-        _latents_before_step(
+    latents = [
+        _denoise_until_step(
             model, conditioning.select_rows(part), keys.select_slice(part), sigmas, first_step
         )
         for part in split_into_passes(group_index, passes)
     ]
     inputs = ForwardInputs(
-        latents=torch.cat(found),
+        latents=torch.cat(latents),
         sigma=sigmas[first_step].repeat(len(keys)),
         conditioning=conditioning,
         sample_index=group_index.to(device),
@@ -129,10 +137,12 @@ def build_gradient_batch(
 
 
 @torch.no_grad()
-def _latents_before_step(
+def _denoise_until_step(
     model: Model, conditioning: Conditioning, keys: SampleKeys, sigmas: Tensor, first_step: int
 ) -> Tensor:
-    """The latents that the policy reaches before a step of its deterministic sampler, [N, ...]."""
+    """Return the latents that the policy reaches before a step of its deterministic sampler, [N,
+    ...].
+    """
     latents = generate_initial_noise(model.latent_shape, keys).to(conditioning.device)
     for step in range(first_step):
         velocity = predict(model, latents, sigmas[step].expand(len(keys)), conditioning)

@@ -28,34 +28,41 @@ RolloutVelocities = Sequence[Sequence[Tensor]]
 def reuse_rollout_forward(
     batch: TrajectoryBatch, numbers: np.ndarray, velocities: RolloutVelocities
 ) -> TrajectoryBatch:
-    """The rows of a batch, ordered by the rollout's forward passes: each pass is a group, and its
+    """Order the rows of a batch by the rollout's forward passes: each pass is a group, and its
     velocities are known.
 
-    They are not known where a row that is left out is not finite: zero times its activations would
-    be no zero in the gradient.
+    Example: four samples in micro-batches of two with two trained steps, all rows kept. The passes
+    are (micro-batch 0, step 0), (0, 1), (1, 0), (1, 1), and the rows, as (sample, step)::
+
+        before: (0, 0) (0, 1) (1, 0) (1, 1) (2, 0) (2, 1) (3, 0) (3, 1)
+        after:  (0, 0) (1, 0) | (0, 1) (1, 1) | (2, 0) (3, 0) | (2, 1) (3, 1)
 
     Args:
         batch: M rows.
         numbers: integer [M], ascending: what number each row is of all [N, W] rows of the rollout.
     """
-    steps = len(velocities[0])
-    sizes = np.array([len(part[0]) for part in velocities])
-    sample, column = np.divmod(numbers, steps)
-    part = np.searchsorted(sizes.cumsum(), sample, side="right")
-    order = np.lexsort((sample, column, part))
-    row = (sample - (sizes.cumsum() - sizes)[part])[order]  # in its pass
-    passes, first, group = np.unique(
-        (part * steps + column)[order], return_index=True, return_inverse=True
+    num_steps = len(velocities[0])
+    sizes = np.array([len(part[0]) for part in velocities])  # samples of each micro-batch
+    sample, column = np.divmod(numbers, num_steps)
+    micro_batch = np.searchsorted(sizes.cumsum(), sample, side="right")
+    order = np.lexsort((sample, column, micro_batch))  # the last key is the first to sort by
+    first_samples = sizes.cumsum() - sizes
+    row_in_pass = (sample - first_samples[micro_batch])[order]
+    passes, first_rows, group_index = np.unique(
+        (micro_batch * num_steps + column)[order], return_index=True, return_inverse=True
     )
     predicted = {}
-    for number, start, kept in zip(
-        passes.tolist(), first.tolist(), np.split(row, first[1:]), strict=True
+    for number, first_row, rows_of_pass in zip(
+        passes.tolist(), first_rows.tolist(), np.split(row_in_pass, first_rows[1:]), strict=True
     ):
-        velocity = velocities[number // steps][number % steps]
-        if len(kept) == len(velocity):
-            predicted[start] = velocity
+        velocity = velocities[number // num_steps][number % num_steps]
+        if len(rows_of_pass) == len(velocity):
+            predicted[first_row] = velocity
         elif bool(velocity.isfinite().all()):
-            predicted[start] = velocity[torch.from_numpy(kept).to(velocity.device)]
+            index = torch.from_numpy(rows_of_pass).to(velocity.device)
+            predicted[first_row] = velocity[index]
+        # Else a row that is left out may not be finite, and zero times its activations would be no
+        # zero in the gradient. The update predicts this pass again, without that row.
     rows = torch.from_numpy(order).to(batch.weight.device)
     inputs = batch.inputs
     return replace(
@@ -68,7 +75,7 @@ def reuse_rollout_forward(
             predicted=predicted,
         ),
         weight=batch.weight[rows],
-        group_index=torch.from_numpy(group).to(rows.device),
+        group_index=torch.from_numpy(group_index).to(rows.device),
         next_latents=batch.next_latents[rows],
         steps=batch.steps[rows],
         old_mean=batch.old_mean[rows],

@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 class StageState:
     """What a stage knows apart from policy and optimiser, and stores in a checkpoint.
 
+    Example: an online stage after 20 of its steps with 64 samples and two updates each::
+
+        StageState(step=20, samples=1280, updates=40, seconds={"rollout": 61.2, "training": 48.0},
+                   elapsed=75.3, prompt_rewards={17: (0.41, 0.08)})
+
     Attributes:
         history: rewards of each prompt so far, where ``advantages.running`` wants them.
         step: training steps done.
@@ -59,9 +64,10 @@ class StageState:
         return {**vars(self), "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # JSON has texts as keys and lists as tuples.
         rewards = {
             int(prompt): (mean, std) for prompt, (mean, std) in state["prompt_rewards"].items()
-        }  # JSON has texts as keys
+        }
         history = PromptStatistics.from_state_dict(state["history"])
         vars(self).update(state | {"history": history, "prompt_rewards": rewards})
 
@@ -69,10 +75,10 @@ class StageState:
 class StageLoop:
     """The frame of a stage's loop::
 
-        for step in loop.steps():
+        for step in loop.iterate_steps():
             ...                             # train
             loop.finish_step(metrics)
-            if loop.preempted: save a checkpoint; raise loop.preemption()
+            if loop.preempted: save a checkpoint; raise loop.preemption_error()
 
     Args:
         num_steps: of the whole stage.
@@ -104,12 +110,12 @@ class StageLoop:
         self.progress = show_progress(name, "step", total=num_steps, done=state.step, quiet=quiet)
 
     def iterate_steps(self) -> Iterator[int]:
-        """The steps that are left, until the last one, or the one with which the budget is spent:
-        that becomes an alarm.
+        """Iterate over the steps that are left, until the last one, or the one with which the
+        budget is spent: that becomes an alarm.
         """
         with self.progress:
             while self.state.step < self.num_steps:
-                yield self.state.step
+                yield self.state.step  # ``finish_step`` counts it
                 if self.stop is Stop.SPENT and self.state.step < self.num_steps:
                     self.state.alarms.append(
                         self.conditions.budget_message(self.state.step, self.num_steps)
@@ -117,26 +123,27 @@ class StageLoop:
                     logger.warning("%s %s", self.ctx.stage_label, self.state.alarms[-1])
                     return
 
-    def finish_step(self, metrics: dict[str, float], **shown: str) -> None:
+    def finish_step(self, metrics: dict[str, float], **postfix: str) -> None:
         """Record the metrics of a step. All processes of a group finish a step together: they agree
         on what ends the stage.
 
         Args:
-            shown: what progress shows with the step.
+            postfix: what progress shows with the step.
         """
         self.recorder.log_metrics(metrics, self.state.step)
         self.state.step += 1
         self.state.elapsed = self.conditions.elapsed_seconds
-        self.progress.set_postfix(shown, refresh=False)
+        self.progress.set_postfix(postfix, refresh=False)
         self.progress.update()
         self.stop = self.conditions.check_after_step()
 
     @property
     def preempted(self) -> bool:
-        """Whether the machine is taken away: save, and raise ``preemption()``."""
+        """Whether the machine is taken away: save, and raise ``preemption_error()``."""
         return self.stop is Stop.LEAVE
 
     def preemption_error(self) -> Preempted:
+        """Build the error with which a preempted stage ends, after its checkpoint."""
         saved = self.checkpoints is not None
         return Preempted(
             self.conditions.preemption_message(
@@ -145,7 +152,7 @@ class StageLoop:
         )
 
     def build_checkpoint_state(self) -> dict[str, Any]:
-        """What a checkpoint holds apart from the training group's parts."""
+        """Build what a checkpoint holds apart from the training group's parts."""
         return {
             "state": self.state.state_dict(),
             "rows": self.recorder.metrics_rows,
@@ -166,6 +173,8 @@ def load_stage_state(
         CheckpointError: it is of training in another number of steps, as with another number of
             processes.
     """
+    # The order of an offline stage's batches depends on the number of processes, so another number
+    # of steps would train on some samples twice and on others never.
     if saved["num_steps"] != num_steps:
         raise CheckpointError(
             f"{checkpoint} is of training in {saved['num_steps']} steps, this one has {num_steps}:"

@@ -30,8 +30,8 @@ PUBLISHED = "published"
 
 
 def write_start_policy(recipe: Recipe, base: Path, source: Path, folder: Path) -> None:
-    """The policy folder, version 0, of what ``policy.start`` leads to: a policy folder, or a LoRA
-    file or its folder.
+    """Write the policy folder, version 0, of what ``policy.start`` leads to: a policy folder, or a
+    LoRA file or its folder.
 
     Raises:
         PolicyError: it is of another base or kind, or its adapters do not fit into the recipe's.
@@ -61,16 +61,16 @@ def write_start_policy(recipe: Recipe, base: Path, source: Path, folder: Path) -
 
 @torch.no_grad()
 def convert_lora_parameters(
-    model: Model, config: PolicyConfig, own: dict[str, Tensor], source: Path
+    model: Model, config: PolicyConfig, parameters: dict[str, Tensor], source: Path
 ) -> dict[str, Tensor]:
-    """Our adapters' parameters, by name, that compute what a published LoRA does.
+    """Convert a published LoRA to parameters of our adapters, by name, that compute the same.
 
     Of a rank below ours, the rows that it lacks keep their random values and meet zeros in the
     second factor; the ratio of the scales, alpha / rank against ours, goes into the second factor.
     Layers that it leaves alone stay at the base.
 
     Args:
-        own: our parameters, ``<layer>.lora_A.<adapter>.weight`` and ``lora_B``.
+        parameters: ours, ``<layer>.lora_A.<adapter>.weight`` and ``lora_B``.
 
     Raises:
         PolicyError: it cannot be read, adapts other layers than ours, or has a larger rank.
@@ -90,7 +90,7 @@ def convert_lora_parameters(
             " policy.dora to false"
         )
     published = _load_published_lora(model, source)
-    found = dict(own)
+    converted = dict(parameters)
     for layer, (first, second, its_scale) in published.items():
         names = [f"{layer}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"]
         rank = len(first)
@@ -98,7 +98,7 @@ def convert_lora_parameters(
             raise PolicyError(
                 f"{source} adapts {layer}, which is never trained; take a LoRA without"
             )
-        if names[0] not in own:
+        if names[0] not in parameters:
             raise PolicyError(
                 f"{source} adapts {layer}, which policy.targets leave out; add"
                 f" {'.'.join(layer.split('.')[-2:])!r}"
@@ -108,27 +108,30 @@ def convert_lora_parameters(
                 f"{source} has rank {rank} at {layer} and policy.rank = {config.rank}; set"
                 f" policy.rank to {rank}"
             )
-        ours_first, ours_second = (own[name].detach().clone() for name in names)
+        # The adapter adds scale * second @ first to the weight: (out, rank) @ (rank, in).
+        ours_first, ours_second = (parameters[name].detach().clone() for name in names)
         ours_first[:rank] = first
         ours_second.zero_()
         ours_second[:, :rank] = second * (its_scale / config.adapter_scale)
-        found |= dict(zip(names, (ours_first, ours_second), strict=True))
-    return found
+        converted |= dict(zip(names, (ours_first, ours_second), strict=True))
+    return converted
 
 
 def _load_published_lora(model: Model, source: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """(first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in any
-    format that it knows.
+    """Load (first factor [rank, in], second [out, rank], scale) of each layer, read by diffusers in
+    any format that it knows.
     """
     file = _find_lora_file(source)
+    # diffusers converts the formats of other trainers to its own names, and knows where the scale
+    # of each layer stands. So the LoRA is loaded beside our adapter and removed again, and no
+    # format is parsed here.
     try:
         state, metadata = model.pipeline_class.lora_state_dict(
             file, return_lora_metadata=True, use_safetensors=True, local_files_only=True
         )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # there are two adapters for a moment, on purpose
+            # There are two adapters for a moment, on purpose.
+            warnings.simplefilter("ignore", UserWarning)
             model.transformer.load_lora_adapter(
                 dict(state), prefix="transformer", adapter_name=PUBLISHED, metadata=metadata
             )
@@ -142,7 +145,8 @@ def _load_published_lora(model: Model, source: Path) -> dict[str, tuple[Tensor, 
             f"policy.start: {file} is a DoRA, whose magnitudes have no place in a LoRA; take a"
             " LoRA, or fuse it first"
         )
-    if others := sorted({key.split(".")[0] for key in state} - {"transformer"}):
+    others = sorted({key.split(".")[0] for key in state} - {"transformer"})
+    if others:
         raise PolicyError(
             f"policy.start: {file} adapts {', '.join(others)} too, which training leaves alone;"
             " take one without"
@@ -162,8 +166,8 @@ def _load_published_lora(model: Model, source: Path) -> dict[str, tuple[Tensor, 
 
 
 def _read_factors(state: dict[str, Tensor], layer: str, module: LoraLayer) -> tuple[Tensor, Tensor]:
-    """As the file has them: the module may keep them in the lower precision of the layer that they
-    adapt.
+    """Read the two factors of a layer as the file has them: the module may keep them in the lower
+    precision of the layer that they adapt.
     """
     device = module.lora_A[PUBLISHED].weight.device
     first, second = (
@@ -174,7 +178,7 @@ def _read_factors(state: dict[str, Tensor], layer: str, module: LoraLayer) -> tu
 
 
 def _find_lora_file(source: Path) -> Path:
-    """The LoRA file itself, or the only one in its folder."""
+    """Return the LoRA file itself, or the only one in its folder."""
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"

@@ -70,9 +70,11 @@ class StopConditions:
         self.gpus = gpus
         self.seconds_before = seconds_before
         self.steps_ahead = steps_ahead
-        self.expires = _parse_expiry(os.environ.get(EXPIRES))
+        expires = os.environ.get(EXPIRES)
+        self.expires = _parse_expiry(expires) if expires else None  # seconds since 1970
         self.reason = "another process was preempted"
-        self.started = self.last_step_at = time.monotonic()
+        self.started = time.monotonic()
+        self.last_step_at = self.started
         self.max_step_seconds = 0.0
         if config.max_gpu_hours and not gpus:
             raise TrainingError(
@@ -85,16 +87,18 @@ class StopConditions:
         return self.seconds_before + time.monotonic() - self.started
 
     def check_after_step(self) -> Stop:
-        """Whether the stage stops after this step. All processes of a group ask together, and get
-        the same answer.
+        """Return whether the stage stops after this step. All processes of a group ask together,
+        and get the same answer.
         """
         now = time.monotonic()
         self.max_step_seconds = max(self.max_step_seconds, now - self.last_step_at)
         self.last_step_at = now
+        # Clocks differ, and a signal may reach one process alone: the largest reason counts
+        # for all, or some would wait in the next step for those that left.
         return Stop(all_reduce_max(self._check_this_process()))
 
     def preemption_message(self, stage: str, step: int, num_steps: int, saved: bool) -> str:
-        """What a stage says that leaves its machine."""
+        """Build the message of a stage that leaves its machine."""
         fix = (
             "a checkpoint is saved: start it again to resume"
             if saved
@@ -103,24 +107,24 @@ class StopConditions:
         return f"{stage} was preempted ({self.reason}) after {step} of {num_steps} steps; {fix}"
 
     def budget_message(self, step: int, num_steps: int) -> str:
-        """What a stage says whose budget is spent."""
+        """Build the message of a stage whose budget is spent."""
         return f"ended after {step} of {num_steps} steps: {self.reason}"
 
     def _check_this_process(self) -> Stop:
         if _SIGTERM.is_set():
             self.reason = "SIGTERM"
             return Stop.LEAVE
-        if (
-            self.expires
-            and time.time()
-            + max(MIN_SECONDS_TO_SAVE, (2 + self.steps_ahead) * self.max_step_seconds)
-            > self.expires
-        ):
+        # Time for the next step, for those in flight, and as long as a step for saving.
+        seconds_needed = (2 + self.steps_ahead) * self.max_step_seconds
+        seconds_needed = max(MIN_SECONDS_TO_SAVE, seconds_needed)
+        if self.expires and time.time() + seconds_needed > self.expires:
             self.reason = f"{EXPIRES} = {os.environ[EXPIRES]}"
             return Stop.LEAVE
+        # What the next step would use: one that ends above the budget is not started.
         hours = (self.elapsed_seconds + self.max_step_seconds) / 3600
         for key, used in (("max_hours", hours), ("max_gpu_hours", hours * self.gpus)):
-            if (limit := getattr(self.config, key)) is not None and used > limit:
+            limit = getattr(self.config, key)
+            if limit is not None and used > limit:
                 self.reason = f"{key} = {limit:g}"
                 return Stop.SPENT
         return Stop.NO
@@ -142,27 +146,28 @@ def handle_sigterm() -> Iterator[None]:
 
     def set_sigterm_event(number: int, frame: FrameType | None) -> None:
         _SIGTERM.set()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
+    # A block inside this one sees the mark and does nothing, so that the second SIGTERM does what
+    # it did before the outer block.
     set_sigterm_event.is_stage_handler = True  # type: ignore[attr-defined]
-    before = signal.signal(signal.SIGTERM, set_sigterm_event)
+    previous_handler = signal.signal(signal.SIGTERM, set_sigterm_event)
     try:
         yield
     except BaseException:
+        # The stage obeyed (``Preempted``) or failed: the request is over with it.
         _SIGTERM.clear()
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _parse_expiry(text: str | None) -> float | None:
-    """Seconds since 1970."""
-    if not text:
-        return None
+def _parse_expiry(text: str) -> float:
+    """Parse a time with a zone into seconds since 1970."""
     try:
         expires = datetime.fromisoformat(text)
     except ValueError:
-        expires = datetime.min
+        expires = datetime.min  # which has no zone either
     if expires.tzinfo is None:
         raise TrainingError(
             f"{EXPIRES} = {text!r} is no time with a zone; write it like 2026-01-31T18:00:00+00:00"

@@ -69,6 +69,7 @@ def try_loss(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> None:
         RecipeError: one of them fails, the loss is not a finite number for each row, or no gradient
             reaches the prediction.
     """
+    # The selection first, because the loss gets the rows of the groups that it returns.
     groups = _try_selection(path, algorithm, hyper)
     rows, velocity = trainable_kind(hyper.kind).build_trial_rows(groups, algorithm, hyper)
     count = len(velocity)
@@ -104,6 +105,7 @@ def _try_selection(path: str, algorithm: Algorithm, hyper: AlgorithmConfig) -> l
             f"{name} fails on {PROMPTS} groups of {GROUP}:"
             f" {sanitize_text(f'{type(error).__name__}: {error}')}"
         ) from error
+    # Also an array of booleans, which numpy would take as a mask, is refused.
     are_indices = np.issubdtype(samples.dtype, np.integer)
     if not are_indices or not set(samples.tolist()) <= set(range(PROMPTS * GROUP)):
         raise RecipeError(
@@ -129,6 +131,7 @@ def _check_per_row(name: str, values: Mapping[str, Any], count: int) -> None:
 
 
 def _check_gradient(name: str, loss: Tensor, velocity: Tensor) -> None:
+    # A loss that was detached, or computed from the copies alone, trains nothing and says nothing.
     gradient = None
     if loss.requires_grad:
         gradient = torch.autograd.grad(loss.sum(), velocity, allow_unused=True)[0]

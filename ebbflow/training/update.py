@@ -1,19 +1,22 @@
-"""One optimiser step, for every algorithm: predict, lose, guard, step, and let the copies
-follow."""
+"""One optimiser step, for every algorithm: predict, compute the loss, check that it is finite,
+step, and let the policy copies follow.
+
+``PolicyUpdater.update_policy`` is the step, ``_run_passes`` its gradient accumulation. M is the
+rows of a process, m those of one pass.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebbflow.algorithms.base import CopyName, RowMetrics, mean_per_row
+from ebbflow.algorithms.base import CopyName, RowMetrics
 from ebbflow.algorithms.reference import compute_penalty, compute_penalty_weight
 from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
@@ -21,23 +24,15 @@ from ebbflow.models.base import predict, predict_checkpointed
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
 from ebbflow.stage import choose_drift_stride, teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
-from ebbflow.training.distributed import all_reduce_max
+from ebbflow.training.distributed import Ranks, all_reduce_max, sum_over_processes
 from ebbflow.training.fake_score import FakeScore
-from ebbflow.training.gradients import (
-    TrainingError,
-    compute_gradient_norm,
-    get_world_size,
-    sum_over_processes,
-)
+from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.matching import MatchingBatch
 from ebbflow.training.optimizer import AnyOptimizer, build_optimizer, set_learning_rate
+from ebbflow.training.pass_results import PassResults, build_non_finite_error
 from ebbflow.training.policy import Policy
-from ebbflow.training.policy_metadata import PolicyMetadata, Progress, resume_progress
+from ebbflow.training.policy_metadata import PolicyMetadata, Progress
 
-NOT_IN_A_METRIC = re.compile(r"[^A-Za-z0-9_.-]")
-"""What the name of a prompt set may have, as it may be that of a file, and the name of a metric
-should not.
-"""
 FIRST_LOSS_SCALE = 2.0**16
 """Factor of the loss in float16; halved, and the passes repeated, whenever a gradient overflows: no
 step is skipped.
@@ -52,7 +47,8 @@ class PolicyUpdater:
         updates: optimiser steps of this stage.
         num_updates: all that the stage will take, where that is known: offline stages count their
             batches.
-        rollout_updates: of them, those before the samples that are trained on now were generated.
+        before: how far the algorithm had come with the policy before this stage.
+        rollout_updates: ``updates`` when the step began whose samples are trained on now.
         steps: rollout steps of this stage.
         drift: mean (v - v_base)^2 when it was last measured.
         fake: the fake score network, where the algorithm trains one beside the policy.
@@ -67,7 +63,11 @@ class PolicyUpdater:
         metadata: PolicyMetadata | None = None,
         optimizer: AnyOptimizer | None = None,
     ) -> None:
-        """``metadata``: of the policy folder that the stage starts from, where there is one.
+        """Build the optimisers, and remember the policy as it is.
+
+        Args:
+            metadata: of the policy folder that the stage starts from, where there is one.
+            optimizer: default: the one of the stage's recipe.
 
         Raises:
             TrainingError: the sampler's schedule has no sigma that the algorithm may draw.
@@ -76,25 +76,28 @@ class PolicyUpdater:
         self.policy = policy
         self.stage = stage
         self.version = metadata.version if metadata else 0
-        self.before = (
-            resume_progress(metadata, stage.algorithm_name)
-            if metadata
-            else Progress(algorithm=stage.algorithm_name)
-        )
+        # The schedules of an algorithm go on where it stopped, if it was the last to train the
+        # policy; another algorithm begins with its own from zero.
+        self.before = Progress(algorithm=stage.algorithm_name)
+        if metadata and metadata.progress.algorithm == stage.algorithm_name:
+            self.before = metadata.progress
         self.algorithm = find_algorithm(stage.algorithm)
-        self.hyper = stage.hyper_parameters
+        # Any: the kind of the algorithm says which class they have (``config_class``).
+        self.hyper: Any = stage.hyper_parameters
         _require_drawable_sigmas(policy, stage)
         self.optimizer: AnyOptimizer = optimizer or build_optimizer(policy, stage.optimizer)
         lr_factor = stage.algorithm_kind.fake_score_lr_factor(self.hyper)
         self.fake: FakeScore | None = None
         if lr_factor is not None:
             self.fake = FakeScore(policy, stage.optimizer, lr_factor)
-        # Gradients of means over many latent elements are below what float16 can hold.
+        # Gradients of means over many latent elements are below what float16 can hold, so the loss
+        # is multiplied before the backward pass and the gradients are divided after it.
         self.loss_scale = FIRST_LOSS_SCALE if policy.model.precision == "float16" else 1.0
-        self.updates = self.steps = 0
-        self.num_updates = (
-            stage.steps * stage.updates_per_step if isinstance(stage, OnlineStageConfig) else None
-        )
+        self.updates = 0
+        self.steps = 0
+        self.num_updates: int | None = None
+        if isinstance(stage, OnlineStageConfig):
+            self.num_updates = stage.steps * stage.updates_per_step
         self.drift = 0.0
         self.alarms: list[str] = []
         self.drifted = False
@@ -102,20 +105,22 @@ class PolicyUpdater:
 
     @property
     def sampler_sigmas(self) -> Tensor:
-        """The sigmas of the stage's sampler, [steps + 1], in the size that the model draws now."""
+        """The sigmas of the stage's sampler, [steps + 1], in the size that the model generates
+        now.
+        """
         return self.policy.model.compute_sigmas(self.stage.sampler.steps)
 
     @property
     def progress(self) -> Progress:
         """How far the algorithm has come, earlier stages included."""
-        done = {
+        counts = {
             "steps": self.before.steps + self.steps,
             "updates": self.before.updates + self.updates,
         }
-        return self.before.model_copy(update=done)
+        return self.before.model_copy(update=counts)
 
     def update_fake_score(self, batch: MatchingBatch, passes: int) -> dict[str, float]:
-        """Take one optimiser step of the fake score, before the policy's (``FakeScore.update``)."""
+        """Take one optimiser step of the fake score, before the policy's (``FakeScore``)."""
         assert self.fake, "the algorithm trains one"
         set_learning_rate(
             self.fake.optimizer, self.stage.optimizer.schedule, self.updates, self.num_updates
@@ -123,18 +128,18 @@ class PolicyUpdater:
         return self.fake.update_fake_score(batch, passes)
 
     def start_rollout(self) -> None:
-        """Remember the policy as it is, where the loss compares it with later ones: it made the
-        samples of the next updates.
+        """Remember the policy as it is, before the updates on the samples of a step: some losses
+        compare it with the policy after the first of them.
         """
         self.rollout_updates = self.updates
         if "rollout" in self.algorithm.copies(self.hyper):
             self.policy.snapshot_copy("rollout")
 
     def finish_step(self) -> None:
-        """Count a rollout step; where a copy generates the rollouts, the copies follow now, once
-        all of them were learnt from.
-        """
+        """Count a rollout step, after its last update."""
         self.steps += 1
+        # A copy that generates must stay the same for all samples of a step, so it follows here and
+        # not after every optimiser step.
         if self.algorithm.generates != "current":
             self._update_following_copies(self.progress.steps)
 
@@ -157,25 +162,27 @@ class PolicyUpdater:
             TrainingError: the loss or the gradient is not finite; the parameters and their copies
                 are as they were.
         """
-        total = int(sum_over_processes(torch.tensor(len(batch.inputs), device=batch.weight.device)))
-        taught = self._group_rows_by_teacher(batch, prompt_sets or {})
-        done = self._run_passes(batch, split_into_passes(batch.group_index, passes), total, taught)
-        means = done.average_metrics(total)
-        norm = compute_gradient_norm(self.policy)
-        while (
-            self.loss_scale > 1
-            and not torch.isfinite(norm)
-            and all(map(math.isfinite, means.values()))
-        ):
-            self.loss_scale /= 2
-            done = self._run_passes(
-                batch, split_into_passes(batch.group_index, passes), total, taught
-            )
-            means = done.average_metrics(total)
+        slices = split_into_passes(batch.group_index, passes)
+        num_rows = torch.tensor(len(batch.inputs), device=batch.weight.device)
+        total = int(sum_over_processes(num_rows))
+        teacher_rows = self._find_teacher_rows(batch, prompt_sets) if prompt_sets else {}
+
+        # Gradients of the mean loss. In float16 they may overflow: then all passes are repeated
+        # with half the loss scale, on the same rows, so that a step is slower but never skipped. A
+        # loss that is not finite itself is no overflow, and no scale helps.
+        while True:
+            results = self._run_passes(batch, slices, total, teacher_rows)
+            means = results.average_metrics(total)
             norm = compute_gradient_norm(self.policy)
-        # Both are the same on every process, so all of them stop here together.
-        if not (torch.isfinite(norm) and all(math.isfinite(value) for value in means.values())):
-            raise _build_non_finite_error(done, batch, means, norm, self.policy)
+            loss_is_finite = all(map(math.isfinite, means.values()))
+            if torch.isfinite(norm) or not loss_is_finite or self.loss_scale <= 1:
+                break
+            self.loss_scale /= 2
+
+        # The guard stands before the optimiser step: afterwards parameters and moments would be
+        # spoilt. Norm and means are the same on every process, so all of them stop here together.
+        if not (torch.isfinite(norm) and loss_is_finite):
+            raise build_non_finite_error(results, batch, means, norm, self.policy)
         torch.nn.utils.clip_grads_with_norm_(
             self.policy.parameters.values(), self.stage.optimizer.max_grad_norm, norm
         )
@@ -184,91 +191,103 @@ class PolicyUpdater:
         )
         self.optimizer.step()
         self.updates += 1
-        self.drift = means.setdefault("velocity_drift", self.drift)
+
         if self.algorithm.generates == "current":
             self._update_following_copies(self.progress.updates)
-        if self.policy.config.ema:
-            self.policy.blend_copy(
-                "ema", self.policy.config.ema.decay_after_step(self.version + self.updates)
-            )
-        means |= done.average_teacher_metrics(taught)
-        once = total // self.policy.context_parallel  # each row
-        metrics = (
+        ema = self.policy.config.ema
+        if ema:
+            self.policy.blend_copy("ema", ema.decay_after_step(self.version + self.updates))
+        # Not every update measures the drift; those that do not report the last value.
+        self.drift = means.setdefault("velocity_drift", self.drift)
+        # Processes that share the tokens of a row have all counted it.
+        num_distinct_rows = total // self.policy.context_parallel
+        return (
             means
-            | _compute_gradient_metrics(norm, done.first_norm, passes, once)
+            | results.average_teacher_metrics(teacher_rows)
+            | results.compute_gradient_metrics(norm, passes, num_distinct_rows)
             | {"lr": self.optimizer.param_groups[0]["lr"]}
+            | self._check_drift(self.drift)
         )
-        return metrics | self._check_drift(self.drift)
 
-    def _group_rows_by_teacher(
+    def _find_teacher_rows(
         self, batch: RowBatch, prompt_sets: Mapping[int, str]
     ) -> dict[str, Tensor]:
-        """The rows that each teacher teaches, by its copy, where prompt sets have their own;
+        """Return the rows that each teacher teaches, by its copy, where prompt sets have their own;
         nothing where one teaches all.
+
+        Example: {"teacher:glyphs": tensor([0, 1, 4]), "teacher:scenes": tensor([2, 3])}
         """
-        copies = sorted(
-            copy for copy in self.policy.copies if copy.startswith(teacher_copy_name(""))
-        )
-        own = (
-            [teacher_copy_name(prompt_sets[prompt_id]) for prompt_id in batch.keys.prompt_ids]
-            if copies
-            else []
-        )
-        rows = {copy: [row for row, name in enumerate(own) if name == copy] for copy in copies}
+        prefix = teacher_copy_name("")
+        copies = sorted(copy for copy in self.policy.copies if copy.startswith(prefix))
+        if not copies:
+            return {}
+        teachers = [teacher_copy_name(prompt_sets[i]) for i in batch.keys.prompt_ids]
         return {
-            copy: torch.tensor(found, dtype=torch.int64, device=batch.weight.device)
-            for copy, found in rows.items()
+            copy: torch.tensor(
+                [row for row, teacher in enumerate(teachers) if teacher == copy],
+                dtype=torch.int64,
+                device=batch.weight.device,
+            )
+            for copy in copies
         }
 
     def _run_passes(
-        self, batch: RowBatch, slices: list[slice], total: int, taught: Mapping[str, Tensor]
-    ) -> _PassResults:
-        """Forward and backward over every part; the gradients are left in the parameters."""
-        # FSDP averages gradients over processes; this weight makes the result the mean over all
-        # rows however they are dealt out. Processes that share tokens have the gradient of their
-        # own ones, and each counts the row.
-        weight = self.loss_scale * get_world_size() * self.policy.context_parallel / total
+        self,
+        batch: RowBatch,
+        slices: list[slice],
+        total: int,
+        teacher_rows: Mapping[str, Tensor],
+    ) -> PassResults:
+        """Run forward and backward over every slice of rows (gradient accumulation); the gradients
+        are left in the parameters.
+        """
+        # The mean over ALL rows, not the mean of the passes' means: passes and processes may have
+        # different numbers of rows, and a row must count the same in each. FSDP averages gradients
+        # over processes, which the world size undoes. Processes that share tokens each have the
+        # gradient of their own tokens only, and each of them has counted the row in ``total``.
+        weight = self.loss_scale * Ranks.current().world * self.policy.context_parallel / total
         self.optimizer.zero_grad(set_to_none=True)
-        copies = self._predict_copies(batch, slices, taught)
+
+        # What needs no gradient comes first, for all slices at once, so that each copy is swapped
+        # in and out once.
+        copies = self._predict_copies(batch, slices, teacher_rows)
         anchor = self._predict_anchor(batch.inputs, slices, copies)
-        base = copies.get("reference")
-        watched = (
-            choose_drift_stride(self.updates, len(slices)) if base is None else 1
-        )  # all rows where it costs nothing
-        if base is None and watched:
-            base = _predict_velocities_of_copy(
-                self.policy, "reference", batch.inputs, [slice(0, None, watched)]
-            )
-        done = _PassResults()
+        base_velocity, drift_stride = self._predict_base(batch.inputs, slices, copies)
+
+        results = PassResults()
         for part in slices:
+            # An update that goes back through the rollout's own passes has its predictions. They
+            # are removed, because their graph is freed by the backward pass: a repeated pass
+            # predicts again.
             velocity = batch.inputs.predicted.pop(part.start, None)
             if velocity is None:
                 velocity = _predict_velocity(self.policy, batch.inputs, part)
-            velocity.retain_grad()
-            compared = {name: values[part] for name, values in copies.items()}
-            if (
-                "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies
-            ):  # no weight has moved since
-                compared["rollout"] = velocity.detach()
+            velocity.retain_grad()  # tells which row's gradient is not finite
+            copy_velocities = {name: values[part] for name, values in copies.items()}
+            if "rollout" in self.algorithm.copies(self.hyper) and "rollout" not in copies:
+                # No weight has moved since the rollout: its prediction is the policy's own.
+                copy_velocities["rollout"] = velocity.detach()
             loss, metrics = self._compute_loss(
-                batch, part, velocity, compared, None if anchor is None else anchor[part]
+                batch, part, velocity, copy_velocities, None if anchor is None else anchor[part]
             )
-            self.policy.set_gradient_reduction(
-                part in (slices[0], slices[-1])
-            )  # of the first alone, for the norm below
+            # Adapters' gradients are summed over processes in the last pass, not in every one; also
+            # in the first, because its norm alone is needed below.
+            self.policy.set_gradient_reduction(part in (slices[0], slices[-1]))
             (loss.sum() * weight).backward()
-            done.add_pass(loss, metrics, velocity)
-            if base is not None and watched:
-                done.add_drift(velocity, base, part.start, watched)
+            results.add_pass(loss, metrics, velocity)
+            if base_velocity is not None:
+                results.add_drift(velocity, base_velocity, part.start, drift_stride)
             if part == slices[0] and len(slices) > 1:
+                # The gradient of the first pass, rescaled from its share of the total to its mean.
                 norm = compute_gradient_norm(self.policy, self.loss_scale)
-                done.first_norm = norm * total / sum_over_processes(loss.new_tensor(len(loss)))
+                num_rows = sum_over_processes(loss.new_tensor(len(loss)))
+                results.first_norm = norm * total / num_rows
         if self.loss_scale != 1:
             torch._foreach_div_(
                 [p.grad for p in self.policy.parameters.values() if p.grad is not None],
                 self.loss_scale,
             )
-        return done
+        return results
 
     def _compute_loss(
         self,
@@ -278,8 +297,14 @@ class PolicyUpdater:
         copies: Mapping[CopyName, Tensor],
         anchor: Tensor | None,
     ) -> tuple[Tensor, RowMetrics]:
-        """The loss of each row with its weight and the penalty for leaving ``anchor``, and the
-        metrics of each row.
+        """Return the loss of each row with its weight and the penalty for leaving ``anchor``, and
+        the metrics of each row, all [m].
+
+        Args:
+            part: the m rows.
+            velocity: of the policy there, [m, ...], with its graph.
+            copies: of the policy copies there, [m, ...].
+            anchor: what the reference penalty pulls to, [m, ...]; None without one.
         """
         rows = replace(
             batch.build_rows(part, velocity, copies),
@@ -293,6 +318,7 @@ class PolicyUpdater:
                     f" {len(rows.advantage)} rows; an algorithm gives a value for each row and"
                     " takes no mean"
                 )
+        # The correction weighs the algorithm's term alone, not the penalty.
         loss = loss * batch.weight[part]
         if anchor is not None:
             divergence = compute_penalty(self.stage.reference, rows, velocity, anchor)
@@ -301,32 +327,48 @@ class PolicyUpdater:
         return loss, metrics
 
     def _predict_copies(
-        self, batch: RowBatch, slices: list[slice], taught: Mapping[str, Tensor]
+        self, batch: RowBatch, slices: list[slice], teacher_rows: Mapping[str, Tensor]
     ) -> dict[CopyName, Tensor]:
-        """The predictions of the copies that the loss needs, for every row; of several teachers
-        that of each row's own.
+        """Return the predictions of the copies that the loss needs, [M, ...] each; of several
+        teachers that of each row's own.
         """
         needed = set(self.algorithm.copies(self.hyper))
         if self.stage.reference.weight > 0 and not self.stage.reference.needs_guidance:
             needed.add("reference")
         if self.updates == self.rollout_updates:
-            needed.discard("rollout")
-        # In the same order on every process: a swap communicates.
-        return {
-            name: (
-                _predict_velocities_of_teachers(self.policy, taught, batch.inputs_of(name), slices)
-                if name == "teacher" and taught
-                else _predict_velocities_of_copy(self.policy, name, batch.inputs_of(name), slices)
-            )
-            for name in sorted(needed)
-        }
+            needed.discard("rollout")  # it is the policy itself, until a weight moves
+        velocities: dict[CopyName, Tensor] = {}
+        for name in sorted(needed):  # in the same order on every process: a swap communicates
+            inputs = batch.inputs_of(name)
+            if name == "teacher" and teacher_rows:
+                velocities[name] = _predict_velocities_of_teachers(
+                    self.policy, teacher_rows, inputs, slices
+                )
+            else:
+                velocities[name] = _predict_velocities_of_copy(self.policy, name, inputs, slices)
+        return velocities
+
+    def _predict_base(
+        self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
+    ) -> tuple[Tensor | None, int]:
+        """Return what the base model predicts at every n-th row, and n, to measure the drift of the
+        policy; None in updates that do not measure it.
+        """
+        if "reference" in copies:
+            return copies["reference"], 1  # the loss needs it anyway: measure at all rows
+        stride = choose_drift_stride(self.updates, len(slices))
+        if stride is None:
+            return None, 1
+        rows = [slice(0, None, stride)]
+        return _predict_velocities_of_copy(self.policy, "reference", inputs, rows), stride
 
     def _predict_anchor(
         self, inputs: ForwardInputs, slices: list[slice], copies: Mapping[CopyName, Tensor]
     ) -> Tensor | None:
-        """What the reference penalty pulls to, at every point; None without a penalty."""
+        """Return what the reference penalty pulls to, [M, ...]; None without a penalty."""
         reference = self.stage.reference
         if reference.needs_guidance:
+            # A guided reference is another prediction than the copy's: that is without guidance.
             return _predict_velocities_of_copy(
                 self.policy, "reference", inputs.with_guidance(reference.guidance), slices
             )
@@ -334,11 +376,12 @@ class PolicyUpdater:
 
     def _update_following_copies(self, count: int) -> None:
         for name in self.algorithm.list_following_copies(self.hyper):
-            if decay := self.algorithm.follows.get(name):
+            decay = self.algorithm.follows.get(name)
+            if decay is not None:  # else it stays as it was at the start of the stage
                 self.policy.blend_copy(name, decay(self.hyper, count))
 
     def _check_drift(self, drift: float) -> dict[str, float]:
-        """Whether the policy has drifted too far; the first time is worth a warning."""
+        """Report whether the policy has drifted too far, and warn the first time."""
         too_far = drift > self.stage.drift_alarm
         if too_far and not self.drifted:
             self.drifted = True
@@ -356,8 +399,8 @@ class PolicyUpdater:
 
 
 def _require_drawable_sigmas(policy: Policy, stage: StageConfig) -> None:
-    """Check that a loss that draws from the sampler's sigmas finds some, before rollouts are paid
-    for.
+    """Check that a loss that samples from the schedule's sigmas finds some, before rollouts are
+    paid for.
     """
     sigmas = stage.algorithm_kind.sigmas_to_draw(stage.hyper_parameters)
     if sigmas is None or sigmas.kind != "schedule":
@@ -368,77 +411,6 @@ def _require_drawable_sigmas(policy: Policy, stage: StageConfig) -> None:
         raise TrainingError(str(error)) from None
 
 
-@dataclass
-class _PassResults:
-    """What the passes over one batch leave behind, one entry per row of this process.
-
-    Attributes:
-        rows: loss and metrics, each a list of [m] tensors.
-        gradient_is_finite: of the loss with respect to the velocity of each row, a list of bool
-            [m].
-        first_norm: of the gradient of the first part alone, scaled to a mean.
-        drift: mean (v - v_base)^2 of the rows where the base's prediction is known, a list of [m].
-    """
-
-    rows: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    gradient_is_finite: list[Tensor] = field(default_factory=list)
-    first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))
-    drift: list[Tensor] = field(default_factory=list)
-
-    def add_pass(self, loss: Tensor, metrics: RowMetrics, velocity: Tensor) -> None:
-        for name, values in (metrics | {"loss": loss}).items():
-            self.rows[name].append(values.detach())
-        assert velocity.grad is not None
-        self.gradient_is_finite.append(velocity.grad.flatten(1).isfinite().all(1))
-
-    def add_drift(self, velocity: Tensor, base: Tensor, start: int, watched: int) -> None:
-        """Note the drift of the part that begins at row ``start``; ``base`` is known at every row
-        that ``watched`` divides.
-        """
-        own = velocity.detach()[-start % watched :: watched]
-        first = math.ceil(start / watched)
-        self.drift.append(mean_per_row((own - base[first : first + len(own)]) ** 2))
-
-    def average_metrics(self, total: int) -> dict[str, float]:
-        """Over the rows of all processes."""
-        names = sorted(self.rows)
-        sums = torch.stack([torch.cat(self.rows[name]).double().sum() for name in names])
-        drift = (
-            {"velocity_drift": _mean_over_processes(torch.cat(self.drift)).item()}
-            if self.drift
-            else {}
-        )
-        return dict(zip(names, (sum_over_processes(sums) / total).tolist(), strict=True)) | drift
-
-    def average_teacher_metrics(self, taught: Mapping[str, Tensor]) -> dict[str, float]:
-        """``kl/teacher`` of the rows of each teacher, over all processes; none where it has no
-        rows.
-        """
-        means = {}
-        for copy, rows in taught.items() if "kl/teacher" in self.rows else ():
-            divergence = torch.cat(self.rows["kl/teacher"]).double()[rows]
-            total, count = sum_over_processes(
-                torch.stack([divergence.sum(), divergence.new_tensor(len(rows))])
-            ).tolist()
-            if count:
-                prompt_set = copy.removeprefix(teacher_copy_name(""))
-                means[f"kl/teacher/{NOT_IN_A_METRIC.sub('_', prompt_set)}"] = total / count
-        return means
-
-    def describe_first_non_finite_row(self, batch: RowBatch) -> str | None:
-        """The first row of this process that is not finite, with what is wrong with it."""
-        wrong = {name: ~torch.cat(values).isfinite() for name, values in self.rows.items()}
-        wrong["the gradient"] = ~torch.cat(self.gradient_is_finite)
-        rows = torch.stack(list(wrong.values())).any(0).nonzero()
-        if not len(rows):
-            return None
-        row = int(rows[0])
-        return (
-            f"{', '.join(name for name, where in wrong.items() if where[row])} of"
-            f" {batch.describe_row(row)}"
-        )
-
-
 def _predict_velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tensor) -> Tensor:
     forward = predict_checkpointed if inputs.checkpointed and torch.is_grad_enabled() else predict
     return forward(policy.model, *inputs.model_arguments(part))
@@ -447,80 +419,34 @@ def _predict_velocity(policy: Policy, inputs: ForwardInputs, part: slice | Tenso
 def _predict_velocities_of_copy(
     policy: Policy, copy: CopyName, inputs: ForwardInputs, slices: list[slice]
 ) -> Tensor:
-    """Predictions of a policy copy over some parts: one swap of the parameters for all of them."""
+    """Predict with a policy copy over some parts: one swap of the parameters for all of them."""
     with policy.use_copy(copy), policy.keep_gathered():
         return torch.cat([_predict_velocity(policy, inputs, part) for part in slices])
 
 
 def _predict_velocities_of_teachers(
-    policy: Policy, taught: Mapping[str, Tensor], inputs: ForwardInputs, slices: list[slice]
+    policy: Policy,
+    teacher_rows: Mapping[str, Tensor],
+    inputs: ForwardInputs,
+    slices: list[slice],
 ) -> Tensor:
-    """Predictions of each row's own teacher: of a teacher for its rows alone, in parts of the usual
+    """Predict each row with its own teacher: a teacher for its rows alone, in parts of the usual
     size.
-
-    Sharded processes communicate in every pass, so all of them take as many: one without rows left
-    predicts its first again.
     """
     size = max(part.stop - part.start for part in slices)
-    found = []
-    for copy, rows in taught.items():
+    velocities = []
+    for copy, rows in teacher_rows.items():
+        # Sharded processes communicate in every pass, so all of them take as many: one without rows
+        # left predicts its first again, and throws that away.
         passes = all_reduce_max(math.ceil(len(rows) / size))
+        if not passes:
+            continue  # the same on every process
         with policy.use_copy(copy), policy.keep_gathered():
-            for part in rows.tensor_split(passes) if passes else ():
-                velocity = _predict_velocity(policy, inputs, part if len(part) else slice(0, 1))
-                found += [velocity] if len(part) else []
-    order = torch.cat(list(taught.values())).argsort()
-    return torch.cat(found)[order]
-
-
-def _compute_gradient_metrics(
-    norm: Tensor, first_norm: Tensor, passes: int, total: int
-) -> dict[str, float]:
-    """The norm before clipping, and how much single samples disagree.
-
-    ``grad_variance`` estimates the trace of the per-row covariance of the gradient from the norms
-    of a small and of the whole batch, (|g_small|^2 - |g|^2) / (1/B_small - 1/B) (An Empirical Model
-    of Large-Batch Training, 1812.06162, A.1). One step's value is noisy and may be negative: look
-    at its average.
-    """
-    metrics = {"grad_norm": norm.item()}
-    if passes > 1:
-        small = total / passes
-        metrics["grad_variance"] = (first_norm.item() ** 2 - norm.item() ** 2) / (
-            1 / small - 1 / total
-        )
-    return metrics
-
-
-def _build_non_finite_error(
-    done: _PassResults, batch: RowBatch, means: dict[str, float], norm: Tensor, policy: Policy
-) -> TrainingError:
-    """The error that names the first row that is not finite, or, where all rows are fine, the
-    parameters.
-    """
-    wrong = done.describe_first_non_finite_row(batch)
-    if wrong is None and not all(math.isfinite(value) for value in means.values()):
-        wrong = "a row of another process"
-    if wrong is None:
-        broken = [
-            name
-            for name, p in policy.parameters.items()
-            if p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
-        wrong = (
-            f"the gradient of {broken[0]} and {len(broken) - 1} more parameters"
-            if broken
-            else "the gradient"
-        )
-    return TrainingError(
-        f"not finite: {wrong} (gradient norm {norm.item()}); the step was not taken. Lower"
-        " optimizer.lr or raise reference.weight, and look at the last metrics before this step"
-    )
-
-
-def _mean_over_processes(values: Tensor) -> Tensor:
-    """The mean over the values of all processes."""
-    total = sum_over_processes(
-        torch.stack([values.double().sum(), values.new_tensor(len(values)).double()])
-    )
-    return total[0] / total[1]
+            for part in rows.tensor_split(passes):
+                if len(part):
+                    velocities.append(_predict_velocity(policy, inputs, part))
+                else:
+                    _predict_velocity(policy, inputs, slice(0, 1))
+    # From the order of teachers back to the order of rows.
+    order = torch.cat(list(teacher_rows.values())).argsort()
+    return torch.cat(velocities)[order]

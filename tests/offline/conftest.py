@@ -9,7 +9,7 @@ from offline_cases import Watched, write_rollouts
 
 from ebbflow.data.schema import ADVANTAGES
 from ebbflow.models.encoding import build_prompt_lookup
-from ebbflow.offline import training as offline
+from ebbflow.offline import batches
 from ebbflow.offline.training import train_epochs
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.tables import write_table
@@ -70,9 +70,9 @@ def pretend(monkeypatch):
     """``pretend(rank, world)``: be one of several processes."""
 
     def one_of(rank, world):
-        monkeypatch.setattr(offline.Ranks, "current", staticmethod(lambda: Ranks(rank, world)))
+        monkeypatch.setattr(batches.Ranks, "current", staticmethod(lambda: Ranks(rank, world)))
         monkeypatch.setattr(
-            offline,
+            batches,
             "_encode_prompts_together",
             lambda ctx, model, prompts, ranks: build_prompt_lookup(model, prompts),
         )

@@ -12,10 +12,11 @@ from ebbflow.data.schema import PROMPTS
 from ebbflow.offline import replay
 from ebbflow.offline import training as offline
 from ebbflow.offline.advantages import write_advantages
+from ebbflow.offline.batches import find_samples_of_step
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.offline.rollouts import generate_shard_from_folders
 from ebbflow.offline.scoring import score_shard
-from ebbflow.offline.training import find_samples_of_step, train_offline_folder
+from ebbflow.offline.training import train_offline_folder
 from ebbflow.stage import MetricsRecorder, StageContext
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.storage.tables import read_table

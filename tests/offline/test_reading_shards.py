@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from offline_cases import Watched
 
-from ebbflow.offline import training as offline
+from ebbflow.offline import batches
 from ebbflow.stage import StageContext
 from ebbflow.storage.tables import TableError
 from ebbflow.training.distributed import Ranks
@@ -22,7 +22,7 @@ def reads(monkeypatch):
     """Every shard that is read: its name, the rows asked for, and weak references to their
     latents."""
     found = []
-    read = offline.read_latent_parts
+    read = batches.read_latent_parts
 
     def remembered(path, parts, stopped):
         latents = read(path, parts, stopped)
@@ -33,7 +33,7 @@ def reads(monkeypatch):
         )
         return latents
 
-    monkeypatch.setattr(offline, "read_latent_parts", remembered)
+    monkeypatch.setattr(batches, "read_latent_parts", remembered)
     return found
 
 
@@ -83,10 +83,10 @@ def test_every_process_reads_its_own_rows_alone(make_recipe, stored, run, preten
 
 
 def test_a_stage_that_ends_early_reads_no_further(ctx, stored, reads):
-    shards = offline._list_trainable_shards(ctx, *stored(24, 12)[:2])
-    batches = offline._load_latents(offline._iterate_visits(ctx, shards, Ranks(0, 1)), Ranks(0, 1))
-    next(batches)
-    batches.close()
+    shards = batches.list_trainable_shards(ctx, *stored(24, 12)[:2])
+    loaded = batches._load_latents(batches._iterate_visits(ctx, shards, Ranks(0, 1)), Ranks(0, 1))
+    next(loaded)
+    loaded.close()
     assert len(reads) <= 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_shard")]
 
@@ -107,12 +107,12 @@ def test_a_damaged_shard_ends_the_stage_from_the_thread_that_reads(make_recipe, 
 
 def test_all_shards_are_joined_with_the_advantages_at_once(ctx, stored, monkeypatch):
     opened = []
-    read = offline.read_table
+    read = batches.read_table
     monkeypatch.setattr(
-        offline, "read_table", lambda *arguments: opened.append(arguments) or read(*arguments)
+        batches, "read_table", lambda *arguments: opened.append(arguments) or read(*arguments)
     )
     rollouts, advantages, kept = stored(7, 5, 3, 6)
-    shards = offline._list_trainable_shards(ctx, rollouts, advantages)
+    shards = batches.list_trainable_shards(ctx, rollouts, advantages)
     assert len(opened) == 1
     assert [list(zip(s.prompt_ids.tolist(), s.samples.tolist(), strict=True)) for s in shards] == [
         [key for key in kept if start <= 2 * key[0] + key[1] < end]

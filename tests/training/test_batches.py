@@ -41,13 +41,13 @@ STAGE = stage_of("mix_grpo", sampler={"steps": 5})
 
 def test_a_window_becomes_a_term_for_each_sample_and_step(model):
     trajectory, conditioning, keys = rollout(model, STAGE.sampler, (0, 2))
-    chosen = torch.tensor([2, 0])
     batch = build_trajectory_batch(
-        CorrectedRollout.without_correction(trajectory).select_samples(chosen),
-        conditioning.select_rows(chosen),
-        torch.tensor([3.0, 1.0]),
-        keys.select_samples(chosen.numpy()),
+        CorrectedRollout.without_correction(trajectory),
+        conditioning,
+        torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        keys,
         STAGE.sampler,
+        rows=np.array([4, 5, 0, 1]),  # both steps of sample 2, then of sample 0
     )
     assert batch.advantage.tolist() == [3, 3, 1, 1]
     assert batch.steps.tolist() == [0, 2, 0, 2]

@@ -90,3 +90,19 @@ def test_every_file_of_kinds_defines_one_kind():
     kinds = built_in_kinds()
     assert set(kinds) == {"direct_align", "forward", "gradient", "matching", "trajectory"}
     assert all(isinstance(kind, TrainableKind) for kind in kinds.values())
+
+
+def test_hyper_parameters_of_another_class_than_the_kinds_are_rejected(tmp_path, monkeypatch):
+    (tmp_path / "strange.py").write_text(
+        "from typing import ClassVar\n"
+        "from ebbflow.algorithms.base import Algorithm\n"
+        "from ebbflow.recipe.algorithms import AlgorithmConfig\n"
+        "class StrangeConfig(AlgorithmConfig):\n"
+        "    kind: ClassVar = 'gradient'\n"
+        "    stages: ClassVar = ('online',)\n"
+        "ALGORITHM = Algorithm(StrangeConfig, lambda rows, config: None)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    algorithm = {"name": "custom", "path": "strange:ALGORITHM"}
+    with pytest.raises(ValueError, match="'gradient'.* GradientConfig; derive StrangeConfig from"):
+        OnlineStageConfig.model_validate(small_stage({"algorithm": algorithm}))

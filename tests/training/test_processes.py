@@ -36,7 +36,7 @@ from ebbflow.recipe.model import FsdpConfig, ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.stage import teacher_copy_name
 from ebbflow.storage.artifacts import verify_folder
-from ebbflow.training import policy as policy_module
+from ebbflow.training import sharding
 from ebbflow.training.distributed import Ranks, join_process_group
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.policy import Policy
@@ -75,7 +75,7 @@ def two_steps(base: Path, case: str, folder: Path, ranks: Ranks) -> list[dict[st
     model = load_model(base)
     replicas = ranks.world if case == "replicas" else 1
     offload = case.startswith("offloaded")
-    with patch.object(policy_module, "fully_shard", wraps=policy_module.fully_shard) as fully_shard:
+    with patch.object(sharding, "fully_shard", wraps=sharding.fully_shard) as fully_shard:
         policy = Policy(
             model, config, 0, ranks.world > 1, replicas, offload, FSDP.get(case, FsdpConfig())
         )

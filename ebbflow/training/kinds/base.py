@@ -31,6 +31,11 @@ class StepSamples:
     Example: 8 prompts with 16 samples each have ``keys`` and ``advantages`` of 128 entries, 8 rows
     of ``conditioning``, and ``sample_index`` = [0] * 16 + [1] * 16 + ...
 
+    An update trains on some of its groups of positions::
+
+        groups = [np.array([0, 5]), np.array([16, 17])]  # chosen by ``algorithm.select``
+        batch, metrics = kind.build_batch(step, groups, passes=1)
+
     Attributes:
         updater: the policy and how far its training has come.
         keys: of the noise of each sample, [N].
@@ -55,6 +60,8 @@ class StepSamples:
     velocities: RolloutVelocities = ()
     scorer: Scorer | None = None
 
+    # torch is imported inside: recipes read this file through the kinds, and need no tensors.
+
     def select_conditioning(self, samples: np.ndarray) -> Conditioning:
         """Return the conditioning of some samples, a row for each."""
         import torch
@@ -71,7 +78,8 @@ class StepSamples:
 class TrainableKind(AlgorithmKind):
     """A kind of algorithm, whole: what recipes and estimates ask, and what training does with it.
 
-    ``docs/extending.md`` has an example.
+    ``docs/extending.md`` has an example. Hyper-parameters (``step.updater.hyper``) are of the
+    kind's ``config_class``.
     """
 
     def list_trained_groups(self, step: StepSamples, groups: SampleGroups) -> SampleGroups:

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 
 class DirectAlignKind(RewardGradientKind):
-    """As ``RewardGradientKind``, on the samples of the rollout: no denoising step is repeated."""
+    """The gradient of differentiable rewards on the samples of the rollout: unlike
+    ``RewardGradientKind`` it repeats no denoising step.
+    """
 
     name: ClassVar = "direct_align"
+    config_class: ClassVar = DirectAlignConfig
 
     def rows_per_entry(self, hyper: DirectAlignConfig) -> int:
         return hyper.rows_per_sample
@@ -38,9 +41,9 @@ class DirectAlignKind(RewardGradientKind):
         from ebbflow.training.direct_align import build_direct_align_batch
 
         updater = step.updater
-        hyper = updater.hyper
-        assert isinstance(hyper, DirectAlignConfig)
+        hyper: DirectAlignConfig = updater.hyper
         assert step.scorer is not None, "who opens a worker for this kind gives it the rewards"
+        # Each row is a group of its own, so the groups of the update do not matter any more.
         samples = np.concatenate(groups)
         batch = build_direct_align_batch(
             model=updater.policy.model,
@@ -51,6 +54,7 @@ class DirectAlignKind(RewardGradientKind):
             prompts=[step.prompts[sample] for sample in samples],
             config=hyper,
             update=updater.progress.updates,
+            # Called by the loss, for the rows of a pass at a time.
             score=step.scorer.score_latents_with_gradient,
         )
         return batch, {}

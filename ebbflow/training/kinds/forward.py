@@ -27,6 +27,7 @@ class ForwardKind(TrainableKind):
     """Noised final latents: online and offline stages, any sampler, no log-probs."""
 
     name: ClassVar = "forward"
+    config_class: ClassVar = ForwardConfig
     can_be_offline: ClassVar = True
     is_unguided: ClassVar = True
 
@@ -63,6 +64,7 @@ class ForwardKind(TrainableKind):
     ) -> tuple[RowBatch, dict[str, float]]:
         import numpy as np
 
+        # [[0, 5], [16, 17]] becomes the samples [0, 5, 16, 17] in the groups [0, 0, 1, 1].
         samples = np.concatenate(groups)
         group_index = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         batch = self.build_offline_batch(
@@ -88,11 +90,15 @@ class ForwardKind(TrainableKind):
     ) -> ForwardBatch:
         from ebbflow.training.batches import build_forward_batch
 
-        hyper = updater.hyper
-        assert isinstance(hyper, ForwardConfig)
-        sigmas = updater.sampler_sigmas
         return build_forward_batch(
-            clean, conditioning, advantage, keys, group_index, hyper, sigmas, visit=epoch
+            clean,
+            conditioning,
+            advantage,
+            keys,
+            group_index,
+            updater.hyper,
+            updater.sampler_sigmas,
+            visit=epoch,
         )
 
     def build_trial_rows(
@@ -103,6 +109,7 @@ class ForwardKind(TrainableKind):
         from ebbflow.algorithms.base import ForwardRows
         from ebbflow.training.trial import TrialInputs
 
+        # As in real rows, samples of a group share sigma, and the noise if the algorithm says so.
         inputs = TrialInputs.sample(groups)
         index = inputs.group_index
         noise_index = index if hyper.shared_noise else torch.arange(len(index))

@@ -26,14 +26,14 @@ class MatchingKind(TrainableKind):
     """Distillation of a many-step teacher into a few-step student: online stages."""
 
     name: ClassVar = "matching"
+    config_class: ClassVar = MatchingConfig
     is_unguided: ClassVar = True
     trains_student: ClassVar = True
 
     def check_stage(self, stage: StageConfig) -> None:
         name = stage.algorithm_name
-        hyper = stage.hyper_parameters
+        hyper: Any = stage.hyper_parameters  # a MatchingConfig, as ``config_class`` says
         sampler = stage.sampler.name
-        assert isinstance(hyper, MatchingConfig)
         if hyper.along_trajectory and sampler != "ode":
             raise ValueError(
                 f"{name} matches the ends of deterministic steps, and sampler.name = {sampler!r};"
@@ -90,8 +90,7 @@ class MatchingKind(TrainableKind):
         from ebbflow.training.matching import build_matching_batch, sample_student_steps
 
         updater = step.updater
-        hyper = updater.hyper
-        assert isinstance(hyper, MatchingConfig)
+        hyper: MatchingConfig = updater.hyper
         samples = np.concatenate(groups)
         advantage = step.select_advantages(samples)
         student = sample_student_steps(
@@ -102,6 +101,7 @@ class MatchingKind(TrainableKind):
             updater.sampler_sigmas,
             passes,
         )
+        # The fake score first: the student's gradient is the difference to what it says now.
         # Each update of the fake score, and then that of the student, draws its own step, noise
         # level and noise.
         metrics: dict[str, list[float]] = {}

@@ -25,13 +25,13 @@ class RewardGradientKind(TrainableKind):
     """The gradient of differentiable rewards: online stages, the sampler ``ode``."""
 
     name: ClassVar = "gradient"
+    config_class: ClassVar = GradientConfig
     needs_reward_gradient: ClassVar = True
 
     def check_stage(self, stage: StageConfig) -> None:
         name = stage.algorithm_name
-        hyper = stage.hyper_parameters
+        hyper: Any = stage.hyper_parameters  # a GradientConfig, as ``config_class`` says
         steps = stage.sampler.steps
-        assert isinstance(hyper, GradientConfig)
         if stage.sampler.name != "ode":
             raise ValueError(
                 f"{name} takes the gradient through the steps of the sampler ode, and sampler.name"
@@ -76,10 +76,11 @@ class RewardGradientKind(TrainableKind):
         from ebbflow.training.reward_gradients import build_gradient_batch
 
         updater = step.updater
-        hyper = updater.hyper
-        assert isinstance(hyper, GradientConfig)
+        hyper: GradientConfig = updater.hyper
         assert step.scorer is not None, "who opens a worker for this kind gives it the rewards"
         samples = np.concatenate(groups)
+        # Some algorithms choose the first step with gradient at random: the same on every process,
+        # and another one in every update.
         update = updater.progress.updates
         random = make_generator(
             step.keys.seed, prompt_id=0, sample=update, step=0, stream=Stream.WINDOWS

@@ -66,13 +66,18 @@ class TrajectoryKind(TrainableKind):
         import numpy as np
 
         assert step.trajectory is not None, "the rollouts of such an algorithm are recorded"
-        # Each row is a group of its own: losses on trajectories compare no rows.
-        return step.trajectory.list_kept_rows(np.concatenate(groups))
+        samples = np.concatenate(groups)
+        keep = step.trajectory.keep.numpy()  # (N, W)
+        numbers = np.arange(keep.size).reshape(keep.shape)
+        # Each row is a group of its own, [[row], [row], ...]: losses on trajectories compare no
+        # rows. Those that the correction rejected are left out here, so that they count in no mean.
+        return list(numbers[samples][keep[samples]][:, None])
 
     def build_batch(
         self, step: StepSamples, groups: SampleGroups, passes: int
     ) -> tuple[RowBatch, dict[str, float]]:
         import numpy as np
+        import torch
 
         from ebbflow.training.batches import build_trajectory_batch
         from ebbflow.training.rollout_forward import reuse_rollout_forward
@@ -81,13 +86,14 @@ class TrajectoryKind(TrainableKind):
         rows = np.concatenate(groups)  # row n is step n % W of sample n // W
         if step.velocities:
             rows.sort()  # in the order of the rollout, whose passes are those of the update
-        samples, trajectory = step.trajectory.select_rows(rows)
         batch = build_trajectory_batch(
-            trajectory.move_to(step.conditioning.device),
-            step.select_conditioning(samples),
-            step.select_advantages(samples),
-            step.keys.select_samples(samples),
+            step.trajectory,
+            step.conditioning,
+            torch.from_numpy(step.advantages),
+            step.keys,
             step.updater.stage.sampler,
+            rows,
+            torch.from_numpy(step.sample_index),
         )
         if step.velocities:
             batch = reuse_rollout_forward(batch, rows, step.velocities)
@@ -121,6 +127,7 @@ class TrajectoryKind(TrainableKind):
         velocity = inputs.sample_noise().requires_grad_()
         sigmas = torch.linspace(1, 0, STEPS + 1)
         steps = torch.arange(len(inputs.group_index)) % (STEPS - 1)  # not the last: it has no noise
+        # The first update after a rollout: the ratio is 1, and its gradient is not 0.
         old = compute_transition(SAMPLER, latents, velocity.detach(), sigmas, steps)
         step = compute_transition(SAMPLER, latents, velocity, sigmas, steps)
         next_latents = sample_next_latents(old, inputs.sample_noise())

@@ -29,11 +29,13 @@ class Muon(OptimizerFactory):
 
         from ebbflow.training.optimizer import CombinedOptimizer
 
+        # torch's Muon refuses parameters that are no matrices.
         muon = torch.optim.Muon(
             _select_parameters(groups, matrices=True),
             lr=config.lr,
             weight_decay=config.weight_decay,
             momentum=config.momentum,
+            # Steps as large as AdamW's, so that a recipe's learning rate fits both.
             adjust_lr_fn="match_rms_adamw",
         )
         others = _select_parameters(groups, matrices=False)

@@ -1,0 +1,323 @@
+"""What each optimiser step of an offline stage trains on: the rows of the shards that have an
+advantage, in a seeded order, and their latents, read ahead by a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ebbflow.data.prompts import Prompt
+from ebbflow.data.schema import ADVANTAGES, KEY
+from ebbflow.flow.noise import SampleKeys
+from ebbflow.models import Conditioning, Model
+from ebbflow.models.base import Size, device_of
+from ebbflow.models.encoding import EMBEDDINGS, Encode, open_embeddings, write_embeddings
+from ebbflow.offline.shards import read_image_size, read_latent_parts
+from ebbflow.seeding import Stream, make_generator
+from ebbflow.stage import StageContext
+from ebbflow.storage.disk import open_scratch_folder, path_of_scratch_folder
+from ebbflow.storage.tables import read_columns, read_table
+from ebbflow.training.batches import SampleGroups, shard_for_rank, split_evenly
+from ebbflow.training.distributed import Ranks, broadcast_first_of_node
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of a rollout shard that are worth training on: row numbers, keys and advantages, and
+    how many groups they make.
+
+    Example: of a shard of 24 rows, two samples for each prompt, 19 have an advantage::
+
+        shard.rows  # array([1, 2, 3, 4, 6, ...]), int64 [19]
+        shard.prompt_ids  # array([0, 1, 1, 2, 3, ...]), of these rows
+        shard.num_groups  # 19, where every sample is a group of its own
+    """
+
+    path: Path
+    rows: np.ndarray
+    prompt_ids: np.ndarray
+    samples: np.ndarray
+    advantage: np.ndarray
+    num_groups: int
+    num_selected: int
+    """Samples in groups."""
+    size: Size | None = None
+    """Height and width of the images; None: those of the model."""
+
+
+@dataclass(frozen=True)
+class ShardVisit:
+    """A shard in an epoch, and the batches of its samples that are trained on then, as positions in
+    the shard's arrays.
+    """
+
+    epoch: int
+    shard: Shard
+    batches: list[SampleGroups]
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """One process's part of a batch: a row per sample.
+
+    Example: rank 1 of 2, of a batch of three pairs (six samples)::
+
+        part.groups  # [array([4, 5]), array([0, 1]), array([8, 9])], the same on both ranks
+        part.group_index  # array([0, 0]): the third pair is this rank's
+        part.clean  # fp32 (2, C, H, W)
+
+    Attributes:
+        epoch: how often these samples were trained on before.
+        groups: of the whole batch, over all processes.
+        group_index: integer [N], ascending: which samples stay together.
+        clean: final latents, fp32 [N, ...].
+        conditioning: the encoded prompts.
+        advantage: [N].
+        size: height and width of the images; None: those of the model.
+    """
+
+    epoch: int
+    groups: SampleGroups
+    keys: SampleKeys
+    group_index: np.ndarray
+    clean: Tensor
+    conditioning: Conditioning
+    advantage: Tensor
+    size: Size | None = None
+
+
+def find_samples_of_step(
+    ctx: StageContext, rollouts: list[Path], advantages: Path, step: int, processes: int
+) -> tuple[Path, np.ndarray, np.ndarray] | None:
+    """Find what an optimiser step trains on, over all processes: (shard, row numbers [N],
+    advantages [N]); None after the last step.
+
+    Args:
+        step: from zero.
+        processes: that train together, those that share tokens counted once. They decide how the
+            samples are divided.
+    """
+    shards = [
+        shard
+        for shard in list_trainable_shards(ctx, rollouts, advantages)
+        if shard.num_groups >= processes
+    ]
+    visit = next(_iterate_visits(ctx, shards, Ranks(0, processes), num_done=step), None)
+    if visit is None:
+        return None
+    rows = np.concatenate(visit.batches[0])
+    return visit.shard.path, visit.shard.rows[rows], visit.shard.advantage[rows]
+
+
+def list_trainable_shards(ctx: StageContext, rollouts: list[Path], advantages: Path) -> list[Shard]:
+    """List every shard with its rows that have an advantage."""
+    keys = [read_columns(path, KEY) for path in rollouts]
+    ends = np.cumsum([len(table) for table in keys])
+    # All shards are joined with the advantages at once: a join for each would read every advantage
+    # as often as there are shards, which is quadratic in the samples. ``row`` is the number of a
+    # row in all shards together; a join keeps no order, so the result is sorted by it.
+    together = pa.concat_tables(keys)
+    together = together.append_column("row", pa.array(np.arange(len(together))))
+    joined = together.join(read_table(advantages, ADVANTAGES), KEY, join_type="inner")
+    joined = joined.sort_by("row")
+    columns = [joined[name].to_numpy() for name in ("row", *KEY, "advantage")]
+    cuts = np.searchsorted(columns[0], ends[:-1])
+    parts = zip(*(np.split(column, cuts) for column in columns), strict=True)
+    shards = []
+    for path, table, end, part in zip(rollouts, keys, ends, parts, strict=True):
+        rows, prompt_ids, samples, advantage = part
+        groups = _select_groups(ctx, advantage, prompt_ids)
+        shards.append(
+            Shard(
+                path=path,
+                rows=rows - (end - len(table)),
+                prompt_ids=prompt_ids,
+                samples=samples,
+                advantage=advantage,
+                num_groups=len(groups),
+                num_selected=sum(map(len, groups)),
+                size=read_image_size(ctx, path),
+            )
+        )
+    return shards
+
+
+def _select_groups(
+    ctx: StageContext, advantage: np.ndarray, prompt_ids: np.ndarray
+) -> SampleGroups:
+    """Select the samples of a shard to train on, and which of them stay together."""
+    # Computed again for each visit and not kept with the shard: an array for every group would be
+    # most of its memory.
+    return ctx.algorithm.select(
+        advantage, np.ones(len(advantage), bool), prompt_ids, ctx.config.hyper_parameters
+    )
+
+
+def open_batch_parts(
+    ctx: StageContext,
+    model: Model,
+    prompts: list[Prompt],
+    shards: list[Shard],
+    ranks: Ranks,
+    row_ranks: Ranks,
+    num_done: int,
+) -> Generator[BatchPart]:
+    """Encode the prompts, and return an iterator over this process's part of the batch of every
+    optimiser step after the first ``num_done``.
+
+    Close it when a stage ends early: that stops the thread which reads ahead.
+
+    Args:
+        ranks: this process among those that train.
+        row_ranks: this process among those with rows of their own (``Ranks.row_ranks``).
+    """
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    prompt_ids = dict.fromkeys(i for shard in shards for i in shard.prompt_ids.tolist())
+    encode: Encode | None = None
+    if prompt_ids:
+        # Here and not in the generator, so that the first step does not take the time of it: the
+        # budget of a stage expects that each step takes as long as the longest so far.
+        encode = _encode_prompts_together(ctx, model, [by_id[i] for i in prompt_ids], ranks)
+    loaded = _load_latents(_iterate_visits(ctx, shards, row_ranks, num_done), row_ranks)
+
+    def iterate_parts() -> Generator[BatchPart]:
+        with closing(loaded):
+            for visit, batch, latents in loaded:
+                assert encode, "there are samples, and so prompts"
+                shard = visit.shard
+                groups = shard_for_rank(batch, row_ranks)
+                rows = np.concatenate(groups)
+                keys = SampleKeys(
+                    ctx.stage_seed, shard.prompt_ids[rows].tolist(), shard.samples[rows].tolist()
+                )
+                yield BatchPart(
+                    epoch=visit.epoch,
+                    groups=batch,
+                    keys=keys,
+                    group_index=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+                    clean=latents.float(),  # stored in ``latent_precision``
+                    conditioning=encode([by_id[i] for i in keys.prompt_ids]),
+                    advantage=torch.from_numpy(shard.advantage[rows]),
+                    size=shard.size,
+                )
+
+    return iterate_parts()
+
+
+def _encode_prompts_together(
+    ctx: StageContext, model: Model, prompts: list[Prompt], ranks: Ranks
+) -> Encode:
+    """Encode every prompt once on each machine, each of its processes a share of them; all of these
+    read the same files.
+    """
+    with ExitStack() as stack:
+        process = broadcast_first_of_node(os.getpid())
+        if ranks.local_rank == 0:
+            folder = stack.enter_context(open_scratch_folder(EMBEDDINGS))
+        else:
+            folder = path_of_scratch_folder(EMBEDDINGS, process)
+        ranks.wait_for_all()  # the first process of each machine has made the folder
+        written_prompts = write_embeddings(
+            model,
+            prompts,
+            folder,
+            ctx.config.reference.needs_guidance,
+            ranks.local_rank,
+            ranks.ranks_per_node,
+        )
+        ranks.wait_for_all()  # all shares of the prompts are written
+        embeddings = open_embeddings(folder, written_prompts)
+        device = device_of(model)
+        ranks.wait_for_all()  # all have opened the files, and the first process removes their names
+    return lambda wanted: embeddings(wanted).to(device)
+
+
+def _iterate_visits(
+    ctx: StageContext, shards: list[Shard], ranks: Ranks, num_done: int = 0
+) -> Iterator[ShardVisit]:
+    """Iterate over the batches of all optimiser steps but the first ``num_done``, a shard at a
+    time.
+
+    An epoch goes through the shards in a seeded order and shuffles inside each, so one shard is in
+    memory at a time.
+    """
+    batch_size = ctx.offline_config.batch_size
+    for epoch in range(ctx.offline_config.epochs):
+        for index in _shuffle_indices(ctx.stage_seed, epoch, 0, len(shards)).tolist():
+            shard = shards[index]
+            num_batches = count_batches(shard, batch_size, ranks)
+            # A stage that resumes passes over whole shards without selecting or shuffling: every
+            # order has a generator of its own, so nothing has to be replayed.
+            num_skipped = min(num_done, num_batches)
+            num_done -= num_skipped
+            if num_skipped == num_batches:
+                continue
+            groups = _select_groups(ctx, shard.advantage, shard.prompt_ids)
+            order = _shuffle_indices(ctx.stage_seed, epoch, 1 + index, len(groups))
+            batches = split_evenly([groups[i] for i in order], num_batches)
+            yield ShardVisit(epoch, shard, batches[num_skipped:])
+
+
+def _load_latents(
+    visits: Iterator[ShardVisit], ranks: Ranks
+) -> Generator[tuple[ShardVisit, SampleGroups, Tensor]]:
+    """Iterate over the batches with this process's latents of each, [n, ...], which are freed with
+    the batch.
+
+    A thread reads a shard while the second half of the one before is trained on, so one and a half
+    are in memory at most.
+    """
+    closed = threading.Event()
+
+    def read_visit(visit: ShardVisit) -> list[Tensor]:
+        rows = [
+            visit.shard.rows[np.concatenate(shard_for_rank(batch, ranks))]
+            for batch in visit.batches
+        ]
+        return read_latent_parts(visit.shard.path, rows, closed.is_set)
+
+    with ThreadPoolExecutor(1, "read_shard") as reader:
+        try:
+            visit = next(visits, None)
+            reading = reader.submit(read_visit, visit) if visit else None
+            while visit and reading:
+                latents = deque(reading.result())
+                next_visit = next(visits, None)
+                reading = None
+                for batch in visit.batches:
+                    # Half of the shard is freed: read the next one, beside the other half.
+                    is_half_done = 2 * (len(latents) - 1) < len(visit.batches)
+                    if next_visit and not reading and is_half_done:
+                        reading = reader.submit(read_visit, next_visit)
+                    # Popped, so that nothing here holds the latents while they are trained on.
+                    yield visit, batch, latents.popleft()
+                visit = next_visit
+        finally:
+            closed.set()  # a stage that was preempted must not wait for the rest of a shard
+
+
+def count_batches(shard: Shard, batch_size: int, ranks: Ranks) -> int:
+    """Count the batches of a shard: equal ones of about ``batch_size`` samples, with no small last
+    one, each with a group for every process.
+    """
+    return min(math.ceil(shard.num_selected / batch_size), shard.num_groups // ranks.world)
+
+
+def _shuffle_indices(seed: int, epoch: int, index: int, count: int) -> np.ndarray:
+    # Index 0 is the order of the shards in an epoch, 1 + i that of the groups of shard i.
+    return make_generator(
+        seed, prompt_id=0, sample=epoch, step=index, stream=Stream.ORDER
+    ).permutation(count)
