@@ -34,6 +34,11 @@ def validate_name_or_path(*known: str) -> AfterValidator:
     return AfterValidator(check_name_or_path)
 
 
+def describe_choices(choices: dict[str, str]) -> str:
+    """Choices with their meanings, as the description of a key."""
+    return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
+
+
 def import_object(path: str) -> Any:
     """What ``package.module:name`` leads to.
 

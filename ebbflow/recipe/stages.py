@@ -20,20 +20,19 @@ from ebbflow.recipe.choices import (
     ENGINES,
     AdvantagesConfig,
     CorrectionConfig,
-    OptimizerConfig,
     ParityConfig,
     ReferenceConfig,
     SamplerConfig,
     SizeConfig,
     TreeConfig,
     WindowConfig,
-    describe_choices,
 )
 from ebbflow.recipe.kinds import AlgorithmKind, find_kind
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.online import OnlineConfig
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.paths import PathText
-from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.plugins import describe_choices, validate_name_or_path
 from ebbflow.recipe.registry import ALGORITHMS, AnyAlgorithmConfig, default_algorithm
 
 
