@@ -177,19 +177,3 @@ def prompt_sets_without_reward(
 ) -> list[str]:
     """The sets whose prompts none of the rewards scores."""
     return [name for name in prompt_sets if not any(reward.applies_to(name) for reward in rewards)]
-
-
-def check_prompt_sets(
-    key: str, rewards: Iterable[RewardConfig], prompt_sets: Sequence[str]
-) -> None:
-    """Check that rewards name sets that there are.
-
-    Raises:
-        ValueError: one names another; names the key and the sets.
-    """
-    for reward in rewards:
-        if strange := [name for name in reward.prompts if name not in prompt_sets]:
-            raise ValueError(
-                f"{key}: {reward.column}.prompts names the prompt set {strange[0]!r}, and there are"
-                f" {', '.join(prompt_sets) or 'none'}; name sets of prompts.mixture"
-            )
