@@ -154,6 +154,27 @@ def read_field_docs(model: type[BaseModel]) -> dict[str, str]:
     return docs
 
 
+def group_keys(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Return the keys of a model by the heading of their group, in the order of the groups.
+
+    A group is a base class with a ``heading``. Keys of no group come first, below an empty heading.
+
+    Example:
+        >>> group_keys(OnlineStageConfig)
+        {"": ["kind"], "algorithm, loss and optimiser": ["algorithm", "advantages", ...], ...}
+    """
+    groups: dict[str, list[str]] = {"": []}
+    heading_of_key = {}
+    for owner in reversed(model.__mro__):
+        heading = vars(owner).get("heading", "")
+        # A class without a heading may change the default of a key, which stays in its group.
+        if heading:
+            heading_of_key |= dict.fromkeys(owner.__annotations__, heading)
+    for key in model.model_fields:
+        groups.setdefault(heading_of_key.get(key, ""), []).append(key)
+    return groups
+
+
 @cache
 def _read_docs_by_class(module: str) -> dict[str, dict[str, str]]:
     """Class name to field to docstring, of a module; nothing where there is no source."""

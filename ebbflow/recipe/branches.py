@@ -18,14 +18,14 @@ BRANCH = "branch:"
 
 
 class BranchConfig(Strict):
-    """A branch: the stages that name it train a specialist from the policy before them, on prompts
-    and rewards of its own.
-    """
+    """A branch: its stages train a specialist from the policy before them, with prompts and rewards
+    of the branch."""
 
     prompts: list[str] = []
     """Names of sets of ``prompts.mixture``. Default: all prompts."""
     rewards: list[AnyRewardConfig] = []
-    """Rewards that its stages train on and that evaluate its policies. Default: ``rewards``."""
+    """Rewards that the branch's stages train on and that evaluate its policies. Default:
+    ``rewards``."""
 
 
 def branches_teaching(stage: StageConfig) -> list[str]:

@@ -32,7 +32,7 @@ class LearningRateScheduleConfig(Strict):
     (warmup + 1)."""
     updates: int | None = Field(None, ge=1)
     """Optimiser steps, warm-up included, after which ``linear`` and ``cosine`` stay at ``final``.
-    Default: all steps of the stage."""
+    Default: all optimiser steps of the stage."""
     final: float = Field(0.0, ge=0, le=1)
     """Final learning rate of ``linear`` and ``cosine``, as a share of lr."""
 
@@ -77,8 +77,8 @@ class LearningRateFactorConfig(Strict):
     """A learning-rate factor for some of the parameters."""
 
     parameters: str = Field(min_length=1)
-    """Pattern of parameter names, ``*`` for anything: ``"*.lora_B.*"`` with factor 16 is LoRA+
-    (2402.12354)."""
+    """Pattern of parameter names, where ``*`` stands for anything: ``"*.lora_B.*"`` with factor 16
+    is LoRA+ (2402.12354)."""
     factor: float = Field(ge=0)
     """Factor of the learning rate. 0 freezes the parameters."""
 
@@ -97,19 +97,22 @@ class OptimizerConfig(Strict):
         ),
     )
     lr: float = Field(3e-4, ge=0, le=1)
+    """Learning rate."""
     schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
     lr_factors: list[LearningRateFactorConfig] = []
     """Learning-rate factors of some parameters, by name. The first pattern that matches applies."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.999], min_length=2, max_length=2
     )
-    """Decay of AdamW's running means of the gradient and of its square."""
+    """Decay rates of AdamW's running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the square root of the running mean of the squared gradient."""
+    """Number added to the square root of AdamW's running mean of the squared gradient."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Nesterov momentum of Muon."""
     weight_decay: float = Field(1e-4, ge=0)
+    """Weight decay, decoupled from the gradient."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients with a larger norm are scaled down to this norm."""
 
     @model_validator(mode="after")
     def _check_path_of_optimizer(self) -> OptimizerConfig:

@@ -39,23 +39,23 @@ class MarginsConfig(Strict):
     """Distance of an image to the nearest image of another prompt; 0 for duplicates. For each
     diversity, only a fall is tested."""
     diversity_latents: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the latents of a prompt's samples, as a share. Where only one picture is
-    right, it falls as a policy learns."""
+    """Distance between the latents of a prompt's samples, as a share of the champion's mean. Where
+    only one picture is right, it falls as a policy learns."""
     diversity_pixels: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the thumbnails of a prompt's samples, as a share."""
+    """Distance between the thumbnails of a prompt's samples, as a share of the champion's mean."""
     diversity_features: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the features of a prompt's samples, as a share. It needs a reward or
-    guardrail with a network."""
+    """Distance between the features of a prompt's samples, as a share of the champion's mean. It
+    needs a reward or guardrail with a network."""
 
 
 class GuardrailToleranceConfig(Strict):
     """How far the mean of a guardrail may fall below the champion's."""
 
     default: float = Field(0.1, ge=0)
-    """Tolerance of every guardrail without an entry below, in standard deviations of the champion's
-    prompts (Glass's delta)."""
+    """Tolerance of every guardrail that the two keys below do not name, in standard deviations of
+    the champion's prompts (Glass's delta)."""
     standard_deviations: dict[str, Tolerance] = {}
-    """Tolerances of single guardrails by name, in the same unit."""
+    """Tolerances of single guardrails by name, in the same unit as ``default``."""
     absolute: dict[str, Tolerance] = {}
     """Tolerances of single guardrails by name, on the scale of their scores."""
 
@@ -80,8 +80,9 @@ class PromotionConfig(Strict):
     """When the best policy of the run becomes champion."""
 
     model_name: str = Field("ebbflow-glyph", pattern=NAME, max_length=MAX_LENGTH)
+    """Name of the registered model in MLflow."""
     guardrail_tolerance: GuardrailToleranceConfig = GuardrailToleranceConfig()
     margins: MarginsConfig = MarginsConfig()
     approval: float | None = Field(None, gt=0, le=24 * 365)
-    """Hours that a policy which passed the gate waits for a person's approval. Default: no approval
-    is needed. No answer in time is a rejection."""
+    """Hours in which a person must approve a policy that passed the gate. Without an answer in this
+    time, the policy is rejected. Default: no approval is needed."""

@@ -28,25 +28,26 @@ class PromptSetConfig(Strict):
 
 
 class PromptsConfig(Strict):
-    """Where prompts come from and how they are split by id."""
+    """Where prompts come from, and how they are split into training, validation and held-out
+    prompts."""
 
     source: PathText | None = None
     """A .txt, .jsonl, .json, .csv, .tsv or .parquet file. Default: random strings for the glyph
-    model. A relative path, like that of every input, is looked up next to the recipe, then in the
-    working directory. ``ebbflow:datasets/signs/prompts.txt`` is installed with Ebbflow, so every
+    model. A relative path is looked up next to the recipe, then in the working directory, like all
+    paths of a recipe. ``ebbflow:datasets/signs/prompts.txt`` is installed with Ebbflow, so every
     pod has it."""
     mixture: list[PromptSetConfig] = []
     """Several files instead of ``source``. Every step takes prompts from all of them, in proportion
     to their weights."""
     count: int = Field(2048, ge=3)
-    """Number of random strings, without a source."""
+    """Number of random strings, if there is no ``source``."""
     validation: int = Field(64, ge=1)
     """Number of validation prompts, which choose the best round."""
     held_out: int = Field(128, ge=2)
     """Number of held-out prompts, which only the report and the promotion gate see."""
     held_out_source: PathText | None = None
-    """A separate file for the held-out prompts, such as those of a benchmark: ``held_out`` of them,
-    all or a choice that is the same in every run. No stage trains on them. Validation prompts still
+    """A separate file for the held-out prompts, such as those of a benchmark. ``held_out`` prompts
+    of the file are used, the same in every run. No stage trains on them. Validation prompts still
     come from the training set."""
 
     @property

@@ -86,7 +86,7 @@ SHIPPED = "workflows/recipes"
 
 
 class StopRuleConfig(Strict):
-    """Early stopping: ends the rounds when the validation reward has not grown by ``min_delta`` for
+    """Early stopping: the rounds end when the validation reward has not grown by ``min_delta`` for
     ``patience`` rounds."""
 
     patience: int = Field(2, ge=1)
@@ -94,28 +94,33 @@ class StopRuleConfig(Strict):
 
 
 class TrackingConfig(Strict):
-    """Where runs are tracked. Default of ``uri``: ``MLFLOW_TRACKING_URI``, or else a SQLite file in
-    ``output``."""
+    """Where runs are tracked in MLflow."""
 
     experiment: str = Field("ebbflow", min_length=1, max_length=MAX_LENGTH)
+    """Name of the MLflow experiment."""
     uri: StoreText | None = None
+    """Tracking URI of MLflow. Default: ``MLFLOW_TRACKING_URI``, or a SQLite file in ``output`` if
+    that is not set."""
     sinks: list[Annotated[str, validate_name_or_path(*SINKS)]] = []
-    """Other trackers that also get the curves of a run; each needs its package (docs/metrics.md). A
-    sink that fails causes a warning."""
+    """Other trackers that also receive the curves of a run. Each needs its package
+    (docs/metrics.md). A sink that fails causes a warning."""
 
 
 class Recipe(Strict):
     """One run, completely. The same recipe on the same machine gives the same bytes."""
 
     name: str = Field("glyph", pattern=NAME, max_length=MAX_LENGTH)
+    """Name of the run."""
     seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of all random numbers."""
     output: OutputText = "runs"
     """Folder (or URI) for the report and the summary, with one folder per run."""
     threads: int = Field(1, ge=1)
-    """Torch threads per process. Small models gain from more only if cores are idle."""
+    """Number of torch threads per process. Small models gain from more threads only if cores are
+    idle."""
     deterministic: bool = False
-    """On a GPU, use deterministic kernels: slower, with the same bytes every time. An operation
-    without such a kernel is an error (docs/bitwise.md)."""
+    """Use deterministic kernels on a GPU. They are slower and give the same bytes every time. An
+    operation without such a kernel is an error (docs/bitwise.md)."""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = PromptsConfig()
     rewards: list[AnyRewardConfig] = Field([configure_reward("ocr")], min_length=1)
@@ -124,18 +129,20 @@ class Recipe(Strict):
         configure_reward("tesseract"),
         configure_reward("similarity"),
     ]
-    """Rewards that are measured and never trained on. A guardrail that is not installed is reported
-    and skipped."""
+    """Rewards that are measured and never trained on. A guardrail whose package is missing is
+    reported and skipped."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
-    """Share of samples whose scoring may fail (they are masked and counted) before the stage stops;
-    also the share of held-out samples on which a guardrail may fail before the gate rejects."""
+    """Share of samples whose scoring may fail before the stage stops. Failed samples are masked and
+    counted. It is also the share of held-out samples on which a guardrail may fail before the gate
+    rejects."""
     policy: PolicyConfig = PolicyConfig()
     rounds: int = Field(1, ge=1, le=20)
+    """Number of rounds. Each round runs all ``stages``."""
     stages: list[AnyStageConfig] = Field([OnlineStageConfig(), OfflineStageConfig()], min_length=1)
     """Stages of one round, in order. Stages of different ``branches`` run side by side."""
     branches: dict[Annotated[str, Field(pattern=NAME, max_length=MAX_LENGTH)], BranchConfig] = {}
-    """Branches of a round by name. Each trains a specialist, and a distillation can take them as
-    teachers (docs/branches.md)."""
+    """Branches of a round by name. Each trains a specialist, and a distillation stage can take the
+    specialists as teachers (docs/branches.md)."""
     stop: StopRuleConfig = StopRuleConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()

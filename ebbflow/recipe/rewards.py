@@ -40,9 +40,10 @@ class RewardConfig(Strict):
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
     """Weight of the reward in the weighted sum that is trained on."""
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
-    """Name of its scores in tables, charts and reports. Default: the reward's name."""
+    """Name of the reward's scores in tables, charts and reports. Default: the reward's name."""
     prompts: list[str] = []
-    """Names of sets of ``prompts.mixture``: only their prompts are scored. Default: all prompts."""
+    """Names of sets of ``prompts.mixture``. The reward scores only their prompts. Default: all
+    prompts."""
 
     def applies_to(self, prompt_set: str) -> bool:
         """Whether it scores the prompts of a set of the mixture."""
@@ -121,9 +122,9 @@ class OcrRewardConfig(ReadingRewardConfig):
 
     match: Match = "exact"
     """``exact``: every extra letter lowers the score. ``contained``: a reading that contains the
-    target scores 1, as in published code; a policy can then write more than the prompt asks for."""
+    target scores 1, as in published code, so a policy may write more than the prompt asks for."""
     case: Case = "ignored"
-    """``ignored``: "open" is as good as "OPEN", as in published code. ``kept``: letter case
+    """``ignored``: "open" scores as high as "OPEN", as in published code. ``kept``: letter case
     counts."""
 
 
