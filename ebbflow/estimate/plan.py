@@ -115,14 +115,14 @@ class OnlineWork:
         return {"sync": 0, "one_step_off": 1, "async": staleness}[mode]
 
 
-def build_online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
+def build_online_work(estimate: Estimate, ctx: StageContext) -> OnlineWork:
     """The work of a step of an online stage.
 
     Raises:
         PlanError: it is not online.
     """
     config = ctx.config
-    recipe = made.recipe
+    recipe = estimate.recipe
     if config.kind != "online":
         raise PlanError(
             f"{ctx.stage_label} is no online stage; offline stages scale with shards and"
@@ -140,13 +140,13 @@ def build_online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
         ),
         groups=max(1, groups // config.updates_per_step),
         passes=rows / config.micro_batch,
-        gathered=precision * made.sizes.parameters,
-        pushed=4 * made.trained,
+        gathered=precision * estimate.sizes.parameters,
+        pushed=4 * estimate.trained,
     )
 
 
 def estimate_task_times(
-    made: Estimate, work: OnlineWork, tflops: float, network: float
+    estimate: Estimate, work: OnlineWork, tflops: float, network: float
 ) -> TaskTimes:
     """From the operations of the network; text encoders, VAE and rewards are not counted.
 
@@ -154,13 +154,13 @@ def estimate_task_times(
         tflops: 10^12 operations in a second that a GPU sustains.
         network: 10^9 bytes in a second of each node.
     """
-    done = made.work[work.ctx.stage_label]
+    done = estimate.work[work.ctx.stage_label]
     steps = work.ctx.online_config.steps
-    forward = count_forward_operations(made.sizes, made.sample) / TERA / tflops
+    forward = count_forward_operations(estimate.sizes, estimate.sample) / TERA / tflops
     return TaskTimes(
         rollout=done.denoising * forward / steps / work.requests,
         scoring=0.0,
-        training=(done.training * training_pass_cost(made.recipe.model) + done.comparing)
+        training=(done.training * training_pass_cost(estimate.recipe.model) + done.comparing)
         * forward
         / steps,
         between=work.pushed / network / GIGA,
