@@ -115,7 +115,7 @@ class Session:
         upcoming = self.list_upcoming_pairs(rater)
         if not upcoming or upcoming[0].key != pair:
             raise OutOfTurnError(f"{rater} does not see pair {pair} any more")
-        self._append_answer(rater, pair, given)
+        self._append_answer(rater, pair, answer)
 
     def undo_last_answer(self, rater: str) -> None:
         """Take back the rater's last answer, so that its pair is the next one that the rater sees.
