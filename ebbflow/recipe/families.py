@@ -41,11 +41,14 @@ class Family:
 
 
 def _read_family_record(file: Path) -> Family:
-    """What a file assigns to ``FAMILY``: a call whose arguments are literals, by name."""
+    """Read what a file assigns to ``FAMILY``: a call whose arguments are literals, by name."""
     for statement in ast.parse(file.read_text("utf-8")).body:
         match statement:
-            case ast.Assign(targets=[ast.Name("FAMILY")], value=ast.Call(args=[], keywords=given)):
-                return Family(**{str(key.arg): ast.literal_eval(key.value) for key in given})
+            case ast.Assign(
+                targets=[ast.Name("FAMILY")], value=ast.Call(args=[], keywords=keywords)
+            ):
+                values = {str(key.arg): ast.literal_eval(key.value) for key in keywords}
+                return Family(**values)
     raise ValueError(f"{file} has no line FAMILY = Family(...); write one, with literals by name")
 
 

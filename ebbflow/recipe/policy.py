@@ -48,13 +48,14 @@ class PolicyConfig(Strict):
 
     @property
     def adapter_scale(self) -> float:
-        """What the product of an adapter's factors is multiplied by."""
+        """The factor of an adapter's product (2312.03732 for rsLoRA)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @model_validator(mode="after")
     def _check_variants_of_adapters(self) -> PolicyConfig:
         variants = {"init": self.init != "gaussian", "rslora": self.rslora, "dora": self.dora}
-        if self.train == "full" and (used := [name for name, wanted in variants.items() if wanted]):
+        used = [name for name, is_used in variants.items() if is_used]
+        if self.train == "full" and used:
             raise ValueError(
                 f"{', '.join(used)}: is for adapters; set train to lora, or leave it out"
             )

@@ -61,18 +61,20 @@ class GuardrailToleranceConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_single_number(cls, given: Any) -> Any:
-        if isinstance(given, (int, float)):
+    def _reject_single_number(cls, value: Any) -> Any:
+        # One number for all guardrails looks natural, and their scores have different scales.
+        if isinstance(value, (int, float)):
             raise ValueError(
                 "one number does not fit the scales of all guardrails; give {default: ...} in"
-                f" standard deviations, or {{absolute: {{tesseract: {shorten_value(given)}}}}}"
+                f" standard deviations, or {{absolute: {{tesseract: {shorten_value(value)}}}}}"
             )
-        return given
+        return value
 
     @model_validator(mode="after")
     def _check_single_tolerance(self) -> GuardrailToleranceConfig:
-        if twice := sorted(self.standard_deviations.keys() & self.absolute.keys()):
-            raise ValueError(f"{', '.join(twice)} has two tolerances; keep one of them")
+        duplicates = sorted(self.standard_deviations.keys() & self.absolute.keys())
+        if duplicates:
+            raise ValueError(f"{', '.join(duplicates)} has two tolerances; keep one of them")
         return self
 
 
