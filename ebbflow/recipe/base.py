@@ -165,7 +165,7 @@ def group_keys(model: type[BaseModel]) -> dict[str, list[str]]:
         {"": ["kind"], "algorithm, loss and optimiser": ["algorithm", "advantages", ...], ...}
     """
     groups: dict[str, list[str]] = {"": []}
-    heading_of_key = {}
+    heading_of_key: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         heading = vars(owner).get("heading", "")
         # A class without a heading may change the default of a key, which stays in its group.

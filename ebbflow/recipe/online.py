@@ -218,11 +218,11 @@ class PlacementKeys(Strict):
             return self
         # Rewards may have several workers in one process: their calls run in threads.
         single_roles: tuple[Role, ...] = ("training", "rollout")
-        for role in single_roles:
-            if getattr(self.resources, role).count > 1:
+        for single_role in single_roles:
+            if getattr(self.resources, single_role).count > 1:
                 raise ValueError(
-                    f"resources.{role}.count above 1 needs processes of their own; set placement:"
-                    " ray, or leave it at 1"
+                    f"resources.{single_role}.count above 1 needs processes of their own; set"
+                    " placement: ray, or leave it at 1"
                 )
         defaults = vars(WorkersConfig())
         for role, workers in self.resources:
