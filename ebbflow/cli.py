@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from ebbflow.formatting import first_doc_paragraph
 from ebbflow.logs import configure_logging
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.base import read_field_docs
+from ebbflow.recipe.base import group_keys, read_field_docs
 from ebbflow.recipe.choices import WINDOWS
 from ebbflow.recipe.defaults import write_defaults_page, write_defaults_table
 from ebbflow.recipe.registry import ALGORITHMS, REWARDS
@@ -220,7 +220,11 @@ def plan(
 @main.command()
 def keys() -> None:
     """Print every recipe key with its default and its meaning."""
-    for key, default, meaning in _iterate_keys(Recipe, "", {}):
+    for line in _iterate_keys(Recipe, "", {}):
+        if isinstance(line, str):
+            click.secho(f"\n# {line}", underline=True)
+            continue
+        key, default, meaning = line
         click.echo(click.style(key, bold=True) + (f" = {default}" if default is not None else ""))
         if meaning:
             click.echo(f"    {meaning}")
@@ -680,27 +684,48 @@ def _print_choices(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) 
 
 def _iterate_keys(
     model: type[BaseModel], prefix: str, shown: dict[Any, str]
-) -> Iterator[tuple[str, Any, str]]:
-    """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys,
-    once: ``shown`` says where.
+) -> Iterator[tuple[str, Any, str] | str]:
+    """Yield (dotted key, default, meaning) of every leaf, and the heading of each group of keys
+    before its first key.
+
+    Args:
+        prefix: what stands before each key, such as ``"model."``.
+        shown: the models that were listed, each with the key where. A model is listed once, and
+            its further keys refer to the first.
     """
     docs = read_field_docs(model)
-    for name, field in model.model_fields.items():
-        inner = _list_models(field.annotation)
-        meaning = " ".join((field.description or docs.get(name, "")).split())
-        if not inner:
-            yield f"{prefix}{name}", _describe_default(field), meaning
-            continue
-        if tuple(inner) in shown:
-            yield f"{prefix}{name}", None, f"{meaning} Keys: see {shown[tuple(inner)]}.".strip()
-            continue
-        shown[tuple(inner)] = f"{prefix}{name}"
-        many = "[]" if typing.get_origin(field.annotation) is list else ""
-        for choice in inner:
-            tag = f"({choice.__name__.removesuffix('Config')})" if len(inner) > 1 else ""
-            summary = " ".join((choice.__doc__ or "").split())
-            yield f"{prefix}{name}{many}{tag}", None, summary
-            yield from _iterate_keys(choice, f"{prefix}{name}{many}{tag}.", shown)
+    for heading, names in group_keys(model).items():
+        if heading:
+            yield f"{prefix.removesuffix('.')}: {heading}"
+        for name in names:
+            yield from _iterate_field(model.model_fields[name], f"{prefix}{name}", docs, shown)
+
+
+def _iterate_field(
+    field: FieldInfo, key: str, docs: dict[str, str], shown: dict[Any, str]
+) -> Iterator[tuple[str, Any, str] | str]:
+    """Yield the lines of one key, and of the keys of each model that it can hold."""
+    inner = _list_models(field.annotation)
+    meaning = " ".join((field.description or docs.get(key.rpartition(".")[2], "")).split())
+    if not inner:
+        yield key, _describe_default(field), meaning
+        return
+    if tuple(inner) in shown:
+        yield key, None, f"{meaning} Keys: see {shown[tuple(inner)]}.".strip()
+        return
+    shown[tuple(inner)] = key
+    many = "[]" if typing.get_origin(field.annotation) is list else ""
+    if len(inner) > 1 and meaning:
+        yield f"{key}{many}", None, meaning
+    for choice in inner:
+        summary = " ".join((choice.__doc__ or "").split())
+        tag = ""
+        if len(inner) > 1:
+            tag = f"({choice.__name__.removesuffix('Config')})"
+        elif meaning:
+            summary = f"{meaning} {summary}"
+        yield f"{key}{many}{tag}", None, summary
+        yield from _iterate_keys(choice, f"{key}{many}{tag}.", shown)
 
 
 def _list_models(annotation: Any) -> list[type[BaseModel]]:

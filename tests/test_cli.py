@@ -47,6 +47,14 @@ def test_keys_reach_into_every_choice() -> None:
     assert "Number of validation prompts, which choose the best round." in shown
 
 
+def test_keys_prints_a_heading_above_each_group_of_a_stage() -> None:
+    lines = CliRunner().invoke(main, ["keys"]).output.splitlines()
+    heading = lines.index("# stages[](OnlineStage): workers and their schedule")
+    assert lines[heading + 1] == "stages[](OnlineStage).mode = sync"
+    headings = [line for line in lines if line.startswith("# stages[](OnlineStage): ")]
+    assert len(headings) == 7
+
+
 def listed() -> dict[str, dict[str, str]]:
     """``ebbflow list``: of each kind, the names with the rest of their lines."""
     result = CliRunner().invoke(main, ["list"])

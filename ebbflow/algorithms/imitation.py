@@ -31,6 +31,6 @@ class ImitationConfig(ForwardConfig):
     }
 
     noise_levels: int = Field(39, ge=1)
-    """Draws of (sigma, noise) per sample and pass."""
+    """Number of (sigma, noise) samples per latent and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="logit_normal", shift=3.0)
-    """As SD3 was trained, and as Flow-GRPO's code has it."""
+    """Distribution of the sigmas. The default is that of SD3's training and of Flow-GRPO's code."""

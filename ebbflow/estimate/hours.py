@@ -19,6 +19,7 @@ from ebbflow.recipe.stages import CustomStageConfig, OnlineStageConfig
 from ebbflow.stage import StageContext
 
 TERA = 1e12
+# Layers are told apart by their names in diffusers.
 OF_A_SAMPLE = re.compile(r"norm|time|pooled|guidance|_mod\.")
 """Layers that work on the time and on pooled prompts: one vector for each sample."""
 OF_TEXT = re.compile(r"add_|context|txt|text")
@@ -27,11 +28,16 @@ OF_CROSS_ATTENTION = re.compile(r"attn2\.to_[kv]")
 
 @dataclass(frozen=True)
 class Hours:
-    """Of a run or a part of it.
+    """The duration of a run or of a part of it.
+
+    Example:
+        Two rollout workers and one training rank that are busy for 3 hours::
+
+            Hours(wall=3.0, gpu=9.0)
 
     Attributes:
-        wall: from its start to its end, where everything that can run at once does.
-        gpu: hours of all its processes together, waiting included.
+        wall: hours from its start to its end, if everything that can run in parallel does.
+        gpu: hours of all its processes together, including the time in which they wait.
     """
 
     wall: float
@@ -45,74 +51,81 @@ class Hours:
 
 
 def count_forward_operations(sizes: ModelSizes, sample: SampleSize) -> int:
-    """Floating-point operations of one evaluation of the network for one sample."""
+    """Return the floating-point operations of one evaluation of the network for one sample."""
     layers = sum(
         inputs * outputs * _tokens_through_layer(name, sample)
         for name, (inputs, outputs) in sizes.linears.items()
     )
+    # Joint attention: every token attends to every token, text included. Otherwise image tokens
+    # attend to each other (self-attention) and to the text (cross-attention).
     pairs = sample.tokens * (sample.tokens + (0 if sample.joint else sample.text_tokens))
     return 2 * layers + 4 * sizes.blocks * sizes.width * pairs
 
 
 def _tokens_through_layer(layer: str, sample: SampleSize) -> int:
-    """How many tokens go through a linear layer, by its name in diffusers."""
+    """Return how many tokens go through a linear layer, by its name in diffusers."""
     if OF_A_SAMPLE.search(layer):
         return 1
     if OF_TEXT.search(layer) or (not sample.joint and OF_CROSS_ATTENTION.search(layer)):
         return sample.text_tokens
-    both = not sample.joint or "single" in layer
-    return sample.tokens if both else sample.tokens - sample.text_tokens
+    # ``tokens`` includes the text where attention is joint. Single-stream blocks take both; in
+    # double-stream blocks, layers of the image stream have the image tokens alone.
+    all_tokens = not sample.joint or "single" in layer
+    return sample.tokens if all_tokens else sample.tokens - sample.text_tokens
 
 
 def training_pass_cost(model: ModelConfig) -> float:
-    """How many forward passes a forward and a backward pass take as long as."""
+    """Return the cost of a forward and a backward pass, in forward passes."""
+    # The backward pass costs 2; blocks that recompute their activations add their forward pass.
     return 3 + model.gradient_checkpointing / model.gradient_checkpointing_every
 
 
-def estimate_hours(made: Estimate, tflops: float) -> dict[str, Hours]:
-    """The hours of each stage in all rounds by its label in the first, and of all evaluations.
+def estimate_hours(estimate: Estimate, tflops: float) -> dict[str, Hours]:
+    """Return the hours of each stage in all rounds, by its label in the first round, and those of
+    all evaluations.
 
     Args:
-        tflops: 10^12 operations in a second that a process sustains, a third to a half of what its
-            GPU is sold with.
+        tflops: 10^12 operations per second that a process sustains: a third to a half of the peak
+            of its GPU.
 
     Raises:
         ValueError: ``tflops`` is not above 0.
     """
     if not tflops > 0:
         raise ValueError(f"tflops = {tflops}: a process sustains more than 0")
-    recipe = made.recipe
-    forward = count_forward_operations(made.sizes, made.sample) / TERA / tflops / 3600
+    recipe = estimate.recipe
+    # Hours of one evaluation of the network for one sample.
+    forward = count_forward_operations(estimate.sizes, estimate.sample) / TERA / tflops / 3600
     contexts = [StageContext(recipe, 0, index) for index, stage in enumerate(recipe.stages)]
-    found = {
-        ctx.stage_label: _stage_hours(made, ctx, made.work[ctx.stage_label], forward).multiplied_by(
-            recipe.rounds
-        )
+    hours = {
+        ctx.stage_label: _stage_hours(
+            estimate, ctx, estimate.work[ctx.stage_label], forward
+        ).multiplied_by(recipe.rounds)
         for ctx in contexts
         if not isinstance(ctx.config, CustomStageConfig)
     }
-    evaluation = (
-        made.evaluation
-        * count_forward_operations(made.sizes, made.evaluated)
-        / TERA
-        / tflops
-        / 3600
-    )
-    return found | {"evaluations": Hours(evaluation, evaluation).multiplied_by(made.evaluations)}
+    evaluated = count_forward_operations(estimate.sizes, estimate.evaluated)
+    evaluation = estimate.evaluation * evaluated / TERA / tflops / 3600
+    hours["evaluations"] = Hours(evaluation, evaluation).multiplied_by(estimate.evaluations)
+    return hours
 
 
-def _stage_hours(made: Estimate, ctx: StageContext, work: Work, forward: float) -> Hours:
-    """Of a stage in a round; ``forward`` is the hours of an evaluation of the network for one
-    sample.
+def _stage_hours(estimate: Estimate, ctx: StageContext, work: Work, forward: float) -> Hours:
+    """Return the hours of a stage in one round.
+
+    Args:
+        forward: hours of one evaluation of the network for one sample.
     """
     generating = work.denoising * forward
+    # The rollout's forward pass is then that of training, too.
     reused = isinstance(ctx.config, OnlineStageConfig) and ctx.config.reuse_rollout_forward
     training = (
-        work.training * (training_pass_cost(made.recipe.model) - reused) + work.comparing
+        work.training * (training_pass_cost(estimate.recipe.model) - reused) + work.comparing
     ) * forward
+    # Shards are generated in parallel, then all processes of all nodes train.
     if not isinstance(ctx.config, OnlineStageConfig):
         return Hours(
-            generating / ctx.offline_config.shards + training / made.processes / made.nodes,
+            generating / ctx.offline_config.shards + training / estimate.processes / estimate.nodes,
             generating + training,
         )
     if ctx.config.placement == "in_process":
@@ -120,5 +133,6 @@ def _stage_hours(made: Estimate, ctx: StageContext, work: Work, forward: float) 
     resources = ctx.config.resources
     rolling = generating / resources.rollout.count
     updating = training / resources.training.count
+    # Other modes than ``sync`` generate the next rollouts while a step trains.
     wall = rolling + updating if ctx.config.mode == "sync" else max(rolling, updating)
     return Hours(wall, wall * (resources.rollout.count + resources.training.count))

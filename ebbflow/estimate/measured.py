@@ -20,46 +20,49 @@ from ebbflow.storage.identity import compute_code_digest, describe_state
 
 logger = logging.getLogger(__name__)
 MODELS = Path(__file__).parents[1] / "models"
-"""The sources that sizes follow from."""
+"""The code that the sizes depend on; the cache's keys have its digest."""
 
 
 def measure_cached(model: ModelConfig) -> tuple[ModelSizes, SampleSize]:
-    """``ebbflow.models.sizes.measure_model``, kept in the user's cache for the same model, code and
-    versions of what it is built with.
+    """Return what ``ebbflow.models.sizes.measure_model`` does, from the user's cache if the same
+    model was measured with the same code.
 
     Raises:
         SizeError: as there.
         ModelError: as there.
     """
     file = cache_folder() / f"{_cache_key(model)}.json"
-    with suppress(
-        OSError, ValueError, TypeError, KeyError
-    ):  # nothing there, or nothing that can be used
+    # No file yet, or one that is damaged or of another form: measure again.
+    with suppress(OSError, ValueError, TypeError, KeyError):
         return _decode_sizes(json.loads(file.read_text()))
     logger.info("measuring the base model; kept in %s", file.parent)
     from ebbflow.models.sizes import measure_model  # imports torch
 
     sizes, sample = measure_model(model)
-    with suppress(OSError, DiskFullError):  # then it is measured again next time
+    # A cache that cannot be written costs a measurement the next time, and nothing else.
+    with suppress(OSError, DiskFullError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps({"sizes": asdict(sizes), "sample": asdict(sample)}))
     return sizes, sample
 
 
 def cache_folder() -> Path:
-    """Where sizes are kept: ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    """Return the folder of the sizes, below ``XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbflow" / "sizes"
 
 
 def _cache_key(model: ModelConfig) -> str:
     state = None if model.is_on_hub or model.path is None else describe_state(model.path)
+    # A repository is named with its commit. A folder may change under the same path, so its state
+    # (sizes and times of its files) is part of the key.
     parts = [model.model_dump_json(), compute_code_digest(MODELS), state]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _decode_sizes(kept: dict[str, dict[str, Any]]) -> tuple[ModelSizes, SampleSize]:
-    sizes = kept["sizes"]
-    sample = kept["sample"]
+def _decode_sizes(cached: dict[str, dict[str, Any]]) -> tuple[ModelSizes, SampleSize]:
+    sizes = cached["sizes"]
+    sample = cached["sample"]
+    # JSON has no tuples, which comparisons of sizes need.
     linears = {name: (inputs, outputs) for name, (inputs, outputs) in sizes["linears"].items()}
     return ModelSizes(**sizes | {"linears": linears}), SampleSize(
         **sample | {"latent_shape": tuple(sample["latent_shape"])}

@@ -54,13 +54,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ebbflow.data.model_sizes import (
-    BLOCK_BYTES,
     BYTES,
     ENCODED_AT_ONCE,
     PIXELS_AT_ONCE,
     ModelSizes,
     SampleSize,
 )
+from ebbflow.estimate.activations import activation_bytes, block_bytes, inference_bytes
 from ebbflow.estimate.work import (
     count_passes_per_term,
     count_rows_per_sample,
@@ -74,21 +74,21 @@ from ebbflow.recipe.rewards import RewardConfig
 from ebbflow.rewards.videos import select_scored_frames
 from ebbflow.stage import StageContext
 
-MODULATION = 1.5
-"""Factor for blocks whose norms are shifted, scaled and gated; measured
-(``tests/estimate/test_activations.py``).
-"""
-INFERENCE_NUMBERS = 10
-"""Elements alive per token and unit of width in a pass without gradients."""
-
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one process by their use, as the docstring of this module defines them.
 
     Attributes:
-        loading: needed before the model is sharded; 0 where it is not.
-        offloaded: what waits in main memory, and not on the GPU.
+        loading: needed before the model is sharded; 0 where it is not. It is no part of a sum: a
+            process first loads the whole model, and allocates the rest once it is sharded.
+        offloaded: bytes in main memory instead of on the GPU (``model.cpu_offload``).
+
+    Example:
+        A rank of two that trains a LoRA of 1 M parameters beside a sharded model of 100 M::
+
+            Memory(weights=204_000_000, optimizer=6_000_000, copies=2_000_000,
+                   activations=900_000_000, samples=40_000_000, loading=404_000_000)
     """
 
     weights: int = 0
@@ -102,38 +102,16 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak."""
-        return max(
-            self.weights
-            + self.optimizer
-            + self.copies
-            + self.activations
-            + self.samples
-            + self.others,
-            self.loading,
+        """The most that the process has on its GPU at one time."""
+        parts = (
+            self.weights,
+            self.optimizer,
+            self.copies,
+            self.activations,
+            self.samples,
+            self.others,
         )
-
-
-def activation_bytes(
-    sizes: ModelSizes, tokens: int, precision: Precision, checkpointing: bool, every: int = 1
-) -> int:
-    """Bytes that a forward pass of one sample saves for the backward pass; ``every``: n-th block
-    recomputes its own.
-    """
-    block = block_bytes(sizes.width, tokens, precision)
-    recomputed = math.ceil(sizes.blocks / every) if checkpointing else 0
-    kept = sizes.blocks - recomputed + bool(recomputed)  # one at a time is there again
-    return recomputed * tokens * sizes.width * BYTES[precision] + kept * block
-
-
-def block_bytes(width: int, tokens: int, precision: Precision) -> int:
-    """Bytes that one block saves of one sample for the backward pass."""
-    return int(MODULATION * BLOCK_BYTES * tokens * width * BYTES[precision] / 2)
-
-
-def inference_bytes(width: int, tokens: int, precision: Precision) -> int:
-    """Bytes alive at once in a forward pass of one sample without gradients."""
-    return INFERENCE_NUMBERS * tokens * width * BYTES[precision]
+        return max(sum(parts), self.loading)
 
 
 def estimate_stage_memory(
@@ -143,29 +121,30 @@ def estimate_stage_memory(
     shards: int | None = None,
     context_parallel: int = 1,
 ) -> dict[str, Memory]:
-    """The memory of every process of every stage.
+    """Return the memory of every kind of process of every stage, by its name in the table.
 
     Args:
-        processes: of the training of an offline stage.
-        shards: of them, those that the model is sharded over; left out, all.
-        context_parallel: of them, those that share the tokens of a sample.
+        processes: number of processes that train an offline stage.
+        shards: number of these processes that share one copy of the model; None for all.
+        context_parallel: number of these processes that share the tokens of a sample.
     """
-    found: dict[str, Memory] = {}
+    memory_by_process: dict[str, Memory] = {}
     for ctx in contexts:
         if ctx.config.kind == "online":
-            found |= _online_stage_memory(memory, ctx)
+            memory_by_process |= _online_stage_memory(memory, ctx)
             continue
+        # A stage on preference pairs generates nothing.
         if not ctx.offline_config.pairs:
-            found[f"{ctx.stage_label} rollout"] = memory.rollout_memory(ctx)
-        found[f"{ctx.stage_label} training"] = memory.offline_rank_memory(
+            memory_by_process[f"{ctx.stage_label} rollout"] = memory.rollout_memory(ctx)
+        memory_by_process[f"{ctx.stage_label} training"] = memory.offline_rank_memory(
             ctx, processes, shards or processes, context_parallel
         )
-    return found
+    return memory_by_process
 
 
 def _online_stage_memory(memory: ProcessMemory, ctx: StageContext) -> dict[str, Memory]:
-    """Everything in one process; or a rank of training, a rollout worker and a reward worker under
-    Ray.
+    """Return the memory of the one process of a stage; under Ray, of a training rank, a rollout
+    worker and a reward worker.
     """
     if ctx.online_config.placement == "in_process":
         return {f"{ctx.stage_label} training": memory.in_process_memory(ctx)}
@@ -181,8 +160,8 @@ class ProcessMemory:
     """The memory of every kind of process of a recipe.
 
     Attributes:
-        trained: parameters.
-        adapted: elements of the weights that a LoRA adapts.
+        trained: number of trained parameters.
+        adapted: number of elements of the weights that a LoRA adapts.
     """
 
     recipe: Recipe
@@ -222,30 +201,30 @@ class ProcessMemory:
         )
 
     def sharded_weight_bytes(self, processes: int, shards: int) -> int:
-        """Of one of several processes that train: its shard and what it gathers of what is trained,
-        and all of the rest.
+        """Return the bytes of weights in one of several processes that train: its shard, the blocks
+        that it gathers, and networks that are never trained.
         """
-        return (
-            self.frozen_bytes
-            + self.weight_shard_bytes(shards)
-            + (self._gathered_bytes() if processes > 1 else 0)
-        )
+        gathered = self._gathered_bytes() if processes > 1 else 0
+        return self.frozen_bytes + self.weight_shard_bytes(shards) + gathered
 
     def weight_shard_bytes(self, shards: int) -> int:
-        """Of the weights that processes share."""
-        weights = self.weight_bytes(
-            "float32" if self._gathers_16_bit else self.recipe.model.precision
-        )
-        return (weights - self.frozen_bytes) // shards
+        """Return the bytes of one shard of the weights that processes share."""
+        # With weights in float32, ``weight_bytes`` counts no casts: gathering in 16 bits makes
+        # them superfluous.
+        precision = "float32" if self._gathers_16_bit else self.recipe.model.precision
+        return (self.weight_bytes(precision) - self.frozen_bytes) // shards
 
     def _gathered_bytes(self) -> int:
-        """A block of the weights that processes share, the next one with ``prefetch``, or all with
-        ``keep_gathered``.
-        """
+        """Return the bytes of the blocks that a process has gathered at one time."""
         fsdp = self.recipe.model.fsdp
-        blocks = self.sizes.blocks
+        num_blocks = self.sizes.blocks
+        if fsdp.keep_gathered:
+            num_gathered = num_blocks
+        else:
+            # The block that computes, and with ``prefetch`` the next one.
+            num_gathered = min(2 if fsdp.prefetch else 1, num_blocks)
         whole = 2 * self.sizes.parameters if self._gathers_16_bit else self.weight_shard_bytes(1)
-        return whole * (blocks if fsdp.keep_gathered else min(1 + fsdp.prefetch, blocks)) // blocks
+        return whole * num_gathered // num_blocks
 
     @property
     def _gathers_16_bit(self) -> bool:
@@ -253,25 +232,28 @@ class ProcessMemory:
         return self.recipe.model.fsdp.gather == "bfloat16" and self.recipe.policy.train == "full"
 
     def merged_weight_bytes(self, precision: Precision) -> int:
-        """The weights that stand in for the adapted ones while adapters are merged, to generate in
-        a precision.
+        """Return the bytes of the weights that replace the adapted ones while adapters are merged
+        for generation in a precision.
         """
+        # ``Policy.merged_weight_bytes`` merges in float32 only, and never DoRA's magnitudes.
         merges = (
             precision == self.recipe.model.precision == "float32" and not self.recipe.policy.dora
         )
         return 4 * self.adapted if merges else 0
 
     def policy_copy_bytes(self, ctx: StageContext) -> int:
-        """Of the copies that the policy of a stage has."""
-        made_rollouts = "rollout" in ctx.algorithm.copies(ctx.config.hyper_parameters)
-        teachers = len(ctx.teacher_folders) + ctx.starts_as_teacher
-        further = (
-            len(ctx.following_copies) + made_rollouts + bool(self.recipe.policy.ema) + teachers
-        )
-        return 4 * self.trained * (1 + further)
+        """Return the bytes of the copies of the policy that a stage has."""
+        num_copies = 1  # the reference, which every policy has
+        num_copies += len(ctx.following_copies)
+        if "rollout" in ctx.algorithm.copies(ctx.config.hyper_parameters):
+            num_copies += 1
+        if self.recipe.policy.ema:
+            num_copies += 1
+        num_copies += len(ctx.teacher_folders) + ctx.starts_as_teacher
+        return 4 * self.trained * num_copies
 
     def encoding_memory(self) -> Memory:
-        """The text encoders are loaded with the policy."""
+        """Return the memory of the task that encodes prompts; it loads the policy as well."""
         precision = self.recipe.model.precision
         sizes = self.sizes
         return Memory(
@@ -285,17 +267,18 @@ class ProcessMemory:
         )
 
     def evaluation_memory(self) -> Memory:
-        """All samples at once; the drift takes two velocities for each of its noise levels, of one
-        sample of every prompt.
-
-        The policies of a branch are scored with its rewards: the largest count.
+        """Return the memory of an evaluation, which keeps all its samples until it has scored
+        them.
         """
         prompts = self.recipe.prompts.validation + self.recipe.prompts.held_out
         samples = self.recipe.num_evaluated
         precision = self.recipe.model.precision
+        # Each branch is evaluated with its own rewards; the largest networks count.
         rewards = [
             self.recipe.select_branch(branch).rewards for branch in (None, *self.recipe.branches)
         ]
+        # The drift takes two velocities (of the policy and of the base model) for each of its noise
+        # levels, of one sample of every prompt.
         return Memory(
             weights=self.weight_bytes(precision),
             copies=2 * 4 * self.trained,
@@ -310,9 +293,11 @@ class ProcessMemory:
         )
 
     def rollout_memory(self, ctx: StageContext) -> Memory:
-        """Of a shard: whole groups, as many as fit into ``micro_batch``, at a time."""
+        """Return the memory of a rollout worker."""
         config = ctx.config
+        # Whole groups are generated at a time: as many as fit into ``micro_batch``.
         samples = max(1, config.micro_batch // config.group_size) * config.group_size
+        # A copy that generates takes the policy's place, whose parameters wait meanwhile.
         swapped = 4 * self.trained if ctx.algorithm.generates != "current" else 0
         copies = self.policy_copy_bytes(ctx) + swapped
         offload = self.recipe.model.cpu_offload
@@ -325,18 +310,20 @@ class ProcessMemory:
         )
 
     def in_process_memory(self, ctx: StageContext) -> Memory:
-        """Rollout, rewards and training take turns in one process; the samples of a step stay."""
-        alone = self.online_rank_memory(ctx)
+        """Return the memory of one process in which rollouts, rewards and training take turns."""
+        training = self.online_rank_memory(ctx)
         config = ctx.online_config
         samples = config.prompts_per_step * config.group_size
-        activations = max(
-            self._rollout_activation_bytes(ctx, samples), alone.activations
-        ) + self._reused_graph_bytes(ctx)
-        return replace(alone, activations=activations, others=self.reward_network_bytes(ctx))
+        # Activations of rollouts and of training are never there at the same time, unless training
+        # goes back through the rollout's own graphs.
+        activations = max(self._rollout_activation_bytes(ctx, samples), training.activations)
+        activations += self._reused_graph_bytes(ctx)
+        return replace(training, activations=activations, others=self.reward_network_bytes(ctx))
 
     def _reused_graph_bytes(self, ctx: StageContext) -> int:
-        """The graphs of the rollout's forward passes, until the update has gone back through
-        them."""
+        """Return the bytes of the graphs of the rollout's forward passes, which stay until the
+        update has gone back through them.
+        """
         config = ctx.online_config
         if not config.reuse_rollout_forward:
             return 0
@@ -347,6 +334,7 @@ class ProcessMemory:
             * math.ceil(config.group_size / config.micro_batch)
             * count_rows_per_sample(ctx)
         )
+        # Autocast keeps a cast of all weights in the graph of each forward pass.
         cast = self.recipe.policy.train == "full" and self.recipe.model.precision != "float32"
         casts = 2 * (self.sizes.parameters - self.sizes.unused) * passes * cast
         return (
@@ -358,36 +346,33 @@ class ProcessMemory:
         )
 
     def reward_network_bytes(self, ctx: StageContext) -> int:
-        """The networks that an online stage scores with: guardrails are only loaded for a
-        validation.
-        """
-        return _reward_weight_bytes(
-            [
-                *ctx.branch_recipe.rewards,
-                *(self.recipe.guardrails if ctx.online_config.validation else ()),
-            ]
-        )
+        """Return the bytes of the networks that an online stage scores with."""
+        rewards = list(ctx.branch_recipe.rewards)
+        # Guardrails score the samples of a validation only.
+        if ctx.online_config.validation:
+            rewards += self.recipe.guardrails
+        return _reward_weight_bytes(rewards)
 
     def online_rank_memory(self, ctx: StageContext) -> Memory:
-        """A process that only trains, on the samples of a step; one of several shards the model and
-        gets its share of them.
+        """Return the memory of a process that only trains, on its share of a step's samples; one
+        of several also shards the model.
         """
         config = ctx.online_config
-        ranks = ctx.online_config.resources.training.count
-        share = math.ceil(
-            count_selected_samples(ctx)[0] / config.updates_per_step / ranks
-        )  # of the samples, in an update
-        kind = ctx.config.algorithm_kind
-        recorded = 3 * count_rows_per_sample(ctx) if kind.records_trajectory else 0
+        ranks = config.resources.training.count
+        kind = config.algorithm_kind
+        # Every rank has all samples of the step, and works on its share of an update's samples.
         samples = config.prompts_per_step * config.group_size
+        num_selected, _ = count_selected_samples(ctx)
+        samples_of_update = math.ceil(num_selected / config.updates_per_step / ranks)
+        # Three latents for each trained step: before it, after it, and the mean of the transition.
+        latents_of_trajectory = 3 * count_rows_per_sample(ctx) if kind.records_trajectory else 0
+        bytes_per_sample = self.prompt_bytes + self.latent_bytes * (1 + latents_of_trajectory)
+        rewards = ctx.branch_recipe.rewards if kind.needs_reward_gradient else []
         return replace(
             self._training_state_memory(ctx, ranks, ranks),
             activations=self._training_activation_bytes(ctx),
-            others=_reward_weight_bytes(ctx.branch_recipe.rewards)
-            if kind.needs_reward_gradient
-            else 0,
-            samples=samples * (self.prompt_bytes + self.latent_bytes * (1 + recorded))
-            + self._update_bytes(ctx, share),
+            others=_reward_weight_bytes(rewards),
+            samples=samples * bytes_per_sample + self._update_bytes(ctx, samples_of_update),
         )
 
     def offline_rank_memory(
@@ -401,9 +386,12 @@ class ProcessMemory:
         )
 
     def _training_state_memory(self, ctx: StageContext, processes: int, shards: int) -> Memory:
-        """Weights, optimiser and copies of one of several processes that train, and where they
-        are."""
+        """Return the bytes of weights, optimiser and copies of one of several processes that
+        train, on the GPU and in main memory.
+        """
         fake = ctx.config.algorithm_kind.trains_student
+        # One process alone puts swapped-out parameters where the gradients were; sharded or
+        # offloaded parameters need a place of their own.
         swapped = (
             4 * self.trained if fake and (processes > 1 or self.recipe.model.cpu_offload) else 0
         )
@@ -434,22 +422,19 @@ class ProcessMemory:
         return ctx.config.optimizer.factory.count_state_bytes(self.trained)
 
     def _update_bytes(self, ctx: StageContext, samples: int) -> int:
-        """Of an optimiser step: three latents and a prediction of every copy for each term, a
-        student's steps, and prompts.
-        """
-        predictions = len(list_compared_copies(ctx)) + ctx.config.reference.needs_guidance
-        of_student = ctx.config.algorithm_kind.latents_per_row(ctx.config.sampler.steps)
-        return samples * (
-            self.prompt_bytes
-            + count_rows_per_sample(ctx) * self.latent_bytes * (3 + predictions + of_student)
-        )
+        """Return the bytes of the rows of an optimiser step, with their prompts."""
+        # For each row: its latent, noise and target, a prediction of every copy, and the steps of
+        # a few-step student.
+        num_latents = 3 + len(list_compared_copies(ctx)) + ctx.config.reference.needs_guidance
+        num_latents += ctx.config.algorithm_kind.latents_per_row(ctx.config.sampler.steps)
+        row_bytes = count_rows_per_sample(ctx) * self.latent_bytes * num_latents
+        return samples * (self.prompt_bytes + row_bytes)
 
     def _rollout_activation_bytes(self, ctx: StageContext, samples: int) -> int:
-        """Our engine merges adapters for samples without a trajectory: those of final latents, and
-        of a validation.
-        """
         config = ctx.config
         precision = config.rollout_precision or self.recipe.model.precision
+        # The engine ``diffusers`` merges adapters for samples without a trajectory: those of
+        # algorithms on final latents, and those of a validation.
         merges = config.engine == "diffusers" and (
             config.kind != "online" or not config.window or bool(config.validation)
         )
@@ -463,7 +448,9 @@ class ProcessMemory:
     def _generation_bytes(
         self, samples: int, at_once: int, precision: Precision, merged: int = 0
     ) -> int:
-        """The network's with ``merged`` bytes of weights, or the VAE's after it."""
+        """Return the bytes of the denoising network with ``merged`` bytes of weights, or of the
+        VAE that decodes after it, whichever is more.
+        """
         network = merged + min(samples, at_once) * inference_bytes(
             self.sizes.width, self.sample.tokens, precision
         )
@@ -475,8 +462,8 @@ class ProcessMemory:
         )
 
     def _training_activation_bytes(self, ctx: StageContext) -> int:
-        """Of one forward and backward pass; on the gradient of the reward, of what decodes and
-        scores the images, too.
+        """Return the bytes of one forward and backward pass. For algorithms on the gradient of the
+        reward they include the decoding and the scoring of the images.
         """
         kind = ctx.config.algorithm_kind
         cost = kind.row_cost(ctx.config.hyper_parameters, ctx.config.sampler.steps)
@@ -496,21 +483,23 @@ class ProcessMemory:
         )
 
     def _saved_activation_bytes(self, ctx: StageContext, recomputing: bool = True) -> int:
-        """Of one row, for its backward pass; ``recomputing``: with the block whose activations are
-        there again.
+        """Return the bytes that one row keeps for its backward pass.
+
+        Args:
+            recomputing: count the block that checkpointing recomputes at the moment.
         """
         model = self.recipe.model
         tokens = self.sample.tokens
         checkpointing = model.gradient_checkpointing
         every = model.gradient_checkpointing_every
-        kept = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every)
+        saved = activation_bytes(self.sizes, tokens, model.precision, checkpointing, every)
         if checkpointing and not recomputing:
-            kept -= block_bytes(self.sizes.width, tokens, model.precision)
-        return kept * count_passes_per_term(ctx, self.sample)
+            saved -= block_bytes(self.sizes.width, tokens, model.precision)
+        return saved * count_passes_per_term(ctx, self.sample)
 
     def _scoring_activation_bytes(self, ctx: StageContext) -> int:
-        """What the reward networks keep of an image, or of the scored frames of a video, for the
-        backward pass.
+        """Return the bytes that the reward networks keep of an image, or of the scored frames of a
+        video, for the backward pass.
         """
         frames = len(select_scored_frames(self.recipe.model.frames))
         return frames * sum(reward.gradient_bytes for reward in ctx.branch_recipe.rewards)

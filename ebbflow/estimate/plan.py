@@ -35,9 +35,9 @@ from ebbflow.stage import StageContext
 GPUS_PER_NODE = 8
 GIGA = 1e9
 ASYNC_STALENESS = 2
-"""Of mode ``async``, where the recipe has another mode."""
+"""``staleness`` of the plan for mode ``async``, if the recipe has another mode."""
 WORTH = 1.25
-"""A doubling of the GPUs that makes a step less than so many times as fast ends the scaling."""
+"""A doubling of the GPUs is worth it if a step becomes at least this many times as fast."""
 
 
 class PlanError(Exception):
@@ -50,8 +50,8 @@ class TaskTimes:
     ``TaskSeconds``.
 
     Attributes:
-        scoring: 0 where it is not known.
-        network: bytes in a second of each node.
+        scoring: 0 if it is not known.
+        network: bytes per second of each node.
     """
 
     rollout: float
@@ -86,12 +86,12 @@ class OnlineWork:
     """What an online stage does in a step.
 
     Attributes:
-        samples: that are generated.
-        requests: in which they are.
-        groups: of an update, each trained on by one rank.
-        passes: forward and backward, of all rows on one rank.
-        gathered: bytes of the weights that a pass gathers.
-        pushed: bytes of the weights that rollout workers receive.
+        samples: number of samples that a step generates.
+        requests: number of requests that generate them.
+        groups: number of groups of an update; one rank trains on a group.
+        passes: forward and backward passes of all rows, if one rank does them all.
+        gathered: bytes of weights that a pass gathers.
+        pushed: bytes of weights that rollout workers receive.
     """
 
     ctx: StageContext
@@ -103,7 +103,7 @@ class OnlineWork:
     pushed: int
 
     def training_share(self, ranks: int) -> float:
-        """Of the training that each of some ranks does."""
+        """Return the share of the training that each of ``ranks`` ranks does."""
         return math.ceil(self.groups / ranks) / self.groups if ranks <= self.groups else 1.0
 
     def steps_ahead(self, mode: Mode) -> int:
@@ -115,22 +115,24 @@ class OnlineWork:
         return {"sync": 0, "one_step_off": 1, "async": staleness}[mode]
 
 
-def build_online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
+def build_online_work(estimate: Estimate, ctx: StageContext) -> OnlineWork:
     """The work of a step of an online stage.
 
     Raises:
         PlanError: it is not online.
     """
     config = ctx.config
-    recipe = made.recipe
+    recipe = estimate.recipe
     if config.kind != "online":
         raise PlanError(
             f"{ctx.stage_label} is no online stage; offline stages scale with shards and"
             " train_nodes"
         )
-    kept, together = count_selected_samples(ctx)
-    rows = kept * count_rows_per_sample(ctx)
-    groups = rows if config.algorithm_kind.records_trajectory else kept // together
+    num_selected, group_size = count_selected_samples(ctx)
+    rows = num_selected * count_rows_per_sample(ctx)
+    # What is dealt out to ranks: single rows of trajectories; otherwise samples that the loss
+    # compares with each other stay on one rank.
+    groups = rows if config.algorithm_kind.records_trajectory else num_selected // group_size
     precision = BYTES[recipe.model.precision] if recipe.policy.train == "lora" else 4
     return OnlineWork(
         ctx=ctx,
@@ -140,13 +142,13 @@ def build_online_work(made: Estimate, ctx: StageContext) -> OnlineWork:
         ),
         groups=max(1, groups // config.updates_per_step),
         passes=rows / config.micro_batch,
-        gathered=precision * made.sizes.parameters,
-        pushed=4 * made.trained,
+        gathered=precision * estimate.sizes.parameters,
+        pushed=4 * estimate.trained,
     )
 
 
 def estimate_task_times(
-    made: Estimate, work: OnlineWork, tflops: float, network: float
+    estimate: Estimate, work: OnlineWork, tflops: float, network: float
 ) -> TaskTimes:
     """From the operations of the network; text encoders, VAE and rewards are not counted.
 
@@ -154,15 +156,16 @@ def estimate_task_times(
         tflops: 10^12 operations in a second that a GPU sustains.
         network: 10^9 bytes in a second of each node.
     """
-    done = made.work[work.ctx.stage_label]
+    stage_work = estimate.work[work.ctx.stage_label]
     steps = work.ctx.online_config.steps
-    forward = count_forward_operations(made.sizes, made.sample) / TERA / tflops
+    forward = count_forward_operations(estimate.sizes, estimate.sample) / TERA / tflops
+    training = (
+        stage_work.training * training_pass_cost(estimate.recipe.model) + stage_work.comparing
+    )
     return TaskTimes(
-        rollout=done.denoising * forward / steps / work.requests,
+        rollout=stage_work.denoising * forward / steps / work.requests,
         scoring=0.0,
-        training=(done.training * training_pass_cost(made.recipe.model) + done.comparing)
-        * forward
-        / steps,
+        training=training * forward / steps,
         between=work.pushed / network / GIGA,
         network=network * GIGA,
     )
@@ -210,22 +213,23 @@ def _median_task_times(
 
 
 def _busy_seconds(start: float, end: float, spans: list[Mapping[str, Any]]) -> float:
-    """Seconds of a time in which some worker is busy."""
-    found = 0.0
-    reached = start
+    """Return the seconds between ``start`` and ``end`` in which at least one worker is busy."""
+    busy = 0.0
+    # Spans overlap. Everything before ``covered`` has been counted.
+    covered = start
     for span in sorted(spans, key=lambda span: float(span["start"])):
         last = min(end, span["end"])
-        found += max(0.0, last - max(reached, span["start"]))
-        reached = max(reached, last)
-    return found
+        busy += max(0.0, last - max(covered, span["start"]))
+        covered = max(covered, last)
+    return busy
 
 
 def seconds_with_split(work: OnlineWork, times: TaskTimes, split: Split) -> TaskSeconds:
-    """The seconds of each task with so many workers."""
-    nodes, rollout_nodes = (
-        math.ceil(count / GPUS_PER_NODE) for count in (split.training, split.rollout)
-    )
+    """Return the seconds of each task with the workers of a split."""
+    nodes = math.ceil(split.training / GPUS_PER_NODE)
+    rollout_nodes = math.ceil(split.rollout / GPUS_PER_NODE)
     share = work.training_share(split.training)
+    # Each forward and each backward pass gathers all weights, of which a node has 1 / nodes.
     gathered = 2 * math.ceil(work.passes * share) * work.gathered * (nodes - 1) / nodes
     return TaskSeconds(
         rollout=times.rollout,
@@ -237,18 +241,19 @@ def seconds_with_split(work: OnlineWork, times: TaskTimes, split: Split) -> Task
 
 
 def find_best_plan(work: OnlineWork, times: TaskTimes, mode: Mode, gpus: int) -> Plan:
-    """The split with which a step is shortest; of several, one that needs fewer GPUs.
+    """Return the split with the shortest step; of several, one that needs fewer GPUs.
 
     Raises:
         PlanError: there are fewer GPUs than roles that need one.
     """
     ahead = work.steps_ahead(mode)
-    if not (
-        splits := sorted(
-            _iterate_splits(work, times, ahead, gpus),
-            key=lambda split: _shortest_possible_step(work, times, ahead, split),
-        )
-    ):
+    # Sorted by a bound below their steps: once the bound is above the best step, no further split
+    # can win, and most simulations are never run.
+    splits = sorted(
+        _iterate_splits(work, times, ahead, gpus),
+        key=lambda split: _shortest_possible_step(work, times, ahead, split),
+    )
+    if not splits:
         raise PlanError(f"{gpus} GPUs are fewer than the roles that need one; give more")
     best: Plan | None = None
     for split in splits:
@@ -286,14 +291,16 @@ def _iterate_splits(work: OnlineWork, times: TaskTimes, ahead: int, gpus: int) -
     ):
         rest = gpus - ranks
         ideal = rest * times.scoring / (times.scoring + times.rollout) if on_gpus else 0
-        for rewards in {max(1, math.floor(ideal)), math.ceil(ideal)} if on_gpus else {0}:
+        # Rewards on CPUs take no GPUs.
+        reward_counts = {max(1, math.floor(ideal)), math.ceil(ideal)} if on_gpus else {0}
+        for rewards in reward_counts:
             if rest - rewards >= 1:
                 yield Split(ranks, min(rest - rewards, useful), min(rewards, useful))
         ranks += max(1, ranks // GPUS_PER_NODE)
 
 
 def _shortest_possible_step(work: OnlineWork, times: TaskTimes, ahead: int, split: Split) -> float:
-    """Seconds that no schedule of a split can be shorter than."""
+    """Return the seconds that a step of a split takes at least, whatever its schedule."""
     seconds = seconds_with_split(work, times, split)
     rollouts = seconds.rollout * (
         work.requests / split.rollout if ahead else math.ceil(work.requests / split.rollout)

@@ -29,7 +29,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def describe_plans(
-    made: Estimate, gpus: int, tflops: float | None, timeline: Path | None, network: float
+    estimate: Estimate, gpus: int, tflops: float | None, timeline: Path | None, network: float
 ) -> str:
     """``describe_plan`` of every online stage of a recipe; of the first alone, where a timeline
     says what its tasks take.
@@ -41,22 +41,22 @@ def describe_plans(
     if bool(tflops) == bool(timeline):
         raise PlanError("say how long tasks take, by either --tflops or --timeline")
     contexts = [
-        StageContext(made.recipe, 0, index)
-        for index, stage in enumerate(made.recipe.stages)
+        StageContext(estimate.recipe, 0, index)
+        for index, stage in enumerate(estimate.recipe.stages)
         if stage.kind == "online"
     ]
     if not contexts:
         raise PlanError(
-            f"{made.recipe.name} has no online stage; offline stages scale with their shards and"
-            " train_nodes"
+            f"{estimate.recipe.name} has no online stage; offline stages scale with their shards"
+            " and train_nodes"
         )
     texts = []
     for ctx in contexts[: 1 if timeline else None]:
-        work = build_online_work(made, ctx)
+        work = build_online_work(estimate, ctx)
         times = (
             read_task_times(work, timeline, network)
             if timeline
-            else estimate_task_times(made, work, tflops or 0, network)
+            else estimate_task_times(estimate, work, tflops or 0, network)
         )
         texts.append(describe_plan(work, times, gpus))
     return "\n\n".join(texts)

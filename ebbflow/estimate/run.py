@@ -31,19 +31,27 @@ class Estimate:
     """What a recipe takes.
 
     Attributes:
-        trained: parameters.
-        processes: of the training of an offline stage, on each node.
-        nodes: of that training.
-        hybrid: whether each node has a replica of the model (HSDP), instead of a share of it.
-        context_parallel: of those processes, how many share the tokens of a sample.
+        sample: the largest sample that rollouts generate.
         evaluated: a sample as an evaluation generates it.
-        memory: of one process, by what it does.
-        work: of each stage, by its label in the first round.
-        evaluations: of policies in a run, at most.
-        evaluation: evaluations of the network in one of them.
+        trained: number of trained parameters.
+        processes: number of processes per node that train an offline stage.
+        nodes: number of nodes that train an offline stage.
+        hybrid: whether each node has a replica of the model (HSDP) instead of a share of it.
+        context_parallel: number of those processes that share the tokens of a sample.
+        memory: memory of one process, by what it does.
+        work: work of each stage, by its label in the first round.
+        evaluations: number of policies that a run evaluates, at most.
+        evaluation: evaluations of the network in one evaluation of a policy.
         stored: bytes that a whole run leaves in the artifact store, by kind.
-        main_memory: bytes of the parts that wait on the CPU.
-        prompt: bytes of one encoded prompt; each different prompt waits on the CPU.
+        main_memory: bytes of text encoders and VAE, which wait in main memory.
+        prompt: bytes of one encoded prompt; each different prompt waits in main memory.
+
+    Example:
+        ``ebbflow estimate workflows/recipes/tiny.yaml`` prints these::
+
+            estimate.memory["1.1 online training"].peak_bytes
+            estimate.work["1.1 online"].samples
+            estimate.stored  # {"base model": ..., "rollout shards": ..., "policies": ..., ...}
     """
 
     recipe: Recipe
@@ -71,12 +79,12 @@ def estimate_recipe(
     hybrid: bool = False,
     context_parallel: int = 1,
 ) -> Estimate:
-    """What a recipe needs, with ``processes`` in the training of an offline stage on each of
-    ``nodes``.
+    """Return what a recipe needs if ``processes`` processes on each of ``nodes`` nodes train its
+    offline stages.
 
     Raises:
         SizeError: the base model's sizes are not known.
-        ModelError: the family cannot draw the recipe's size.
+        ModelError: the family cannot generate the recipe's size.
         ValueError: fewer processes than one.
     """
     if processes < 1:
@@ -90,17 +98,23 @@ def estimate_recipe(
 
 
 def measure_sizes(recipe: Recipe, measure: Measure) -> tuple[ModelSizes, SampleSize, SampleSize]:
-    """The sizes of the base model, a sample of the largest rollouts, and a sample of an evaluation;
-    by ``models.sizes.measure_model``.
+    """Return the sizes of the base model, the largest sample of rollouts, and a sample of an
+    evaluation.
+
+    Args:
+        measure: ``models.sizes.measure_model``, or ``measure_cached``.
 
     Raises:
         SizeError, ModelError: as ``estimate_recipe``.
     """
-    drawn = recipe.evaluation.evaluated_model(recipe.model)
-    found = [measure(model) for model in recipe.rollout_models]
-    sizes, sample = max(found, key=lambda pair: pair[1].tokens)
-    evaluated = found[0][1] if drawn == recipe.rollout_models[0] else measure(drawn)[1]
-    return sizes, sample, evaluated
+    rollout_models = recipe.rollout_models
+    measurements = [measure(model) for model in rollout_models]
+    sizes, sample = max(measurements, key=lambda measurement: measurement[1].tokens)
+    evaluated_model = recipe.evaluation.evaluated_model(recipe.model)
+    # A measurement takes seconds: most recipes evaluate in the size of their rollouts.
+    if evaluated_model == rollout_models[0]:
+        return sizes, sample, measurements[0][1]
+    return sizes, sample, measure(evaluated_model)[1]
 
 
 def estimate_from_sizes(
@@ -113,26 +127,38 @@ def estimate_from_sizes(
     context_parallel: int = 1,
     evaluated: SampleSize | None = None,
 ) -> Estimate:
-    """What a recipe needs of a model of these sizes.
+    """Return what a recipe needs of a model of these sizes.
 
     Args:
-        evaluated: a sample as an evaluation generates it; left out, ``sample``.
+        evaluated: a sample as an evaluation generates it; default: ``sample``.
 
     Raises:
-        SizeError: no layer is called as ``policy.targets`` says.
+        SizeError: no layer has a name of ``policy.targets``.
     """
     evaluated = evaluated or sample
     trained = count_trained_parameters(recipe, sizes)
-    of = ProcessMemory(recipe, sizes, sample, trained, count_adapted_weights(recipe, sizes))
     contexts = [
         StageContext(recipe, 0, index)
         for index, stage in enumerate(recipe.stages)
         if stage.kind != "custom"
     ]
+    process_memory = ProcessMemory(
+        recipe, sizes, sample, trained, count_adapted_weights(recipe, sizes)
+    )
+    memory = {
+        "text encoding": process_memory.encoding_memory(),
+        "evaluation": replace(process_memory, sample=evaluated).evaluation_memory(),
+        **estimate_stage_memory(
+            process_memory,
+            contexts,
+            processes * nodes,
+            processes if hybrid else None,
+            context_parallel,
+        ),
+    }
     work = {ctx.stage_label: estimate_work(ctx, sizes, sample, trained) for ctx in contexts}
-    judged = recipe.num_evaluated
-    compared = recipe.prompts.validation + recipe.prompts.held_out
-    # Of the base model, the champion, and after every stage; of a branch also before its first one.
+    # The base model, the champion, and the policy after every stage; a branch also evaluates the
+    # policy that it starts from.
     evaluations = 2 + recipe.rounds * (len(recipe.stages) + len(recipe.branches))
     return Estimate(
         recipe=recipe,
@@ -141,36 +167,49 @@ def estimate_from_sizes(
         evaluated=evaluated,
         trained=trained,
         processes=processes,
-        memory={
-            "text encoding": of.encoding_memory(),
-            "evaluation": replace(of, sample=evaluated).evaluation_memory(),
-        }
-        | estimate_stage_memory(
-            of, contexts, processes * nodes, processes if hybrid else None, context_parallel
-        ),
+        memory=memory,
         work=work,
         evaluations=evaluations,
-        evaluation=sample.passes
-        * (judged * recipe.evaluation.steps + compared * 2 * len(DRIFT_SIGMAS)),
-        stored={
-            "base model": sizes.stored,
-            "rollout shards": recipe.rounds * sum(done.shards for done in work.values()),
-            "policies": recipe.rounds * sum(done.policy for done in work.values()),
-            "evaluations": evaluations * judged * PNG_BYTES_PER_PIXEL * evaluated.pixels,
-        },
+        evaluation=_count_evaluation_passes(recipe, sample),
+        stored=_count_stored_bytes(recipe, sizes, work, evaluations, evaluated),
         main_memory=BYTES[recipe.model.precision] * sizes.text_encoders + 4 * sizes.vae,
-        prompt=of.prompt_bytes,
+        prompt=process_memory.prompt_bytes,
         nodes=nodes,
         hybrid=hybrid,
         context_parallel=context_parallel,
     )
 
 
+def _count_evaluation_passes(recipe: Recipe, sample: SampleSize) -> int:
+    """Return the evaluations of the network in one evaluation of a policy."""
+    denoising = recipe.num_evaluated * recipe.evaluation.steps
+    # The drift compares the policy with the base model, on one sample of every prompt.
+    drift = (recipe.prompts.validation + recipe.prompts.held_out) * 2 * len(DRIFT_SIGMAS)
+    return sample.passes * (denoising + drift)
+
+
+def _count_stored_bytes(
+    recipe: Recipe,
+    sizes: ModelSizes,
+    work: Mapping[str, Work],
+    evaluations: int,
+    evaluated: SampleSize,
+) -> dict[str, int]:
+    images = evaluations * recipe.num_evaluated
+    return {
+        "base model": sizes.stored,
+        "rollout shards": recipe.rounds * sum(stage.shards for stage in work.values()),
+        "policies": recipe.rounds * sum(stage.policy for stage in work.values()),
+        "evaluations": images * PNG_BYTES_PER_PIXEL * evaluated.pixels,
+    }
+
+
 def count_trained_parameters(recipe: Recipe, sizes: ModelSizes) -> int:
-    """Parameters that the recipe trains; of some layers alone, those of the linear ones.
+    """Return the number of parameters that the recipe trains. With ``policy.layers``, only those
+    of linear layers count.
 
     Raises:
-        SizeError: no layer is called as ``policy.targets`` says.
+        SizeError: no layer has a name of ``policy.targets``.
     """
     policy = recipe.policy
     linears = _find_trained_layers(recipe, sizes)
@@ -179,15 +218,18 @@ def count_trained_parameters(recipe: Recipe, sizes: ModelSizes) -> int:
             linears, policy.targets or sizes.lora_targets, policy.rank, policy.dora
         )
     if policy.layers is None:
+        # Unused parameters have no effect on the output, and so no gradient.
         return sizes.parameters - sizes.unused
+    # Weights and biases.
     return sum(inputs * outputs + outputs for inputs, outputs in linears.values())
 
 
 def count_adapted_weights(recipe: Recipe, sizes: ModelSizes) -> int:
-    """Elements of the weights that the recipe's LoRA adapts; none in full training.
+    """Return the number of elements of the weights that the recipe's LoRA adapts; 0 in full
+    training.
 
     Raises:
-        SizeError: no layer is called as ``policy.targets`` says.
+        SizeError: no layer has a name of ``policy.targets``.
     """
     if recipe.policy.train == "full":
         return 0
@@ -198,8 +240,9 @@ def count_adapted_weights(recipe: Recipe, sizes: ModelSizes) -> int:
 
 
 def _find_trained_layers(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, Shape]:
-    """The linear layers, or those of them that ``policy.layers`` names."""
-    if (layers := recipe.policy.layers) is None:
+    """Return the linear layers that ``policy.layers`` names; all of them without it."""
+    layers = recipe.policy.layers
+    if layers is None:
         return sizes.linears
     return {
         name: shape

@@ -29,12 +29,12 @@ class TaskSeconds:
     """Seconds of each task, on one worker of its role.
 
     Attributes:
-        rollout: of a request.
-        scoring: of a request's images.
-        training: of a step, on all ranks.
-        receive: of new weights, before the first request with them.
-        between: of a step's own process, between training and the rollouts of the next step:
-            publishing, advantages, records.
+        rollout: seconds of a request.
+        scoring: seconds to score the images of a request.
+        training: seconds of a step's training, on all ranks.
+        receive: seconds to receive new weights, before the first request with them.
+        between: seconds between training and the rollouts of the next step: publishing weights,
+            advantages, records.
     """
 
     rollout: float
@@ -49,7 +49,7 @@ class Stage:
     """What the loop does in a step.
 
     Attributes:
-        requests: of a step.
+        requests: number of requests of a step.
         steps_ahead: steps whose rollouts are in flight while another one trains.
         newest: whether a request takes the weights that are newest when it begins (mode ``async``).
     """
@@ -112,21 +112,25 @@ class _Simulation:
     ) -> None:
         self.stage = stage
         self.seconds = seconds
-        self.rollout, self.reward = (
-            _Pool(list(range(rollout_workers))),
-            _Pool(list(range(reward_workers))),
-        )
+        self.rollout = _Pool(list(range(rollout_workers)))
+        self.reward = _Pool(list(range(reward_workers)))
+        # The version of the weights that each rollout worker has; -1 is none.
         self.versions = [-1] * rollout_workers
         self.num_steps = stage.steps_ahead + WARM_UP + MEASURED
         self.now = 0.0
         self.version = 0
         self.next_step = 0
+        # Step to the number of its requests that are not scored yet.
         self.left: dict[int, int] = {}
+        # Step to the version of the weights of each of its requests.
         self.made_with: dict[int, list[int]] = {}
         self.trains = False
+        # At the end of each step: the time, and the busy seconds of rollout and reward workers.
         self.ends: list[tuple[float, float, float]] = []
         self.ages: list[float] = []
         self.events: list[tuple[float, int, Callable[[], None]]] = []
+        # Events at the same time happen in the order in which they were scheduled; the number also
+        # keeps the heap from comparing functions.
         self.number = count()
 
     def run_steps(self) -> Schedule:
@@ -192,12 +196,12 @@ class _Simulation:
 
     def _start_training(self) -> None:
         """Train on the first step whose requests are all there."""
-        done = next((step for step, left in self.left.items() if not left), None)
-        if self.trains or done is None:
+        complete = next((step for step, left in self.left.items() if not left), None)
+        if self.trains or complete is None:
             return
         self.trains = True
-        del self.left[done]
-        self.ages.append(self.version - fmean(self.made_with.pop(done)))
+        del self.left[complete]
+        self.ages.append(self.version - fmean(self.made_with.pop(complete)))
         self._schedule_event(self.seconds.training + self.seconds.between, self._finish_training)
 
     def _finish_training(self) -> None:

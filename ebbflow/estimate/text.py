@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ebbflow.data.model_sizes import SampleSize
 from ebbflow.estimate.hours import Hours, estimate_hours
 from ebbflow.estimate.memory import Memory
 from ebbflow.estimate.run import Estimate
@@ -10,91 +11,26 @@ from ebbflow.recipe import Recipe
 GIB = 2**30
 
 
-def describe_estimate(made: Estimate, tflops: float | None = None) -> str:
-    """The estimate in tables; the hours too, where it is said what a GPU sustains
-    (``hours.estimate_hours``).
+def describe_estimate(estimate: Estimate, tflops: float | None = None) -> str:
+    """Return the estimate as tables.
+
+    Args:
+        tflops: what a GPU sustains (``hours.estimate_hours``); without it the hours are left out.
     """
-    sizes = made.sizes
-    sample = made.sample
-    recipe = made.recipe
-    share = f"a LoRA of rank {recipe.policy.rank}" if recipe.policy.train == "lora" else "all"
-    text = f"{sample.text_tokens} of text" + (", which are among them" if sample.joint else "")
-    kept = sum(made.stored.values())
-    replicas = ", with a replica of the model each" if made.hybrid else ""
-    nodes = f" on each of {made.nodes} nodes{replicas}" if made.nodes > 1 else ""
-    sharing = (
-        f", {made.context_parallel} of them for each sample" if made.context_parallel > 1 else ""
-    )
-    offloaded = max(memory.offloaded for memory in made.memory.values())
     lines = [
-        f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
-        (
-            f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width"
-            f" {sizes.width}"
-        ),
-        f"  trained: {made.trained:,} ({share})",
-        (
-            f"  a sample: latents {' x '.join(map(str, sample.latent_shape))}, {sample.tokens}"
-            f" tokens, {text}"
-        ),
-        *[_describe_evaluated_sample(made)] * (made.evaluated != sample),
-        f"  evaluations of the network for a denoising step: {sample.passes}",
-        f"  processes in the training of an offline stage: {made.processes}{nodes}{sharing}",
+        *_describe_model(estimate),
         "",
-        "GiB of a process, at most",
-        *format_table(
-            ["", "weights", "optimiser", "copies", "activations", "samples", "others", "total"],
-            [[name, *_format_memory_row(memory)] for name, memory in made.memory.items()],
-        ),
-        (
-            f"  Beside it, in main memory: {made.main_memory / GIB:.1f} GiB of text encoders and"
-            f" VAE, and {made.prompt / 2**20:.2f} MiB for each different prompt."
-        ),
-        *[
-            f"  With model.cpu_offload, {offloaded / GIB:.2f} GiB more in each of the largest"
-            " processes."
-        ]
-        * bool(offloaded),
-        *_describe_undeclared_memory(recipe),
+        *_describe_memory(estimate),
         "",
-        (
-            "evaluations of the network for one sample each, at most, in every one of rounds:"
-            f" {recipe.rounds}"
-        ),
-        *format_table(
-            ["", "samples", "denoising", "training", "comparing"],
-            [
-                [
-                    label,
-                    *(
-                        f"{value:,}"
-                        for value in (done.samples, done.denoising, done.training, done.comparing)
-                    ),
-                ]
-                for label, done in made.work.items()
-            ],
-        ),
-        (
-            f"  {made.evaluation:,} in the evaluation after each stage, of the base model and of"
-            " the champion."
-        ),
-        *["  Pairs from a file are not counted."]
-        * any(stage.kind == "offline" and bool(stage.pairs) for stage in recipe.stages),
-        *["  Branches are evaluated on their own prompts, and counted as if on all."]
-        * bool(recipe.branches),
-        *["  Stages of your own kinds are not counted."]
-        * any(stage.kind == "custom" for stage in recipe.stages),
+        *_describe_work(estimate),
         "",
-        f"GiB that a whole run keeps, at most: {kept / GIB:.3g}",
-        *format_table(
-            ["", "GiB"], [[kind, f"{size / GIB:.3g}"] for kind, size in made.stored.items()]
-        ),
-        *(
-            _describe_hours(made, tflops)
-            if tflops
-            else ["", "For the hours, say what a GPU sustains: --tflops"]
-        ),
+        *_describe_storage(estimate),
+        "",
     ]
+    if tflops:
+        lines += _describe_hours(estimate, tflops)
+    else:
+        lines.append("For the hours, say what a GPU sustains: --tflops")
     return "\n".join(lines)
 
 
@@ -114,28 +50,110 @@ def _describe_undeclared_memory(recipe: Recipe) -> list[str]:
     ]
 
 
-def _describe_evaluated_sample(made: Estimate) -> str:
-    sample = made.evaluated
-    return (
-        f"  a sample of an evaluation: latents {' x '.join(map(str, sample.latent_shape))},"
-        f" {sample.tokens} tokens"
-    )
-
-
-def _describe_hours(made: Estimate, tflops: float) -> list[str]:
-    parts = estimate_hours(made, tflops)
-    parts["the run"] = sum(parts.values(), start=Hours(0, 0))
+def _describe_model(estimate: Estimate) -> list[str]:
+    recipe = estimate.recipe
+    sizes = estimate.sizes
+    sample = estimate.sample
+    trained = f"a LoRA of rank {recipe.policy.rank}" if recipe.policy.train == "lora" else "all"
+    # Joint attention: text and image are one sequence, and ``tokens`` counts both.
+    text = f"{sample.text_tokens} of text" + (", which are among them" if sample.joint else "")
+    lines = [
+        f"{recipe.name}: {recipe.model.path or 'the glyph model'} ({recipe.model.family})",
+        f"  transformer: {sizes.parameters:,} parameters in {sizes.blocks} blocks of width"
+        f" {sizes.width}",
+        f"  trained: {estimate.trained:,} ({trained})",
+        f"  a sample: latents {_format_shape(sample)}, {sample.tokens} tokens, {text}",
+    ]
+    if estimate.evaluated != sample:
+        evaluated = estimate.evaluated
+        lines.append(
+            f"  a sample of an evaluation: latents {_format_shape(evaluated)},"
+            f" {evaluated.tokens} tokens"
+        )
+    processes = f"{estimate.processes}"
+    if estimate.nodes > 1:
+        replicas = ", with a replica of the model each" if estimate.hybrid else ""
+        processes += f" on each of {estimate.nodes} nodes{replicas}"
+    if estimate.context_parallel > 1:
+        processes += f", {estimate.context_parallel} of them for each sample"
     return [
-        "",
+        *lines,
+        f"  evaluations of the network for a denoising step: {sample.passes}",
+        f"  processes in the training of an offline stage: {processes}",
+    ]
+
+
+def _format_shape(sample: SampleSize) -> str:
+    return " x ".join(map(str, sample.latent_shape))
+
+
+def _describe_memory(estimate: Estimate) -> list[str]:
+    lines = [
+        "GiB of a process, at most",
+        *format_table(
+            ["", "weights", "optimiser", "copies", "activations", "samples", "others", "total"],
+            [[name, *_format_memory_row(memory)] for name, memory in estimate.memory.items()],
+        ),
+        f"  Beside it, in main memory: {estimate.main_memory / GIB:.1f} GiB of text encoders and"
+        f" VAE, and {estimate.prompt / 2**20:.2f} MiB for each different prompt.",
+    ]
+    offloaded = max(memory.offloaded for memory in estimate.memory.values())
+    if offloaded:
+        lines.append(
+            f"  With model.cpu_offload, {offloaded / GIB:.2f} GiB more in each of the largest"
+            " processes."
+        )
+    return lines + _describe_undeclared_memory(estimate.recipe)
+
+
+def _describe_work(estimate: Estimate) -> list[str]:
+    recipe = estimate.recipe
+    rows = []
+    for label, work in estimate.work.items():
+        counts = (work.samples, work.denoising, work.training, work.comparing)
+        rows.append([label, *(f"{count:,}" for count in counts)])
+    lines = [
+        "evaluations of the network for one sample each, at most, in every one of rounds:"
+        f" {recipe.rounds}",
+        *format_table(["", "samples", "denoising", "training", "comparing"], rows),
+        f"  {estimate.evaluation:,} in the evaluation after each stage, of the base model and of"
+        " the champion.",
+    ]
+    # What the numbers above leave out.
+    if any(stage.kind == "offline" and stage.pairs for stage in recipe.stages):
+        lines.append("  Pairs from a file are not counted.")
+    if recipe.branches:
+        lines.append("  Branches are evaluated on their own prompts, and counted as if on all.")
+    if any(stage.kind == "custom" for stage in recipe.stages):
+        lines.append("  Stages of your own kinds are not counted.")
+    return lines
+
+
+def _describe_storage(estimate: Estimate) -> list[str]:
+    total = sum(estimate.stored.values())
+    rows = [[kind, f"{size / GIB:.3g}"] for kind, size in estimate.stored.items()]
+    return [
+        f"GiB that a whole run keeps, at most: {total / GIB:.3g}",
+        *format_table(["", "GiB"], rows),
+    ]
+
+
+def _describe_hours(estimate: Estimate, tflops: float) -> list[str]:
+    parts = estimate_hours(estimate, tflops)
+    parts["the run"] = sum(parts.values(), start=Hours(0, 0))
+    lines = [
         f"hours of the network at {tflops:g} TFLOP/s for each GPU, in all rounds",
         *format_table(
             ["", "hours", "GPU-hours"],
             [[name, f"{part.wall:.2g}", f"{part.gpu:.2g}"] for name, part in parts.items()],
         ),
         "  Text encoders, VAE, rewards, downloads and the start of pods are not counted.",
-        *["  Hours of branches are added up; with enough machines they run side by side."]
-        * bool(made.recipe.branches),
     ]
+    if estimate.recipe.branches:
+        lines.append(
+            "  Hours of branches are added up; with enough machines they run side by side."
+        )
+    return lines
 
 
 def _format_memory_row(memory: Memory) -> list[str]:
@@ -152,13 +170,11 @@ def _format_memory_row(memory: Memory) -> list[str]:
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Aligned lines: names to the left, numbers to the right."""
-    wide = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    """Return aligned lines: names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for name, *numbers in (header, *rows):
-        cells = [
-            name.ljust(wide[0]),
-            *(number.rjust(width) for number, width in zip(numbers, wide[1:], strict=True)),
-        ]
+        cells = [name.ljust(widths[0])]
+        cells += [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  " + "  ".join(cells))
     return lines

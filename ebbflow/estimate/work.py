@@ -16,7 +16,7 @@ from ebbflow.recipe.stages import resolve_correction
 from ebbflow.stage import StageContext, choose_drift_stride
 
 PNG_BYTES_PER_PIXEL = 3
-"""At most: noise; photographs take about half."""
+"""Upper bound, which images of noise reach; photographs take about half."""
 KEY_BYTES = 3 * 8
 
 
@@ -25,13 +25,13 @@ class Work:
     """The work of a stage in a round, at most: keys that select samples can only lower it.
 
     Attributes:
-        samples: that are generated.
+        samples: number of samples that the stage generates.
         denoising: evaluations of the network to generate them, of one sample each.
         training: evaluations with a gradient, forward and backward.
-        comparing: further evaluations without one: of copies, of the rollout under the training
-            policy, of the drift.
-        shards: bytes of rollouts that are kept.
-        policy: bytes of the policy folder that it leaves.
+        comparing: further evaluations without a gradient: of copies, of the rollout under the
+            training policy, of the drift.
+        shards: bytes of the rollout shards of an offline stage.
+        policy: bytes of the policy folder that the stage leaves.
     """
 
     samples: int
@@ -43,31 +43,29 @@ class Work:
 
 
 def estimate_work(ctx: StageContext, sizes: ModelSizes, sample: SampleSize, trained: int) -> Work:
-    """The work of a stage that trains ``trained`` parameters."""
+    """Return the work of a stage that trains ``trained`` parameters."""
     config = ctx.config
     passes = count_passes_per_term(ctx, sample)
     untrained = (
         sizes.parameters - trained + sizes.buffers if ctx.recipe.policy.train == "full" else 0
     )
     samples, repeats, updates = _count_samples_and_updates(ctx)
-    kept, group_index = count_selected_samples(ctx)
-    rows = round(repeats * kept * _average_rows_per_sample(ctx))
+    num_selected, group_size = count_selected_samples(ctx)
+    rows = round(repeats * num_selected * _average_rows_per_sample(ctx))
     anchored = config.algorithm_kind.records_trajectory and resolve_correction(
         config, ctx.recipe.model.precision
     )
     comparing = rows * len(list_compared_copies(ctx)) + (
         samples * count_rows_per_sample(ctx) if anchored else 0
     )
-    comparing += (
-        2 * rows * config.reference.needs_guidance
-    )  # only on final latents, where ``passes`` is 1
-    if "rollout" in list_compared_copies(
-        ctx
-    ):  # which is the policy itself in the first update on new samples
+    # A guided reference predicts twice. It is for final latents only, where ``passes`` is 1.
+    comparing += 2 * rows * config.reference.needs_guidance
+    if "rollout" in list_compared_copies(ctx):
+        # In the first update on new samples, the rollout copy is the policy itself.
         comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
     if "reference" not in list_compared_copies(ctx):
         comparing += _count_drift_rows(
-            updates, math.ceil(rows / updates), max(config.micro_batch, group_index)
+            updates, math.ceil(rows / updates), max(config.micro_batch, group_size)
         )
     cost = config.algorithm_kind.row_cost(config.hyper_parameters, config.sampler.steps)
     comparing += rows * cost.without_gradient
@@ -95,9 +93,8 @@ def _count_drift_rows(updates: int, rows: int, together: int) -> int:
 
 
 def count_passes_per_term(ctx: StageContext, sample: SampleSize) -> int:
-    """Of the network for a term: losses on final latents and of students are without guidance,
-    others where the stage says so.
-    """
+    """Return the evaluations of the network for a term of the loss."""
+    # Losses on final latents and of students are without guidance, others if the stage says so.
     unguided = ctx.config.algorithm_kind.is_unguided or not ctx.config.guidance_in_loss
     return 1 if unguided else sample.passes
 
@@ -167,18 +164,13 @@ def average_denoising_steps(ctx: StageContext) -> float:
     config = ctx.config
     if config.kind != "online" or config.window is None:
         return config.sampler.steps
-    return (
-        sum(
-            _evaluations_per_sample(ctx, plan)
-            for step in range(config.steps)
-            if (plan := ctx.plan_window(step))
-        )
-        / config.steps
-    )
+    plans = [ctx.plan_window(step) for step in range(config.steps)]
+    return sum(_evaluations_per_sample(ctx, plan) for plan in plans if plan) / config.steps
 
 
 def _evaluations_per_sample(ctx: StageContext, plan: Plan) -> float:
-    """Of a sample, where a tail shortens the schedule and samples that are equal share theirs."""
+    """Return the evaluations for one sample with a window."""
+    # A tail shortens the schedule, and samples that are still equal share their evaluations.
     steps = ctx.config.sampler.steps
     end = plan.stochastic[-1] + 1
     if plan.tail is not None:
@@ -197,7 +189,7 @@ def list_compared_copies(ctx: StageContext) -> set[str]:
 
 
 def rollout_shard_bytes(sample: SampleSize, samples: int, precision: Precision = "float32") -> int:
-    """Bytes of a rollout shard: of each sample its keys, its latents and its image."""
+    """Return the bytes of a rollout shard: for each sample its keys, its latents and its image."""
     return samples * (
         KEY_BYTES + BYTES[precision] * sample.num_elements + PNG_BYTES_PER_PIXEL * sample.pixels
     )

@@ -22,8 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class Answer(Strict):
-    """What a rater said about a pair, or that the rater's last answer, which was on this pair, is
-    taken back (``undo``).
+    """An answer of a rater to a pair, or the withdrawal of the rater's last answer (``undo``).
+
+    Example:
+        A line of ``answers.jsonl``, of a rater who prefers picture 1, which was on the left::
+
+            {"at": "2026-01-31T10:00:00.000+00:00", "rater": "Ada", "pair": "17-0",
+             "answer": "left", "left": 1}
     """
 
     at: str
@@ -44,8 +49,8 @@ class AnswerFile:
     """The file and what stands in it.
 
     Args:
-        path: is made if need be. A last line without its end was never acknowledged, and is
-            removed.
+        path: the file; it is created if there is none. A last line without its end was never
+            acknowledged, and is removed.
 
     Raises:
         LabelError: a line is no answer.
@@ -69,16 +74,18 @@ class AnswerFile:
         with raise_if_disk_full(self.path), self.path.open("ab", buffering=0) as file:
             try:
                 line = answer.model_dump_json().encode() + b"\n"
-                if file.write(line) < len(line):  # a disk that fills up takes a part first
+                # A disk that fills up takes a part of the line first, without an error.
+                if file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file.fileno())
             except OSError:
+                # The next answer would be appended to the torn line.
                 file.truncate(size)
                 raise
         self._apply_answer(answer)
 
     def answers_of_rater(self, rater: str) -> dict[str, Answer]:
-        """The standing answers of a rater by pair, the last one last."""
+        """Return the standing answers of a rater by pair, the last one last."""
         return {answer.pair: answer for answer in self.standing if answer.rater == rater}
 
     def _apply_answer(self, answer: Answer) -> None:
@@ -86,17 +93,21 @@ class AnswerFile:
             self.standing.append(answer)
         else:
             key = (answer.rater, answer.pair)
-            self.standing = [one for one in self.standing if (one.rater, one.pair) != key]
+            # The file keeps both lines: what a rater took back is part of the record.
+            self.standing = [
+                standing for standing in self.standing if (standing.rater, standing.pair) != key
+            ]
 
 
 def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         path.touch()
-        sync_path(path.parent)  # so that the new file's name is on the disk, too
+        # The name of a new file is on the disk once its folder is.
+        sync_path(path.parent)
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+    length = content.rfind(b"\n") + 1
+    if length < len(content):
+        os.truncate(path, length)
         logger.warning(
             "%s: removed the last line, which a killed process left without its end", path
         )

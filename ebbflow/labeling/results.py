@@ -37,25 +37,21 @@ def write_results(session: Session) -> None:
     Raises:
         DiskFullError: no space was left.
     """
-    found = build_evidence(session)
+    evidence = build_evidence(session)
     write_pairs(session, session.folder / PAIRS)
-    write_text(
-        session.folder / EVIDENCE,
-        json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-    )
-    write_text(session.folder / PAGE, render_markdown(found))
+    text = json.dumps(evidence, indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(session.folder / EVIDENCE, text + "\n")
+    write_text(session.folder / PAGE, render_markdown(evidence))
 
 
 # The pairs file.
 
 
 def write_pairs(session: Session, path: Path) -> int:
-    """Write a pair for each pair of pictures of which more raters prefer one side than the other;
-    returns their number.
-
-    Latents are written where the pictures have them: encoding a picture again would change it.
-    Without a pair there is no file.
+    """Write the pairs of pictures of which more raters prefer one side than the other, and return
+    their number. Without such a pair there is no file.
     """
+    # Pair key to the votes for picture 0, for picture 1, and None for ties.
     votes = {
         key: Counter(answer.preferred_picture for answer in answers)
         for key, answers in session.group_answers_by_pair().items()
@@ -66,16 +62,14 @@ def write_pairs(session: Session, path: Path) -> int:
         if counts[0] != counts[1]
     }
     pairs = [session.pairs[key] for key in session.pairs if key in chosen]
-    if not pairs or (animated := _list_videos_without_latent(pairs)):
+    videos = _list_videos_without_latent(pairs)
+    if not pairs or videos:
+        # An undo may have removed the last decided pair: an older file would be wrong.
         path.unlink(missing_ok=True)
-        logger.info(
-            "no pairs file: %s",
-            (
-                f"{animated[0].key} is a video without its latent"
-                if pairs
-                else "no pair is decided yet"
-            ),
+        reason = (
+            f"{videos[0].key} is a video without its latent" if videos else "no pair is decided yet"
         )
+        logger.info("no pairs file: %s", reason)
         return 0
     table = _build_pairs_table(pairs, chosen, votes)
     write_table(
@@ -89,7 +83,7 @@ def write_pairs(session: Session, path: Path) -> int:
 
 
 def _list_videos_without_latent(pairs: Sequence[LabelPair]) -> list[LabelPair]:
-    """The videos that a pairs file cannot hold: its images are stills."""
+    """Return the videos that a pairs file cannot hold: its images are stills."""
     return [
         pair
         for pair in pairs
@@ -100,9 +94,11 @@ def _list_videos_without_latent(pairs: Sequence[LabelPair]) -> list[LabelPair]:
 def _build_pairs_table(
     pairs: list[LabelPair], chosen: dict[str, int], votes: dict[str, Counter[int | None]]
 ) -> pa.Table:
+    # ``chosen`` is 0 or 1, so that ``chosen ^ 1`` is the other picture.
     sides = [[pair.pictures[chosen[pair.key] ^ rejected] for pair in pairs] for rejected in (0, 1)]
     columns: dict[str, pa.Array] = {"prompt": pa.array([pair.prompt for pair in pairs])}
     for names, pictures in zip(zip(IMAGES, LATENTS, strict=True), sides, strict=True):
+        # Latents, where the pictures have them: encoding a picture again would change it.
         latents = [picture.latent for picture in pictures if picture.latent is not None]
         if latents:
             columns[names[1]] = pa.FixedShapeTensorArray.from_numpy_ndarray(np.stack(latents))
@@ -122,10 +118,20 @@ def _build_pairs_table(
 
 
 def build_evidence(session: Session) -> dict[str, Any]:
-    """What was compared, how, by whom, and what they said, for programs."""
+    """Return what was compared, how, by whom, and what they said, as JSON data.
+
+    Example:
+        An excerpt, of a comparison that the test has decided::
+
+            {"kind": "comparison", "decision": "candidate",
+             "answers": {"champion": 11, "candidate": 31, "tie": 4, "left": 20},
+             "raters": {"Ada": {"champion": 6, "candidate": 15, "tie": 2, "left": 10}, ...},
+             "pairs": {"all": 200, "answered": 46, ...}, ...}
+    """
     by_pair = session.group_answers_by_pair()
     test = session.run_test()
     standing = session.answers.standing
+    # Pairs of one policy have no sides, and nothing is tested.
     names = SIDES if test else ("first", "second")
     return {
         "kind": session.task.kind,
@@ -155,14 +161,16 @@ def build_evidence(session: Session) -> dict[str, Any]:
 
 def _group_by_rater(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
     return {
-        rater: [one for one in answers if one.rater == rater]
-        for rater in sorted({one.rater for one in answers})
+        rater: [answer for answer in answers if answer.rater == rater]
+        for rater in sorted({answer.rater for answer in answers})
     }
 
 
 def _count_answers(answers: Sequence[Answer], names: Sequence[str]) -> dict[str, int]:
-    """How often each side was preferred, and how often the left one, which is each side equally
-    often.
+    """Return how often each picture was preferred, and how often the one on the left.
+
+    Each picture is on the left equally often, so a rater who looks at the pictures chooses the left
+    one about half of the time.
     """
     preferred = Counter(answer.preferred_picture for answer in answers)
     return {
@@ -173,31 +181,31 @@ def _count_answers(answers: Sequence[Answer], names: Sequence[str]) -> dict[str,
     }
 
 
-def render_markdown(found: dict[str, Any]) -> str:
-    """The evidence on one page, for people."""
-    sides = [name for name in found["answers"] if name not in ("tie", "left")]
-    alpha = found["krippendorff_alpha"]
+def render_markdown(evidence: dict[str, Any]) -> str:
+    """Return the evidence as one page of Markdown."""
+    sides = [name for name in evidence["answers"] if name not in ("tie", "left")]
+    alpha = evidence["krippendorff_alpha"]
     rows = [
-        *((f"{role}", _escape_text(name)) for role, name in found["policies"].items()),
-        ("pairs answered", f"{found['pairs']['answered']} of {found['pairs']['all']}"),
-        ("left out, same picture on both sides", found["pairs"]["left_out_identical"]),
+        *((role, _escape_text(name)) for role, name in evidence["policies"].items()),
+        ("pairs answered", f"{evidence['pairs']['answered']} of {evidence['pairs']['all']}"),
+        ("left out, same picture on both sides", evidence["pairs"]["left_out_identical"]),
         (
             "agreement of raters (Krippendorff's alpha)",
             "not measured" if alpha is None else f"{alpha:.2f}",
         ),
-        ("pairs with several raters", found["pairs_with_several_raters"]),
+        ("pairs with several raters", evidence["pairs_with_several_raters"]),
         (
             "first and last answer (UTC)",
-            f"{found['first_answer'] or '–'}, {found['last_answer'] or '–'}",
+            f"{evidence['first_answer'] or '–'}, {evidence['last_answer'] or '–'}",
         ),
         *(
             (f"sha256, {_escape_text(role)}", f"`{digest}`")
-            for role, digest in found["sha256"].items()
+            for role, digest in evidence["sha256"].items()
         ),
     ]
     raters = [
         (_escape_text(rater), counts[sides[0]], counts[sides[1]], counts["tie"], counts["left"])
-        for rater, counts in [*found["raters"].items(), ("all", found["answers"])]
+        for rater, counts in [*evidence["raters"].items(), ("all", evidence["answers"])]
     ]
     header = (
         "rater",
@@ -208,16 +216,16 @@ def render_markdown(found: dict[str, Any]) -> str:
     )
     parts = [
         "# Preferences of people",
-        _render_conclusion(found),
+        _render_conclusion(evidence),
         _render_table(("", ""), rows),
         _render_table(header, raters),
-        _render_method(found),
+        _render_method(evidence),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _render_conclusion(found: dict[str, Any]) -> str:
-    test = found["test"]
+def _render_conclusion(evidence: dict[str, Any]) -> str:
+    test = evidence["test"]
     if test is None:
         return "Pairs of one policy: nothing is tested."
     outcomes = test["candidate"] + test["champion"]
@@ -226,31 +234,31 @@ def _render_conclusion(found: dict[str, Any]) -> str:
         f"confidence sequence of the share {test['low']:.3f} to {test['high']:.3f}, p ="
         f" {test['p_value']:.2g}"
     )
-    said = {
+    conclusion = {
         "candidate": "**Raters prefer the candidate.**",
         "champion": "**Raters prefer the champion.**",
         "undecided": "**Undecided.**",
-    }[found["decision"]]
+    }[evidence["decision"]]
     after = (
         "" if test["decided_after"] is None else f" The test decided after {test['decided_after']}."
     )
     return (
-        f"{said} Of the pairs that were no ties, the candidate was preferred in {share}"
+        f"{conclusion} Of the pairs that were no ties, the candidate was preferred in {share}"
         f" ({interval}).{after}"
     )
 
 
-def _render_method(found: dict[str, Any]) -> str:
+def _render_method(evidence: dict[str, Any]) -> str:
     blind = (
         "Raters did not see which policy drew which picture. The order of the pairs and the sides"
-        f" depend on the seed ({found['seed']}) and the rater's name."
+        f" depend on the seed ({evidence['seed']}) and the rater's name."
     )
-    if found["test"] is None:
+    if evidence["test"] is None:
         return blind
     return (
         f"{blind} The test is a mixture sequential probability ratio test with error rate"
-        f" {found['test']['error_rate']}; it may be looked at after every answer. The first answer"
-        " on each pair counts, ties do not."
+        f" {evidence['test']['error_rate']}; it may be looked at after every answer. The first"
+        " answer on each pair counts, ties do not."
     )
 
 
@@ -260,7 +268,7 @@ def _render_table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _escape_text(text: str) -> str:
-    """Text that somebody else wrote, as a cell of a table: no markup."""
+    """Return text that somebody else wrote as a cell of a table, without markup."""
     return "".join(
         f"&#{ord(letter)};" if letter in "&<>|`*_[]\\!#~" else letter
         for letter in sanitize_text(text, 200)

@@ -23,12 +23,18 @@ from dataclasses import dataclass
 from math import exp, inf, lgamma, log
 
 HALVINGS = 40
-"""Of an interval in [0, 1]: to 1e-12."""
+"""Bisection steps; they find an edge in [0, 1] to 1e-12."""
 
 
 @dataclass(frozen=True)
 class SequentialTest:
     """The test after all outcomes so far.
+
+    Example:
+        Nine outcomes for the candidate, then one for the champion, at an error rate of .05::
+
+            SequentialTest(candidate=9, champion=1, low=0.455, high=0.9995, p_value=0.0195,
+                           decided_after=8, preferred="candidate")
 
     Attributes:
         candidate: outcomes for the candidate.
@@ -51,7 +57,7 @@ class SequentialTest:
 
 
 def run_sequential_test(outcomes: Sequence[bool], error_rate: float) -> SequentialTest:
-    """The test on outcomes in the order in which they came; True is one for the candidate.
+    """Run the test on outcomes in the order in which they came; True is one for the candidate.
 
     Raises:
         ValueError: the error rate is not between 0 and 1.
@@ -63,7 +69,9 @@ def run_sequential_test(outcomes: Sequence[bool], error_rate: float) -> Sequenti
     decided_after = None
     preferred = None
     for number, outcome in enumerate(outcomes, start=1):
-        counts[outcome] += 1
+        counts[outcome] += 1  # False is index 0, the champion
+        # The largest M so far, not the newest: Ville's inequality bounds the maximum, so a decision
+        # stays decided.
         largest = max(largest, compute_log_mixture(counts[True], counts[False]))
         if decided_after is None and largest >= -log(error_rate):
             decided_after = number
@@ -75,7 +83,8 @@ def run_sequential_test(outcomes: Sequence[bool], error_rate: float) -> Sequenti
 
 
 def compute_log_mixture(successes: int, failures: int, p: float = 0.5) -> float:
-    """The logarithm of M against a probability p in (0, 1)."""
+    """Return the logarithm of M against a probability p in (0, 1)."""
+    # Logarithms: factors such as 2^(s + f) leave the range of floats after a thousand outcomes.
     beta = lgamma(successes + 1) + lgamma(failures + 1) - lgamma(successes + failures + 2)
     return beta - successes * log(p) - failures * log(1 - p)
 
@@ -83,22 +92,24 @@ def compute_log_mixture(successes: int, failures: int, p: float = 0.5) -> float:
 def find_confidence_interval(
     successes: int, failures: int, error_rate: float
 ) -> tuple[float, float]:
-    """All p that M does not reject; the probability that it ever misses the true one is at most
-    ``error_rate``.
+    """Return the interval of all p that M does not reject. The probability that the interval ever
+    misses the true p is at most ``error_rate``.
     """
     count = successes + failures
-    centre = successes / count if count else 0.5
-    return _find_interval_edge(successes, failures, error_rate, centre, 0.0), _find_interval_edge(
-        successes, failures, error_rate, centre, 1.0
-    )
+    # M is smallest at the observed share, so the interval is around it.
+    share = successes / count if count else 0.5
+    low = _find_interval_edge(successes, failures, error_rate, share, 0.0)
+    high = _find_interval_edge(successes, failures, error_rate, share, 1.0)
+    return low, high
 
 
 def _find_interval_edge(
     successes: int, failures: int, error_rate: float, inside: float, outside: float
 ) -> float:
-    """Where M, which rises with the distance from the observed share, reaches 1 / error_rate;
-    ``outside`` if it does not.
+    """Return where M, which rises with the distance from the observed share, reaches
+    1 / error_rate; ``outside`` if it does not.
     """
+    # All outcomes are for one side: the share is the end of [0, 1] itself.
     if inside == outside:
         return outside
     for _ in range(HALVINGS):

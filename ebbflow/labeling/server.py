@@ -32,7 +32,7 @@ from ebbflow.rewards.server_limits import build_server_options
 from ebbflow.storage.disk import DiskFullError
 
 MAX_BYTES = 4096
-"""Of a request: an answer has a hundred."""
+"""Largest body of a request; an answer has a hundred bytes."""
 KEEP_IMAGES = "private, max-age=86400, immutable"
 """The address of a picture has the token in it, and always leads to the same picture."""
 
@@ -66,7 +66,7 @@ def run_label_server(
 
     Args:
         port: 0 takes a free one.
-        announce: gets the address for raters.
+        announce: is called with the address for raters.
 
     Raises:
         LabelError: the address is not free, or not one of this machine.
@@ -80,7 +80,8 @@ def run_label_server(
             **build_server_options(),
         )
         announce(f"http://{_host_in_address(host)}:{listener.getsockname()[1]}/{token}/")
-        with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has shut down
+        # uvicorn raises KeyboardInterrupt again after it has shut down and the results are written.
+        with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -97,8 +98,8 @@ def _open_listener(host: str, port: int) -> socket.socket:
 
 
 def _host_in_address(host: str) -> str:
-    """The host in an address for raters: the name of this machine if it listens on all of its
-    addresses.
+    """Return the host in the address for raters: the name of this machine if the server listens on
+    all of its addresses.
     """
     if _is_ip_address(host) and ip_address(host).is_unspecified:
         return socket.gethostname()
@@ -106,10 +107,11 @@ def _host_in_address(host: str) -> str:
 
 
 def build_app(session: Session, host: str, token: str) -> FastAPI:
-    """The page as an ASGI application, below ``/<token>/``; as it shuts down it writes the results.
+    """Build the page as an ASGI application below ``/<token>/``. It writes the results when it
+    shuts down.
 
     Args:
-        host: that it listens on: requests must name it, or localhost.
+        host: the host that the server listens on. Requests must name it, or localhost.
     """
 
     @asynccontextmanager
@@ -118,6 +120,8 @@ def build_app(session: Session, host: str, token: str) -> FastAPI:
         _write_results_or_log(session)
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=run_lifespan)
+    # The browser runs scripts and styles with this nonce only: text that reaches the page, such as
+    # a prompt, cannot run.
     nonce = secrets.token_urlsafe(16)
     router = APIRouter(prefix=f"/{token}")
     _add_page_route(router, nonce)
@@ -127,10 +131,12 @@ def build_app(session: Session, host: str, token: str) -> FastAPI:
     async def guard_request(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        refused = _explain_refusal(request, host, token)
-        response = (
-            PlainTextResponse(refused[1], refused[0]) if refused else await call_next(request)
-        )
+        refusal = _explain_refusal(request, host, token)
+        if refusal:
+            status, reason = refusal
+            response: Response = PlainTextResponse(reason, status)
+        else:
+            response = await call_next(request)
         for name, value in _build_security_headers(nonce).items():
             response.headers.setdefault(name, value)
         return response
@@ -150,9 +156,9 @@ def _add_page_route(router: APIRouter, nonce: str) -> None:
 
 
 def _add_answer_routes(router: APIRouter, session: Session) -> None:
-    """What the page asks for and sends. One event loop runs all of it, so that answers come one
-    after the other.
-    """
+    """Add what the page asks for and sends."""
+    # All handlers are async functions without a wait: one event loop runs them one after the other,
+    # so that two answers never change the session at the same time.
 
     @router.get("/state")
     async def read_state(rater: Rater) -> dict[str, Any]:
@@ -167,21 +173,21 @@ def _add_answer_routes(router: APIRouter, session: Session) -> None:
         return Response(png, media_type="image/png", headers={"Cache-Control": KEEP_IMAGES})
 
     @router.post("/answer")
-    async def take_answer(given: AnswerMessage) -> dict[str, Any]:
+    async def take_answer(message: AnswerMessage) -> dict[str, Any]:
         with _convert_errors_to_http():
-            session.record_answer(given.rater, given.pair, given.answer)
-        return _continue_after(session, given.rater)
+            session.record_answer(message.rater, message.pair, message.answer)
+        return _continue_after(session, message.rater)
 
     @router.post("/undo")
-    async def undo_answer(given: UndoMessage) -> dict[str, Any]:
+    async def undo_answer(message: UndoMessage) -> dict[str, Any]:
         with _convert_errors_to_http():
-            session.undo_last_answer(given.rater)
-        return _continue_after(session, given.rater)
+            session.undo_last_answer(message.rater)
+        return _continue_after(session, message.rater)
 
 
 @contextmanager
 def _convert_errors_to_http() -> Iterator[None]:
-    """The session's errors as statuses, so that the page can say what happened."""
+    """Raise the session's errors as HTTP statuses, so that the page can say what happened."""
     try:
         yield
     except OutOfTurnError as error:
@@ -192,9 +198,8 @@ def _convert_errors_to_http() -> Iterator[None]:
 
 
 def _build_state(session: Session, rater: str) -> dict[str, Any]:
-    """What the page shows. Nothing in it depends on which picture is whose, and no result: an undo
-    could steer it.
-    """
+    """Return what the page shows. Nothing in it depends on which picture is whose."""
+    # No result of the test either: a rater who saw it could steer it with undo.
     upcoming = session.list_upcoming_pairs(rater)
     answered = session.answers.answers_of_rater(rater)
     alpha = session.measure_agreement()
@@ -221,9 +226,8 @@ def _continue_after(session: Session, rater: str) -> dict[str, Any]:
 def _write_results_or_log(session: Session) -> None:
     try:
         write_results(session)
-    except (
-        DiskFullError
-    ) as error:  # the answers are safe, and the same command writes the results again as it ends
+    except DiskFullError as error:
+        # The answers are safe, and the same command writes the results again when it ends.
         logger.error("%s", error)
 
 
@@ -231,15 +235,20 @@ def _write_results_or_log(session: Session) -> None:
 
 
 def _explain_refusal(request: Request, host: str, token: str) -> tuple[int, str] | None:
-    """Status and reason, if the request does not come from this page or from somebody with its
-    address.
+    """Return (status, reason) for a request that comes neither from this page nor from somebody
+    with its address.
     """
-    named = request.headers.get("Host", "")
-    if not _is_own_host(named, host):
+    # DNS rebinding: a page may have its own name resolve to this machine. Its requests then have
+    # that name as their Host.
+    requested_host = request.headers.get("Host", "")
+    if not _is_own_host(requested_host, host):
         return 403, "This server goes by another name. Open the address that the terminal shows."
-    given = request.url.path.split("/")[1]
-    if not hmac.compare_digest(given.encode(), token.encode()):
+    requested_token = request.url.path.split("/")[1]
+    # In constant time, so that response times do not reveal the token letter by letter.
+    if not hmac.compare_digest(requested_token.encode(), token.encode()):
         return 404, "Open the address that the terminal shows."
+    # A link on another page may open this page, and nothing else of it. Old browsers send no
+    # Sec-Fetch-Site; the token and the checks below still protect them.
     is_page = request.method == "GET" and request.url.path == f"/{token}/"
     if not is_page and request.headers.get("Sec-Fetch-Site", "same-origin") not in (
         "same-origin",
@@ -247,26 +256,27 @@ def _explain_refusal(request: Request, host: str, token: str) -> tuple[int, str]
     ):
         return 403, "Another page asked for this."
     if request.method not in ("GET", "HEAD"):
-        if _parse_netloc(request.headers.get("Origin", "")) != named.lower():
+        if _parse_netloc(request.headers.get("Origin", "")) != requested_host.lower():
             return 403, "Another page sent this."
         if not _is_short_body(request.headers.get("Content-Length", "")):
             return 413, f"A request has at most {MAX_BYTES} bytes and says how many."
     return None
 
 
-def _is_own_host(named: str, host: str) -> bool:
-    """Whether a Host header has a name that no other page can lead to this address: an IP address,
-    or one that we know.
+def _is_own_host(requested_host: str, host: str) -> bool:
+    """Return whether a Host header names this server in a way that no other page can: by an IP
+    address, or by a name of this machine.
     """
     try:
-        name = urlsplit(f"//{named}").hostname or ""
+        name = urlsplit(f"//{requested_host}").hostname or ""
     except ValueError:
         return False
-    return (
-        is_loopback(name)
-        or not is_loopback(host)
-        and (_is_ip_address(name) or name in (host.lower(), socket.gethostname().lower()))
-    )
+    if is_loopback(name):
+        return True
+    # A server that listens on this machine alone is never reached by another name.
+    if is_loopback(host):
+        return False
+    return _is_ip_address(name) or name in (host.lower(), socket.gethostname().lower())
 
 
 def _is_ip_address(name: str) -> bool:
@@ -285,12 +295,13 @@ def _parse_netloc(origin: str) -> str:
 
 
 def _is_short_body(length: str) -> bool:
+    # ``isdigit`` alone also takes digits of other scripts.
     return length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= MAX_BYTES
 
 
 def _build_security_headers(nonce: str) -> dict[str, str]:
-    """The browser loads nothing from elsewhere, runs no script but the page's own, and tells nobody
-    the address.
+    """Return headers with which the browser loads nothing from elsewhere, runs no script but the
+    page's own, and tells nobody the address.
     """
     policy = (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self'"

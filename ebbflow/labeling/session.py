@@ -37,12 +37,12 @@ class OutOfTurnError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """How the pairs are drawn and tested; a folder of answers keeps them for good.
+    """How pairs are chosen and tested. A folder of answers keeps its settings for good.
 
     Attributes:
-        seed: of the pairs, their order and their sides.
-        max_pairs: more pairs than these are drawn from.
-        error_rate: of the sequential test.
+        seed: seed of the choice of pairs, of their order and of their sides.
+        max_pairs: number of pairs; if there are more, these are sampled from them.
+        error_rate: error rate of the sequential test.
     """
 
     seed: int = 0
@@ -74,7 +74,9 @@ class Session:
             )
 
     def order_of_pairs(self, rater: str) -> list[str]:
-        """The keys of all pairs as the rater sees them."""
+        """Return the keys of all pairs in the order in which the rater sees them."""
+        # The order follows from the seed and the rater's name: a restarted server goes on where it
+        # stopped.
         keys = list(self.pairs)
         return [
             keys[index]
@@ -82,11 +84,11 @@ class Session:
         ]
 
     def picture_on_left(self, rater: str, pair: str) -> Literal[0, 1]:
-        """Which of the pair's pictures the rater sees on the left."""
+        """Return which of the pair's pictures the rater sees on the left."""
         return 1 if derive_seed(self.settings.seed, "left", rater, pair) & 1 else 0
 
     def picture_on_side(self, rater: str, pair: str, side: Side) -> bytes:
-        """The PNG on a side.
+        """Return the PNG on a side.
 
         Raises:
             KeyError: there is no such pair.
@@ -95,15 +97,15 @@ class Session:
         return self.pairs[pair].pictures[left if side == "left" else 1 - left].png
 
     def list_upcoming_pairs(self, rater: str) -> list[LabelPair]:
-        """The pairs that the rater is still asked about, the next one first; none after the test
-        has decided.
+        """Return the pairs that the rater is still asked about, the next one first; none after the
+        test has decided.
         """
         if self.is_decided():
             return []
         answered = self.answers.answers_of_rater(rater)
         return [self.pairs[key] for key in self.order_of_pairs(rater) if key not in answered]
 
-    def record_answer(self, rater: str, pair: str, given: Literal["left", "right", "tie"]) -> None:
+    def record_answer(self, rater: str, pair: str, answer: Literal["left", "right", "tie"]) -> None:
         """Keep an answer to the pair that the rater sees.
 
         Raises:
@@ -113,7 +115,7 @@ class Session:
         upcoming = self.list_upcoming_pairs(rater)
         if not upcoming or upcoming[0].key != pair:
             raise OutOfTurnError(f"{rater} does not see pair {pair} any more")
-        self._append_answer(rater, pair, given)
+        self._append_answer(rater, pair, answer)
 
     def undo_last_answer(self, rater: str) -> None:
         """Take back the rater's last answer, so that its pair is the next one that the rater sees.
@@ -130,43 +132,44 @@ class Session:
         self._append_answer(rater, list(answered)[-1], "undo")
 
     def _append_answer(
-        self, rater: str, pair: str, given: Literal["left", "right", "tie", "undo"]
+        self, rater: str, pair: str, answer: Literal["left", "right", "tie", "undo"]
     ) -> None:
-        at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.answers.append_answer(
-            Answer(
-                at=at, rater=rater, pair=pair, answer=given, left=self.picture_on_left(rater, pair)
-            )
-        )
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        left = self.picture_on_left(rater, pair)
+        self.answers.append_answer(Answer(at=now, rater=rater, pair=pair, answer=answer, left=left))
 
     def group_answers_by_pair(self) -> dict[str, list[Answer]]:
-        """The standing answers of every pair that has one, in the order in which they came."""
-        found: dict[str, list[Answer]] = defaultdict(list)
+        """Return the standing answers of every pair that has one, in the order in which they
+        came.
+        """
+        answers_by_pair: dict[str, list[Answer]] = defaultdict(list)
         for answer in self.answers.standing:
-            found[answer.pair].append(answer)
-        return dict(found)
+            answers_by_pair[answer.pair].append(answer)
+        return dict(answers_by_pair)
 
     def run_test(self) -> SequentialTest | None:
-        """The sequential test of a comparison. Answers on one pair are not independent: the first
-        on each pair counts.
-        """
+        """Run the sequential test of a comparison; None for pairs of one policy."""
         if self.task.kind != "comparison":
             return None
+        # Answers on one pair are not independent, so only the first on each pair counts.
         preferred = [
             answers[0].preferred_picture for answers in self.group_answers_by_pair().values()
         ]
         return run_sequential_test(
-            [side == 1 for side in preferred if side is not None], self.settings.error_rate
+            # Picture 1 is the candidate's; None is a tie.
+            [picture == 1 for picture in preferred if picture is not None],
+            self.settings.error_rate,
         )
 
     def is_decided(self) -> bool:
-        """Whether nobody is asked any more because the test has decided."""
+        """Return whether nobody is asked any more because the test has decided."""
         test = None if self.all_pairs else self.run_test()
         return test is not None and test.decided_after is not None
 
     def measure_agreement(self) -> float | None:
-        """Krippendorff's alpha of preferences (first picture, second picture, tie) over all
-        raters."""
+        """Return Krippendorff's alpha of preferences (first picture, second picture, tie) over all
+        raters.
+        """
         return compute_krippendorff_alpha(
             [
                 [answer.preferred_picture for answer in answers]
@@ -176,11 +179,12 @@ class Session:
 
 
 def normalize_rater_name(text: str) -> str:
-    """A rater's name in one spelling.
+    """Return a rater's name in one spelling.
 
     Raises:
         ValueError: it is no name.
     """
+    # "é" has two spellings in Unicode; without NFC one rater could count as two.
     name = " ".join(unicodedata.normalize("NFC", text).split())
     if not RATER.fullmatch(name):
         raise ValueError(
@@ -194,8 +198,8 @@ def normalize_rater_name(text: str) -> str:
 def open_session(
     task: LabelTask, folder: Path, settings: Settings, all_pairs: bool = False
 ) -> Iterator[Session]:
-    """The session of a folder, which is new or has answers to the same task; no other process has
-    it meanwhile.
+    """Open the session of a folder, which is new or has answers to the same task. The folder is
+    locked until the context ends.
 
     Raises:
         LabelError: the folder has something else in it, or answers to another task.
@@ -222,7 +226,7 @@ def _require_label_folder(folder: Path) -> None:
 
 
 def _is_foreign_file(path: Path) -> bool:
-    """Whether it is something else than what a process leaves that was killed as it began."""
+    """Return whether a file is not one that a process leaves which was killed as it began."""
     return path.name != LOCK and not path.name.startswith(f".{TASK}.partial-")
 
 
@@ -237,26 +241,27 @@ def _describe_task(task: LabelTask, settings: Settings) -> dict[str, Any]:
 
 
 def _require_same_task(path: Path, described: dict[str, Any]) -> None:
-    """Write what the answers are about; if it stands there, compare: answers to other pictures
-    would be mixed.
+    """Write what the answers are about into a new folder; in one with answers, check that they are
+    about the same pictures and settings.
     """
     if not path.exists():
         write_text(path, json.dumps(described, indent=2) + "\n")
         return
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        recorded = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        before = None
-    if not isinstance(before, dict):
+        recorded = None
+    if not isinstance(recorded, dict):
         raise LabelError(f"{path} is damaged; name a new folder for the answers")
-    differ = [key for key, value in described.items() if before.get(key) != value]
-    if differ:
-        shown = ", ".join(
-            f"{key} = {sanitize_text(str(before.get(key)), 80)}"
-            for key in differ
+    differing_keys = [key for key, value in described.items() if recorded.get(key) != value]
+    if differing_keys:
+        # Digests and lists of pairs tell a reader nothing.
+        differences = ", ".join(
+            f"{key} = {sanitize_text(str(recorded.get(key)), 80)}"
+            for key in differing_keys
             if key not in ("sha256", "pairs")
         )
         raise LabelError(
-            f"{path.parent} has answers to something else ({shown or 'other pictures'}); repeat the"
-            " command that made it, or name a new folder"
+            f"{path.parent} has answers to something else ({differences or 'other pictures'});"
+            " repeat the command that made it, or name a new folder"
         )

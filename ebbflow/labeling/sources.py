@@ -30,9 +30,9 @@ from ebbflow.storage.tables import (
 )
 
 SIDES = ("champion", "candidate")
-"""Of a comparison; the order of ``LabelPair.pictures``."""
+"""The sides of a comparison, in the order of ``LabelPair.pictures``."""
 ROWS_AT_ONCE = 16
-"""Of a table: a row can be megabytes."""
+"""Rows of a table that are read at once; a row can have megabytes."""
 
 K = TypeVar("K")
 Key = tuple[int, int]
@@ -56,9 +56,14 @@ class Picture:
 class LabelPair:
     """Two pictures of one prompt.
 
+    Example:
+        Sample 2 of prompt 17, of champion and candidate::
+
+            LabelPair("17-2", "a red fox", (Picture(png=b"..."), Picture(png=b"...")))
+
     Attributes:
-        key: the same in every process, of digits and hyphens.
-        pictures: in a comparison those of the champion and of the candidate, in this order.
+        key: digits and hyphens, the same in every process; it is part of the page's addresses.
+        pictures: in a comparison the pictures of the champion and of the candidate, in this order.
     """
 
     key: str
@@ -72,10 +77,10 @@ class LabelTask:
 
     Attributes:
         kind: ``comparison`` of a champion and a candidate, or ``pairs`` of one policy.
-        names: of the policies, as ``SIDES`` orders them; one name for ``pairs``.
-        files: what the pictures come from, by role.
-        missing: pictures of one side that the other side lacks.
-        identical: pairs that nobody is asked about, because their pictures are the same.
+        names: names of the policies, in the order of ``SIDES``; one name for ``pairs``.
+        files: the files that the pictures come from, by role.
+        missing: number of pictures of one side that the other side lacks.
+        identical: number of pairs that nobody is asked about, because their pictures are the same.
     """
 
     kind: Literal["comparison", "pairs"]
@@ -94,7 +99,7 @@ class LabelTask:
 def load_label_task(
     sources: Sequence[Path], stage: str | None, prompts: Path | None, max_pairs: int, seed: int
 ) -> LabelTask:
-    """The pairs of what a person named on the command line.
+    """Return the pairs of what a person named on the command line.
 
     Args:
         sources: the folder of a run; or the samples of the champion and of the candidate
@@ -102,7 +107,7 @@ def load_label_task(
         stage: of the run, the offline stage whose rollouts are compared; None: the run's champion
             and candidate.
         prompts: the prompt table of the shards.
-        max_pairs: more than these are drawn from by ``seed``.
+        max_pairs: number of pairs; if there are more, ``seed`` chooses.
 
     Raises:
         LabelError, TableError, PromptError: they cannot be compared.
@@ -128,7 +133,7 @@ def load_label_task(
 
 
 def find_comparison(run: Path) -> tuple[Path, Path]:
-    """The samples of the champion and of the candidate that the run's gate compared.
+    """Return the samples of the champion and of the candidate that the run's gate compared.
 
     Raises:
         LabelError: the run has no summary, or its samples are not in its folder.
@@ -141,30 +146,31 @@ def find_comparison(run: Path) -> tuple[Path, Path]:
             f"{run}: no summary.json that names champion and candidate; wait until the run has"
             " written its report, or name the samples.parquet of two evaluations"
         ) from None
-    found = {
+    # Sorted by age, so that the newest evaluation of a label replaces older ones.
+    samples_by_label = {
         str(_read_metadata(path).get("label")): path
         for path in _sort_by_age(run.glob("nodes/*/samples.parquet"))
     }
-    missing = [label for label in labels if label not in found]
+    missing = [label for label in labels if label not in samples_by_label]
     if missing:
         raise LabelError(
             f"{run}: no samples of {missing[0]!r} below nodes, only of"
-            f" {sanitize_text(', '.join(found)) or 'nothing'}; name the samples.parquet of two"
-            " evaluations"
+            f" {sanitize_text(', '.join(samples_by_label)) or 'nothing'}; name the"
+            " samples.parquet of two evaluations"
         )
-    return found[labels[0]], found[labels[1]]
+    return samples_by_label[labels[0]], samples_by_label[labels[1]]
 
 
 def find_rollouts(run: Path, stage: str) -> tuple[list[Path], Path]:
-    """The rollout shards of an offline stage, and the run's prompt table.
+    """Return the rollout shards of an offline stage, and the run's prompt table.
 
     Raises:
         LabelError: the run's folder has no such shards, or no prompts.
     """
     shards: dict[str, dict[Any, Path]] = defaultdict(dict)
     for path in _sort_by_age(run.glob("nodes/*/rollouts-*.parquet")):
-        about = _read_metadata(path)
-        shards[str(about.get("stage"))][about.get("shard")] = path
+        metadata = _read_metadata(path)
+        shards[str(metadata.get("stage"))][metadata.get("shard")] = path
     prompts = _sort_by_age(run.glob("nodes/*/prompts.parquet"))
     if stage not in shards or not prompts:
         known = ", ".join(map(repr, sorted(shards))) or "none"
@@ -176,7 +182,7 @@ def find_rollouts(run: Path, stage: str) -> tuple[list[Path], Path]:
 
 
 def _sort_by_age(paths: Iterable[Path]) -> list[Path]:
-    """The newest last: a task that was repeated has left several."""
+    """Return paths with the newest last: a task that was repeated has left several."""
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
@@ -191,21 +197,23 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def load_comparison(champion: Path, candidate: Path, max_pairs: int, seed: int) -> LabelTask:
-    """A pair for every held-out sample that both evaluations have.
+    """Return a pair for every held-out sample that both evaluations have.
 
     Raises:
         LabelError: they have none in common, or other prompts or sizes.
         TableError: a file is no evaluation.
     """
-    keyed = [_read_held_out_prompts(path) for path in (champion, candidate)]
-    common = sorted(keyed[0].keys() & keyed[1].keys())
+    # Both evaluations use the same noise for a (prompt, sample), so pictures of one key differ by
+    # the policy alone.
+    prompts = [_read_held_out_prompts(path) for path in (champion, candidate)]
+    common = sorted(prompts[0].keys() & prompts[1].keys())
     if not common:
         raise LabelError(
             f"{champion} and {candidate} have no held-out sample in common; evaluate both on the"
             " same prompts"
         )
     for key in common:
-        if keyed[0][key] != keyed[1][key]:
+        if prompts[0][key] != prompts[1][key]:
             raise LabelError(
                 f"{candidate}: prompt_id {key[0]} is another prompt than in {champion}; evaluate"
                 " both on the same"
@@ -213,7 +221,7 @@ def load_comparison(champion: Path, candidate: Path, max_pairs: int, seed: int) 
     keys = _choose_pairs(common, max_pairs, seed)
     sides = [_read_pictures([path], set(keys)) for path in (champion, candidate)]
     pairs = [
-        LabelPair(_join_numbers(*key), keyed[0][key], (sides[0][key], sides[1][key]))
+        LabelPair(_join_numbers(*key), prompts[0][key], (sides[0][key], sides[1][key]))
         for key in keys
     ]
     files = dict(zip(SIDES, (champion, candidate), strict=True))
@@ -221,12 +229,12 @@ def load_comparison(champion: Path, candidate: Path, max_pairs: int, seed: int) 
         str(read_table_metadata(path).get("label", path.name)) for path in (champion, candidate)
     )
     return _build_task(
-        "comparison", names, pairs, files, missing=len(keyed[0].keys() ^ keyed[1].keys())
+        "comparison", names, pairs, files, missing=len(prompts[0].keys() ^ prompts[1].keys())
     )
 
 
 def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: int) -> LabelTask:
-    """The samples of each prompt in pairs, each sample in one pair at most.
+    """Return the samples of each prompt in pairs, each sample in one pair at most.
 
     Raises:
         LabelError: there is no pair, or a sample's prompt is missing.
@@ -251,9 +259,9 @@ def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: i
         raise LabelError(
             f"{shards[0]}: no prompt has two samples; take a stage with group_size of 2 or more"
         )
-    drawn = _choose_pairs(paired, max_pairs, seed)
+    chosen = _choose_pairs(paired, max_pairs, seed)
     pictures = _read_pictures(
-        shards, {(prompt_id, sample) for prompt_id, *pair in drawn for sample in pair}
+        shards, {(prompt_id, sample) for prompt_id, *pair in chosen for sample in pair}
     )
     pairs = [
         LabelPair(
@@ -261,13 +269,13 @@ def load_rollouts(shards: Sequence[Path], prompts: Path, max_pairs: int, seed: i
             texts[prompt_id],
             (pictures[prompt_id, one], pictures[prompt_id, other]),
         )
-        for prompt_id, one, other in drawn
+        for prompt_id, one, other in chosen
     ]
-    about = read_table_metadata(shards[0])
+    metadata = read_table_metadata(shards[0])
     files = {f"rollouts {number}": path for number, path in enumerate(shards)} | {
         "prompts": prompts
     }
-    return _build_task("pairs", (str(about.get("stage", shards[0].name)),), pairs, files)
+    return _build_task("pairs", (str(metadata.get("stage", shards[0].name)),), pairs, files)
 
 
 def _build_task(
@@ -277,6 +285,7 @@ def _build_task(
     files: dict[str, Path],
     missing: int = 0,
 ) -> LabelTask:
+    # A candidate that was evaluated at another size would show on the page.
     for pair in pairs:
         sizes = [_read_picture_size(picture, pair, files) for picture in pair.pictures]
         if sizes[0] != sizes[1]:
@@ -284,6 +293,7 @@ def _build_task(
                 f"prompt {shorten_value(pair.prompt)}: pictures of {sizes[0]} and {sizes[1]} pixels"
                 " would show whose they are; evaluate both at one size"
             )
+    # Nobody can prefer one of two equal pictures.
     different = tuple(pair for pair in pairs if pair.pictures[0].png != pair.pictures[1].png)
     if not different:
         raise LabelError(
@@ -299,7 +309,8 @@ def _read_picture_size(
     try:
         with Image.open(io.BytesIO(picture.png), formats=["PNG"]) as image:
             return image.size
-    except Exception as error:  # every decoder of Pillow has its own errors
+    except Exception as error:
+        # Every decoder of Pillow has its own errors, and the file may be anything.
         reason = sanitize_text(str(error), 200)
         raise LabelError(
             f"{', '.join(map(str, files.values()))}: pair {pair.key} has a picture that is no PNG"
@@ -308,7 +319,7 @@ def _read_picture_size(
 
 
 def _read_held_out_prompts(path: Path) -> dict[Key, str]:
-    """Prompts by key."""
+    """Return the held-out prompts of an evaluation, by (prompt_id, sample)."""
     columns = zip(*_read_columns(path, "prompt_id", "sample", "split", "prompt"), strict=True)
     return {
         (prompt_id, sample): prompt
@@ -327,8 +338,8 @@ def _read_columns(path: Path, *names: str) -> list[list[Any]]:
 
 
 def _read_pictures(paths: Sequence[Path], keys: set[Key]) -> dict[Key, Picture]:
-    """The pictures with these keys; memory is bounded by them and a few rows."""
-    found: dict[Key, Picture] = {}
+    """Return the pictures with these keys; memory is bounded by them and a few rows."""
+    pictures: dict[Key, Picture] = {}
     for path in paths:
         layout = read_layout(path) if "latent" in read_schema(path).names else None
         for batch in read_batches(path, ROWS_AT_ONCE):
@@ -336,10 +347,10 @@ def _read_pictures(paths: Sequence[Path], keys: set[Key]) -> dict[Key, Picture]:
                 zip(batch["prompt_id"].to_pylist(), batch["sample"].to_pylist(), strict=True)
             ):
                 if key in keys:
-                    found[key] = Picture(
+                    pictures[key] = Picture(
                         batch["image"][row].as_py(), _decode_latent(batch, row, layout)
                     )
-    return found
+    return pictures
 
 
 def _decode_latent(
@@ -360,7 +371,7 @@ def _pair_samples(prompt_id: int, samples: list[int], seed: int) -> list[tuple[i
 
 
 def _choose_pairs(keys: Sequence[K], most: int, seed: int) -> list[K]:
-    """At most so many of them, in their order."""
+    """Return at most ``most`` of the keys, in their order."""
     chosen = sorted(permute_indices(len(keys), derive_seed(seed, "drawn pairs"))[:most])
     return [keys[index] for index in chosen]
 

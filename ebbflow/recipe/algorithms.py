@@ -30,8 +30,10 @@ class EmaScheduleConfig(Strict):
     """
 
     warmup: int = Field(0, ge=0)
+    """Steps during which d stays at ``min_decay``."""
     min_decay: float = Field(0.0, ge=0, lt=1)
     slope: float = Field(0.09, ge=0)
+    """Growth of d per step after the warm-up."""
     max_decay: float = Field(0.9, ge=0, lt=1)
 
     @model_validator(mode="after")
@@ -132,14 +134,15 @@ class SigmaConfig(Strict):
     )
     shift: float = Field(1.0, gt=0)
     """Shift of ``uniform`` and ``logit_normal``: sigma <- shift sigma / (1 + (shift - 1) sigma).
-    SD3's schedule has 3."""
+    SD3's schedule has a shift of 3."""
     min: float = Field(0.0, ge=0, le=1)
     """Smallest sigma. After the shift, sigmas are sampled from [``min``, ``max``]."""
     max: float = Field(1.0, ge=0, le=1)
+    """Largest sigma."""
     stratified: bool = True
     """Stratified sampling: the distribution (or the schedule) is split into ``noise_levels`` equal
-    parts, and each part gives one sigma. false: independent samples; from a schedule, samples
-    without replacement."""
+    parts, and each part gives one sigma. false: samples are independent, or come without
+    replacement from a schedule."""
 
     @model_validator(mode="after")
     def _check_band_is_not_empty(self) -> SigmaConfig:
@@ -213,7 +216,9 @@ class DirectAlignConfig(GradientConfig):
     kind: ClassVar = "direct_align"
 
     min_sigma: float = Field(0.75, ge=0, lt=1)
+    """Lower end of the band of noise levels."""
     max_sigma: float = Field(0.9643, gt=0, lt=1)
+    """Upper end of the band of noise levels."""
     jump: float = Field(0.1, gt=0, le=0.5)
     """Length of the step, as a share of the band [``min_sigma``, ``max_sigma``]. The step is
     shorter near the ends of the band and never leaves it."""
@@ -269,12 +274,12 @@ class MatchingConfig(AlgorithmConfig):
     """Learning rate of the fake score, relative to the student's. The rest of its optimiser is the
     same."""
     sigma: SigmaConfig = SigmaConfig(kind="uniform", min=0.02, max=0.98)
-    """Noise levels at which the loss compares the two scores and at which the fake score is
-    trained."""
+    """Distribution of the noise levels at which the loss compares the two scores and at which the
+    fake score is trained."""
 
 
 class CustomAlgorithmConfig(Strict):
-    """An algorithm of your own: ``path`` names an ``ebbflow.algorithms.base.Algorithm``,
+    """An algorithm of your own: ``path`` names an ``ebbflow.algorithms.base.Algorithm``, and
     ``options`` are its hyper-parameters."""
 
     name: Literal["custom"] = "custom"

@@ -23,14 +23,13 @@ from ebbflow.recipe.secrets import is_secret_option, redact_secrets
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 MAX_LENGTH = 128
-"""Of names that become names of folders and in MLflow."""
+"""Characters of a name; names become names of folders and of things in MLflow."""
+# Far more values and levels than any recipe has. Without limits, a few lines of YAML whose aliases
+# repeat each other would fill the memory.
 MAX_VALUES = 100_000
 MAX_DEPTH = 50
-"""Of a recipe: far more than any has. A few lines of YAML whose aliases repeat each other would
-fill memory.
-"""
 MAX_PROBLEMS = 20
-"""Lines of an explanation."""
+"""Problems that one error explains."""
 SECRET = re.compile(
     r"token|secret|pass|pwd|key|credential|auth|cookie|dsn|header|connection|sig|jwt", re.IGNORECASE
 )
@@ -41,11 +40,11 @@ the place of one.
 
 class _ShortRepr(Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Python itself refuses to write out very long ones."""
+        # Python raises ValueError when it writes out an integer of thousands of digits.
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
     def repr_str(self, x: str, level: int) -> str:
-        """Redacted before it is cut, which could leave half of a secret that nothing recognises."""
+        # Redacted first: cutting could leave half of a secret, which no pattern recognises.
         return super().repr_str(redact_secrets(x), level)
 
 
@@ -55,8 +54,8 @@ _SHORT.maxlevel = 3
 
 
 class _ValueOfWrongType:
-    """Stands for a boolean or number that pydantic would convert: no field takes it, and messages
-    show the value.
+    """A boolean where a number belongs, or a number where a boolean does. pydantic would convert
+    it; no field accepts this class, and its ``repr`` shows the value in the error.
     """
 
     def __init__(self, value: float) -> None:
@@ -85,7 +84,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_booleans_as_numbers(cls, data: Any) -> Any:
-        """pydantic's own strict mode would also refuse ``lr: 3e-4``, which YAML reads as text."""
+        # pydantic's own strict mode would also reject ``lr: 3e-4``, which YAML reads as text.
         if not isinstance(data, dict):
             return data
         return {
@@ -97,7 +96,7 @@ class Strict(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """The schema, with the docstrings of the fields as their descriptions."""
+        """Return the schema, with the docstrings of the fields as their descriptions."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name, text in read_field_docs(cls).items():
@@ -108,7 +107,7 @@ class Strict(BaseModel):
 
 @cache
 def _types_by_field(model: type[BaseModel]) -> dict[str, frozenset[Any]]:
-    """The types in the annotation of each field, those inside others included."""
+    """Return the types in the annotation of each field, including types inside of others."""
     return {
         name: frozenset(_iterate_types(field.annotation))
         for name, field in model.model_fields.items()
@@ -116,47 +115,70 @@ def _types_by_field(model: type[BaseModel]) -> dict[str, frozenset[Any]]:
 
 
 def _iterate_types(annotation: Any) -> Iterator[Any]:
-    inside = typing.get_args(annotation)
-    yield from (
-        (kind for part in inside for kind in _iterate_types(part)) if inside else [annotation]
-    )
+    arguments = typing.get_args(annotation)
+    if not arguments:
+        yield annotation
+    for argument in arguments:
+        yield from _iterate_types(argument)
 
 
 def _mark_wrong_type(value: Any, kinds: frozenset[Any]) -> Any:
-    """The value, or ``_ValueOfWrongType`` for a boolean where only numbers fit, or a number where
-    only booleans do.
+    """Return the value, or a ``_ValueOfWrongType`` for a boolean where only numbers fit or a number
+    where only booleans do.
     """
     if isinstance(value, list):
         return [_mark_wrong_type(item, kinds) for item in value]
-    numbers = bool(kinds & {int, float})
-    booleans = bool in kinds
-    if (
-        numbers != booleans
-        and isinstance(value, (int, float))
-        and isinstance(value, bool) != booleans
-        and Any not in kinds
-    ):
+    takes_numbers = bool(kinds & {int, float})
+    takes_booleans = bool in kinds
+    # A field that takes both, neither or anything decides itself.
+    if takes_numbers == takes_booleans or Any in kinds:
+        return value
+    # In Python a boolean is an int, too.
+    is_number_or_boolean = isinstance(value, (int, float))
+    if is_number_or_boolean and isinstance(value, bool) != takes_booleans:
         return _ValueOfWrongType(value)
     return value
 
 
 def read_field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field of a model, inherited fields included.
+    """Return the docstring below each field of a model, including inherited fields.
 
     Read from the source when somebody asks: pydantic's ``use_attribute_docstrings`` reads it as the
     class is made, and its search for the source loads every module that flytekit meant to load
     lazily, Ray and pandas among them.
     """
     docs: dict[str, str] = {}
+    # From the last base class to the model itself, so that a redefined field has its own docstring.
     for owner in reversed(model.__mro__):
         if issubclass(owner, Strict) and owner is not Strict:
             docs |= _read_docs_by_class(owner.__module__).get(owner.__name__, {})
     return docs
 
 
+def group_keys(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Return the keys of a model by the heading of their group, in the order of the groups.
+
+    A group is a base class with a ``heading``. Keys of no group come first, below an empty heading.
+
+    Example:
+        >>> group_keys(OnlineStageConfig)
+        {"": ["kind"], "algorithm, loss and optimiser": ["algorithm", "advantages", ...], ...}
+    """
+    groups: dict[str, list[str]] = {"": []}
+    heading_of_key: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        heading = vars(owner).get("heading", "")
+        # A class without a heading may change the default of a key, which stays in its group.
+        if heading:
+            heading_of_key |= dict.fromkeys(owner.__annotations__, heading)
+    for key in model.model_fields:
+        groups.setdefault(heading_of_key.get(key, ""), []).append(key)
+    return groups
+
+
 @cache
 def _read_docs_by_class(module: str) -> dict[str, dict[str, str]]:
-    """Class name to field to docstring, of a module; nothing where there is no source."""
+    """Return class name to field to docstring of a module; nothing if it has no source file."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     if not file.endswith(".py"):
         return {}
@@ -182,68 +204,77 @@ Locate = Callable[[tuple[Any, ...]], str]
 
 
 def locate_nowhere(path: tuple[Any, ...]) -> str:
-    """The ``Locate`` of data that was read from no file."""
+    """Return no location: the ``Locate`` of data that was read from no file."""
     return ""
 
 
 def explain_validation_error(
     error: ValidationError, model: type[BaseModel], locate: Locate = locate_nowhere
 ) -> str:
-    """One line per problem of a ``ValidationError``: its line, the key, what was given, and what
-    would do.
+    """Return one line per problem of a ``ValidationError``: its line in the file, the key, the
+    value, and the fix.
 
-    What was given to an unknown key is not repeated: it may be a secret that nothing recognises.
+    Example:
+        ``recipe.yaml:3: rouns: unknown key; did you mean 'rounds'? Known keys here: branches, ...``
     """
     lines = []
     problems = error.errors()
     paths = [problem["loc"] for problem in problems]
     for problem in problems:
-        if problem["type"] == "too_short" and any(
-            path[: len(problem["loc"])] == problem["loc"] != path for path in paths
-        ):
-            continue  # a list that only seems short because an item of it is wrong
         loc = problem["loc"]
-        given = problem.get("input")
-        if problem["type"] == "union_tag_invalid":  # then the problem is the value of a key inside
+        # pydantic drops an invalid item, and then also reports that the list is too short.
+        has_invalid_item = any(path[: len(loc)] == loc != path for path in paths)
+        if problem["type"] == "too_short" and has_invalid_item:
+            continue
+        value = problem.get("input")
+        if problem["type"] == "union_tag_invalid":
+            # The value is the whole section; what is wrong is the key in it that names the class.
             loc = (*loc, problem["ctx"]["discriminator"].strip("'"))
-            given = problem["ctx"]["tag"]
-        secret = isinstance(given, str) and any(SECRET.search(str(key)) for key in loc)
-        hidden = (
-            secret or problem["type"] == "extra_forbidden" or isinstance(given, (dict, BaseModel))
-        )
-        shown = "" if hidden else f" = {shorten_value(given)}"
-        path = format_path(loc) if loc else model.__name__.lower()
-        reason = "\n".join(
-            map(sanitize_text, redact_secrets(_explain_problem(problem, model)).splitlines())
-        )
-        lines.append(f"{locate(loc)}{path}{shown}: {reason}")
+            value = problem["ctx"]["tag"]
+        key = format_path(loc) if loc else model.__name__.lower()
+        setting = "" if _is_hidden(problem, loc, value) else f" = {shorten_value(value)}"
+        explanation = redact_secrets(_explain_problem(problem, model))
+        reason = "\n".join(map(sanitize_text, explanation.splitlines()))
+        lines.append(f"{locate(loc)}{key}{setting}: {reason}")
         if len(lines) == MAX_PROBLEMS < len(problems):
             return "\n".join([*lines, f"... and more, {len(problems)} in all"])
     return "\n".join(lines)
 
 
+def _is_hidden(problem: Any, loc: tuple[Any, ...], value: Any) -> bool:
+    """Return whether an error must not repeat a value."""
+    if isinstance(value, str) and any(SECRET.search(str(key)) for key in loc):
+        return True
+    # The value of an unknown key may be a secret that no pattern recognises; sections are too long.
+    return problem["type"] == "extra_forbidden" or isinstance(value, (dict, BaseModel))
+
+
 def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """(path, value) of everything in nested data, mappings and lists too.
+    """Return (path, value) of everything in nested data, including mappings and lists.
+
+    Example:
+        >>> iter_leaves({"rounds": 3})
+        [((), {"rounds": 3}), (("rounds",), 3)]
 
     Raises:
         RecipeError: there is more than any recipe holds: YAML's aliases can repeat each other, or
             hold themselves.
     """
-    left: list[tuple[tuple[Any, ...], Any]] = [((), data)]
-    found = []
-    while left:
-        path, value = left.pop()
-        found.append((path, value))
-        if len(found) > MAX_VALUES or len(path) > MAX_DEPTH:
+    pending: list[tuple[tuple[Any, ...], Any]] = [((), data)]
+    leaves = []
+    while pending:
+        path, value = pending.pop()
+        leaves.append((path, value))
+        if len(leaves) > MAX_VALUES or len(path) > MAX_DEPTH:
             raise RecipeError(
                 f"{format_path(path[:3])}: more than {MAX_VALUES} values, or {MAX_DEPTH} inside"
                 " each other; write it without aliases"
             )
         if isinstance(value, dict):
-            left += [((*path, key), inner) for key, inner in value.items()]
+            pending += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
-            left += [((*path, index), inner) for index, inner in enumerate(value)]
-    return found
+            pending += [((*path, index), inner) for index, inner in enumerate(value)]
+    return leaves
 
 
 def require_no_secrets(
@@ -256,33 +287,29 @@ def require_no_secrets(
         RecipeError: a text holds a password, a token or a key, or the name of one of somebody's own
             options says that it is one; says where, and not what.
     """
+    reasons = [(path, _describe_secret(path, value)) for path, value in values]
     lines = [
         f"{locate(path)}{format_path(path)} {reason}: it would end up in logs and reports; take it"
         " out and keep it in the environment (for MLflow MLFLOW_TRACKING_USERNAME and"
         " MLFLOW_TRACKING_PASSWORD, for a reward the variable that token_variable names, or one"
         " that your own code reads, for a store of files the cloud's own)"
-        for path, value in values
-        if (reason := _describe_secret(path, value))
+        for path, reason in reasons
+        if reason
     ]
     if lines:
         raise RecipeError("\n".join(lines[:MAX_PROBLEMS]))
 
 
 def _describe_secret(path: tuple[Any, ...], value: Any) -> str | None:
-    """What may be said of a value that is or holds a secret; None of every other."""
-    texts = (
-        [value]
-        if isinstance(value, str)
-        else [key for key in value if isinstance(key, str)]
-        if isinstance(value, dict)
-        else []
-    )
-    if any(redact_secrets(text) != text for text in texts):
-        return (
-            "holds a password, a token or a key"
-            if isinstance(value, str)
-            else "has a key with a password or a token in it"
-        )
+    """Return what an error may say of a value that is or holds a secret; None for other values."""
+    if isinstance(value, str) and redact_secrets(value) != value:
+        return "holds a password, a token or a key"
+    if isinstance(value, dict):
+        # The values of a mapping are leaves of their own; only its keys are left to check.
+        keys = [key for key in value if isinstance(key, str)]
+        if any(redact_secrets(key) != key for key in keys):
+            return "has a key with a password or a token in it"
+    # Only ``options`` have keys that users choose; the names of all others are known.
     if "options" in path[:-1] and is_secret_option(path[path.index("options") + 1 :], value):
         return "is a secret, by its name"
     return None
@@ -300,24 +327,28 @@ def require_json_values(
     lines = []
     for path, value in values:
         if isinstance(value, dict):
-            wrong = [((*path, key), reason) for key in value if (reason := _explain_bad_key(key))]
-            lines += [f"{locate(at)}{format_path(at)}: {reason}" for at, reason in wrong]
-        elif not isinstance(value, (list, tuple)) and (reason := _explain_bad_value(value)):
-            lines.append(f"{locate(path)}{format_path(path)} = {shorten_value(value)}: {reason}")
+            for key in value:
+                reason = _explain_bad_key(key)
+                if reason:
+                    key_path = (*path, key)
+                    lines.append(f"{locate(key_path)}{format_path(key_path)}: {reason}")
+        elif not isinstance(value, (list, tuple)):
+            reason = _explain_bad_value(value)
+            if reason:
+                setting = f"{format_path(path)} = {shorten_value(value)}"
+                lines.append(f"{locate(path)}{setting}: {reason}")
     if lines:
         raise RecipeError("\n".join(lines[:MAX_PROBLEMS]))
 
 
 def _explain_bad_key(key: Any) -> str | None:
-    return (
-        _explain_bad_value(key)
-        if isinstance(key, str)
-        else f"YAML reads this key as {shorten_value(key)}; put it in quotes"
-    )
+    if isinstance(key, str):
+        return _explain_bad_value(key)
+    return f"YAML reads this key as {shorten_value(key)}; put it in quotes"
 
 
 def _explain_bad_value(value: Any) -> str | None:
-    """Why JSON cannot hold it, or None."""
+    """Return why JSON cannot hold a value, or None."""
     if value is None or isinstance(value, (bool, BaseModel)):
         return None
     if isinstance(value, int):
@@ -326,16 +357,14 @@ def _explain_bad_value(value: Any) -> str | None:
         return None if math.isfinite(value) else "Input should be a finite number"
     if not isinstance(value, str):
         return f"YAML reads this as a {type(value).__name__}; put it in quotes, or take it out"
-    return (
-        "holds a NUL character, which no name may have; take it out"
-        if "\0" in value
-        else explain_lone_surrogate(value)
-    )
+    if "\0" in value:
+        return "holds a NUL character, which no name may have; take it out"
+    return explain_lone_surrogate(value)
 
 
 def explain_lone_surrogate(text: str) -> str | None:
-    """Why a text cannot be written as UTF-8, or None: JSON's escapes can spell half of a surrogate
-    pair.
+    """Return why a text cannot be written as UTF-8, or None: JSON's escapes can spell half of a
+    surrogate pair.
     """
     try:
         text.encode()
@@ -345,52 +374,53 @@ def explain_lone_surrogate(text: str) -> str | None:
 
 
 def format_path(path: tuple[Any, ...]) -> str:
-    """A path in nested data, as messages name it."""
-    return (
-        ".".join(
-            sanitize_text(
-                redact_secrets(part) if isinstance(part, str) else shorten_value(part), 80
-            )
-            for part in path
-        )
-        or "recipe"
-    )
+    """Return a path in nested data as messages name it: ``stages.0.optimizer.lr``."""
+    texts = [
+        redact_secrets(part) if isinstance(part, str) else shorten_value(part) for part in path
+    ]
+    return ".".join(sanitize_text(text, 80) for text in texts) or "recipe"
 
 
 def shorten_value(value: Any) -> str:
-    """A value as a message may repeat it: on one line, and cut where it is long."""
+    """Return a value as a message may repeat it: on one line, and cut where it is long."""
     return sanitize_text(_SHORT.repr(value))
 
 
 def sanitize_text(text: str, most: int = 500) -> str:
-    """Text on one line without control characters, cut where it is long."""
+    """Return text on one line without control characters, cut where it is long."""
     text = text if len(text) <= most else f"{text[:most]}..."
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def find_nearest_name(given: str, known: Iterable[str]) -> str | None:
-    """The known name that is almost the given one, has it as a word, or is most like it; None where
-    none is.
+def find_nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is almost ``name``, has it as a word, or is most like it; None
+    if none is.
+
+    Example:
+        >>> find_nearest_name("rouns", ["rounds", "rewards"])
+        "rounds"
     """
     known = list(known)
-    given = given[:100]
-    if almost := difflib.get_close_matches(given, known, n=1, cutoff=0.8):
-        return almost[0]
-    names = {name.lower(): name for name in known}
-    text = given.lower().replace("-", "_")
-    close = difflib.get_close_matches(text, names, n=1, cutoff=0.8)
-    near = (
-        close
-        or [name for name in names if text in name.split("_")]
-        or difflib.get_close_matches(text, names, n=1)
+    # difflib takes quadratic time.
+    name = name[:100]
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    if matches:
+        return matches[0]
+    # "Flow-GRPO" stands for flow_grpo.
+    known_by_lower_case = {known_name.lower(): known_name for known_name in known}
+    text = name.lower().replace("-", "_")
+    nearest = (
+        difflib.get_close_matches(text, known_by_lower_case, n=1, cutoff=0.8)
+        or [lower for lower in known_by_lower_case if text in lower.split("_")]
+        or difflib.get_close_matches(text, known_by_lower_case, n=1)
     )
-    return names[near[0]] if near else None
+    return known_by_lower_case[nearest[0]] if nearest else None
 
 
-def suggest_name(given: str, known: Iterable[str]) -> str:
-    """A hint to the nearest name, for the front of a sentence; nothing where none is near."""
-    near = find_nearest_name(given, known)
-    return f"did you mean {near!r}? " if near else ""
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return a hint to the nearest name, for the front of a sentence; empty if none is near."""
+    nearest = find_nearest_name(name, known)
+    return f"did you mean {nearest!r}? " if nearest else ""
 
 
 def _explain_problem(problem: Any, model: type[BaseModel]) -> str:
@@ -405,22 +435,21 @@ def _explain_problem(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         return _list_choices(problem["input"], problem["ctx"]["expected"])
     reason = str(problem["msg"]).removeprefix("Value error, ")
-    meaning = (
-        _describe_key(problem["loc"], model)
-        if isinstance(problem["input"], _ValueOfWrongType)
-        else ""
-    )
+    if not isinstance(problem["input"], _ValueOfWrongType):
+        return reason
+    # ``approval: true`` is a likely guess; the key's description says what the number means.
+    meaning = _describe_key(problem["loc"], model)
     return f"{reason}. {meaning}" if meaning else reason
 
 
-def _list_choices(given: str, choices: str) -> str:
-    """``choices`` as pydantic lists them."""
+def _list_choices(value: str, choices: str) -> str:
+    """Return a hint to the nearest of ``choices``, which pydantic lists in quotes."""
     names = re.findall(r"'([^']*)'", choices)
-    return f"{suggest_name(given, names)}Take {', '.join(names)}"
+    return f"{suggest_name(value, names)}Take {', '.join(names)}"
 
 
 def _describe_key(path: tuple[Any, ...], model: type[BaseModel]) -> str:
-    """The description of a key."""
+    """Return the description of a key."""
     schema = _json_schema(model)
     node = schema
     for part in path:
@@ -429,7 +458,7 @@ def _describe_key(path: tuple[Any, ...], model: type[BaseModel]) -> str:
 
 
 def _list_sibling_keys(path: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
-    """The keys that the model at the parent of ``path`` accepts.
+    """Return the keys that the model at the parent of ``path`` accepts.
 
     ``path`` mixes field names, list indices and the tags of discriminated unions, so we walk the
     JSON schema: a field descends into its schema, an index or a tag into whatever it selects.
@@ -474,8 +503,12 @@ def _descend_schema(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> 
 
 
 def apportion_total(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to ``total``, in proportion to the weights, by the largest
+    """Return whole numbers that add up to ``total``, in proportion to the weights, by the largest
     remainders.
+
+    Example:
+        >>> apportion_total([2.0, 1.0], 8)
+        [5, 3]
     """
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]

@@ -4,7 +4,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ebbflow.recipe.base import Strict
@@ -18,25 +18,29 @@ BRANCH = "branch:"
 
 
 class BranchConfig(Strict):
-    """A branch: the stages that name it train a specialist from the policy before them, on prompts
-    and rewards of its own.
-    """
+    """A branch: its stages train a specialist from the policy before them, with prompts and rewards
+    of the branch."""
 
     prompts: list[str] = []
     """Names of sets of ``prompts.mixture``. Default: all prompts."""
     rewards: list[AnyRewardConfig] = []
-    """Rewards that its stages train on and that evaluate its policies. Default: ``rewards``."""
+    """Rewards that the branch's stages train on and that evaluate its policies. Default:
+    ``rewards``."""
 
 
 def branches_teaching(stage: StageConfig) -> list[str]:
-    """The branches whose policies are teachers of a stage, in the order in which it names them."""
+    """Return the branches whose policies are teachers of a stage, in the order in which it names
+    them.
+    """
     hyper = stage.hyper_parameters
-    named = [getattr(hyper, "teacher", None), *getattr(hyper, "teachers", {}).values()]
-    return list(
-        dict.fromkeys(
-            text.removeprefix(BRANCH) for text in named if text and text.startswith(BRANCH)
-        )
-    )
+    teachers = [getattr(hyper, "teacher", None), *getattr(hyper, "teachers", {}).values()]
+    names = [
+        teacher.removeprefix(BRANCH)
+        for teacher in teachers
+        if teacher and teacher.startswith(BRANCH)
+    ]
+    # One branch can teach several prompt sets; a dict keeps the order, which a set would not.
+    return list(dict.fromkeys(names))
 
 
 def find_stages_in_parallel(stages: Sequence[StageConfig], index: int) -> list[int]:
@@ -61,47 +65,75 @@ def find_stages_in_parallel(stages: Sequence[StageConfig], index: int) -> list[i
     ]
 
 
-def check_branches(branches: Iterable[str], stages: Sequence[StageConfig]) -> None:
+def check_branches(
+    branches: Mapping[str, BranchConfig],
+    stages: Sequence[StageConfig],
+    prompt_sets: Sequence[str],
+) -> None:
     """Check that branches begin together, and that a later stage learns from each of them.
+
+    Args:
+        prompt_sets: names of the sets of ``prompts.mixture``.
 
     Raises:
         ValueError: they do not; names the stage and the fix.
     """
-    known = list(branches)
+    for name, branch in branches.items():
+        unknown = [label for label in branch.prompts if label not in prompt_sets]
+        if unknown:
+            raise ValueError(
+                f"branches.{name}.prompts: prompts.mixture has no set {unknown[0]!r}, only"
+                f" {', '.join(prompt_sets) or 'no sets'}"
+            )
     for index, stage in enumerate(stages):
-        key = f"stages.{index}"
-        if stage.branch and stage.branch not in known:
+        _check_branch_of_stage(index, stage, stages[:index], list(branches))
+    for name in branches:
+        _check_stages_of_branch(name, stages)
+
+
+def _check_branch_of_stage(
+    index: int, stage: StageConfig, earlier_stages: Sequence[StageConfig], branches: list[str]
+) -> None:
+    key = f"stages.{index}"
+    if stage.branch and stage.branch not in branches:
+        raise ValueError(
+            f"{key}.branch = {stage.branch!r}: no such branch; 'branches' has"
+            f" {', '.join(branches) or 'none'}"
+        )
+    if stage.branch and getattr(stage, "pairs", None):
+        raise ValueError(
+            f"{key} trains on pairs, whose prompts are of no branch; take branch:"
+            f" {stage.branch} out of it"
+        )
+    for name in branches_teaching(stage):
+        # Branches run side by side, so none of them can wait for the policy of another.
+        if stage.branch:
             raise ValueError(
-                f"{key}.branch = {stage.branch!r}: no such branch; 'branches' has"
-                f" {', '.join(known) or 'none'}"
+                f"{key} is in a branch and cannot learn from {BRANCH}{name}; take a policy"
+                " folder or its URI"
             )
-        if stage.branch and getattr(stage, "pairs", None):
+        if name not in [earlier.branch for earlier in earlier_stages]:
             raise ValueError(
-                f"{key} trains on pairs, whose prompts are of no branch; take branch:"
-                f" {stage.branch} out of it"
+                f"{key} learns from {BRANCH}{name}, of which no stage before it is; give stages"
+                f" branch: {name}"
             )
-        for name in branches_teaching(stage):
-            if stage.branch:
-                raise ValueError(
-                    f"{key} is in a branch and cannot learn from {BRANCH}{name}; take a policy"
-                    " folder or its URI"
-                )
-            if name not in [earlier.branch for earlier in stages[:index]]:
-                raise ValueError(
-                    f"{key} learns from {BRANCH}{name}, of which no stage before it is; give stages"
-                    f" branch: {name}"
-                )
-    for name in known:
-        own = [index for index, stage in enumerate(stages) if stage.branch == name]
-        if not own:
-            raise ValueError(f"branches.{name} has no stage; give stages branch: {name}")
-        if between := [index for index in range(own[0], own[-1]) if not stages[index].branch]:
-            raise ValueError(
-                f"stages.{between[0]} is between stages of branches.{name} and in no branch;"
-                " move it"
-            )
-        if not any(name in branches_teaching(stage) for stage in stages):
-            raise ValueError(
-                f"nothing learns from branches.{name}; name {BRANCH}{name} among the teachers of a"
-                " distillation after its stages"
-            )
+
+
+def _check_stages_of_branch(name: str, stages: Sequence[StageConfig]) -> None:
+    indices = [index for index, stage in enumerate(stages) if stage.branch == name]
+    if not indices:
+        raise ValueError(f"branches.{name} has no stage; give stages branch: {name}")
+    # All branches start from one policy. A stage of the trunk in the middle of a branch would
+    # change that policy for some of them.
+    between = [index for index in range(indices[0], indices[-1]) if not stages[index].branch]
+    if between:
+        raise ValueError(
+            f"stages.{between[0]} is between stages of branches.{name} and in no branch; move it"
+        )
+    # The policy of a branch reaches the rest of the run as a teacher only: a branch without a stage
+    # that learns from it would change nothing.
+    if not any(name in branches_teaching(stage) for stage in stages):
+        raise ValueError(
+            f"nothing learns from branches.{name}; name {BRANCH}{name} among the teachers of a"
+            " distillation after its stages"
+        )

@@ -4,7 +4,6 @@ penalty, correction, optimiser.
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Annotated, Any, Literal
@@ -12,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ebbflow.recipe.base import RecipeError, Strict
-from ebbflow.recipe.optimizers import OptimizerFactory, built_in_optimizers, find_optimizer
-from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.plugins import describe_choices, validate_name_or_path
 from ebbflow.recipe.samplers import (
     SAMPLERS,
     STOCHASTIC_SAMPLERS,
@@ -61,11 +59,6 @@ ENGINES = {
 }
 
 
-def describe_choices(choices: dict[str, str]) -> str:
-    """Choices with their meanings, as the description of a key."""
-    return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
-
-
 SAMPLER_HELP = (
     describe_choices({name: facts.description for name, facts in SAMPLERS.items()})
     + " Or package.module:NAME of your own (docs/extending.md)."
@@ -80,8 +73,9 @@ class SamplerConfig(Strict):
         description=SAMPLER_HELP,
     )
     steps: int = Field(6, ge=2, le=1000)
+    """Number of denoising steps."""
     eta: float | None = Field(None, gt=0, le=2)
-    """Noise level. Default: the published value of the sampler (.7, .3, .8)."""
+    """Noise level of a stochastic sampler. Default: the published value of the sampler."""
 
     @property
     def facts(self) -> SamplerFacts:
@@ -119,10 +113,12 @@ class SamplerConfig(Strict):
 
 
 class SizeConfig(Strict):
-    """An image size, and its share of the rollouts of a stage."""
+    """An image size and its share of a stage's rollouts."""
 
     height: int = Field(ge=8)
+    """Height of the images, in pixels."""
     width: int = Field(ge=8)
+    """Width of the images, in pixels."""
     weight: float = Field(1.0, gt=0)
     """Weight of this size, relative to the other sizes."""
 
@@ -136,11 +132,12 @@ class ParityConfig(Strict):
     those of the training policy on the same noise."""
 
     samples: int = Field(4, ge=1)
+    """Number of samples that the gate compares."""
     bar: float | None = Field(None, gt=0)
-    """Largest allowed |difference| of a sample's log-prob at a step, in the mean over elements,
-    as all log-probs here. Default: the clip range of the algorithm (for ``flow_dppo`` sqrt(2 tau
-    / D)), so that no sample of the gate would have lost its gradient; 1e-3 where nothing is
-    clipped."""
+    """Largest difference that passes, in absolute value: of a sample's log-prob at one step, which
+    is a mean over the latent's elements like every log-prob here. Default: the clip range of the
+    algorithm (for ``flow_dppo`` sqrt(2 tau / D)), so that no sample of the gate would have lost its
+    gradient; 1e-3 for algorithms without a clip."""
 
 
 class WindowConfig(Strict):
@@ -154,21 +151,26 @@ class WindowConfig(Strict):
         "progressive", description=describe_choices(WINDOWS)
     )
     size: int = Field(3, ge=1)
+    """Number of denoising steps of the window."""
     start: int = Field(0, ge=0)
+    """First denoising step of the (first) window, from zero."""
     limit: float = Field(0.5, gt=0, le=1)
-    """Windows start within this share of the denoising steps, because late steps carry mostly
-    noise. ``decaying`` moves through late steps faster instead, and its default is 1."""
+    """Windows start within this share of the denoising steps, because late steps are mostly noise.
+    Default of ``decaying``: 1, because it moves through late steps faster instead."""
     stride: int = Field(1, ge=1)
+    """Denoising steps between the starts of two windows."""
     steps_per_window: int = Field(10, ge=1)
+    """Optimisation steps before the window moves."""
     decay: float = Field(0.1, ge=0)
-    """Decay of ``decaying``: a window at start t stays for ceil(steps_per_window exp(-decay max(t -
-    decay_after, 0))) steps."""
+    """Decay rate of ``decaying``: a window at start t stays for ceil(steps_per_window exp(-decay
+    max(t - decay_after, 0))) steps."""
     decay_after: int | None = Field(None, ge=0)
-    """Start from which ``decaying`` moves faster. Default: half of the denoising steps, rounded up
+    """Start after which ``decaying`` moves faster. Default: half of the denoising steps, rounded up
     (published: 13 of 25)."""
     roll_over: bool = True
-    """Begin again at ``start`` after the last window. false: the last window stays."""
+    """Begin again at ``start`` after the last window. false: stay at the last window."""
     share: float = Field(0.6, gt=0, le=1)
+    """Share of the stochastic steps that is trained."""
     tail: float | None = Field(None, gt=0, lt=1)
     """DPM-Solver++ takes this share of the steps that remain after the window: .4 is MixGRPO-Flash,
     and .2 with a ``fixed`` window at 0 is Flash*."""
@@ -213,6 +215,7 @@ class TreeConfig(Strict):
     """Denoising steps at which every trajectory splits into ``branches``, in ascending order. These
     steps are stochastic in every window."""
     branches: int = Field(2, ge=2)
+    """Number of trajectories into which one splits."""
 
     @property
     def num_leaves(self) -> int:
@@ -249,22 +252,22 @@ class AdvantagesConfig(Strict):
     """
 
     std: Literal["global", "group", "none"] = "global"
-    """Standard deviation to divide by: that of the whole batch (Flow-GRPO), that of the group
-    (DanceGRPO), or 1 (Dr. GRPO)."""
+    """Standard deviation that the advantages are divided by. ``global``: of the whole batch
+    (Flow-GRPO). ``group``: of the group (DanceGRPO). ``none``: 1 (Dr. GRPO)."""
     clip: float | None = Field(ADVANTAGE_CLIP, gt=0)
-    """Clamp advantages to +-clip. ``null``, for algorithms on trajectories: no clamping
+    """Clamp advantages to [-clip, clip]. ``null``, for algorithms on trajectories: no clamping
     (Flow-DPPO)."""
     combine: Literal["per_reward", "sum"] = "per_reward"
-    """How several rewards are combined: ``per_reward`` normalises each reward and adds them with
-    their weights; ``sum`` adds them with their weights and normalises the sum (Flow-GRPO)."""
+    """Combination of several rewards. ``per_reward``: normalise each reward, then add them with
+    their weights. ``sum``: add them with their weights, then normalise the sum (Flow-GRPO)."""
     trim: float = Field(0.0, ge=0, lt=0.5)
-    """Share of a group's rewards, at either end, that the baseline (the mean of the rest)
-    ignores."""
+    """Share of a group's rewards, at either end, that the baseline ignores. The baseline is the
+    mean of the rest."""
     keep_extremes: int | None = Field(None, ge=1)
     """Train only on this number of best and this number of worst samples of each group."""
     running: bool = False
     """Compute the baseline and the standard deviation of a prompt over all its samples of the stage
-    so far, not over this step only."""
+    so far, instead of over this step."""
 
     @model_validator(mode="after")
     def _check_single_baseline(self) -> AdvantagesConfig:
@@ -280,19 +283,19 @@ class ReferenceConfig(Strict):
     """The penalty for moving away from the base model."""
 
     weight: float = Field(0.0, ge=0)
-    """Weight of the penalty in the loss. Every algorithm has its own default."""
+    """Weight of the penalty in the loss. The default depends on the algorithm."""
     penalty: Literal["kl", "kl_without_dt", "velocity"] = "velocity"
     """``kl``: mean((mu - mu_ref)^2) / (2 b^2) with the true standard deviation b of the step.
     ``kl_without_dt``: the same over 2 s^2, as Flow-GRPO's code computes it; under ``cps`` it equals
     ``kl``. ``velocity``: mean((v - v_ref)^2). Default: ``kl`` on trajectories, ``velocity``
     otherwise."""
     guidance: float = Field(1.0, ge=1)
-    """Scale of classifier-free guidance of v_ref only, for algorithms on final latents: the penalty
-    then pulls their policy towards the guided base model. 1: no guidance."""
+    """Scale of classifier-free guidance of v_ref, for algorithms on final latents. Above 1 the
+    penalty pulls the policy towards the guided base model. 1: no guidance."""
     adaptive: bool = False
     """Weight each row's penalty by its advantage, from 1e-4 at -``advantages.clip`` up to
-    ``weight`` at +``advantages.clip``. The policy leaves samples with low scores faster, and stays
-    near the base model on samples with high scores (CRD, 2603.14128)."""
+    ``weight`` at +``advantages.clip``. The policy then moves away from samples with low scores
+    faster, and stays near the base model on samples with high scores (CRD, 2603.14128)."""
 
     @property
     def needs_guidance(self) -> bool:
@@ -309,37 +312,38 @@ class CorrectionConfig(Strict):
     """
 
     mode: Literal["bypass", "decoupled"] = "decoupled"
-    """``bypass`` uses two policies: the ratio is against the rollout's log-probs. This corrects
-    next to nothing: a ratio of mean log-probs is the true one to the power 1 / D, of its own step
-    alone. ``decoupled`` uses three policies: the ratio is against the training policy before the
-    updates of this step (one more forward pass), and importance weights correct for the rollout
-    policy."""
+    """``decoupled``: three policies. The ratio is against the training policy before the updates of
+    this step (one more forward pass), and importance weights correct for the rollout policy.
+    ``bypass``: two policies. The ratio is against the rollout's log-probs. This corrects next to
+    nothing, because a ratio of mean log-probs is the true ratio to the power 1 / D, and only of its
+    own step."""
     unit: Literal["mean", "sum"] = "sum"
-    """Scale of delta in weights and thresholds. ``sum``: the sum over the latent's D elements, the
-    true log-density. ``mean``: their mean, like every log-prob here and in published code; it is D
-    times smaller, so 1e-4 is much."""
+    """Scale of delta in weights and thresholds. ``sum``: the sum over the latent's D elements,
+    which is the true log-density. ``mean``: the mean over them, as for every log-prob here and in
+    published code. A mean is D times smaller, so a delta of 1e-4 is already large."""
     weights: Literal["none", "truncated", "masked"] = "truncated"
-    """Importance weights. ``truncated``: exp(delta), at most ``high``. ``masked``: exp(delta)
-    within [``low``, ``high``], and terms outside are dropped. Default in mode ``bypass``: none."""
+    """Importance weights. ``truncated``: exp(delta), at most ``high``. ``masked``: exp(delta), and
+    terms outside of [``low``, ``high``] are dropped. ``none``: no weights, the default in mode
+    ``bypass``."""
     level: Literal["step", "trajectory"] = "step"
     """``step``: one weight per step, with less variance. ``trajectory``: one weight per sample,
-    from the sum of its deltas. Before the bounds, only this one (with unit ``sum``) gives the
-    gradient of the policy that trains."""
+    from the sum of its deltas. Apart from the bounds, only ``trajectory`` with unit ``sum`` gives
+    the gradient of the policy in training."""
     low: float = Field(0.8, gt=0, lt=1)
+    """Lower bound of the weights of ``masked``. Default with unit ``mean``: .9995."""
     high: float = Field(1.25, gt=1)
-    """Upper bound of the weights. Default with unit ``mean``: .9995 for ``low`` and 1.0005 for
-    ``high``."""
+    """Upper bound of the weights. Default with unit ``mean``: 1.0005."""
     normalise: bool = False
     """Divide the weights by their mean over the batch."""
     reject: Literal["none", "k1", "k2", "k3"] = "none"
-    """Drop rows by an estimate of the divergence: |delta|, delta^2 / 2, or exp(delta) - 1 -
-    delta."""
+    """Drop rows by an estimate of the divergence. ``k1``: |delta|. ``k2``: delta^2 / 2. ``k3``:
+    exp(delta) - 1 - delta."""
     reject_level: Literal["step", "sequence_mean", "sequence_sum", "sequence_max"] = "step"
-    """Value that is compared with the threshold: that of the step, or the mean, sum or maximum over
-    the sample's steps."""
+    """Value that is compared with ``reject_above``: the estimate of the step, or its mean, sum or
+    maximum over the sample's steps."""
     reject_above: float = Field(0.25, gt=0)
-    """Threshold, on the scale of ``unit``. Default: .25 for k1 and .03 for k2 and k3; with unit
-    ``mean`` 5e-4 and 1.25e-7."""
+    """Threshold of ``reject``, on the scale of ``unit``. Default: .25 for k1, and .03 for k2 and
+    k3. With unit ``mean``: 5e-4, and 1.25e-7."""
 
     @model_validator(mode="before")
     @classmethod
@@ -368,162 +372,3 @@ class CorrectionConfig(Strict):
                 " against the training policy; set weights: none, or mode: decoupled"
             )
         return self
-
-
-SCHEDULES = {
-    "constant": "stays at lr",
-    "linear": "falls evenly from lr to 'final' of it",
-    "cosine": "falls along half a cosine from lr to 'final' of it (1608.03983)",
-}
-
-
-class LearningRateScheduleConfig(Strict):
-    """The learning rate at each optimiser step of the stage: it rises during the warm-up, then
-    follows ``kind``."""
-
-    kind: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description=describe_choices(SCHEDULES)
-    )
-    warmup: int = Field(0, ge=0)
-    """Optimiser steps of the warm-up. Step n, counted from zero, has the learning rate lr (n + 1) /
-    (warmup + 1)."""
-    updates: int | None = Field(None, ge=1)
-    """Optimiser steps, warm-up included, after which ``linear`` and ``cosine`` stay at ``final``.
-    Default: all steps of the stage."""
-    final: float = Field(0.0, ge=0, le=1)
-    """Final learning rate of ``linear`` and ``cosine``, as a share of lr."""
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether it depends on the number of optimiser steps."""
-        return self.kind != "constant"
-
-    def share_of_update(self, update: int, updates: int | None) -> float:
-        """The share of lr at an optimiser step, from zero.
-
-        Args:
-            updates: optimiser steps of the stage; only of a schedule that falls, and that does not
-                say when it ends.
-        """
-        if update < self.warmup:
-            return (update + 1) / (self.warmup + 1)
-        if not self.depends_on_length:
-            return 1.0
-        end = self.updates or updates
-        assert end is not None, "the updater says how many there are"
-        done = min((update - self.warmup) / max(end - self.warmup, 1), 1.0)
-        left = 1 - done if self.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.final + (1 - self.final) * left
-
-    @model_validator(mode="after")
-    def _check_every_key_is_used(self) -> LearningRateScheduleConfig:
-        if not self.depends_on_length and (self.updates is not None or self.final):
-            raise ValueError(
-                "updates and final are for kind linear or cosine; leave them out, or take one of"
-                " the two"
-            )
-        if self.updates is not None and self.updates <= self.warmup:
-            raise ValueError(
-                f"updates = {self.updates} must be above warmup = {self.warmup}; lower warmup, or"
-                " raise updates"
-            )
-        return self
-
-
-class LearningRateFactorConfig(Strict):
-    """A learning-rate factor for some of the parameters."""
-
-    parameters: str = Field(min_length=1)
-    """Pattern of parameter names, ``*`` for anything: ``"*.lora_B.*"`` with factor 16 is LoRA+
-    (2402.12354)."""
-    factor: float = Field(ge=0)
-    """Factor of the learning rate. 0 freezes the parameters."""
-
-
-OPTIMIZERS = {name: factory.summary for name, factory in built_in_optimizers().items()}
-
-
-class OptimizerConfig(Strict):
-    """The optimiser, with gradient clipping."""
-
-    name: Annotated[str, validate_name_or_path(*OPTIMIZERS)] = Field(
-        "adamw",
-        description=(
-            f"{describe_choices(OPTIMIZERS)} Or package.module:NAME of your own"
-            " (docs/extending.md)."
-        ),
-    )
-    lr: float = Field(3e-4, ge=0, le=1)
-    schedule: LearningRateScheduleConfig = LearningRateScheduleConfig()
-    lr_factors: list[LearningRateFactorConfig] = []
-    """Learning-rate factors of some parameters, by name. The first pattern that matches applies."""
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        [0.9, 0.999], min_length=2, max_length=2
-    )
-    """Decay of AdamW's running means of the gradient and of its square."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to the square root of the running mean of the squared gradient."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """Nesterov momentum of Muon."""
-    weight_decay: float = Field(1e-4, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-
-    @model_validator(mode="after")
-    def _check_path_of_optimizer(self) -> OptimizerConfig:
-        try:
-            find_optimizer(self.name)
-        except RecipeError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-    @model_validator(mode="after")
-    def _check_momentum_is_used(self) -> OptimizerConfig:
-        default = OptimizerConfig.model_fields["momentum"].default
-        if self.momentum != default and not self.factory.uses_momentum:
-            raise ValueError(f"momentum is for name: muon, and {self.name} has betas; leave it out")
-        return self
-
-    @property
-    def factory(self) -> OptimizerFactory:
-        """What builds the optimiser and knows what it needs."""
-        return find_optimizer(self.name)
-
-    @property
-    def has_divisible_state(self) -> bool:
-        """Whether its state can be divided among processes and wait in main memory."""
-        return self.factory.state_is_divisible
-
-    def require_whole_state(self, key: str, sharded: bool, offloaded: bool = False) -> None:
-        """Check that the state stays where the optimiser has it; ``key`` is that of the optimiser
-        in messages.
-
-        Raises:
-            RecipeError: it cannot be divided or wait in main memory, and it would be.
-        """
-        if self.has_divisible_state:
-            return
-        if offloaded:
-            raise RecipeError(
-                f"{key}.name = {self.name!r} has a state that cannot wait in main memory; leave"
-                " model.cpu_offload out, or take adamw"
-            )
-        if sharded:
-            raise RecipeError(
-                f"{key}.name = {self.name!r} has a state that cannot be divided among processes;"
-                " train with one (EBBFLOW_TRAIN_PROCESSES=1, or resources.training.count: 1 of an"
-                " online stage), or take adamw"
-            )
-
-    def require_package(self, key: str) -> None:
-        """Check that what the optimiser needs is installed.
-
-        Raises:
-            RecipeError: it is not.
-        """
-        factory = self.factory
-        if not factory.is_installed():
-            what = f'"ebbflow[{factory.extra}]"' if factory.extra else factory.package
-            raise RecipeError(
-                f"{key}.name = {self.name!r} needs {factory.package}, which is not installed; run"
-                f" `pip install {what}`, or take adamw"
-            )

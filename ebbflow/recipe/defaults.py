@@ -37,15 +37,15 @@ ORDER = (
 
 
 def write_defaults_page() -> str:
-    """The tables of all algorithms, as Markdown."""
+    """Return the tables of all algorithms as Markdown."""
     return HEADER + "".join(
         f"\n{write_defaults_table(name)}" for name, config in ALGORITHMS.items() if config.published
     )
 
 
 def write_defaults_table(name: str) -> str:
-    """The table of one algorithm, as Markdown: setting, default, published value, source and
-    remarks.
+    """Return the table of one algorithm as Markdown: setting, default, published value, source
+    and remarks.
     """
     config = ALGORITHMS[name]
     lines = [f"## {name}", "", *([f"arXiv {config.paper}", ""] if config.paper else [])]
@@ -59,7 +59,8 @@ def write_defaults_table(name: str) -> str:
 
 
 def list_default_values(config: type[AlgorithmConfig]) -> dict[str, Any]:
-    """Dotted key to value of an online stage that leaves everything to the algorithm."""
+    """Return dotted key to value of an online stage that sets nothing but its algorithm."""
+    # Distillation is no algorithm without a teacher; the path is never read.
     teacher = {"teacher": "elsewhere"} if "teacher" in config.model_fields else {}
     algorithm = {"name": config.model_fields["name"].default, **teacher}
     stage = OnlineStageConfig.model_validate({"algorithm": algorithm}).model_dump()
@@ -67,18 +68,17 @@ def list_default_values(config: type[AlgorithmConfig]) -> dict[str, Any]:
 
 
 def _iterate_leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found = []
+    leaves: list[tuple[str, Any]] = []
     for key, value in values.items():
-        found += (
-            _iterate_leaves(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else [(f"{prefix}{key}", value)]
-        )
-    return found
+        if isinstance(value, Mapping):
+            leaves += _iterate_leaves(value, f"{prefix}{key}.")
+        else:
+            leaves.append((f"{prefix}{key}", value))
+    return leaves
 
 
 def _sort_key(key: str) -> int:
-    """Rows in the order of a stage's keys; what no key sets comes last."""
+    """Return the rank of a row: the order of a stage's sections; what no key sets comes last."""
     block = key.partition(".")[0]
     return ORDER.index(block) if block in ORDER else len(ORDER)
 
@@ -95,10 +95,7 @@ def _format_row(key: str, values: Mapping[str, Any], row: PublishedSetting) -> s
 def _format_value(value: Any) -> str:
     if value is None:
         return "none"
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    # As YAML writes it: true, false.
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -40,6 +40,8 @@ def select_set_keys(config: BaseModel) -> dict[str, Any]:
     set_keys = {}
     for key, field in type(config).model_fields.items():
         value = getattr(config, key)
+        # Defaults that an algorithm sets are not those of the field: they count as set, so that a
+        # changed ``stage_defaults`` changes the digest of what it changes.
         default = field.get_default(call_default_factory=True)
         if _names_class(field) or field.is_required() or value != default:
             set_keys[key] = _to_plain_data(value)
@@ -47,6 +49,7 @@ def select_set_keys(config: BaseModel) -> dict[str, Any]:
 
 
 def _names_class(field: FieldInfo) -> bool:
+    # ``Literal["online"]``: a field with one possible value is the tag of a union.
     choices = typing.get_args(field.annotation)
     return typing.get_origin(field.annotation) is Literal and len(choices) == 1
 

@@ -14,29 +14,33 @@ from ebbflow.recipe.samplers import SAMPLERS
 
 
 class EvaluationConfig(Strict):
-    """Evaluation on fixed prompts and fixed noise. The policy is served with the same sampler and
-    size."""
+    """Evaluation on fixed prompts and fixed noise. The promoted policy is served with the same
+    sampler and size."""
 
     steps: int = Field(10, ge=2, le=1000)
+    """Number of denoising steps."""
     sampler: Annotated[str, validate_name_or_path(*SAMPLERS)] = Field(
         "ode",
         description=SAMPLER_HELP,
     )
     eta: float | None = Field(None, gt=0, le=2)
-    """Noise level of a stochastic sampler. Default: its published value."""
+    """Noise level of a stochastic sampler. Default: the published value of the sampler."""
     height: int | None = Field(None, ge=8)
-    """Height of the images, in pixels. Default: ``model.height``. A larger one trains small and
-    evaluates large."""
+    """Height of the images, in pixels. Default: ``model.height``. With a larger one, a policy that
+    trains on small images is evaluated on large ones."""
     width: int | None = Field(None, ge=8)
+    """Width of the images, in pixels. Default: ``model.width``."""
     micro_batch: int = Field(64, ge=1)
     """Samples per forward pass."""
     samples: int = Field(4, ge=1, le=64)
-    """Samples of each of the ``repeated_prompts``. All other prompts have one sample."""
+    """Number of samples of each of the ``repeated_prompts``. All other prompts have one sample."""
     repeated_prompts: int = Field(16, ge=0)
-    """Number of held-out prompts, the first ones, that get several ``samples``. These measure the
-    diversity of a prompt's images and the score of the best one."""
+    """Number of held-out prompts with several ``samples``; the first ones are used. These samples
+    measure the diversity of a prompt's images and the score of the best one."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
+    """Confidence level of the intervals that the gate and the report show."""
     resamples: int = Field(10_000, ge=100)
+    """Number of bootstrap resamples of an interval."""
 
     @model_validator(mode="after")
     def _check_sampler(self) -> EvaluationConfig:

@@ -27,13 +27,12 @@ DESCRIPTIONS: dict[Alphabet, str] = {
 
 
 class GlyphTrainingConfig(Strict):
-    """Training of the glyph base model from scratch, which happens when ``model.path`` is not
-    set."""
+    """Training of the glyph base model from scratch, if ``model.path`` is not set."""
 
     height: int = Field(16, ge=16, le=64, multiple_of=8)
     width: int = Field(32, ge=16, le=256, multiple_of=8)
     letters: int = Field(4, ge=1, le=16)
-    """Letters per string."""
+    """Number of letters per string."""
     alphabets: list[Alphabet] = Field(["capitals"], min_length=1)
     """Alphabets of the strings; each string uses one of them. A model without ``lower_case`` reads
     small letters as capitals."""
@@ -42,9 +41,9 @@ class GlyphTrainingConfig(Strict):
     lr: float = Field(2e-3, gt=0, le=1)
     ema: float = Field(0.99, ge=0, lt=1)
     caption_noise: float = Field(0.35, ge=0, le=1)
-    """Probability of replacing each letter of a caption in the last third of the training. It
-    leaves reinforcement learning something to improve: without it the base model already spells
-    almost everything right."""
+    """Probability of replacing each letter of a caption in the last third of the training. The
+    noise leaves reinforcement learning something to improve: without it the base model already
+    spells almost everything right."""
     seed: int = Field(0, ge=0, lt=2**63)
 
     @field_validator("alphabets")
@@ -75,8 +74,8 @@ class FsdpConfig(Strict):
     """In passes without gradient, keep the gathered weights of all blocks from one micro-batch to
     the next. They are sent once, and every process holds the whole network during these passes."""
     prefetch: bool = False
-    """Gather the weights of the next block before a block computes, not when it ends. Use it where
-    GPUs wait for their CPU."""
+    """Gather the weights of the next block before a block computes, instead of when it ends. This
+    helps where GPUs wait for their CPU."""
 
 
 class ModelConfig(PretrainedSourceConfig):
@@ -87,41 +86,42 @@ class ModelConfig(PretrainedSourceConfig):
     """A model family that Ebbflow ships, or ``package.module:Class``, an adapter of your own
     (``docs/extending.md``)."""
     height: int | None = Field(None, ge=8)
-    """Height of the images, in pixels. Default: that of the family's pipeline. The glyph model has
-    ``training.height``."""
+    """Height of the images, in pixels. Default: the height of the family's pipeline. The glyph
+    model has ``training.height`` instead."""
     width: int | None = Field(None, ge=8)
+    """Width of the images, in pixels."""
     frames: int = Field(1, ge=1)
-    """Frames of a video. 1 generates images."""
+    """Number of frames of a video. 1: the model generates images."""
     expert: Literal["high_noise", "low_noise", "both"] | None = None
-    """The transformer that is trained, for families with two (``wan_a14b``, ``wan_i2v``). Default:
-    the one for ``high_noise``."""
+    """The transformer to train, for families with two of them (``wan_a14b``, ``wan_i2v``). Default:
+    ``high_noise``."""
     guidance: float = Field(1.0, ge=1)
     """Scale of classifier-free guidance (``sd3``, ``wan``; ``qwen_image`` rescales the norm), or
     the guidance that the network takes as an input (``flux``). 1: no guidance."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum prompt length, in tokens of the large text encoder. Default: that of the family's
-    pipeline."""
+    """Maximum prompt length, in tokens of the large text encoder. Default: the length of the
+    family's pipeline."""
     precision: Precision = "float32"
     """Precision of the network's arithmetic in rollout, training and evaluation, and of frozen
     weights. Latents, log-probs and trained parameters are always float32."""
     gradient_checkpointing: bool = False
-    """Recompute the activations of each block in the backward pass: slower, with far less
-    memory."""
+    """Recompute the activations of each block in the backward pass. This is slower and needs far
+    less memory."""
     gradient_checkpointing_every: int = Field(1, ge=1)
-    """Recompute one block in every n; the others keep their activations. Larger values are faster
-    and take more memory."""
+    """Recompute one block in every n; the other blocks keep their activations. Larger values are
+    faster and take more memory."""
     fsdp: FsdpConfig = FsdpConfig()
     cpu_offload: bool = False
-    """Keep tensors that training needs rarely in main memory: the optimiser's state and the copies
-    of the policy. Where several processes share the model (FSDP2), also its weights and gradients,
-    which move to the GPU block by block. Slower."""
+    """Keep the tensors that training rarely needs in main memory: the optimiser's state and the
+    copies of the policy. If several processes share the model (FSDP2), its weights and gradients
+    are there too, and move to the GPU block by block. This is slower."""
     attention: str | None = None
-    """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...). Default:
-    that of diffusers."""
+    """An attention backend of diffusers (``native``, ``flash``, ``_flash_3_hub`` ...). Default: the
+    backend that diffusers chooses."""
     compile: Literal["blocks", "off"] = "off"
-    """``blocks`` compiles the network block by block (``torch.compile``) for rollouts and training.
-    It is a quarter to a third faster, after a minute or more of compiling in each process that does
-    not find the result in torch's cache."""
+    """``blocks``: compile the network block by block (``torch.compile``) for rollouts and training.
+    It is then a quarter to a third faster, after a minute or more of compilation in each process
+    that does not find the result in torch's cache."""
     training: GlyphTrainingConfig = GlyphTrainingConfig()
 
     @field_validator("compile", mode="before")

@@ -15,8 +15,8 @@ from pydantic import AfterValidator
 
 MAX_NAME = 255
 MAX_PATH = 4000
-"""Bytes of a name, and of a path, that Linux takes; below the second, to leave room for what a run
-puts into a folder.
+"""Largest name and path, in bytes. Linux takes paths of 4,096: the rest is for what a run puts into
+a folder.
 """
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 PATTERN = re.compile(r"[*?[]")
@@ -25,7 +25,7 @@ HTTP_PATTERN = re.compile(r"[*[]")
 PATH_KEYS = {"path", "source", "held_out_source", "pairs", "teacher"}
 """Recipe keys that name files, folders or ``package.module:name``."""
 PATH_MAPPINGS = {"teachers"}
-"""Recipe keys of mappings whose values do."""
+"""Recipe keys of mappings whose values name files, folders or URIs."""
 SQLITE = re.compile(r"sqlite(\+\w+)?:")
 SHIPPED = "ebbflow:datasets/"
 """Prefix of a path to a file that is installed with Ebbflow. It means the same on every machine."""
@@ -87,19 +87,23 @@ def check_store_uri(uri: str) -> str:
 
 
 def resolve_local_path(text: str) -> Path:
-    """Where the file at a path, or ``ebbflow:datasets/signs/prompts.txt``, is on this machine."""
+    """Return where a file is on this machine, also that of ``ebbflow:datasets/...``."""
     return PACKAGE / text.removeprefix("ebbflow:") if text.startswith(SHIPPED) else Path(text)
 
 
 def list_shipped_files() -> list[str]:
-    """The prompt files that are installed with Ebbflow, as a recipe names them."""
+    """Return the prompt files that are installed with Ebbflow, as a recipe names them."""
     return sorted(
         f"ebbflow:{path.relative_to(PACKAGE)}" for path in PACKAGE.glob("datasets/*/prompts.*")
     )
 
 
 def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
-    """The data of a recipe in ``folder``, with its paths as the working directory sees them.
+    """Return the data of a recipe in ``folder``, with its paths as the working directory sees them.
+
+    Example:
+        >>> resolve_paths({"prompts": {"source": "words.txt"}}, Path("recipes"))
+        {"prompts": {"source": "recipes/words.txt"}}
 
     A relative path is looked for in ``folder``, then in the working directory; one that is in
     neither stays as it is, and so does what a hub holds. Paths below the working directory stay
@@ -112,22 +116,28 @@ def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
         return [resolve_paths(item, folder) for item in data]
     if not isinstance(data, dict):
         return data
-    names = data.keys() if all_paths else set() if data.get("revision") else PATH_KEYS
-    return {
-        key: (
-            _resolve_path(value, folder)
-            if key in names and isinstance(value, str)
-            else resolve_paths(value, folder, key in PATH_MAPPINGS)
-        )
-        for key, value in data.items()
-    }
+    if all_paths:
+        path_keys = set(data)
+    elif data.get("revision"):
+        path_keys = set()  # ``path`` is then the id of a Hugging Face repository
+    else:
+        path_keys = PATH_KEYS
+    resolved = {}
+    for key, value in data.items():
+        if key in path_keys and isinstance(value, str):
+            resolved[key] = _resolve_path(value, folder)
+        else:
+            resolved[key] = resolve_paths(value, folder, key in PATH_MAPPINGS)
+    return resolved
 
 
 def _resolve_path(text: str, folder: Path) -> str:
     if not text or "://" in text or text.startswith(SHIPPED) or os.path.isabs(text):
         return text
-    if not os.path.exists(in_folder := os.path.join(folder, text)):
+    in_folder = os.path.join(folder, text)
+    if not os.path.exists(in_folder):
         return text
+    # Both exist: the same text means two files, and only the reader knows which one is meant.
     if os.path.exists(text):
         if os.path.samefile(text, in_folder):
             return text
@@ -135,6 +145,7 @@ def _resolve_path(text: str, folder: Path) -> str:
             f"{text} is in {folder} and in the working directory; the first is used: rename one",
             stacklevel=2,
         )
+    # Relative below the working directory, so that a resolved recipe means the same elsewhere.
     relative = os.path.relpath(in_folder)
     return os.path.abspath(in_folder) if relative.startswith("..") else relative
 

@@ -20,7 +20,9 @@ PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def validate_name_or_path(*known: str) -> AfterValidator:
-    """Accepts the known names, and ``package.module:name`` of something that the user wrote."""
+    """Return a validator that accepts the known names, and ``package.module:name`` of something
+    that the user wrote.
+    """
 
     def check_name_or_path(value: str) -> str:
         if value not in known and not PATH.fullmatch(value):
@@ -34,8 +36,13 @@ def validate_name_or_path(*known: str) -> AfterValidator:
     return AfterValidator(check_name_or_path)
 
 
+def describe_choices(choices: dict[str, str]) -> str:
+    """Return choices with their meanings as the description of a key: ``"a: ...; b: ...."``."""
+    return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
+
+
 def import_object(path: str) -> Any:
-    """What ``package.module:name`` leads to.
+    """Import the object at ``package.module:name``.
 
     Raises:
         RecipeError: the module cannot be imported or has no such name. Whatever else goes wrong
@@ -57,36 +64,40 @@ def import_object(path: str) -> Any:
 
 
 def list_disallowed_paths(paths: Iterable[str], allowed: Collection[str | None]) -> list[str]:
-    """Those of ``package.module:name`` that ``allowed`` names neither whole nor by their module."""
+    """Return the paths that ``allowed`` names neither whole nor by their module."""
     return [path for path in paths if path not in allowed and path.partition(":")[0] not in allowed]
 
 
 def import_modules(package: str) -> list[ModuleType]:
-    """Every module in the folder of a package, by name."""
+    """Import every module in the folder of a package, in the order of their names."""
     folder = import_module(package).__path__
     return [import_module(f"{package}.{file.name}") for file in iter_modules(folder)]
 
 
 def list_built_in_classes(package: str, base: type[C]) -> tuple[type[C], ...]:
-    """The classes below ``base`` in the files of a package that a recipe can name: those whose
-    ``name`` has a default.
+    """Return the classes below ``base`` in the files of a package that a recipe can name: those
+    whose ``name`` has a default.
     """
-    return tuple(
-        found
-        for module in import_modules(package)
-        for found in vars(module).values()
-        if isinstance(found, type)
-        and issubclass(found, base)
-        and found.__module__ == module.__name__
-        if "name" in found.model_fields and not found.model_fields["name"].is_required()
-    )
+    classes = []
+    for module in import_modules(package):
+        for member in vars(module).values():
+            if not (isinstance(member, type) and issubclass(member, base)):
+                continue
+            # A file may import the class of another file, such as its base class.
+            if member.__module__ != module.__name__:
+                continue
+            name = member.model_fields.get("name")
+            if name is not None and not name.is_required():
+                classes.append(member)
+    return tuple(classes)
 
 
-def check_members(found: Any, members: tuple[str, ...], path: str, protocol: str) -> None:
+def check_members(plugin: Any, members: tuple[str, ...], path: str, protocol: str) -> None:
     """Check that what a path leads to has the members of a protocol.
 
     Raises:
         RecipeError: it lacks one.
     """
-    if missing := [member for member in members if not hasattr(found, member)]:
-        raise RecipeError(f"{path} is not an {protocol}: it lacks {missing[0]!r}")
+    for member in members:
+        if not hasattr(plugin, member):
+            raise RecipeError(f"{path} is not an {protocol}: it lacks {member!r}")

@@ -39,40 +39,42 @@ class MarginsConfig(Strict):
     """Distance of an image to the nearest image of another prompt; 0 for duplicates. For each
     diversity, only a fall is tested."""
     diversity_latents: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the latents of a prompt's samples, as a share. Where only one picture is
-    right, it falls as a policy learns."""
+    """Distance between the latents of a prompt's samples, as a share of the champion's mean. Where
+    only one picture is right, it falls as a policy learns."""
     diversity_pixels: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the thumbnails of a prompt's samples, as a share."""
+    """Distance between the thumbnails of a prompt's samples, as a share of the champion's mean."""
     diversity_features: float | None = Field(0.9, gt=0, lt=1)
-    """Distance between the features of a prompt's samples, as a share. It needs a reward or
-    guardrail with a network."""
+    """Distance between the features of a prompt's samples, as a share of the champion's mean. It
+    needs a reward or guardrail with a network."""
 
 
 class GuardrailToleranceConfig(Strict):
     """How far the mean of a guardrail may fall below the champion's."""
 
     default: float = Field(0.1, ge=0)
-    """Tolerance of every guardrail without an entry below, in standard deviations of the champion's
-    prompts (Glass's delta)."""
+    """Tolerance of every guardrail that the two keys below do not name, in standard deviations of
+    the champion's prompts (Glass's delta)."""
     standard_deviations: dict[str, Tolerance] = {}
-    """Tolerances of single guardrails by name, in the same unit."""
+    """Tolerances of single guardrails by name, in the same unit as ``default``."""
     absolute: dict[str, Tolerance] = {}
     """Tolerances of single guardrails by name, on the scale of their scores."""
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_single_number(cls, given: Any) -> Any:
-        if isinstance(given, (int, float)):
+    def _reject_single_number(cls, value: Any) -> Any:
+        # One number for all guardrails looks natural, and their scores have different scales.
+        if isinstance(value, (int, float)):
             raise ValueError(
                 "one number does not fit the scales of all guardrails; give {default: ...} in"
-                f" standard deviations, or {{absolute: {{tesseract: {shorten_value(given)}}}}}"
+                f" standard deviations, or {{absolute: {{tesseract: {shorten_value(value)}}}}}"
             )
-        return given
+        return value
 
     @model_validator(mode="after")
     def _check_single_tolerance(self) -> GuardrailToleranceConfig:
-        if twice := sorted(self.standard_deviations.keys() & self.absolute.keys()):
-            raise ValueError(f"{', '.join(twice)} has two tolerances; keep one of them")
+        duplicates = sorted(self.standard_deviations.keys() & self.absolute.keys())
+        if duplicates:
+            raise ValueError(f"{', '.join(duplicates)} has two tolerances; keep one of them")
         return self
 
 
@@ -80,8 +82,9 @@ class PromotionConfig(Strict):
     """When the best policy of the run becomes champion."""
 
     model_name: str = Field("ebbflow-glyph", pattern=NAME, max_length=MAX_LENGTH)
+    """Name of the registered model in MLflow."""
     guardrail_tolerance: GuardrailToleranceConfig = GuardrailToleranceConfig()
     margins: MarginsConfig = MarginsConfig()
     approval: float | None = Field(None, gt=0, le=24 * 365)
-    """Hours that a policy which passed the gate waits for a person's approval. Default: no approval
-    is needed. No answer in time is a rejection."""
+    """Hours in which a person must approve a policy that passed the gate. Without an answer in this
+    time, the policy is rejected. Default: no approval is needed."""

@@ -23,35 +23,36 @@ class PromptSetConfig(Strict):
 
     @property
     def prompt_set_label(self) -> str:
-        """What the prompt table calls it."""
+        """The name of the set in the prompt table."""
         return self.name or Path(self.source).name
 
 
 class PromptsConfig(Strict):
-    """Where prompts come from and how they are split by id."""
+    """Where prompts come from, and how they are split into training, validation and held-out
+    prompts."""
 
     source: PathText | None = None
     """A .txt, .jsonl, .json, .csv, .tsv or .parquet file. Default: random strings for the glyph
-    model. A relative path, like that of every input, is looked up next to the recipe, then in the
-    working directory. ``ebbflow:datasets/signs/prompts.txt`` is installed with Ebbflow, so every
+    model. A relative path is looked up next to the recipe, then in the working directory, like all
+    paths of a recipe. ``ebbflow:datasets/signs/prompts.txt`` is installed with Ebbflow, so every
     pod has it."""
     mixture: list[PromptSetConfig] = []
     """Several files instead of ``source``. Every step takes prompts from all of them, in proportion
     to their weights."""
     count: int = Field(2048, ge=3)
-    """Number of random strings, without a source."""
+    """Number of random strings, if there is no ``source``."""
     validation: int = Field(64, ge=1)
     """Number of validation prompts, which choose the best round."""
     held_out: int = Field(128, ge=2)
     """Number of held-out prompts, which only the report and the promotion gate see."""
     held_out_source: PathText | None = None
-    """A separate file for the held-out prompts, such as those of a benchmark: ``held_out`` of them,
-    all or a choice that is the same in every run. No stage trains on them. Validation prompts still
+    """A separate file for the held-out prompts, such as those of a benchmark. ``held_out`` prompts
+    of the file are used, the same in every run. No stage trains on them. Validation prompts still
     come from the training set."""
 
     @property
     def source_files(self) -> list[str]:
-        """The files that prompts come from; none where they are made up."""
+        """The files that prompts come from; empty for random strings."""
         return [self.source] if self.source else [part.source for part in self.mixture]
 
     @property
@@ -60,8 +61,12 @@ class PromptsConfig(Strict):
         return [part.prompt_set_label for part in self.mixture]
 
     def count_by_prompt_set(self, prompts: int) -> dict[str, int]:
-        """How many of so many prompts each set of the mixture has, by name: whole numbers by the
-        largest remainders.
+        """Return how many of ``prompts`` prompts each set of the mixture has, by name.
+
+        Example:
+            >>> mixture = [{"source": "a.txt", "weight": 2}, {"source": "b.txt"}]
+            >>> PromptsConfig(mixture=mixture).count_by_prompt_set(8)
+            {"a.txt": 5, "b.txt": 3}
         """
         counts = apportion_total([part.weight for part in self.mixture], prompts)
         return {
@@ -75,8 +80,9 @@ class PromptsConfig(Strict):
                 "source and mixture both name files; add the first to the second, or leave one out"
             )
         names = self.prompt_set_labels
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"mixture has {twice[0]} twice; give one of them another name")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"mixture has {duplicates[0]} twice; give one of them another name")
         return self
 
     @model_validator(mode="after")
@@ -91,8 +97,8 @@ class PromptsConfig(Strict):
 
     @model_validator(mode="after")
     def _check_held_out_file_has_number(self) -> PromptsConfig:
-        """A default would evaluate a part of a benchmark, whose numbers then compare with
-        nothing."""
+        # A default would evaluate a part of a benchmark, and its scores would compare with no
+        # published ones.
         if self.held_out_source and "held_out" not in self.model_fields_set:
             raise ValueError(
                 "held_out_source needs held_out, the number of its prompts to evaluate: all of them"

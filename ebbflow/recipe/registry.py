@@ -30,22 +30,32 @@ REWARDS = {
 """The class of options of each reward, by its name."""
 
 
-def _expand_reward_name(given: Any) -> Any:
-    """A bare name stands for the reward with its defaults, a path for a user's own."""
-    if isinstance(given, str):
-        given = {"name": given}
-    if not isinstance(given, dict) or not isinstance(name := given.get("name"), str):
-        return given
+def _expand_reward_name(reward: Any) -> Any:
+    """Expand the short forms of a reward.
+
+    Example:
+        ``rewards: [ocr, "mine.contrast:Contrast"]`` is short for ``{name: ocr}`` and
+        ``{name: custom, path: "mine.contrast:Contrast"}``.
+    """
+    if isinstance(reward, str):
+        reward = {"name": reward}
+    if not isinstance(reward, dict):
+        return reward
+    name = reward.get("name")
+    # Anything else than a name is left to pydantic, whose error says what is wrong with it.
+    if not isinstance(name, str):
+        return reward
     if PATH.fullmatch(name):
-        return {**given, "name": "custom", "path": name}
+        return {**reward, "name": "custom", "path": name}
     if name not in (*REWARDS, "custom"):
         raise ValueError(
             f"{suggest_name(name, REWARDS)}Take {', '.join(REWARDS)}, or give package.module:name"
             " of your own"
         )
-    return given
+    return reward
 
 
+# mypy cannot read a union that is built from files. To it, an algorithm is one class with a name.
 if TYPE_CHECKING:
 
     class _NamedAlgorithm(AlgorithmConfig):
@@ -64,13 +74,13 @@ else:
 
 
 def default_algorithm(name: str) -> AnyAlgorithmConfig:
-    """An algorithm with its default hyper-parameters."""
+    """Return an algorithm with its default hyper-parameters."""
     return TypeAdapter(AnyAlgorithmConfig).validate_python({"name": name})
 
 
 def configure_reward(name: str, **keys: Any) -> RewardConfig:
-    """A reward by its name (or a user's own by its path), with the keys that a recipe would give
-    it.
+    """Return a reward by its name (or a custom one by its path), with the keys that a recipe would
+    give it.
 
     Raises:
         ValidationError: there is no such reward or key.

@@ -40,9 +40,10 @@ class RewardConfig(Strict):
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
     """Weight of the reward in the weighted sum that is trained on."""
     label: str | None = Field(None, pattern=r"^[A-Za-z]\w*$")
-    """Name of its scores in tables, charts and reports. Default: the reward's name."""
+    """Name of the reward's scores in tables, charts and reports. Default: the reward's name."""
     prompts: list[str] = []
-    """Names of sets of ``prompts.mixture``: only their prompts are scored. Default: all prompts."""
+    """Names of sets of ``prompts.mixture``. The reward scores only their prompts. Default: all
+    prompts."""
 
     def applies_to(self, prompt_set: str) -> bool:
         """Whether it scores the prompts of a set of the mixture."""
@@ -130,9 +131,9 @@ class OcrRewardConfig(ReadingRewardConfig):
 
     match: Match = "exact"
     """``exact``: every extra letter lowers the score. ``contained``: a reading that contains the
-    target scores 1, as in published code; a policy can then write more than the prompt asks for."""
+    target scores 1, as in published code, so a policy may write more than the prompt asks for."""
     case: Case = "ignored"
-    """``ignored``: "open" is as good as "OPEN", as in published code. ``kept``: letter case
+    """``ignored``: "open" scores as high as "OPEN", as in published code. ``kept``: letter case
     counts."""
 
 
@@ -195,19 +196,3 @@ def prompt_sets_without_reward(
 ) -> list[str]:
     """The sets whose prompts none of the rewards scores."""
     return [name for name in prompt_sets if not any(reward.applies_to(name) for reward in rewards)]
-
-
-def check_prompt_sets(
-    key: str, rewards: Iterable[RewardConfig], prompt_sets: Sequence[str]
-) -> None:
-    """Check that rewards name sets that there are.
-
-    Raises:
-        ValueError: one names another; names the key and the sets.
-    """
-    for reward in rewards:
-        if strange := [name for name in reward.prompts if name not in prompt_sets]:
-            raise ValueError(
-                f"{key}: {reward.column}.prompts names the prompt set {strange[0]!r}, and there are"
-                f" {', '.join(prompt_sets) or 'none'}; name sets of prompts.mixture"
-            )

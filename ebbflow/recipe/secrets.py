@@ -31,7 +31,7 @@ USER_OF_THE_WEB = re.compile(r"(https?://)[^\s/?#]+@")
 """Without a password, what comes before the @ is a token."""
 ORACLE = re.compile(r"(jdbc:oracle:\w{1,20}:)[^\s/@]{1,300}/[^\s@]{1,300}@")
 PARAMETER = re.compile(r"([?&#])([\w.%-]{1,100})=([^&\s'\"]+)")
-"""Of a query or a fragment."""
+"""A parameter of a query or a fragment."""
 PARAMETER_NAME = re.compile(
     r"token(?!iz)|secret|passw|pwd|key(?!word)|signature|(?:^|[_.-])sig$|credential|auth(?!ors?$)|(?:^|[_.-])pass$|^code$",
     re.IGNORECASE,
@@ -39,11 +39,11 @@ PARAMETER_NAME = re.compile(
 SETTING = re.compile(
     r"(?<![\w.%?&#-])([\w.%-]{1,100})=(\{[^{}]*\}|'[^']*'|\"[^\"]*\"|(?:(?!,[\w.%-]{1,100}=)[^\s;'\"])+)"
 )
-"""Of a connection string, whose settings stand between semicolons, commas or blanks."""
+"""A setting of a connection string, between semicolons, commas or blanks."""
 MAX_DECODED = 2
-"""Times that a parameter is decoded: URIs inside URIs inside URIs are nobody's."""
+"""Times that a parameter is decoded. Nobody writes URIs inside URIs inside URIs."""
 ENTRY = re.compile(r"""((["'])([\w.-]{1,100})\2\s{0,9}:\s{0,9})(["'])(?:\\.|(?!\4)[^\\])*\4""")
-"""Of a mapping, as JSON and Python write it."""
+"""An entry of a mapping, as JSON and Python write it."""
 AUTHORIZATION = re.compile(
     r"(authorization['\"]?\s{0,9}[:=]\s{0,9}['\"]?)(?:(?:basic|bearer|token)\s{1,9})?[^\s'\",;]+",
     re.IGNORECASE,
@@ -79,12 +79,13 @@ OPTION = re.compile(
 end.
 """
 PASSWORD = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|passphrase|passcode|pwd)$")
-"""Those of which a number is one, too; other numbers count tokens."""
+"""Names of options whose value is a secret even if it is a number. Under other names, such as
+``max_tokens``, a number counts something."""
 OF_WORDS = re.compile(
     r"(?:^|_)(?:additional|answer|bos|class|cls|completion|end|eos|ignore|image|input|mask|max|min|negative|new|num|output|pad|positive"
     r"|prompt|sep|special|start|stop|text|total|trigger|unk|video)_tokens?$"
 )
-"""Tokens that a language model reads."""
+"""Names of options about the tokens that a language model reads, which are no secrets."""
 HEADERS = re.compile(r"(?:^|_)headers?$")
 HARMLESS_HEADERS = (
     "accept",
@@ -98,15 +99,19 @@ HARMLESS_HEADERS = (
 
 
 def redact_secrets(text: str) -> str:
-    """A text without the passwords, tokens and keys in it, as far as their form or what stands
-    before them gives them away.
+    """Return a text with ``***`` in place of passwords, tokens and keys, as far as their form or
+    what stands before them gives them away.
+
+    Example:
+        >>> redact_secrets("postgresql://ada:secret@db/mlflow")
+        "postgresql://***@db/mlflow"
     """
     return _redact_patterns(text, decode=True)
 
 
 def is_secret_option(path: tuple[Any, ...], value: Any) -> bool:
-    """Whether the names along the path of an option, from ``options`` on, say that its value is a
-    secret.
+    """Return whether the names along the path of an option, from ``options`` on, say that its value
+    is a secret.
     """
     names = [_to_snake_case(str(key)) for key in path]
     if isinstance(value, str) and value:
@@ -115,7 +120,7 @@ def is_secret_option(path: tuple[Any, ...], value: Any) -> bool:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value of this name is a secret, such as ``api_key``, ``accessToken`` or
+    """Return whether a value of this name is a secret, such as ``api_key``, ``accessToken`` or
     ``password2``.
     """
     name = _to_snake_case(name)
@@ -123,18 +128,24 @@ def is_secret_name(name: str) -> bool:
 
 
 def _redact_patterns(text: str, decode: bool) -> str:
-    """``decode``: look for secrets inside percent-encoded parameters, too."""
+    """Redact each kind of secret in turn.
+
+    Args:
+        decode: look for secrets inside percent-encoded parameters, too. It is False within them,
+            so that decoding ends.
+    """
+    # URIs first: a password in one may look like a parameter or a setting.
     for uri in (USER_AND_PASSWORD, USER_OF_THE_WEB, ORACLE):
         text = uri.sub(r"\1***@", text)
     text = PARAMETER.sub(
-        lambda found: _redact_value(found, _is_secret_parameter(found[2], found[3], decode)), text
+        lambda match: _redact_value(match, _is_secret_parameter(match[2], match[3], decode)), text
     )
     text = SETTING.sub(
-        lambda found: _redact_value(found, _is_secret_setting(found[1], found[2])), text
+        lambda match: _redact_value(match, _is_secret_setting(match[1], match[2])), text
     )
     text = ENTRY.sub(
-        lambda found: (
-            f"{found[1]}{found[4]}***{found[4]}" if is_secret_name(found[3]) else found[0]
+        lambda match: (
+            f"{match[1]}{match[4]}***{match[4]}" if is_secret_name(match[3]) else match[0]
         ),
         text,
     )
@@ -142,8 +153,8 @@ def _redact_patterns(text: str, decode: bool) -> str:
     return PRIVATE_KEY.sub("***", ISSUED.sub("***", text))
 
 
-def _redact_value(found: re.Match[str], is_secret: bool) -> str:
-    return f"{found[0].partition('=')[0]}=***" if is_secret else found[0]
+def _redact_value(match: re.Match[str], is_secret: bool) -> str:
+    return f"{match[0].partition('=')[0]}=***" if is_secret else match[0]
 
 
 def _is_secret_parameter(name: str, value: str, decode: bool) -> bool:
@@ -152,7 +163,10 @@ def _is_secret_parameter(name: str, value: str, decode: bool) -> bool:
         r"ssl_?(?:key|cert)|(?:max|min|num|new)_?tokens", name, re.IGNORECASE
     ):
         return True
-    for _ in range(MAX_DECODED if decode else 0):
+    if not decode:
+        return False
+    # The value may be a whole URI with a password in it, percent-encoded once or twice.
+    for _ in range(MAX_DECODED):
         encoded = value
         value = unquote_plus(value)
         if value != encoded and _redact_patterns(value, decode=False) != value:
@@ -161,22 +175,23 @@ def _is_secret_parameter(name: str, value: str, decode: bool) -> bool:
 
 
 def _is_secret_setting(name: str, value: str) -> bool:
+    # ``max_tokens=100`` counts something; ``password=1234`` is a secret.
     counts = value.isdigit() and not PASSWORD.search(_to_snake_case(name))
     return is_secret_name(name) and not counts
 
 
 def _is_secret_header(names: list[str], value: str) -> bool:
-    """Of HTTP headers all are taken for secrets but those that everybody sends: their names are as
-    many as services.
-    """
+    """Return whether a value is an HTTP header that may hold a secret."""
     if not any(map(HEADERS.search, names)):
         return False
-    own = (
-        names[-1]
-        if not HEADERS.search(names[-1]) and not names[-1].isdigit()
-        else _to_snake_case(value.partition(":")[0])
-    )
-    return own not in HARMLESS_HEADERS
+    # ``headers: {X-Api-Key: ...}`` has the header's name as a key, ``headers: ["X-Api-Key: ..."]``
+    # in the text.
+    if HEADERS.search(names[-1]) or names[-1].isdigit():
+        header = _to_snake_case(value.partition(":")[0])
+    else:
+        header = names[-1]
+    # Every service has a header of its own for its key, so only the usual ones are harmless.
+    return header not in HARMLESS_HEADERS
 
 
 def _to_snake_case(name: str) -> str:

@@ -13,25 +13,28 @@ from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.secrets import redact_secrets
 
 MAX_KEYS = 1000
-"""Of one mapping; real ones have a few dozen."""
+"""Largest number of keys of one mapping; real ones have a few dozen."""
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, to which a key given twice is an error and not a silent choice of the
-    last.
+    """YAML's safe loader, except that a key that is given twice is an error. PyYAML would take the
+    last value without a word.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         counts = Counter(key.value for key in keys)
-        if twice := sorted(key for key, count in counts.items() if count > 1):
-            mark = [key.start_mark for key in keys if key.value == twice[0]][1]
-            raise yaml.constructor.ConstructorError(None, None, f"given twice: {twice}", mark)
+        duplicates = sorted(key for key, count in counts.items() if count > 1)
+        if duplicates:
+            # The line of the second one: the first is usually the one that is meant.
+            mark = [key.start_mark for key in keys if key.value == duplicates[0]][1]
+            raise yaml.constructor.ConstructorError(None, None, f"given twice: {duplicates}", mark)
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > MAX_KEYS:  # merges of merges grow without bound
+        # Merges (``<<``) of merges grow without bound.
+        if len(node.value) > MAX_KEYS:
             raise yaml.constructor.ConstructorError(
                 None, None, f"more than {MAX_KEYS} keys in one place", node.start_mark
             )
@@ -65,14 +68,14 @@ class YamlText:
         for part in path:
             if isinstance(node, yaml.MappingNode):
                 # Merged keys stand first, and what overrides them comes last.
-                found = [
+                matches = [
                     (key, value)
                     for key, value in node.value
                     if isinstance(key, yaml.ScalarNode) and key.value == str(part)
                 ]
-                if found:
-                    mark = found[-1][0].start_mark
-                    node = found[-1][1]
+                if matches:
+                    key, node = matches[-1]
+                    mark = key.start_mark
             elif (
                 isinstance(node, yaml.SequenceNode)
                 and isinstance(part, int)
@@ -84,7 +87,7 @@ class YamlText:
 
 
 def read_yaml(text: str | bytes, name: str) -> YamlText:
-    """The data of a YAML or JSON text.
+    """Read a YAML or JSON text.
 
     Raises:
         yaml.YAMLError: it is not valid, or gives a key twice.
@@ -100,21 +103,17 @@ def read_yaml(text: str | bytes, name: str) -> YamlText:
 
 
 def describe_yaml_error(error: Exception, name: str) -> str:
-    """Where it is and what is wrong, without the line itself, which PyYAML would quote: it may hold
-    a secret.
-    """
+    """Return where a text is invalid and why."""
+    # Without the line itself, which PyYAML would quote: it may hold a secret.
     line = ""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+    elif isinstance(error, yaml.YAMLError):
+        reason = str(error)
     else:
-        reason = (
-            str(error)
-            if isinstance(error, yaml.YAMLError)
-            else re.sub(r"(['\"]).*\1", "...", str(error))
-        )
-    return (
-        f"{name}{line}: not valid YAML:"
-        f" {sanitize_text(redact_secrets(' '.join(reason.split()))) or type(error).__name__}"
-    )
+        # Errors of Python's converters quote the value: ``invalid literal for int(): '...'``.
+        reason = re.sub(r"(['\"]).*\1", "...", str(error))
+    text = sanitize_text(redact_secrets(" ".join(reason.split())))
+    return f"{name}{line}: not valid YAML: {text or type(error).__name__}"

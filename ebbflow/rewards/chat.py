@@ -89,17 +89,17 @@ class ChatServerConfig(ServedRewardConfig):
     """A reward that a model behind ``/chat/completions`` gives."""
 
     model: str = Field(min_length=1)
-    """As the server calls it."""
+    """Name of the model on the server."""
     concurrency: int = Field(8, ge=1, le=64)
-    """Requests at a time."""
+    """Number of requests at the same time."""
 
 
 class ChatRewardConfig(ChatServerConfig):
     """The same, with a question of the recipe's."""
 
     question: str = Field(min_length=1)
-    """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are
-    taken.
+    """The question to the model. ``{prompt}`` and ``{target}`` are replaced by those of the image;
+    the question has no other braces.
     """
 
     @field_validator("question")

@@ -56,14 +56,16 @@ class ServedRewardConfig(RewardConfig):
     """
 
     url: str = Field(pattern=r"^https?://[!-?A-~]+$")
+    """Address of the server."""
     token_variable: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$")
-    """The environment variable that holds the bearer token; the token itself has no place in a
-    recipe.
+    """Name of the environment variable that holds the bearer token. The token itself must not be in
+    a recipe.
     """
     timeout: float = Field(60.0, gt=0, le=3600)
     """Seconds for one request."""
     attempts: int = Field(3, ge=1, le=10)
-    """Requests before their images count as failed; waits grow in between, with jitter."""
+    """Number of requests before their images count as failed. Waits between them grow, with jitter.
+    """
 
     @field_validator("url")
     @classmethod

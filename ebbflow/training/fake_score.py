@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebbflow.algorithms.base import expand_like, mean_per_row
 from ebbflow.models.base import predict
-from ebbflow.recipe.choices import OptimizerConfig
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.training.batches import split_into_passes
 from ebbflow.training.distributed import Ranks, sum_over_processes
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm

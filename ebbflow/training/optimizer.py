@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.choices import LearningRateScheduleConfig, OptimizerConfig
+from ebbflow.recipe.optimizer_config import LearningRateScheduleConfig, OptimizerConfig
 from ebbflow.training.policy import Policy, copy_to_main_memory
 
 

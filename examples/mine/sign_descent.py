@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ebbflow.recipe.choices import OptimizerConfig
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.optimizers import OptimizerFactory
 
 

@@ -22,9 +22,9 @@ from transformers import (
     Qwen2VLModel,
 )
 
-from ebbflow.data.model_sizes import ModelSizes
+from ebbflow.data.model_sizes import BLOCK_BYTES, ModelSizes
+from ebbflow.estimate.activations import activation_bytes
 from ebbflow.estimate.hours import training_pass_cost
-from ebbflow.estimate.memory import BLOCK_BYTES, activation_bytes
 from ebbflow.estimate.run import estimate_recipe
 from ebbflow.estimate.text import GIB
 from ebbflow.recipe import load_recipe

@@ -9,8 +9,9 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
+from ebbflow.estimate.activations import activation_bytes
 from ebbflow.estimate.hours import estimate_hours
-from ebbflow.estimate.memory import Memory, activation_bytes
+from ebbflow.estimate.memory import Memory
 from ebbflow.estimate.run import count_trained_parameters, estimate_from_sizes, estimate_recipe
 from ebbflow.estimate.text import describe_estimate
 from ebbflow.models import load_model

@@ -14,7 +14,7 @@ import pytest
 from ebbflow.estimate.run import Estimate, estimate_recipe
 from ebbflow.models.base import ModelError
 from ebbflow.recipe import Recipe, load_recipe
-from ebbflow.recipe.choices import OptimizerConfig
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from tasks import plan_run as plan
 from tasks import start_run as start
 from tasks.deployment import (

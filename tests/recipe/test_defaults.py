@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from ebbflow.cli import main
 from ebbflow.recipe import defaults
 from ebbflow.recipe.algorithms import EmaScheduleConfig, PublishedSetting, SigmaConfig
-from ebbflow.recipe.choices import LearningRateScheduleConfig
 from ebbflow.recipe.defaults import (
     PAGE,
     list_default_values,
     write_defaults_page,
     write_defaults_table,
 )
+from ebbflow.recipe.optimizer_config import LearningRateScheduleConfig
 from ebbflow.recipe.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]

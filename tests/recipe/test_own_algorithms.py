@@ -8,10 +8,7 @@ from stage_cases import offline, online, problem, resolved
 from ebbflow.algorithms import grouping
 from ebbflow.algorithms.base import Algorithm
 from ebbflow.recipe.algorithms import ForwardConfig, TrajectoryConfig
-from ebbflow.recipe.choices import (
-    SamplerConfig,
-    WindowConfig,
-)
+from ebbflow.recipe.choices import SamplerConfig, WindowConfig
 from ebbflow.recipe.plugins import import_object
 
 

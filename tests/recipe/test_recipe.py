@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
-from ebbflow.recipe.base import Strict, read_field_docs
+from ebbflow.recipe.base import Strict, group_keys, read_field_docs
 from ebbflow.recipe.digest import compute_digest, select_set_keys
 from ebbflow.recipe.promotion import GuardrailToleranceConfig
 from ebbflow.recipe.prompts import PromptsConfig
+from ebbflow.recipe.stages import OnlineStageConfig
 from tests.nested import paths, replaced
 
 SHIPPED = sorted((Path(__file__).parents[2] / "workflows" / "recipes").glob("*.yaml"))
@@ -527,6 +528,14 @@ def test_docstrings_of_fields_are_in_the_schema_also_where_a_class_inherits_or_r
         for name, about in Derived.model_json_schema()["properties"].items()
     }
     assert described == {"kept": "What it is for.", "changed": "Redefined below.", "own": None}
+
+
+def test_every_key_of_a_stage_is_in_one_group() -> None:
+    groups = group_keys(OnlineStageConfig)
+    assert groups[""] == ["kind"]
+    assert groups["algorithm, loss and optimiser"][0] == "algorithm"
+    keys = [key for group in groups.values() for key in group]
+    assert sorted(keys) == sorted(OnlineStageConfig.model_fields)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_wrong_value_has_the_nearest_right_one(data: dict, words: str) -> None
 def test_approval_is_hours_and_not_yes() -> None:
     with pytest.raises(
         RecipeError,
-        match=r"promotion.approval = True: .*number. Hours that a policy .* waits for a person",
+        match=r"promotion.approval = True: .*number. Hours in which a person must approve a policy",
     ):
         Recipe.model_validate({"promotion": {"approval": True}})
 

@@ -15,12 +15,12 @@ from ebbflow.recipe.choices import (
     WINDOW_KEYS,
     AdvantagesConfig,
     CorrectionConfig,
-    OptimizerConfig,
     ReferenceConfig,
     SamplerConfig,
     WindowConfig,
 )
 from ebbflow.recipe.digest import select_set_keys
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.registry import ALGORITHMS
 from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig
 

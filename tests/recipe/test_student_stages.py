@@ -6,9 +6,7 @@ import pytest
 from stage_cases import BYPASS, GUIDED, offline, online, problem, resolved
 
 from ebbflow.recipe import Recipe, RecipeError
-from ebbflow.recipe.choices import (
-    SamplerConfig,
-)
+from ebbflow.recipe.choices import SamplerConfig
 
 
 def test_a_student_takes_its_own_steps_and_no_log_probs():

@@ -18,7 +18,7 @@ from ebbflow.models import load_model
 from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.choices import OptimizerConfig
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.checkpoint import restore_updater, write_part

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from training_cases import FULL, LORA, NFT, forward_rows, stage_of
 
 from ebbflow.recipe.base import RecipeError
-from ebbflow.recipe.choices import LearningRateScheduleConfig, OptimizerConfig
+from ebbflow.recipe.optimizer_config import LearningRateScheduleConfig, OptimizerConfig
 from ebbflow.recipe.stages import OfflineStageConfig
 from ebbflow.training.optimizer import build_optimizer
 from ebbflow.training.policy import Policy

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ebbflow.recipe.choices import OptimizerConfig
+from ebbflow.recipe.optimizer_config import OptimizerConfig
 from ebbflow.recipe.optimizers import built_in_optimizers
 from ebbflow.training.optimizer import build_optimizer
 from ebbflow.training.policy import Policy

@@ -100,21 +100,22 @@ class AWMConfig(ForwardConfig):
 
     name: Literal["awm"] = "awm"
     noise_levels: int = Field(6, ge=1)
-    """Draws of (sigma, noise) per sample and pass."""
+    """Number of (sigma, noise) samples per latent and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.35, max=0.99)
-    """Published: of 14 steps with shift 3, one of each run of the sigmas .97 to .36; for PickScore
-    from 1 on (``max: 1``).
+    """Distribution of the sigmas. Published: with 14 steps and shift 3, the sigmas from .97 to .36
+    are split into runs, and each run gives one. For PickScore they start at 1 (``max: 1``).
     """
     surrogate: Literal["power", "plain", "sigma", "sigma_squared"] = "power"
-    """The stand-in for the log-prob: -(sigma / q) ((l + 1e-10)^q - (1e-10)^q), -l, -sigma l or
-    -sigma^2 l.
+    """Surrogate of the log-prob, for a flow-matching error l: ``power`` is -(sigma / q) ((l +
+    1e-10)^q - (1e-10)^q), ``plain`` is -l, ``sigma`` is -sigma l, and ``sigma_squared`` is -sigma^2
+    l.
     """
     power: float = Field(0.25, gt=0, le=1)
-    """q of the ``power`` surrogate."""
+    """Exponent q of the ``power`` surrogate."""
     clip_range: float = Field(1.0, gt=0)
-    """eps: clip of the ratio."""
+    """Clip range eps of the ratio."""
     old_weight: float = Field(1.0, ge=0)
-    """Weight of mean((v - v_old)^2); the old copy is what the paper calls the EMA."""
+    """Weight of the penalty mean((v - v_old)^2). The paper calls the old copy the EMA."""
     old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.3)
 
 

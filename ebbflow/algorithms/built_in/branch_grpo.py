@@ -89,8 +89,8 @@ class BranchGRPOConfig(ClippedConfig):
 
     name: Literal["branch_grpo"] = "branch_grpo"
     clip_range: float = Field(1e-3, gt=0, lt=1)
-    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them
-    needs a wider one.
+    """Clip range of the ratio. Log-probs are means over the latent's elements, so a model with
+    fewer elements needs a wider range.
     """
 
 

@@ -112,15 +112,17 @@ class CRDConfig(ForwardConfig):
 
     name: Literal["crd"] = "crd"
     noise_levels: int = Field(20, ge=1)
-    """Draws of (sigma, noise) per sample and pass."""
+    """Number of (sigma, noise) samples per latent and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.2)
-    """Published: of 10 steps with shift 3, the first nine sigmas, 1 to .28."""
+    """Distribution of the sigmas. Published: the first nine of 10 steps with shift 3, from 1 to
+    .28.
+    """
     beta: float = Field(1.0, gt=0)
     """Scale of the implied reward."""
     old: EmaScheduleConfig = EmaScheduleConfig(min_decay=0.25, slope=0.005, max_decay=0.999)
-    """The moving reference online; offline it stays as it was."""
+    """The moving reference in an online stage. In an offline stage the reference does not move."""
     sampling: EmaScheduleConfig = EmaScheduleConfig(warmup=75, slope=0.0075, max_decay=0.999)
-    """The copy that generates online; offline it stays as it was."""
+    """The copy that generates rollouts in an online stage. In an offline stage it does not move."""
 
 
 def compute_loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:

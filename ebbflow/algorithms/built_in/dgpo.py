@@ -95,19 +95,21 @@ class DGPOConfig(ForwardConfig):
 
     name: Literal["dgpo"] = "dgpo"
     noise_levels: int = Field(4, ge=1)
-    """Draws of (sigma, noise) per group and pass."""
+    """Number of (sigma, noise) samples per group and pass."""
     beta: float = Field(100.0, gt=0)
-    """Strength of the preference, on errors that are means over the latent's elements."""
+    """Strength of the preference. The errors that it multiplies are means over the latent's
+    elements.
+    """
     sigma: SigmaConfig = SigmaConfig(kind="schedule", min=0.79, stratified=False)
-    """Published: high noise only, for GenEval the first 5 of 10 steps with shift 3, for OCR the
-    first 7 (``min: .6``).
+    """Distribution of the sigmas. Published: high noise only; with 10 steps and shift 3, the first
+    5 sigmas for GenEval and the first 7 for OCR (``min: .6``).
     """
     clip_range: float | None = Field(0.01, gt=0, lt=1)
-    """Clip of exp(d_old - d), in errors that are means over the latent's elements; ``null``: none,
-    and no old copy.
+    """Clip range of exp(d_old - d), where the errors d are means over the latent's elements.
+    ``null``: no clip and no old copy.
     """
     old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.3)
-    """The copy that the clip is against."""
+    """The old copy, whose errors d_old the clip compares with."""
 
 
 def compute_loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:

@@ -78,20 +78,21 @@ class DiffusionDPOConfig(ForwardConfig):
 
     name: Literal["diffusion_dpo"] = "diffusion_dpo"
     noise_levels: int = Field(39, ge=1)
-    """Draws of (sigma, noise) per pair and pass."""
+    """Number of (sigma, noise) samples per pair and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="logit_normal", shift=3.0)
-    """As SD3 was trained, and as Flow-GRPO's code has it."""
+    """Distribution of the sigmas. The default is that of SD3's training and of Flow-GRPO's code."""
     beta: float = Field(100.0, gt=0)
-    """Strength of the preference, on errors that are means over the latent's elements (published:
-    100 to 2000 and more).
+    """Strength of the preference. The errors that it multiplies are means over the latent's
+    elements. Published: 100 to 2000 and more.
     """
     pairs_share: float = Field(0.0, ge=0, le=0.5)
-    """Of each group, this share of the best, and one sample at least, is paired with as many of the
-    worst, best with worst; ties make no pair.
+    """Share of each group's samples, at either end, that make pairs: the best sample with the
+    worst, the second best with the second worst, and so on. Without a share, the best and the worst
+    make one pair. Samples with equal rewards make none.
     """
     refresh_every: int = Field(0, ge=0)
-    """The policy replaces the reference of the pairs after this many optimiser steps; 0: it stays
-    the base model.
+    """Optimiser steps after which the policy replaces the reference of the pairs. 0: the reference
+    stays the base model.
     """
 
 

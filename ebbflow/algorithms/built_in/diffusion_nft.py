@@ -94,22 +94,24 @@ class DiffusionNFTConfig(ForwardConfig):
 
     name: Literal["diffusion_nft"] = "diffusion_nft"
     noise_levels: int = Field(9, ge=1)
-    """Draws of (sigma, noise) per sample and pass."""
+    """Number of (sigma, noise) samples per latent and pass."""
     sigma: SigmaConfig = SigmaConfig(kind="schedule", stratified=False)
-    """Published: 9 of the sampler's 10 sigmas, in a random order of each sample's own."""
+    """Distribution of the sigmas. Published: 9 of the sampler's 10 sigmas, in a random order for
+    each sample.
+    """
     beta: float = Field(1.0, gt=0, le=1)
-    """How far the implicit policies stand from the old one (published: 1, and .1 for OCR or several
-    rewards).
+    """Distance of the implicit policies from the old policy. Published: 1, and .1 for OCR or
+    several rewards.
     """
     advantages: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """What becomes of the advantages: as they are; only those above or below zero; 1 above zero and
-    0 elsewhere; their sign.
+    """Transformation of the advantages. ``all``: none. ``positive_only`` and ``negative_only``: the
+    others become 0. ``one_only``: 1 above zero and 0 elsewhere. ``binary``: their sign.
     """
     old: EmaScheduleConfig = EmaScheduleConfig(slope=0.001, max_decay=0.5)
-    """The old policy online, by rollout steps; offline it stays as it was when it generated.
-    Published code counts gradient steps: also ``{max_decay: 0}`` (a copy), and for OCR a warmup of
-    75 and a slope of .0075 with 2 of them in a rollout step, which is ``{warmup: 37, slope: .015,
-    max_decay: .999}`` here.
+    """The old policy, which generates rollouts. In an online stage it follows the policy, in
+    rollout steps; in an offline stage it does not move. Published code counts gradient steps. It
+    also has ``{max_decay: 0}`` (a plain copy), and for OCR a warmup of 75 and a slope of .0075 with
+    2 gradient steps per rollout step, which is ``{warmup: 37, slope: .015, max_decay: .999}`` here.
     """
 
 

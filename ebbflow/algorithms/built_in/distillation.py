@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class DistillationConfig(TrajectoryConfig):
-    """On-policy distillation: the policy's own steps are pulled to a teacher's; no reward is learnt
-    from.
+    """On-policy distillation: the policy's steps are pulled towards the teacher's. No reward is
+    used.
     """
 
     name: Literal["distillation"] = "distillation"
     teacher: PathText | None = Field(None, min_length=1)
-    """Policy folder (or URI) of the teacher, trained from the same base model with the same
+    """Policy folder (or URI) of the teacher. It must have the same base model and the same
     ``policy``.
     """
     teachers: dict[str, Annotated[PathText, Field(min_length=1)]] = {}
-    """Several instead of one: the teacher of each set of ``prompts.mixture``, by the name of the
-    set. Each takes the memory of a policy copy.
+    """Several teachers: the name of each set of ``prompts.mixture``, with the policy folder of its
+    teacher. Each teacher takes the memory of a policy copy.
     """
 
     @model_validator(mode="after")

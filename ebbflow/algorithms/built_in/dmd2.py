@@ -31,8 +31,8 @@ GUIDANCE = "tianweiy/DMD2 main/sd_guidance.py"
 
 
 class DMD2Config(MatchingConfig):
-    """DMD2 without its GAN loss: a few-step student whose samples, noised again, score as a
-    many-step teacher's.
+    """DMD2 without its GAN loss: trains a few-step student whose samples, noised again, get the
+    scores of a many-step teacher.
     """
 
     paper: ClassVar = "2405.14867"

@@ -54,7 +54,7 @@ class DRaFTConfig(GradientConfig):
 
     name: Literal["draft"] = "draft"
     last_steps: int = Field(1, ge=1)
-    """K: the steps with gradient, the last ones of the sampler."""
+    """Number K of denoising steps with gradient; they are the last ones of the sampler."""
 
     @property
     def steps_with_gradient(self) -> int:

@@ -74,8 +74,8 @@ class FlowDPPOConfig(TrajectoryConfig):
 
     name: Literal["flow_dppo"] = "flow_dppo"
     divergence_limit: float = Field(1e-5, gt=0)
-    """tau: the largest mean((mu - mu_old)^2) / (2 b^2) of a term that still moves away from the old
-    policy.
+    """Limit tau of the divergence mean((mu - mu_old)^2) / (2 b^2). A term above it gives no
+    gradient that moves the policy further away from the old policy.
     """
 
     def ratio_range(self, dims: int) -> float:

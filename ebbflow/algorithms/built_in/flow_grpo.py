@@ -44,8 +44,8 @@ class ClippedConfig(TrajectoryConfig):
     """Policy gradients with a clipped ratio."""
 
     clip_range: float = Field(1e-4, gt=0, lt=1)
-    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them
-    needs a wider one.
+    """Clip range of the ratio. Log-probs are means over the latent's elements, so a model with
+    fewer elements needs a wider range.
     """
 
     def ratio_range(self, dims: int) -> float:
@@ -110,8 +110,8 @@ class FlowGRPOFastConfig(ClippedConfig):
 
     name: Literal["flow_grpo_fast"] = "flow_grpo_fast"
     clip_range: float = Field(1e-5, gt=0, lt=1)
-    """Clip of the ratio. Log-probs are means over the latent's elements: a model with fewer of them
-    needs a wider one.
+    """Clip range of the ratio. Log-probs are means over the latent's elements, so a model with
+    fewer elements needs a wider range.
     """
 
 

@@ -56,8 +56,8 @@ class GRPOGuardConfig(TrajectoryConfig):
 
     name: Literal["grpo_guard"] = "grpo_guard"
     clip_range: float = Field(2e-6, gt=0, lt=1)
-    """Clip of the regulated ratio, whose logarithm is a mean over the latent's elements: fewer of
-    them need a wider one.
+    """Clip range of the regulated ratio. Its logarithm is a mean over the latent's elements, so a
+    model with fewer elements needs a wider range.
     """
 
     def ratio_range(self, dims: int) -> float:

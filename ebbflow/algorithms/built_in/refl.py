@@ -63,13 +63,13 @@ class ReFLConfig(GradientConfig):
 
     name: Literal["refl"] = "refl"
     last: float = Field(0.25, gt=0, le=1)
-    """The step with gradient is drawn from this share of the sampler's steps, the last ones; one
-    draw an update.
+    """Share of the sampler's steps, at its end, among which each update samples its one step with
+    gradient.
     """
     target: float | None = 2.0
-    """Rewards above it give no gradient; ``null``: all do."""
+    """Rewards above this value give no gradient. ``null``: all rewards do."""
     weight: float = Field(1e-3, gt=0)
-    """Of the reward in the loss, beside ``reference.weight``."""
+    """Weight of the reward in the loss, next to ``reference.weight``."""
 
     def first_step(self, steps: int, draw: Any) -> int:
         first = min(math.ceil((1 - self.last) * steps - 1e-9), steps - 1)

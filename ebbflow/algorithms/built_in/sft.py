@@ -36,7 +36,7 @@ class SFTConfig(ImitationConfig):
 
     name: Literal["sft"] = "sft"
     best: int = Field(1, ge=1)
-    """Samples per group that are learnt from."""
+    """Number of best samples of each group to train on."""
 
 
 def compute_loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:

@@ -86,17 +86,19 @@ class SRPOConfig(DirectAlignConfig):
 
     name: Literal["srpo"] = "srpo"
     positive_words: list[Word] = ["Natural-lighting", "Detail", "Detailed", "Real"]
-    """Words that rewards see before the prompt ("Detail. a cat"): what images shall have. Updates
-    take one after another.
+    """Words for what images should show. Each update puts one of them before the prompt that
+    rewards see ("Detail. a cat"), in turn.
     """
     negative_words: list[Word] = ["Concept art", "Painting", "Anime", "Flat", "Oil"]
-    """What images shall not have. An empty list: the prompt as it is."""
+    """Words for what images should not show, used in the same way. An empty list: the prompt
+    without a word.
+    """
     discount: list[float] = Field([0.1, 0.25], min_length=2, max_length=2)
-    """d of the denoising branch at ``min_sigma`` and at ``max_sigma``."""
+    """Discount d of the denoising branch at ``min_sigma`` and at ``max_sigma``."""
     inversion_discount: list[float] = Field([0.3, 0.01], min_length=2, max_length=2)
-    """d of the inversion branch at ``min_sigma`` and at ``max_sigma``."""
+    """Discount d of the inversion branch at ``min_sigma`` and at ``max_sigma``."""
     target: float | None = 0.7
-    """Differences above it give no gradient; ``null``: all do."""
+    """Differences of rewards above this value give no gradient. ``null``: all differences do."""
 
     def choose_words(self, update: int) -> tuple[str, str]:
         positive, negative = (words or [""] for words in (self.positive_words, self.negative_words))

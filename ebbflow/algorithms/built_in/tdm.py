@@ -84,8 +84,8 @@ class TDMConfig(MatchingConfig):
 
     name: Literal["tdm"] = "tdm"
     fake_updates: int = Field(1, ge=1)
-    """Optimiser steps of the fake score before each of the student's, on the same samples with
-    other noise.
+    """Optimiser steps of the fake score before each optimiser step of the student, on the same
+    samples with other noise.
     """
     fake_lr_factor: float = Field(5.0, gt=0)
     """Learning rate of the fake score, relative to the student's. The rest of its optimiser is the

@@ -83,8 +83,8 @@ class TempFlowGRPOConfig(ClippedConfig):
 
     name: Literal["tempflow_grpo"] = "tempflow_grpo"
     noise_weight: float = Field(2.25, gt=0)
-    """Of a step's standard deviation in its weight: their product is near 1 for the first steps of
-    a published schedule.
+    """Factor of a step's weight, which is this times the step's standard deviation. With the
+    default the weight is near 1 for the first steps of a published schedule.
     """
 
 

@@ -32,8 +32,8 @@ class AestheticConfig(PretrainedRewardConfig):
     name: Literal["aesthetic"] = "aesthetic"
     path: str | None = "openai/clip-vit-large-patch14"
     head: PretrainedSourceConfig
-    """Of the predictor, ``sac+logos+ava1-l14-linearMSE`` as .pth or .safetensors: the file, or a
-    folder or repository with it.
+    """Head of the predictor, ``sac+logos+ava1-l14-linearMSE`` as .pth or .safetensors: the file, or
+    a folder or repository with it.
     """
 
     def build(self) -> Reward:

@@ -42,8 +42,8 @@ class EditJudgeConfig(ChatServerConfig):
 
     name: Literal["edit_judge"] = "edit_judge"
     template: Literal["viescore", "editscore", "unified_reward_edit"] = "viescore"
-    """``viescore``: as GEdit-Bench asks any model. ``editscore``, ``unified_reward_edit``: what
-    those models are trained on.
+    """Published question and form of the answer. ``viescore``: those of GEdit-Bench, for any model.
+    ``editscore`` and ``unified_reward_edit``: those that the models of these names are trained on.
     """
 
     def build(self) -> Reward:

@@ -63,11 +63,14 @@ class GenEvalConfig(PretrainedRewardConfig):
     name: Literal["geneval"] = "geneval"
     path: str | None = "facebook/mask2former-swin-small-coco-instance"
     clip: PretrainedSourceConfig
-    """CLIP, which names colours: ``openai/clip-vit-large-patch14`` as a folder or a repository."""
+    """CLIP, which recognises colours: ``openai/clip-vit-large-patch14`` as a folder or a
+    repository.
+    """
     score: Literal["correct", "strict", "soft"] = "correct"
-    """``correct``: 1 if everything holds, as published. ``soft``: about the share of what holds, as
-    Flow-GRPO trains. ``strict``: 1 if everything holds for exactly as many objects as asked for.
-    The two others are metrics.
+    """Score to train on; the two others are metrics. ``correct``: 1 if all conditions hold, as
+    published. ``soft``: about the share of the conditions that hold, as Flow-GRPO trains.
+    ``strict``: 1 if all conditions hold and the image has exactly as many objects as the prompt
+    asks for.
     """
     batch: int = Field(4, ge=1)
     """Images per forward pass of the detector."""

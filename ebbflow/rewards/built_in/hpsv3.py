@@ -44,7 +44,7 @@ class HpsV3Config(PretrainedRewardConfig):
     repository.
     """
     precision: Precision = "bfloat16"
-    """Of the network, bfloat16 as published; the head is float32."""
+    """Precision of the network; bfloat16 as published. The head stays in float32."""
     batch: int = Field(4, ge=1)
     """Images per forward pass."""
 

@@ -71,7 +71,8 @@ class ImageRewardConfig(PretrainedRewardConfig):
     name: Literal["imagereward"] = "imagereward"
     path: str | None = "zai-org/ImageReward"
     tokenizer: PretrainedSourceConfig
-    """Of the text encoder: ``google-bert/bert-base-uncased`` as a folder or a repository."""
+    """Tokenizer of the text encoder: ``google-bert/bert-base-uncased`` as a folder or a repository.
+    """
 
     def build(self) -> Reward:
         return ImageReward(self)

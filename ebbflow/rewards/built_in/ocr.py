@@ -25,8 +25,8 @@ class OcrConfig(OcrRewardConfig):
 
     name: Literal["ocr"] = "ocr"
     layout: Literal["line", "page"] = "line"
-    """``line``: the image is one line of text. ``page``: the lines are found first, as in
-    photographs and posters.
+    """``line``: the image is one line of text. ``page``: lines are detected first, as photographs
+    and posters need.
     """
 
     def build(self) -> Reward:

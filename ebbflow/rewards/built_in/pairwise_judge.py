@@ -80,18 +80,18 @@ class PairwiseJudgeConfig(ChatRewardConfig):
         'Which of these two images is better, for the prompt "{prompt}"? Answer 1 or 2.',
         min_length=1,
     )
-    """``{prompt}`` and ``{target}`` stand for those of the images' prompt; no other braces are
-    taken.
+    """The question to the model. ``{prompt}`` and ``{target}`` are replaced by those of the images;
+    the question has no other braces.
     """
     template: Literal["unified_reward", "unified_reward_2"] | None = None
-    """The published question and answer of UnifiedReward (2503.05236) instead: which image is
-    better, or both; of version 2.0, shares of alignment, coherence and style, whose mean counts.
+    """The published question and answer of UnifiedReward (2503.05236), instead of ``question`` and
+    ``answer``. ``unified_reward``: which image is better, or both. ``unified_reward_2``, for
+    version 2.0: shares of alignment, coherence and style, whose mean is the score.
     """
     answer: Literal["probability", "choice", "reasoned"] = "probability"
-    """``compute_word_probability``: P(1) / (P(1) + P(2)) of the first token, a share of a win.
-    ``choice``: 1 or
-    2. ``reasoned``: a text that ends with ``<answer>Image 1 is better</answer>``, as
-    UnifiedReward-Think answers. Every other answer is no comparison.
+    """Form of the answer. ``probability``: P(1) / (P(1) + P(2)) of the first token, a share of a
+    win. ``choice``: 1 or 2. ``reasoned``: a text that ends with ``<answer>Image 1 is
+    better</answer>``, as UnifiedReward-Think answers. Any other answer counts as no comparison.
     """
 
     @model_validator(mode="after")

@@ -31,7 +31,9 @@ class RemoteConfig(ServedRewardConfig):
     batch: int = Field(16, ge=1, le=256)
     """Images per request."""
     metrics: list[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]] = []
-    """Further columns of the server to keep, each as ``<label>_<column>``; others are dropped."""
+    """Further columns of the server's answer to keep, each as ``<label>_<column>``. Others are
+    dropped.
+    """
 
     def build(self) -> Reward:
         return Remote(self)

@@ -35,8 +35,9 @@ class UnifiedRewardConfig(ChatServerConfig):
 
     name: Literal["unified_reward"] = "unified_reward"
     template: Literal["unified_reward", "unified_reward_2"] = "unified_reward_2"
-    """``unified_reward_2``: the mean of alignment, coherence and style, as version 2.0 answers.
-    ``unified_reward``: the final score after a list of the elements, as the first version answers.
+    """Form of the question and the answer. ``unified_reward_2``, for version 2.0: the score is the
+    mean of alignment, coherence and style. ``unified_reward``, for the first version: the final
+    score after a list of the elements.
     """
 
     def build(self) -> Reward:

@@ -52,13 +52,13 @@ class VideoAlignConfig(PretrainedRewardConfig):
     repository.
     """
     frame_rate: float = Field(gt=0)
-    """Of the videos, frames per second: 16 for Wan 2.1, 24 for Wan 2.2 5B and HunyuanVideo, 25 for
-    LTX-Video. Two frames of each second are looked at.
+    """Frame rate of the videos, in frames per second: 16 for Wan 2.1, 24 for Wan 2.2 5B and
+    HunyuanVideo, 25 for LTX-Video. The network sees two frames of each second.
     """
     dimensions: list[Dimension] = Field(list(DIMENSIONS), min_length=1)
-    """What is added up; all three are metrics."""
+    """Dimensions whose sum is the score. All three are metrics."""
     precision: Precision = "bfloat16"
-    """Of the network, bfloat16 as published; the head is float32."""
+    """Precision of the network; bfloat16 as published. The head stays in float32."""
     batch: int = Field(2, ge=1)
     """Videos per forward pass."""
 

@@ -55,15 +55,16 @@ class VisionJudgeConfig(ChatRewardConfig):
 
     name: Literal["vision_judge"] = "vision_judge"
     question: str = Field('Does this image show: {prompt}? Answer "yes" or "no".', min_length=1)
-    """``{prompt}`` and ``{target}`` stand for those of the image's prompt; no other braces are
-    taken.
+    """The question to the model. ``{prompt}`` and ``{target}`` are replaced by those of the image;
+    the question has no other braces.
     """
     answer: Literal["probability", "yes_no", "number"] = "probability"
-    """``compute_word_probability``: P(yes) / (P(yes) + P(no)) of the first token. ``yes_no``: 1 or
-    0. ``parse_number``: a number from 0 to ``scale``, divided by it. Every other answer is a
-    failure, never a guess.
+    """Form of the answer. ``probability``: P(yes) / (P(yes) + P(no)) of the first token.
+    ``yes_no``: 1 or 0. ``number``: a number from 0 to ``scale``, divided by ``scale``. Any other
+    answer is a failure.
     """
     scale: float = Field(10.0, gt=0)
+    """Largest number of the answer ``number``."""
 
     def build(self) -> Reward:
         return VisionJudge(self)

@@ -9,7 +9,7 @@ from ebbflow.recipe.optimizers import OptimizerFactory
 if TYPE_CHECKING:
     import torch
 
-    from ebbflow.recipe.choices import OptimizerConfig
+    from ebbflow.recipe.optimizer_config import OptimizerConfig
 
 
 class AdamW(OptimizerFactory):

@@ -10,7 +10,7 @@ from ebbflow.recipe.optimizers import OptimizerFactory
 if TYPE_CHECKING:
     import torch
 
-    from ebbflow.recipe.choices import OptimizerConfig
+    from ebbflow.recipe.optimizer_config import OptimizerConfig
 
 BLOCK = 256
 """Numbers of a moment that share a scale."""

@@ -8,7 +8,7 @@ from ebbflow.recipe.optimizers import OptimizerFactory
 from ebbflow.training.optimizers.adamw import ADAMW
 
 if TYPE_CHECKING:
-    from ebbflow.recipe.choices import OptimizerConfig
+    from ebbflow.recipe.optimizer_config import OptimizerConfig
     from ebbflow.training.optimizer import CombinedOptimizer
 
 

@@ -1,0 +1,147 @@
+"""Checks of stages against the model, the policy and the prompts that they train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbflow.recipe.families import FAMILIES, find_family
+from ebbflow.recipe.model import ModelConfig
+from ebbflow.recipe.policy import PolicyConfig
+from ebbflow.recipe.prompts import PromptsConfig
+from ebbflow.recipe.stages import OfflineStageConfig, OnlineStageConfig, StageConfig
+
+NUM_PROMPTS_KEYS = {"online": "prompts_per_step", "offline": "prompts"}
+"""The key of each stage kind that says how many prompts are taken at once."""
+
+
+def check_shares_of_prompt_sets(index: int, stage: StageConfig, prompts: PromptsConfig) -> None:
+    """Check that a stage takes at least one prompt of each prompt set.
+
+    Args:
+        prompts: the prompts of the stage's branch.
+
+    Raises:
+        ValueError: a set gets less than one prompt; names the key and the fix.
+    """
+    # Preference pairs bring their own prompts.
+    if isinstance(stage, OfflineStageConfig) and stage.pairs:
+        return
+    key = NUM_PROMPTS_KEYS.get(getattr(stage, "kind", ""))
+    if key is None:
+        return
+    num_prompts = getattr(stage, key)
+    counts = prompts.count_by_prompt_set(num_prompts)
+    empty_sets = [name for name, count in counts.items() if not count]
+    if empty_sets:
+        raise ValueError(
+            f"stages.{index}.{key} = {num_prompts} gives the prompt set {empty_sets[0]} less than"
+            " one prompt; raise it, or the set's weight in prompts.mixture"
+        )
+
+
+def check_rollout_precision(
+    stages: Sequence[StageConfig], model: ModelConfig, policy: PolicyConfig
+) -> None:
+    """Check that rollouts in float32 have weights in float32.
+
+    Full training keeps its weights in float32 whatever ``model.precision`` is; beside a LoRA, the
+    frozen weights are rounded to ``model.precision`` for good.
+
+    Raises:
+        ValueError: a stage's rollouts would use rounded weights.
+    """
+    if model.precision == "float32" or policy.train != "lora":
+        return
+    for index, stage in enumerate(stages):
+        if stage.rollout_precision == "float32":
+            raise ValueError(
+                f"stages.{index}.rollout_precision = 'float32' cannot be had from weights kept"
+                f" in model.precision = {model.precision!r}; set model.precision to float32, or"
+                " leave rollout_precision out"
+            )
+
+
+def check_weights_until_update(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that the weights of a rollout are still there when its backward pass needs them.
+
+    Raises:
+        ValueError: ``model.cpu_offload`` overwrites them.
+    """
+    for index, stage in enumerate(stages):
+        reuses_forward = isinstance(stage, OnlineStageConfig) and stage.reuse_rollout_forward
+        if model.cpu_offload and reuses_forward:
+            raise ValueError(
+                f"stages.{index}.reuse_rollout_forward goes back through the weights of the"
+                " rollout, and model.cpu_offload overwrites them meanwhile; leave one of"
+                " them out"
+            )
+
+
+def check_optimizer_states(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that optimiser states can be divided and offloaded as stages do.
+
+    Raises:
+        RecipeError: one cannot (``OptimizerConfig.require_whole_state``).
+    """
+    for index, stage in enumerate(stages):
+        sharded = isinstance(stage, OnlineStageConfig) and stage.resources.training.count > 1
+        stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded, model.cpu_offload)
+
+
+def check_engines_support_model(
+    stages: Sequence[StageConfig], model: ModelConfig, policy: PolicyConfig
+) -> None:
+    """Check that the engine of each stage can generate with the model and its adapters.
+
+    Raises:
+        ValueError: vLLM-Omni cannot; names the stage and the fix.
+    """
+    supported = [name for name, family in FAMILIES.items() if family.vllm_omni]
+    served = [index for index, stage in enumerate(stages) if stage.engine == "vllm_omni"]
+    if not served:
+        return
+    if model.family not in supported:
+        raise ValueError(
+            f"stages.{served[0]}.engine = 'vllm_omni' generates with {' and '.join(supported)}, not"
+            f" with model.family = {model.family!r}; set engine: diffusers, or leave it out"
+        )
+    if policy.rslora or policy.dora:
+        raise ValueError(
+            f"stages.{served[0]}.engine = 'vllm_omni' knows adapters without policy.rslora and"
+            " policy.dora; leave them out, or set engine: diffusers"
+        )
+
+
+def check_guided_references(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that a reference under guidance has a model with guidance.
+
+    Raises:
+        ValueError: the family has none; names the stage and the fix.
+    """
+    family = find_family(model.family)
+    if family is None or family.guided:
+        return
+    for index, stage in enumerate(stages):
+        if stage.reference.needs_guidance:
+            raise ValueError(
+                f"stages.{index}.reference.guidance = {stage.reference.guidance:g} (a default"
+                " of some algorithms) needs classifier-free guidance, which model.family ="
+                f" {model.family!r} has not; set reference.guidance to 1"
+            )
+
+
+def check_guidance_is_optional(stages: Sequence[StageConfig], model: ModelConfig) -> None:
+    """Check that ``guidance_in_loss: false`` has guidance to leave out of the loss.
+
+    Raises:
+        ValueError: the model generates without guidance; names the stage and the fix.
+    """
+    family = find_family(model.family)
+    unguided = model.guidance == 1 or (family is not None and not family.guided)
+    for index, stage in enumerate(stages):
+        if unguided and not stage.guidance_in_loss:
+            raise ValueError(
+                f"stages.{index}.guidance_in_loss = False, and model.family ="
+                f" {model.family!r} with model.guidance = {model.guidance:g} has no"
+                " classifier-free guidance to leave out; leave guidance_in_loss out"
+            )
