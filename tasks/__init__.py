@@ -55,23 +55,19 @@ class _CachedPydanticTransformer(PydanticTransformer):
     _literal_type = functools.cache(PydanticTransformer.get_literal_type)
 
     def get_literal_type(self, t: type[BaseModel]) -> LiteralType:
-        return copy.copy(
-            self._literal_type(t)
-        )  # for a type in a union, flytekit writes into what it gets
+        # A copy, because flytekit writes into the type of a union's member.
+        return copy.copy(self._literal_type(t))
 
 
 def _is_actionable(record: logging.LogRecord) -> bool:
-    """Whether a reader of flytekit's log can do anything about it.
-
-    ``options``, the keys of a user's own code, have no type, but travel inside the recipe as
-    MessagePack: nothing is pickled. And flytekit never closes its session with the object store,
-    which ends with the process.
-    """
+    """Return whether a reader of flytekit's log can do anything about a record."""
     message = record.getMessage()
-    return (
-        not message.startswith("Unsupported Type typing.Any")
-        and "'message': 'Unclosed client session'" not in message
-    )
+    # ``options``, the keys of a user's own code, have no type, but travel inside the recipe as
+    # MessagePack: nothing is pickled.
+    if message.startswith("Unsupported Type typing.Any"):
+        return False
+    # Flytekit never closes its session with the object store, which ends with the process.
+    return "'message': 'Unclosed client session'" not in message
 
 
 logging.getLogger("flytekit").addFilter(_is_actionable)
