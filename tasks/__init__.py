@@ -44,17 +44,14 @@ fsspec.config.conf.setdefault("s3", {}).update(s3_setup_args(DataConfig.auto().s
 
 
 def _is_actionable(record: logging.LogRecord) -> bool:
-    """Whether a reader of flytekit's log can do anything about it.
-
-    ``options``, the keys of a user's own code, have no type, but travel inside the recipe as
-    MessagePack: nothing is pickled. And flytekit never closes its session with the object store,
-    which ends with the process.
-    """
+    """Return whether a reader of flytekit's log can do anything about a record."""
     message = record.getMessage()
-    return (
-        not message.startswith("Unsupported Type typing.Any")
-        and "'message': 'Unclosed client session'" not in message
-    )
+    # ``options``, the keys of a user's own code, have no type, but travel inside the recipe as
+    # MessagePack: nothing is pickled.
+    if message.startswith("Unsupported Type typing.Any"):
+        return False
+    # Flytekit never closes its session with the object store, which ends with the process.
+    return "'message': 'Unclosed client session'" not in message
 
 
 logging.getLogger("flytekit").addFilter(_is_actionable)

@@ -14,9 +14,9 @@ import ebbflow
 from ebbflow.storage.identity import compute_code_digest
 
 CLONE = Path(__file__).parents[1]
-_FOLDER = (
-    CLONE if (CLONE / "pyproject.toml").is_file() else Path.cwd()
-)  # not among installed packages
+# In a clone its root; an installed package has no ``pyproject.toml`` above it, and no place for
+# files.
+_FOLDER = CLONE if (CLONE / "pyproject.toml").is_file() else Path.cwd()
 LOCAL_CACHE = Path(os.environ.get("EBBFLOW_LOCAL_CACHE") or _FOLDER / "runs" / "flyte" / "cache")
 """Flyte's cache of local runs, in the clone or else in the working directory. It points into
 ``runs``, so it lies there and is deleted with them; flytekit's own, in the home folder, is shared
@@ -34,13 +34,14 @@ The version does not cover the code, because a run is only resumed with the code
 
 
 def cache_for_all_runs(*sources: str) -> Cache:
-    """For outputs that depend on the other inputs, and on these sources of the library, but not on
-    the run that logs them.
+    """Return the cache of outputs that depend on the other inputs, and on these sources of the
+    library, but not on the run that logs them.
     """
     library = Path(ebbflow.__file__).parent
-    version = (
-        compute_code_digest(*(library / source for source in sources))[:16] if sources else "1"
-    )
+    version = "1"
+    if sources:
+        version = compute_code_digest(*(library / source for source in sources))[:16]
+    # Serialised: of two runs that start together one makes the output, and the other waits for it.
     return Cache(version=version, serialize=True, ignored_inputs=("run",))
 
 
@@ -51,6 +52,8 @@ def map_over_values(bound: partial[Any], **values: Any) -> Any:
     Flyte caches those calls, while a local map task that dies would start again from its first
     value.
     """
+    # In a dynamic the context decides: on a cluster it compiles nodes, on this machine it runs
+    # them.
     execution = FlyteContextManager.current_context().execution_state
     if execution is None or not execution.is_local_execution():
         return map_task(bound)(**values)

@@ -13,12 +13,13 @@ from tasks.types import EvaluatedPolicy
 
 @task(cache=ONCE_PER_RUN, **light_resources())
 def choose_candidate(run: TrackedRun, history: list[EvaluatedPolicy]) -> EvaluatedPolicy:
-    """The best policy of the run. The held-out prompts do not count here, so that they can decide
-    in the gate.
+    """Choose the best policy of the run. The held-out prompts do not count here, so that they can
+    decide in the gate.
     """
     from ebbflow.tracking.child_run import open_node_run
 
     with open_node_run(run, "candidate") as run_logger:
-        chosen = history[find_best_policy([evaluated.evaluation for evaluated in history])]
-        run_logger.log_params({"candidate": chosen.evaluation.label})
-    return chosen
+        best = find_best_policy([evaluated.evaluation for evaluated in history])
+        candidate = history[best]
+        run_logger.log_params({"candidate": candidate.evaluation.label})
+    return candidate

@@ -19,22 +19,27 @@ from tasks.types import EvaluatedPolicy, SpecialistPolicy
 def choose_specialist(
     recipe: Recipe, run: TrackedRun, round: int, branch: str, history: list[EvaluatedPolicy]
 ) -> SpecialistPolicy:
-    """The gate of a branch. The first of ``history`` is the policy that the branch began with."""
+    """Run the gate of a branch. The first of ``history`` is the policy that the branch began
+    with.
+    """
     from ebbflow.evaluation.gate import decide_by_gate
     from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_decision
 
-    before = history[0]
+    # The start stands for the champion: a branch that made its policy worse must not teach with it.
+    start = history[0]
     candidate = history[find_best_policy([evaluated.evaluation for evaluated in history])]
     with open_node_run(run, f"{recipe.branch_label(round, branch)} gate") as run_logger:
-        samples = (
-            read_table(fetch_artifact(evaluated.samples)) for evaluated in (candidate, before)
-        )
         decision = decide_by_gate(
-            recipe.select_branch(branch), candidate.evaluation, before.evaluation, *samples
+            recipe.select_branch(branch),
+            candidate.evaluation,
+            start.evaluation,
+            read_table(fetch_artifact(candidate.samples)),
+            read_table(fetch_artifact(start.samples)),
         )
         log_decision(run_logger, decision)
-    chosen = candidate if decision.promote else before
+    chosen = candidate if decision.promote else start
+    # Without the start, whose stages are of rounds before and already in the run's history.
     stages = [stage for evaluated in history[1:] for stage in evaluated.policy.finished_stages]
     return SpecialistPolicy(branch=branch, policy=chosen.policy, decision=decision, stages=stages)

@@ -16,7 +16,7 @@ from tasks.resources import light_resources
 def compute_advantages(
     recipe: Recipe, run: TrackedRun, round: int, stage: int, scores: list[FlyteFile]
 ) -> FlyteFile:
-    """The advantage of every sample that is trained on (``ADVANTAGES``)."""
+    """Compute the advantage of every sample that is trained on (``ADVANTAGES``)."""
     from ebbflow.offline.advantages import write_advantages
     from ebbflow.stage import StageContext
     from ebbflow.tracking.child_run import open_node_run
@@ -25,7 +25,7 @@ def compute_advantages(
     node = f"{ctx.stage_label} advantages"
     path = make_node_output(run, node, "advantages.parquet")
     with open_node_run(run, node) as run_logger:
-        run_logger.log_metrics(
-            write_advantages(ctx, [fetch_artifact(shard) for shard in scores], path), step=0
-        )
+        # One task over all shards: statistics of a group or of the batch need all of its samples.
+        shards = [fetch_artifact(shard) for shard in scores]
+        run_logger.log_metrics(write_advantages(ctx, shards, path), step=0)
     return FlyteFile(str(path))

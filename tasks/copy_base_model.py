@@ -16,7 +16,7 @@ from tasks.types import BaseModelArtifact
 
 @task(cache=ONCE_PER_RUN, **downloader_resources())
 def copy_base_model(model: ModelConfig, run: TrackedRun) -> BaseModelArtifact:
-    """A committed copy of the folder at ``model.path``, a path or a URI."""
+    """Make a committed copy of the folder at ``model.path``, a path or a URI."""
     from ebbflow.models.prepare import copy_base_folder
     from ebbflow.tracking.child_run import open_node_run
 

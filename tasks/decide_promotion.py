@@ -16,7 +16,7 @@ from tasks.types import ChampionPolicy, EvaluatedPolicy
 def decide_promotion(
     recipe: Recipe, run: TrackedRun, candidate: EvaluatedPolicy, champion: ChampionPolicy
 ) -> GateDecision:
-    """The decision with its reasons; it changes nothing."""
+    """Decide, and give the reasons; nothing is changed."""
     from ebbflow.evaluation.gate import decide_by_gate
     from ebbflow.storage.tables import read_table
     from ebbflow.tracking.child_run import open_node_run

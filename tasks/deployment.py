@@ -69,13 +69,14 @@ class TolerationConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_operator_of_value(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {"operator": "Exists" if given.get("value") is None else "Equal"} | given
+    def _set_operator_of_value(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data  # pydantic says what is wrong with it
+        return {"operator": "Exists" if data.get("value") is None else "Equal"} | data
 
     @model_validator(mode="after")
     def _check_kubernetes_rules(self) -> TolerationConfig:
+        # Else Kubernetes would refuse the pod, when the task is to start.
         if self.operator == "Exists" and self.value is not None:
             raise ValueError(
                 f"operator: Exists takes no value, got {self.value!r}; leave one of them out"
@@ -319,7 +320,8 @@ class DeploymentConfig(Strict):
     ray_cluster: RayClusterConfig = RayClusterConfig()
 
     @model_validator(mode="after")
-    def _check_hub_token(self) -> DeploymentConfig:
+    def _check_context_parallel(self) -> DeploymentConfig:
+        # Processes that share tokens talk in every layer, so they are on one node.
         if self.train_processes % self.train_context_parallel:
             raise ValueError(
                 f"train_context_parallel = {self.train_context_parallel} does not divide"
@@ -329,30 +331,32 @@ class DeploymentConfig(Strict):
 
 
 def read_deployment(environment: Mapping[str, str]) -> DeploymentConfig:
-    """The deployment that the environment variables name.
+    """Read the deployment that the environment variables name.
 
     Raises:
         DeploymentError: the file does not exist or is not a valid deployment.
     """
-    given = {name: environment[name] for name in (FILE, *OVERRIDES) if environment.get(name)}
-    read = _read_mapping(given[FILE]) if FILE in given else None
-    settings: dict[str, Any] = read.data if read else {}
-    settings |= {key: given[name] for name, key in OVERRIDES.items() if name in given}
+    # An empty variable counts as not set, as in shells.
+    variables = {name: environment[name] for name in (FILE, *OVERRIDES) if environment.get(name)}
+    mapping = _read_mapping(variables[FILE]) if FILE in variables else None
+    settings: dict[str, Any] = mapping.data if mapping else {}
+    settings |= {key: variables[name] for name, key in OVERRIDES.items() if name in variables}
     try:
         return DeploymentConfig.model_validate(settings)
     except ValidationError as error:
-        variables = ", ".join(f"{name}={_describe_source(value)}" for name, value in given.items())
-        locate = (
-            read.locate_key if read and not _is_deployment_text(given[FILE]) else locate_nowhere
-        )
+        listed = ", ".join(f"{name}={_describe_source(text)}" for name, text in variables.items())
+        # A text, as in a pod, has no file whose lines could be named.
+        locate = locate_nowhere
+        if mapping and not _is_deployment_text(variables[FILE]):
+            locate = mapping.locate_key
         raise DeploymentError(
-            f"{variables}:\n{explain_validation_error(error, DeploymentConfig, locate)}"
+            f"{listed}:\n{explain_validation_error(error, DeploymentConfig, locate)}"
         ) from None
 
 
 def build_pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
-    """Environment with which a pod reads the same deployment: the variable holds its text, as pods
-    do not have the file.
+    """Build the environment with which a pod reads the same deployment: the variable holds its
+    text, as pods do not have the file.
 
     Every pod gets all of it, because a dynamic compiles its tasks, with their images and GPUs, in
     its own pod.
@@ -361,31 +365,31 @@ def build_pod_environment(deployment: DeploymentConfig) -> dict[str, str]:
 
 
 def _is_deployment_text(file_or_text: str) -> bool:
-    """Whether it is the deployment itself, as in a pod (``build_pod_environment``)."""
+    """Return whether it is the deployment itself, as in a pod (``build_pod_environment``)."""
     return file_or_text.startswith("{")
 
 
 def _describe_source(file_or_text: str) -> str:
-    """A file by its name; a text is not repeated, since it may hold what does not belong there."""
+    """Describe a file by its name; a text is not repeated, since it may hold what does not belong
+    there.
+    """
     return "{...}" if _is_deployment_text(file_or_text) else file_or_text
 
 
 def _read_mapping(file_or_text: str) -> YamlText:
-    """The mapping in a file, or in the text itself."""
+    """Read the mapping in a file, or in the text itself."""
     if not _is_deployment_text(file_or_text) and not Path(file_or_text).is_file():
         raise DeploymentError(
             f"{FILE}={file_or_text}: there is no such file; copy containers/deployment.example.yaml"
         )
     name = _describe_source(file_or_text)
     try:
-        read = read_yaml(
-            file_or_text if _is_deployment_text(file_or_text) else Path(file_or_text).read_bytes(),
-            name,
-        )
+        is_text = _is_deployment_text(file_or_text)
+        mapping = read_yaml(file_or_text if is_text else Path(file_or_text).read_bytes(), name)
     except (yaml.YAMLError, ValueError) as error:
         raise DeploymentError(f"{FILE}={describe_yaml_error(error, name)}") from None
-    if not isinstance(read.data, dict):
+    if not isinstance(mapping.data, dict):
         raise DeploymentError(
-            f"{FILE}={name} must be a mapping of keys, got {type(read.data).__name__}"
+            f"{FILE}={name} must be a mapping of keys, got {type(mapping.data).__name__}"
         )
-    return read
+    return mapping

@@ -28,13 +28,12 @@ def distill_branches(
     stage: int,
     specialists: list[SpecialistPolicy],
 ) -> TrainedPolicy:
-    """The policy folder after the stage."""
+    """Train the stage; return its policy folder."""
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
     teachers: dict[str, Path] = {
         copy: fetch_folder(uri) for copy, uri in locate_teachers(ctx, specialists).items()
     }
-    return add_branch_stages(
-        train_stage(ctx, run, fetch_artifact(base.folder), policy, prompts, teachers), specialists
-    )
+    trained = train_stage(ctx, run, fetch_artifact(base.folder), policy, prompts, teachers)
+    return add_branch_stages(trained, specialists)

@@ -25,7 +25,7 @@ def distill_branches_ray(
     stage: int,
     specialists: list[SpecialistPolicy],
 ) -> TrainedPolicy:
-    """The policy folder after the stage. Actors fetch what they load."""
+    """Train the stage; return its policy folder. Actors fetch what they load."""
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)

@@ -17,11 +17,12 @@ from tasks.types import BaseModelArtifact
 
 @task(cache=cache_for_all_runs(), **downloader_resources())
 def download_base_model(repository: str, revision: str, run: TrackedRun) -> BaseModelArtifact:
-    """A committed copy of the pipeline in ``repository`` at commit ``revision``."""
+    """Make a committed copy of the pipeline in ``repository`` at commit ``revision``."""
     from ebbflow.models.prepare import download_base_folder
     from ebbflow.tracking.child_run import open_node_run
 
     started = time.time()
+    # Not in the run's folder: the cache outlives the run, whose folder may be deleted.
     folder = make_scratch_path("base")
     with open_node_run(run, "base model"):
         download_base_folder(repository, revision, folder)

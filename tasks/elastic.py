@@ -15,7 +15,8 @@ flytekit's own ``Elastic`` was tried on the same task: two ranks that import tor
 two busy CPU cores. Its ranks start after 64 seconds and these after 23. At a SIGTERM it kills ranks
 that take 33 seconds to save, after 30, and raises ``IgnoreOutputs``: Flyte takes the task for a
 success without outputs. Here the ranks save, and Flyte retries the task. It also listens on two
-ports of every interface. Its ``Elastic`` is therefore the base class and not the launcher.
+ports of every interface. So ``GracefulElastic`` derives from it, and changes how ranks start, where
+they meet and what a SIGTERM does.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 logger = logging.getLogger(__name__)
+# What the plugin runs in every rank; ``_configure_launcher`` replaces it for the time of a launch.
 SPAWN_HELPER = plugin.spawn_helper
 SHORT_FOLDER = "/tmp"
 RENDEZVOUS = "one-node"
 """The name of ``_build_one_node_rendezvous`` among torch's rendezvous."""
 IN_JOB = "PET_NNODES"
 """Environment variable of the pods of a PyTorchJob, which the training operator sets."""
+# What a rank imports before its first step; the fork server imports it once for all of them.
 PRELOADED = ("tasks.train_offline", "ebbflow.offline.training", "ebbflow.tracking.nodes")
 
 
@@ -65,10 +68,11 @@ JOIN_SECONDS = 900
 image.
 """
 SILENT_SECONDS = 300
-HEARTBEAT_SECONDS = 5
 """A launcher that was silent for so long is out of the rendezvous: torch's 15 seconds are too few
 on a busy machine.
 """
+# torch's default interval; the rendezvous counts silent intervals, not seconds.
+HEARTBEAT_SECONDS = 5
 CONFIGS = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), JOIN_SECONDS)
 
 
@@ -110,38 +114,45 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         self.rdzv_backend = "c10d" if several else RENDEZVOUS
 
     def execute(self, **kwargs: Any) -> Any:
+        # Only the main thread may set a handler, and it receives the signals.
         if threading.current_thread() is not threading.main_thread():
-            return self._launch_processes(**kwargs)  # only the main thread receives signals
-        before = signal.signal(signal.SIGTERM, self._forward_signal)
+            return self._launch_processes(**kwargs)
+        previous_handler = signal.signal(signal.SIGTERM, self._forward_signal)
         try:
             return self._launch_processes(**kwargs)
         except (FlyteRecoverableException, IgnoreOutputs):
+            # The plugin raises the first where a rank did, and the second on every node but the
+            # first.
             raise
         except Exception as error:
-            if self.terminated:  # while they were loading, before they could save
+            # Ranks that were still loading had no handler and died of the SIGTERM. Flyte retries
+            # nothing but recoverable errors.
+            if self.terminated:
                 raise FlyteRecoverableException(
                     f"{self.name} was terminated before its first step"
                 ) from error
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
 
     def _launch_processes(self, **kwargs: Any) -> Any:
+        """Run the ranks: those of this node, or outside of a PyTorchJob all of them here."""
         if self.task_config.nnodes > 1 and IN_JOB in os.environ:
             return self._launch_processes_of_node(**kwargs)
+        # A local run of a deployment with several nodes has as many ranks as on a cluster.
         processes = self.task_config.nproc_per_node * self.task_config.nnodes
-        here = {
+        settings = {
             "min_nodes": 1,
             "max_nodes": 1,
             "nproc_per_node": processes,
             "rdzv_backend": RENDEZVOUS,
         }
         logger.info("starting %d processes for %s", processes, self._short_name)
-        with _provide_file_store(), _configure_launcher(kwargs["recipe"], here):
+        with _provide_file_store(), _configure_launcher(kwargs["recipe"], settings):
             return super().execute(**kwargs)
 
     def _launch_processes_of_node(self, **kwargs: Any) -> Any:
-        """The processes of this node, which meet those of the others.
+        """Run the processes of this node, which meet those of the others.
 
         Raises:
             FlyteRecoverableException: another node is gone or did not come, or a process of this
@@ -160,19 +171,23 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
             try:
                 return super().execute(**kwargs)
             except Exception as error:
-                if lost := _explain_lost_node(error):
-                    raise FlyteRecoverableException(f"{self._short_name}: {lost}") from error
-                raise
+                reason = _explain_lost_node(error)
+                if reason:
+                    raise FlyteRecoverableException(f"{self._short_name}: {reason}") from error
+                raise  # an error of the stage, which another attempt would meet again
 
     @property
     def _short_name(self) -> str:
+        """The task's name without its module."""
         return str(self.name).rpartition(".")[2]
 
     def _forward_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass a SIGTERM on to the ranks, and let the launcher wait until they have saved."""
         self.terminated = True
         processes = multiprocessing.active_children()
         for process in processes:
             process.terminate()
+        # Nothing to wait for: the launch is interrupted here, in the main thread.
         if not processes:
             raise FlyteRecoverableException(f"{self.name} was terminated before it had processes")
 
@@ -194,7 +209,8 @@ def preload_fork_server(recipe: Recipe) -> bool:
         importlib.import_module(module)
     load_adapter(recipe.model.family)
     _create_socket_folder()
-    # which the fork server would start first, as it is started itself
+    # ``forkserver`` starts the resource tracker by the same function as the server: it has to run
+    # before that function is replaced.
     resource_tracker.ensure_running()
     new_interpreter = util.spawnv_passfds
     util.spawnv_passfds = _fork_server  # type: ignore[assignment]
@@ -206,47 +222,48 @@ def preload_fork_server(recipe: Recipe) -> bool:
 
 
 def _create_socket_folder() -> None:
-    """The path of a local socket has 107 bytes at most, and the temporary folder of a local run
-    lies in its output.
+    """Create the folder of multiprocessing's sockets at a short path: that of a local socket has
+    107 bytes at most, and the temporary folder of a local run lies in its output.
     """
     usual = tempfile.gettempdir()
     if os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
         tempfile.tempdir = SHORT_FOLDER
     try:
-        util.get_temp_dir()  # a folder that only this user can open; multiprocessing keeps it
+        # Makes a folder that only this user can open, and remembers it.
+        util.get_temp_dir()
     finally:
         tempfile.tempdir = usual
 
 
 def _fork_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
-    """The id of a fork of this process that serves as ``multiprocessing``'s fork server, which is a
-    new interpreter otherwise.
+    """Fork this process as ``multiprocessing``'s fork server, which is a new interpreter otherwise,
+    and return its id.
     """
+    # What is still in a buffer would be written by both.
     sys.stdout.flush()
     sys.stderr.flush()
-    if process := os.fork():
+    process = os.fork()
+    if process:
         return process
     listener, alive = descriptors
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends after the ranks, which save first
-        _close_other_end_of_pipe(alive)  # or the server would wait for itself
+        # The server ends after the ranks, which save first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # The server ends when nobody holds the other end of this pipe. The fork holds one itself,
+        # which a new interpreter would not, and would wait for itself.
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the listing's own descriptor is gone
+                if int(name) != alive and os.path.sameopenfile(int(name), alive):
+                    os.close(int(name))
         forkserver.main(listener, alive, [])
     finally:
+        # Not sys.exit: exit handlers and finalisers are those of the launcher.
         os._exit(0)
 
 
-def _close_other_end_of_pipe(pipe: int) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing's own is gone
-            if int(name) != pipe and os.path.sameopenfile(int(name), pipe):
-                os.close(int(name))
-
-
 def _explain_lost_node(error: Exception) -> str | None:
-    """What another attempt may not meet: a connection to another node that broke, or a process that
-    was killed.
-
-    NCCL ends its process by a signal when a connection breaks.
+    """Explain an error that another attempt may not meet: a connection to another node that broke,
+    or a process that was killed; None for any other.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -256,45 +273,54 @@ def _explain_lost_node(error: Exception) -> str | None:
     if isinstance(error, RendezvousError) or is_connection_error(error):
         return f"another node is gone, or did not come ({type(error).__name__}: {error})"
     cause = error.value if isinstance(error, FlyteUserRuntimeException) else error
-    if (
-        isinstance(cause, ChildFailedError)
-        and (failure := cause.get_first_failure()[1]).exitcode < 0
-    ):
-        name = signal.Signals(-failure.exitcode).name
-        return (
-            f"process {failure.local_rank} of this node ended by {name}; another node may be gone,"
-            " or its memory used up"
-        )
-    return None
+    if not isinstance(cause, ChildFailedError):
+        return None
+    failure = cause.get_first_failure()[1]
+    if failure.exitcode >= 0:
+        return None
+    # By a signal: SIGKILL where memory is used up, SIGABRT by NCCL when a connection breaks.
+    name = signal.Signals(-failure.exitcode).name
+    return (
+        f"process {failure.local_rank} of this node ended by {name}; another node may be gone,"
+        " or its memory used up"
+    )
 
 
 @contextmanager
-def _configure_launcher(recipe: Recipe, given: dict[str, Any]) -> Iterator[None]:
-    """The launcher's settings that Flyte's plugin has no options for: the signals that it handles,
-    and a start by forking.
+def _configure_launcher(recipe: Recipe, further: dict[str, Any]) -> Iterator[None]:
+    """Give the launcher settings that Flyte's plugin has no options for: the signals that it
+    handles, and a start by forking.
 
-    It leaves SIGTERM to ``GracefulElasticTask``, and SIGINT to Flyte (``start_run``). ``given`` are
-    further settings.
+    Args:
+        further: more of the launcher's settings.
     """
     from torch.distributed.launcher import api
 
-    settings = {"signals_to_handle": "SIGHUP,SIGQUIT", **given}
-    config = api.LaunchConfig
+    # Not SIGTERM, which is ``GracefulElasticTask``'s, and not SIGINT, which is Flyte's (start_run).
+    settings = {"signals_to_handle": "SIGHUP,SIGQUIT", **further}
+    launch_config = api.LaunchConfig
     if preload_fork_server(recipe):
         settings["start_method"] = "forkserver"
         rank = partial(_run_rank, os.getcwd(), dict(os.environ))
-        rank.__name__ = rank.__qualname__ = SPAWN_HELPER.__name__  # type: ignore[attr-defined]  # the launcher logs them
+        # The launcher logs the names, which a partial does not have.
+        rank.__name__ = rank.__qualname__ = SPAWN_HELPER.__name__  # type: ignore[attr-defined]
         plugin.spawn_helper = rank
-    api.LaunchConfig = lambda **given: config(**given | settings)  # type: ignore[misc, assignment]
+
+    # The plugin imports LaunchConfig inside ``execute``, so that it gets this one.
+    def build_launch_config(**plugin_settings: Any) -> Any:
+        return launch_config(**plugin_settings | settings)
+
+    api.LaunchConfig = build_launch_config  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        api.LaunchConfig, plugin.spawn_helper = config, SPAWN_HELPER  # type: ignore[misc]
+        api.LaunchConfig = launch_config  # type: ignore[misc]
+        plugin.spawn_helper = SPAWN_HELPER
 
 
 @contextmanager
 def _provide_file_store() -> Iterator[None]:
-    """A file through which ranks find each other, and torch configured for one node
+    """Provide a file through which ranks find each other, and configure torch for one node
     (``_build_one_node_rendezvous``).
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -312,6 +338,7 @@ def _provide_file_store() -> Iterator[None]:
 
 @contextmanager
 def _record_launch_time() -> Iterator[None]:
+    """Tell ranks when they were launched, so that the stage can log how long they took to start."""
     from ebbflow.training.distributed import LAUNCHED
 
     os.environ[LAUNCHED] = str(time.time())
@@ -323,12 +350,10 @@ def _record_launch_time() -> Iterator[None]:
 
 @contextmanager
 def _skip_method_name_search() -> Iterator[None]:
-    """c10d's rendezvous without its search for the name of the calling method, which looks through
-    all modules of the process.
-
-    It does so several times for each operation: with the thousands of modules here that takes
-    seconds on a busy machine.
+    """Keep c10d's rendezvous from searching the name of the calling method in all modules of the
+    process, which it does several times for each operation.
     """
+    # For a log message. With the thousands of modules here it takes seconds on a busy machine.
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     slow = dynamic_rendezvous.get_method_name
@@ -340,8 +365,8 @@ def _skip_method_name_search() -> Iterator[None]:
 
 
 def _build_one_node_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of a launcher that is alone: it meets nobody, and what it stores stays in its
-    memory.
+    """Build the rendezvous of a launcher that is alone: it meets nobody, and what it stores stays
+    in its memory.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import (
@@ -355,6 +380,7 @@ def _build_one_node_rendezvous(parameters: RendezvousParameters) -> RendezvousHa
             return RENDEZVOUS
 
         def next_rendezvous(self) -> RendezvousInfo:
+            # Ranks meet in the file of ``_provide_file_store`` and never ask for this address.
             no_port = RendezvousStoreInfo("127.0.0.1", 0)
             return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=no_port)
 
@@ -377,13 +403,13 @@ def _build_one_node_rendezvous(parameters: RendezvousParameters) -> RendezvousHa
 
 
 def _run_rank(directory: str, environment: dict[str, str], *arguments: Any) -> Any:
-    """A rank's work, in the folder and environment of its launcher, not in those that the server
+    """Do a rank's work, in the folder and environment of its launcher, not in those that the server
     had when it started.
     """
+    # The server ignores SIGTERM, and so would its forks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the launcher passes it on as a SIGTERM, for which ranks save
+    # The launcher passes Ctrl-C on as a SIGTERM, for which ranks save.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(directory)
     os.environ.update(environment)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -392,7 +418,8 @@ def _run_rank(directory: str, environment: dict[str, str], *arguments: Any) -> A
 
 def _end_with_launcher() -> None:
     """End this process when its launcher is gone: its parent is the server, which would not
-    notice."""
+    notice.
+    """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     multiprocessing.connection.wait([launcher.sentinel])

@@ -23,8 +23,8 @@ def evaluate_branch(
     branch: str,
     label: str,
 ) -> EvaluatedPolicy:
-    """The policy with its evaluation and samples. The run's own curves leave it out: it is of other
-    prompts than theirs.
+    """Evaluate the policy. The run's own curves leave the result out: it is of other prompts than
+    theirs.
     """
     from ebbflow.evaluation.evaluate import evaluate_folder
     from ebbflow.tracking.child_run import open_node_run
@@ -32,10 +32,10 @@ def evaluate_branch(
 
     node = f"{label} evaluation"
     samples = make_node_output(run, node, "samples.parquet")
-    own = recipe.select_branch(branch)
+    branch_recipe = recipe.select_branch(branch)  # with the branch's rewards and guardrails
     with open_node_run(run, node) as run_logger:
         evaluation = evaluate_folder(
-            own,
+            branch_recipe,
             fetch_artifact(base.folder),
             fetch_artifact(policy.folder),
             fetch_artifact(prompts),

@@ -23,8 +23,8 @@ def evaluate_champion(
     prompts: FlyteFile,
     before: EvaluatedPolicy,
 ) -> ChampionPolicy:
-    """The champion with its evaluation, or ``before``, that of the run's own start, if there is no
-    champion yet.
+    """Evaluate the champion, or return ``before``, the evaluation of the run's own start, if there
+    is no champion yet.
     """
     from ebbflow.evaluation.evaluate import evaluate_folder, require_same_image_size
     from ebbflow.registry.promotion import download_champion_folders, find_champion
@@ -35,17 +35,17 @@ def evaluate_champion(
     if champion is None:
         return ChampionPolicy(version=None, evaluated=before)
     node = "champion evaluation"
-    samples, downloaded = (
-        make_node_output(run, node, name) for name in ("samples.parquet", "champion")
-    )
+    samples = make_node_output(run, node, "samples.parquet")
+    downloaded = make_node_output(run, node, "champion")
     with open_node_run(run, node) as run_logger:
-        its_base, policy = download_champion_folders(
+        # A champion may have been trained from another base model than this run's.
+        champion_base, policy = download_champion_folders(
             champion, downloaded, fetch_artifact(base.folder)
         )
         require_same_image_size(recipe, policy)
         evaluation = evaluate_folder(
             recipe,
-            its_base,
+            champion_base,
             policy,
             fetch_artifact(prompts),
             f"champion v{champion.version}",

@@ -22,7 +22,7 @@ def evaluate_policy(
     prompts: FlyteFile,
     label: str,
 ) -> EvaluatedPolicy:
-    """The policy with its evaluation and samples; means, samples and an image grid go to MLflow."""
+    """Evaluate the policy; means, samples and an image grid go to MLflow."""
     from ebbflow.evaluation.evaluate import evaluate_folder
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_evaluation

@@ -1,6 +1,4 @@
-"""Files of tasks: where they write outputs, and how they fetch inputs, folders behind URIs and
-checkpoints.
-"""
+"""Files of tasks: places for outputs; inputs, folders behind URIs and checkpoints, fetched."""
 
 from __future__ import annotations
 
@@ -33,14 +31,15 @@ CODE = (
 
 
 def make_scratch_path(name: str) -> Path:
-    """A fresh path called ``name`` in the temporary folder; Flyte uploads it when the task returns
-    it.
+    """Make a fresh path called ``name`` in the temporary folder; Flyte uploads it when the task
+    returns it.
     """
     return Path(tempfile.mkdtemp(prefix="ebbflow-")) / name
 
 
 def make_node_output(run: TrackedRun, node: str, name: str) -> Path:
-    """A fresh path for what a node of the run makes; Flyte uploads it when the task returns it.
+    """Make a fresh path for what a node of the run makes; Flyte uploads it when the task returns
+    it.
 
     A local execution leaves it where it is, in the run's folder. Every attempt at the node gets the
     same path, and what one that was killed left there is removed. Every process of a training group
@@ -56,7 +55,7 @@ def make_node_output(run: TrackedRun, node: str, name: str) -> Path:
 
 
 def fetch_artifact(artifact: FlyteFile | FlyteDirectory) -> Path:
-    """The local copy of an artifact.
+    """Fetch the local copy of an artifact.
 
     Raises:
         FileNotFoundError: Flyte's local cache has outlived the temporary folder it points to.
@@ -68,32 +67,29 @@ def fetch_artifact(artifact: FlyteFile | FlyteDirectory) -> Path:
 
 
 def fetch_folder(uri: str) -> Path:
-    """A local copy of the folder at a path or a URI. A FlyteDirectory made from a URI would
-    download nothing.
-    """
+    """Fetch a local copy of the folder at a path or a URI."""
     if "://" not in uri:
         return fetch_artifact(FlyteDirectory(uri))
+    # Not FlyteDirectory(uri).download(): one that was made from a URI downloads nothing.
     folder = make_scratch_path("folder")
     FlyteContextManager.current_context().file_access.get_data(uri, str(folder), is_multipart=True)
     return folder
 
 
 def fetch_artifact_once(artifact: FlyteFile | FlyteDirectory) -> Path:
-    """The local copy of an artifact that all processes of this machine share.
+    """Fetch the local copy of an artifact that all processes of this machine share.
 
     It is downloaded once: a process that downloaded it again would write into the file that another
     one reads.
     """
     uri = str(artifact.remote_source or artifact.path)
-    return (
-        fetch_once_per_machine(uri, isinstance(artifact, FlyteDirectory))
-        if "://" in uri
-        else fetch_artifact(artifact)
-    )
+    if "://" in uri:
+        return fetch_once_per_machine(uri, is_folder=isinstance(artifact, FlyteDirectory))
+    return fetch_artifact(artifact)
 
 
 def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
-    """The file or folder at ``uri``, which never changes, fetched once for all processes of this
+    """Fetch the file or folder at ``uri``, which never changes, once for all processes of this
     machine.
     """
     if Path(uri).exists():
@@ -101,6 +97,7 @@ def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
     shared = _path_of_machine_folder(uri)
     with wait_for_lock(shared.with_suffix(".lock")):
         if not shared.exists():
+            # Renamed when it is whole: a process that dies meanwhile leaves nothing under the name.
             new = make_scratch_path(shared.name)
             FlyteContextManager.current_context().file_access.get_data(
                 uri, str(new), is_multipart=is_folder
@@ -112,8 +109,8 @@ def fetch_once_per_machine(uri: str, is_folder: bool = True) -> Path:
 def open_checkpoints(
     run: TrackedRun, ctx: StageContext, rank: int = 0, local_rank: int = 0
 ) -> Checkpoints:
-    """The checkpoints of a stage, in the run's folder, where the next attempt finds them; those of
-    earlier stages are deleted.
+    """Open the checkpoints of a stage, in the run's folder, where the next attempt finds them;
+    those of earlier stages are deleted.
 
     Args:
         rank: of a training process; rank 0 deletes.
@@ -122,28 +119,37 @@ def open_checkpoints(
     from ebbflow.recipe.branches import find_stages_in_parallel
     from ebbflow.training.checkpoint import Checkpoints
 
+    # Not Flyte's own checkpoints: an attempt sees only those of the attempt before it, they have no
+    # mark of being whole, and another stage has none of them.
     access = FlyteContextManager.current_context().file_access
     stages = f"{run.folder}/checkpoints"
-    own = _folder_name(ctx.stage_label)
+    stage_folder = _folder_name(ctx.stage_label)
     store = access.get_filesystem_for_path(stages)
-    parallel = find_stages_in_parallel(ctx.recipe.stages, ctx.stage)
-    labels = [ctx.recipe.stage_label(ctx.round, index) for index in parallel]
-    needed = {own, *map(_folder_name, labels)}
-    for stage in _list_names(store, stages) if rank == 0 else ():
-        if stage not in needed:
-            store.rm(f"{stages}/{stage}", recursive=True)
-    home = f"{stages}/{own}"
+
+    # A stage that runs has the policy of those before it, so their checkpoints are not needed any
+    # more; stages of branches run at the same time.
+    if rank == 0:
+        parallel = find_stages_in_parallel(ctx.recipe.stages, ctx.stage)
+        labels = [ctx.recipe.stage_label(ctx.round, index) for index in parallel]
+        needed = {stage_folder, *map(_folder_name, labels)}
+        for stage in _list_names(store, stages):
+            if stage not in needed:
+                store.rm(f"{stages}/{stage}", recursive=True)
+    home = f"{stages}/{stage_folder}"
     if "://" not in home:
         return Checkpoints(ctx, Path(home))
     folder = _path_of_machine_folder(home)
 
     def upload_checkpoint(new: Path) -> None:
+        # First the new one, then away with those that are gone here: there is always one to resume
+        # from.
         access.put_data(str(new), f"{home}/{new.name}", is_multipart=True)
         for name in _list_names(store, home) - {path.name for path in folder.iterdir()}:
             store.rm(f"{home}/{name}", recursive=True)
 
     if local_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt on this machine
+        # What an earlier attempt left on this machine may be older than what another one uploaded.
+        shutil.rmtree(folder, ignore_errors=True)
         if store.exists(home):
             access.get_data(home, str(folder), is_multipart=True)
     return Checkpoints(ctx, folder, upload_checkpoint)
@@ -158,17 +164,18 @@ def delete_checkpoints(run: TrackedRun) -> None:
 
 
 def _path_of_machine_folder(uri: str) -> Path:
-    """The local folder that all processes of this machine use for what is at ``uri``."""
+    """Return the local folder that all processes of this machine use for what is at ``uri``."""
+    # Private to this user: another one could put weights of his own under a name that is known.
     return create_private_folder() / hashlib.sha256(uri.encode()).hexdigest()[:32]
 
 
 def _folder_name(label: str) -> str:
+    """Return "1.2-offline" for "1.2 offline"."""
     return label.replace(" ", "-")
 
 
 def _list_names(store: Any, folder: str) -> set[str]:
-    return (
-        {Path(path).name for path in store.ls(folder, detail=False)}
-        if store.exists(folder)
-        else set()
-    )
+    """List the names in a folder of an fsspec file system; none where it does not exist."""
+    if not store.exists(folder):
+        return set()
+    return {Path(path).name for path in store.ls(folder, detail=False)}

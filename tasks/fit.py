@@ -1,5 +1,5 @@
-"""Whether the machines of a deployment hold what an estimate needs, and what to change where they
-do not.
+"""The comparison of what an estimate needs with the machines of a deployment, and what to change
+where they do not fit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ MAIN_MEMORY = "main memory"
 class Machine:
     """What one process gets.
 
+    Example:
+        An 80 GB A100 of an offline stage with 8 processes and mem: 512Gi is
+        Machine("training_group", "nvidia-a100-80gb", 80 * GIB, gpu=True, main_memory=64 * GIB,
+        sharing=8), of which a process may need 72 GiB (``usable_bytes``).
+
     Attributes:
         key: of the deployment.
         name: for messages.
@@ -51,15 +56,15 @@ class Machine:
         return math.inf if self.bytes is None else self.bytes * (USABLE if self.gpu else 1)
 
 
-def compare_needs(made: Estimate, deployment: DeploymentConfig) -> tuple[list[str], list[str]]:
-    """(a line for each kind of process with its need and its machine, a line with the fix for each
-    that does not fit).
+def compare_needs(estimate: Estimate, deployment: DeploymentConfig) -> tuple[list[str], list[str]]:
+    """Return (a line for each kind of process with its need and its machine, a line with the fix
+    for each that does not fit).
     """
     lines = []
     misfits = []
-    for name in made.memory:
-        machine = find_machine(made, name, deployment)
-        need = _needed_bytes(made, name, machine)
+    for name in estimate.memory:
+        machine = find_machine(estimate, name, deployment)
+        need = _needed_bytes(estimate, name, machine)
         fits = need <= machine.usable_bytes
         verdict = "fits" if fits else "DOES NOT FIT"
         lines.append(
@@ -67,52 +72,55 @@ def compare_needs(made: Estimate, deployment: DeploymentConfig) -> tuple[list[st
             f" {verdict if machine.bytes else 'unknown'}"
         )
         if not fits:
-            task = (
+            problem = (
                 f"{name} needs {need / GIB:.1f} GiB, and {machine.key} gives it"
                 f" {machine.usable_bytes / GIB:.1f} GiB of {machine.name}"
             )
-            misfits.append(f"{task}: {', or '.join(_suggest_fixes(made, name, machine, need))}")
-        if (kept := _offloaded_bytes(made, name, machine)) > machine.main_memory:
-            more = math.ceil((kept - machine.main_memory) * machine.sharing / GIB)
+            fixes = _suggest_fixes(estimate, name, machine, need)
+            misfits.append(f"{problem}: {', or '.join(fixes)}")
+        # Offloading trades a GPU's memory for main memory, which may be too small in turn.
+        offloaded = _offloaded_bytes(estimate, name, machine)
+        if offloaded > machine.main_memory:
+            # ``mem`` is of the pod, whose processes share it.
+            more = math.ceil((offloaded - machine.main_memory) * machine.sharing / GIB)
             misfits.append(
-                f"{name} keeps {kept / GIB:.1f} GiB in {MAIN_MEMORY}, and {machine.key} gives it"
-                f" {machine.main_memory / GIB:.1f} GiB: raise {machine.key}.mem by {more}Gi, or"
+                f"{name} keeps {offloaded / GIB:.1f} GiB in {MAIN_MEMORY}, and {machine.key} gives"
+                f" it {machine.main_memory / GIB:.1f} GiB: raise {machine.key}.mem by {more}Gi, or"
                 " leave model.cpu_offload out"
             )
     return lines, misfits
 
 
-def _needed_bytes(made: Estimate, name: str, machine: Machine) -> int:
-    """Bytes of a process: of its GPU, or without one, of all that is in main memory."""
-    memory = made.memory[name]
-    return (
-        memory.peak_bytes
-        if machine.gpu
-        else memory.peak_bytes + memory.offloaded + made.main_memory
-    )
+def _needed_bytes(estimate: Estimate, name: str, machine: Machine) -> int:
+    """Return the bytes that a process needs: of its GPU, or without one, of main memory."""
+    memory = estimate.memory[name]
+    if machine.gpu:
+        return memory.peak_bytes
+    # Without a GPU nothing is moved away: what would be offloaded is in the same memory.
+    return memory.peak_bytes + memory.offloaded + estimate.main_memory
 
 
-def _offloaded_bytes(made: Estimate, name: str, machine: Machine) -> int:
-    """Bytes in main memory of a process with a GPU that offloads: those, and the parts that wait
-    there; else 0.
+def _offloaded_bytes(estimate: Estimate, name: str, machine: Machine) -> int:
+    """Return the bytes in main memory of a process with a GPU that offloads: those, and the parts
+    that wait there; else 0.
     """
-    offloaded = made.memory[name].offloaded if machine.gpu else 0
-    return offloaded + made.main_memory if offloaded else 0
+    offloaded = estimate.memory[name].offloaded if machine.gpu else 0
+    return offloaded + estimate.main_memory if offloaded else 0
 
 
-def find_machine(made: Estimate, name: str, deployment: DeploymentConfig) -> Machine:
-    """The machine of a process that an estimate names; of several groups of Ray workers the largest
-    that suits.
+def find_machine(estimate: Estimate, name: str, deployment: DeploymentConfig) -> Machine:
+    """Find the machine of a process that an estimate names; of several groups of Ray workers the
+    largest that suits.
     """
-    stage, role = _parse_process_name(made.recipe, name)
-    if stage is not None and made.recipe.stages[stage].kind == "offline" and role == "training":
-        return _build_machine("training_group", deployment.training_group, made.processes)
-    if (
-        stage is None
-        or (config := made.recipe.stages[stage]).kind != "online"
-        or config.placement != "ray"
-    ):
+    stage, role = _parse_process_name(estimate.recipe, name)
+    if stage is None:  # between the stages: evaluations, text encoding
         return _build_machine("accelerated", deployment.accelerated, 1)
+    config = estimate.recipe.stages[stage]
+    if config.kind == "offline" and role == "training":
+        return _build_machine("training_group", deployment.training_group, estimate.processes)
+    if config.kind != "online" or config.placement != "ray":
+        return _build_machine("accelerated", deployment.accelerated, 1)
+    # Ray chooses the pod by what an actor asks for: one with a GPU goes where GPUs are.
     workers: WorkersConfig = getattr(config.resources, {"rewards": "reward"}.get(role, role))
     groups = [
         _build_ray_machine(index, group, workers, deployment)
@@ -124,8 +132,11 @@ def find_machine(made: Estimate, name: str, deployment: DeploymentConfig) -> Mac
 
 
 def _parse_process_name(recipe: Recipe, name: str) -> tuple[int | None, str]:
-    """(index of the stage, what the process does in it) of a row of the estimate; no stage for what
-    is done between them.
+    """Return (index of the stage, what the process does in it) of a row of the estimate; no stage
+    for what is done between them.
+
+    Example:
+        "1.2 offline training" is (1, "training"), and "evaluation" is (None, "evaluation").
     """
     for index in range(len(recipe.stages)):
         label = recipe.stage_label(0, index)
@@ -135,6 +146,7 @@ def _parse_process_name(recipe: Recipe, name: str) -> tuple[int | None, str]:
 
 
 def _build_machine(key: str, pod: PodConfig, processes: int) -> Machine:
+    """Build the machine of one of the processes that share a pod, each with a GPU of its own."""
     main_memory = _parse_size(pod.mem) / processes
     if not pod.gpus:
         return Machine(key, MAIN_MEMORY, main_memory, False, main_memory, processes)
@@ -145,16 +157,18 @@ def _build_machine(key: str, pod: PodConfig, processes: int) -> Machine:
 def _build_ray_machine(
     index: int, group: RayWorkersConfig, workers: WorkersConfig, deployment: DeploymentConfig
 ) -> Machine:
+    """Build the machine of one actor in a pod of a group of Ray workers."""
     key = f"ray_cluster.workers.{index}"
     cluster = deployment.ray_cluster
     main_memory = _parse_size(group.mem)
     if not (group.gpus and workers.gpus):
         return Machine(key, MAIN_MEMORY, main_memory, False, main_memory)
+    # Actors may ask for a part of a GPU: Ray counts it, nothing enforces it, and they share memory.
     whole = _bytes_of_gpu(cluster)
     share = min(1.0, workers.gpus)
-    name = f"{cluster.accelerator or 'a GPU of unknown kind'}" + (
-        f" ({share:g} of it)" if share < 1 else ""
-    )
+    name = cluster.accelerator or "a GPU of unknown kind"
+    if share < 1:
+        name += f" ({share:g} of it)"
     sharing = max(1, min(workers.count, int(group.gpus / workers.gpus)))
     return Machine(
         key, name, None if whole is None else whole * share, True, main_memory / sharing, sharing
@@ -162,6 +176,7 @@ def _build_ray_machine(
 
 
 def _bytes_of_gpu(pod: PodConfig) -> int | None:
+    """Return the memory of a GPU of the pod; None where its kind is not known."""
     if pod.gpu_memory:
         return _parse_size(pod.gpu_memory)
     known = GPU_GIB.get(pod.accelerator or "")
@@ -172,101 +187,113 @@ def _parse_size(size: str) -> int:
     return int(size[:-2]) * UNITS[size[-2:]]
 
 
-def _suggest_fixes(made: Estimate, name: str, machine: Machine, need: float) -> list[str]:
-    """A change of the recipe or the deployment with which it fits, and a machine on which it
-    does."""
-    found = []
-    for changed, change in _iterate_changes(made, name):
-        less = _needed_bytes(changed, name, machine)
-        kept = _offloaded_bytes(changed, name, machine)
-        if less <= machine.usable_bytes and kept <= max(
-            machine.main_memory, _offloaded_bytes(made, name, machine)
-        ):
-            found.append(f"set {change} ({less / GIB:.1f} GiB)")
+def _suggest_fixes(estimate: Estimate, name: str, machine: Machine, need: float) -> list[str]:
+    """Suggest a change of the recipe or the deployment with which it fits, and a machine on which
+    it does.
+    """
+    fixes = []
+    # A change must not move the problem to main memory, unless that was too small before.
+    allowed_offload = max(machine.main_memory, _offloaded_bytes(estimate, name, machine))
+    for changed, change in _iterate_changes(estimate, name):
+        changed_need = _needed_bytes(changed, name, machine)
+        offloaded = _offloaded_bytes(changed, name, machine)
+        if changed_need <= machine.usable_bytes and offloaded <= allowed_offload:
+            fixes.append(f"set {change} ({changed_need / GIB:.1f} GiB)")
             break
     if not machine.gpu:
-        return [
-            *found,
-            f"raise {machine.key}.mem by {math.ceil((need - machine.usable_bytes) / GIB)}Gi",
-        ]
+        more = math.ceil((need - machine.usable_bytes) / GIB)
+        return [*fixes, f"raise {machine.key}.mem by {more}Gi"]
     key = f"{machine.key.partition('.')[0]}.accelerator"
+    # The smallest GPU that holds it: GPU_GIB is in ascending order.
     larger = [kind for kind, size in GPU_GIB.items() if size * GIB * USABLE >= need]
-    found += [f"set {key} to {larger[0]}"] if larger else []
-    return found or ["take a smaller model or size: no GPU that is known here holds it"]
+    if larger:
+        fixes.append(f"set {key} to {larger[0]}")
+    return fixes or ["take a smaller model or size: no GPU that is known here holds it"]
 
 
-def _iterate_changes(made: Estimate, name: str) -> Iterator[tuple[Estimate, str]]:
-    """The estimate with other keys, in turn: first what changes only the time, last what trains
-    other parameters.
+def _iterate_changes(estimate: Estimate, name: str) -> Iterator[tuple[Estimate, str]]:
+    """Iterate over the estimate with other keys, in turn: first what changes only the time, last
+    what trains other parameters.
     """
-    stage, role = _parse_process_name(made.recipe, name)
-    settings = made.recipe.evaluation if stage is None else made.recipe.stages[stage]
+    stage, role = _parse_process_name(estimate.recipe, name)
+    settings = estimate.recipe.evaluation if stage is None else estimate.recipe.stages[stage]
     key = "evaluation" if stage is None else f"stages.{stage}"
+    # Halves of the micro-batch, down to 1. Text encoding does not depend on it.
     powers = range(0 if role == "text encoding" else settings.micro_batch.bit_length())
     sizes = [settings.micro_batch // 2**power for power in powers]
     for size in sizes[1:]:
-        yield _estimate_changed_recipe(made, {f"{key}.micro_batch": size})
-    if role == "training" and not made.recipe.model.gradient_checkpointing:
+        yield _estimate_changed_recipe(estimate, {f"{key}.micro_batch": size})
+    if role == "training" and not estimate.recipe.model.gradient_checkpointing:
         for size in sizes:
             yield _estimate_changed_recipe(
-                made, {"model.gradient_checkpointing": True, f"{key}.micro_batch": size}
+                estimate, {"model.gradient_checkpointing": True, f"{key}.micro_batch": size}
             )
+    # More processes help where the optimiser's state can be sharded over them.
     if (
         role == "training"
         and stage is not None
-        and made.recipe.stages[stage].optimizer.has_divisible_state
+        and estimate.recipe.stages[stage].optimizer.has_divisible_state
     ):
-        yield from _iterate_process_counts(made, stage)
-    if made.recipe.policy.train == "full":
-        if all(stage.optimizer.has_divisible_state for stage in made.recipe.stages):
-            yield _estimate_changed_recipe(made, {"model.cpu_offload": True})
-        yield _estimate_changed_recipe(made, {"policy.train": "lora"})
+        yield from _iterate_process_counts(estimate, stage)
+    if estimate.recipe.policy.train == "full":
+        if all(stage.optimizer.has_divisible_state for stage in estimate.recipe.stages):
+            yield _estimate_changed_recipe(estimate, {"model.cpu_offload": True})
+        yield _estimate_changed_recipe(estimate, {"policy.train": "lora"})
 
 
-def _iterate_process_counts(made: Estimate, stage: int) -> Iterator[tuple[Estimate, str]]:
-    """The estimate with twice as many training processes, and so on."""
-    config = made.recipe.stages[stage]
-    processes = config.resources.training.count if config.kind == "online" else made.processes
-    while (processes := 2 * processes) <= MAX_PROCESSES:
+def _iterate_process_counts(estimate: Estimate, stage: int) -> Iterator[tuple[Estimate, str]]:
+    """Iterate over the estimate with twice as many training processes, and so on."""
+    config = estimate.recipe.stages[stage]
+    processes = config.resources.training.count if config.kind == "online" else estimate.processes
+    processes *= 2
+    while processes <= MAX_PROCESSES:
         if config.kind == "online":
             yield _estimate_changed_recipe(
-                made,
+                estimate,
                 {
                     f"stages.{stage}.placement": "ray",
                     f"stages.{stage}.resources.training.count": processes,
                 },
             )
         else:
-            changed, _ = _estimate_changed_recipe(made, {}, processes)
+            changed, _ = _estimate_changed_recipe(estimate, {}, processes)
             yield changed, f"train_processes: {processes} in the deployment"
+        processes *= 2
 
 
 def _estimate_changed_recipe(
-    made: Estimate, changed: dict[str, Any], processes: int | None = None
+    estimate: Estimate, changed: dict[str, Any], processes: int | None = None
 ) -> tuple[Estimate, str]:
-    """The estimate with other values at dotted keys, which do not change the model's sizes; and the
-    keys in words.
+    """Return the estimate with other values at dotted keys, which do not change the model's sizes,
+    and the keys in words.
     """
     from ebbflow.estimate.run import estimate_from_sizes
 
-    recipe = made.recipe
+    recipe = estimate.recipe
     for key, value in changed.items():
         recipe = _replace_value(recipe, key.split("."), value)
     words = " and ".join(f"{key}: {str(value).lower()}" for key, value in changed.items())
-    spread = (made.nodes, made.hybrid, made.context_parallel)
-    return (
-        estimate_from_sizes(
-            recipe, processes or made.processes, made.sizes, made.sample, *spread, made.evaluated
-        ),
-        words,
+    # From the sizes that the estimate has, which these keys do not change.
+    changed_estimate = estimate_from_sizes(
+        recipe,
+        processes or estimate.processes,
+        estimate.sizes,
+        estimate.sample,
+        estimate.nodes,
+        estimate.hybrid,
+        estimate.context_parallel,
+        estimate.evaluated,
     )
+    return changed_estimate, words
 
 
 def _replace_value(part: Any, path: list[str], value: Any) -> Any:
+    """Copy a part of a recipe with another value at ``path``, such as ["stages", "0", "steps"]."""
     first, *rest = path
     if isinstance(part, list):
         index = int(first)
         return [*part[:index], _replace_value(part[index], rest, value), *part[index + 1 :]]
-    return part.model_copy(
-        update={first: _replace_value(getattr(part, first), rest, value) if rest else value}
-    )
+    if rest:
+        value = _replace_value(getattr(part, first), rest, value)
+    # model_copy checks nothing, and must not: a recipe may be invalid between two changed keys.
+    return part.model_copy(update={first: value})

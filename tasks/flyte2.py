@@ -14,12 +14,14 @@ from flytekit import Resources
 
 from tasks.elastic import GracefulElastic
 
+# None with flytekit alone. Its modules are private: flyte-migrate has no public way to name a
+# plugin.
 PLUGINS = sys.modules.get("flyte_migrate._plugins")
 
 
 def build_limits(requests: Resources) -> Resources:
-    """The same as the requests. flyte-migrate takes a disk from one of the two, or makes a pair of
-    it that Flyte 2 rejects.
+    """Build limits that are the same as the requests. flyte-migrate takes a disk from one of the
+    two, or makes a pair of it that Flyte 2 rejects.
     """
     return replace(requests, ephemeral_storage=None) if PLUGINS else requests
 

@@ -15,6 +15,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **accelerated_resources())
 def generate_rollouts(
+    # First, because it is the input that is mapped over (``tasks.cache.map_over_values``).
     shard: int,
     recipe: Recipe,
     run: TrackedRun,
@@ -24,7 +25,7 @@ def generate_rollouts(
     round: int,
     stage: int,
 ) -> FlyteFile:
-    """A rollout shard (``rollout_schema``)."""
+    """Generate a rollout shard (``rollout_schema``)."""
     from ebbflow.offline.rollouts import generate_shard_from_folders
     from ebbflow.stage import StageContext
     from ebbflow.tracking.child_run import open_node_run

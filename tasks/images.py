@@ -7,11 +7,8 @@ from flytekit.constants import CopyFileDetection
 
 
 def build_cpu_image(registry: str) -> ImageSpec:
-    """What containers/base.Dockerfile builds, pushed to ``registry``. Paths are relative: register
-    from the repository's root.
-
-    Without an explicit ``source_copy_mode`` Flyte copies only the modules that registering loads,
-    and the image gets another tag than in a pod, where a dynamic looks it up.
+    """Describe what containers/base.Dockerfile builds, pushed to ``registry``. Paths are relative:
+    register from the repository's root.
     """
     return ImageSpec(
         name="ebbflow",
@@ -36,5 +33,7 @@ def build_cpu_image(registry: str) -> ImageSpec:
             " --editable ."
         ],
         env={"MLFLOW_DISABLE_TELEMETRY": "true"},
+        # Otherwise Flyte copies only the modules that registering loads, and the image gets another
+        # tag than in a pod, where a dynamic looks it up.
         source_copy_mode=CopyFileDetection.NO_COPY,
     )

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PairTables(NamedTuple):
-    """What the stage trains on."""
+    """The tables that the stage trains on, as its own rollouts would give them."""
 
     prompts: FlyteFile
     rollouts: list[FlyteFile]
@@ -36,7 +36,7 @@ def import_pairs(
     round: int,
     stage: int,
 ) -> PairTables:
-    """The pairs as prompts (``PROMPTS``), rollout shards (``rollout_schema``) and advantages
+    """Import the pairs as prompts (``PROMPTS``), rollout shards (``rollout_schema``) and advantages
     (``ADVANTAGES``).
     """
     from ebbflow.offline.pairs import import_pairs_from_folder

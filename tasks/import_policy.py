@@ -17,7 +17,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **downloader_resources())
 def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
-    """The policy folder (version 0) of what ``policy.start`` names."""
+    """Write the policy folder (version 0) of what ``policy.start`` names."""
     from ebbflow.models.hub import locate_pretrained
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.training.start import write_start_policy
@@ -29,11 +29,9 @@ def import_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> T
     with open_node_run(run, "start"):
         if start.is_on_hub:
             source = locate_pretrained(start, ["*.safetensors"])
+        elif start.path.endswith(".safetensors"):
+            source = fetch_artifact(FlyteFile(start.path))  # a published LoRA is one file
         else:
-            source = (
-                fetch_artifact(FlyteFile(start.path))
-                if start.path.endswith(".safetensors")
-                else fetch_folder(start.path)
-            )
+            source = fetch_folder(start.path)
         write_start_policy(recipe, fetch_artifact(base.folder), source, folder)
     return TrainedPolicy(folder=FlyteDirectory(str(folder)))

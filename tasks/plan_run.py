@@ -1,4 +1,4 @@
-"""What a run would need, so that nobody has to find out on a cluster."""
+"""The plan of a run: what it would need, so that nobody has to find out on a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ebbflow.recipe import Recipe
 from tasks.deployment import DeploymentConfig, DeploymentError, PodConfig
 from tasks.resources import DEPLOYMENT, light_resources
 
+# Kinds of pods, the keys of a deployment, and what runs in them.
 KINDS = {
     "light": "bookkeeping",
     "downloader": "download of the base model",
@@ -20,8 +21,8 @@ KINDS = {
 
 @task(**light_resources())
 def plan_run(recipe: Recipe) -> str:
-    """The resolved recipe, the deployment's machines, the estimate, and what fits where; nothing is
-    run or downloaded.
+    """Describe the resolved recipe, the deployment's machines, the estimate, and what fits where;
+    nothing is run or downloaded.
 
     Raises:
         DeploymentError: a task of the recipe does not fit into its machine. Only where a deployment
@@ -36,30 +37,32 @@ def plan_run(recipe: Recipe) -> str:
     from tasks.fit import compare_needs
 
     resolved = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    keys = ("train_processes", "train_nodes", "train_sharding", "train_context_parallel")
-    given = {key: getattr(DEPLOYMENT, key) for key in keys}
     hybrid = DEPLOYMENT.train_sharding == "hybrid"
     context_parallel = DEPLOYMENT.train_context_parallel
     check_shared_tokens(recipe, context_parallel)
-    made = estimate_recipe(
+    estimate = estimate_recipe(
         recipe, DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes, hybrid, context_parallel
     )
-    lines, misfits = compare_needs(made, DEPLOYMENT)
-    if misfits and DeploymentConfig(**given) != DEPLOYMENT:
+    lines, misfits = compare_needs(estimate, DEPLOYMENT)
+    # A deployment that differs from the default in the training group alone has no machines of its
+    # own: it is a local run with more processes, on a machine that nobody has described.
+    keys = ("train_processes", "train_nodes", "train_sharding", "train_context_parallel")
+    training_group = {key: getattr(DEPLOYMENT, key) for key in keys}
+    if misfits and DeploymentConfig(**training_group) != DEPLOYMENT:
         raise DeploymentError("this run does not fit into its machines:\n" + "\n".join(misfits))
     fit = "\n".join(["what each process needs, of its machine's memory", *lines, *misfits])
-    return (
-        f"{resolved}# digest"
-        f" {recipe.digest}\n\n{_list_machines()}\n\n{describe_estimate(made)}\n\n{fit}"
-    )
+    recipe_text = f"{resolved}# digest {recipe.digest}"
+    return "\n\n".join([recipe_text, _list_machines(), describe_estimate(estimate), fit])
 
 
 def _list_machines() -> str:
+    """List the pods of each kind of task."""
     lines = ["machines per kind of task, as registered"]
     for kind, purpose in KINDS.items():
         pod: PodConfig = getattr(DEPLOYMENT, kind)
-        spread = (DEPLOYMENT.train_processes, DEPLOYMENT.train_nodes)
-        processes, nodes = spread if kind == "training_group" else (1, 1)
+        is_group = kind == "training_group"
+        processes = DEPLOYMENT.train_processes if is_group else 1
+        nodes = DEPLOYMENT.train_nodes if is_group else 1
         gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
         purpose += f", {nodes} nodes" if nodes > 1 else ""
         lines.append(
@@ -67,11 +70,8 @@ def _list_machines() -> str:
             f" {gpus}"
         )
     for group in DEPLOYMENT.ray_cluster.workers:
-        gpus = (
-            f"{group.gpus} x {DEPLOYMENT.ray_cluster.accelerator or 'GPU'}"
-            if group.gpus
-            else "no GPU"
-        )
+        kind = DEPLOYMENT.ray_cluster.accelerator or "GPU"
+        gpus = f"{group.gpus} x {kind}" if group.gpus else "no GPU"
         lines.append(
             f"  ray_cluster, {group.replicas} x {group.name} (actors): cores {group.cpu},"
             f" {group.mem}, {gpus}"

@@ -11,7 +11,8 @@ from flytekit.exceptions.user import FlyteRecoverableException
 @contextmanager
 def retry_on_errors(*errors: type[Exception]) -> Iterator[None]:
     """Turn these errors into Flyte's recoverable one, the only error after which it retries a
-    task."""
+    task.
+    """
     try:
         yield
     except errors as error:

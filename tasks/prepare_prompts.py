@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @task(cache=ONCE_PER_RUN, **light_resources())
 def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
-    """The prompt table (schema ``PROMPTS``), logged as the run's dataset."""
+    """Write the prompt table (schema ``PROMPTS``), and log it as the run's dataset."""
     from ebbflow.data.prepare import prepare_prompt_table
     from ebbflow.data.prompts import write_prompts
     from ebbflow.recipe.paths import resolve_local_path
@@ -26,13 +26,18 @@ def prepare_prompts(recipe: Recipe, run: TrackedRun) -> FlyteFile:
 
     with open_node_run(run, "prompts") as run_logger:
         sources = recipe.prompts.source_files
-        judged = recipe.prompts.held_out_source
-        files = {
-            named: fetch_artifact(FlyteFile(named)) if "://" in named else resolve_local_path(named)
-            for named in filter(None, [*sources, judged])
-        }
+        held_out_source = recipe.prompts.held_out_source
+        files = {}
+        for source in filter(None, [*sources, held_out_source]):
+            # A relative path may lie beside the recipe or in the package; Flyte knows neither.
+            is_uri = "://" in source
+            files[source] = (
+                fetch_artifact(FlyteFile(source)) if is_uri else resolve_local_path(source)
+            )
         table, report = prepare_prompt_table(
-            recipe, *(files[named] for named in sources), held_out=files[judged] if judged else None
+            recipe,
+            *(files[source] for source in sources),
+            held_out=files[held_out_source] if held_out_source else None,
         )
         logger.info("%s", report)
         run_logger.log_dataset(

@@ -16,16 +16,21 @@ from tasks.types import ChampionPolicy
 def promote_policy(
     run: TrackedRun, champion: ChampionPolicy, registration: Registration, approved: str = ""
 ) -> Registration:
-    """Idempotent: the champion moves once. ``approved`` is the question that a person approved, if
-    one was asked.
+    """Promote the version; a retry does not move the champion again. ``approved`` is the question
+    that a person approved, if one was asked.
     """
     from ebbflow.registry.promotion import promote_version
     from ebbflow.tracking.child_run import open_node_run
 
     execution = current_context().execution_id
     name = execution.name if execution else "local"
-    tags = {"promoted_in": name} | ({"approved_in": name, "approved": approved} if approved else {})
+    # In the registry, as Flyte's record of an approval goes with the execution.
+    tags = {"promoted_in": name}
+    if approved:
+        tags |= {"approved_in": name, "approved": approved}
     with open_node_run(run, "promotion") as run_logger:
+        # The gate compared with ``expected_champion``. An alias has no compare-and-swap: it is read
+        # again right before it moves, and another champion since then fails the promotion.
         promoted = promote_version(run, registration, tags, expected_champion=champion.version)
         run_logger.log_params(promoted.model_dump())
     return promoted

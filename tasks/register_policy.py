@@ -26,7 +26,7 @@ def register_policy(
     champion: ChampionPolicy,
     decision: GateDecision,
 ) -> Registration:
-    """Idempotent: one version per run, with what the gate decided from."""
+    """Register one version per run, with what the gate decided from; a retry finds that version."""
     from ebbflow.registry.promotion import register_version
     from ebbflow.storage.artifacts import verify_folder
     from ebbflow.storage.identity import list_code
@@ -50,6 +50,7 @@ def register_policy(
         prompts=fetch_artifact(prompts),
         code=list_code(*CODE),
     )
+    # The evidence is uploaded with the version, so that ``ebbflow verify`` can decide again.
     with open_node_run(run, "registry") as run_logger, tempfile.TemporaryDirectory() as folder:
         evidence = Path(folder) / "evidence"
         lineage |= write_evidence(evidence, inputs)

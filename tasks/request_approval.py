@@ -31,8 +31,8 @@ def request_approval(
     registration: Registration,
     report: FlyteFile,
 ) -> str:
-    """The gate node's question. ``report`` is an input so that it is written before a person has to
-    decide.
+    """Ask the gate node's question. ``report`` is an input so that it is written before a person
+    has to decide.
     """
     from ebbflow.tracking.child_run import open_node_run
 
@@ -55,7 +55,8 @@ def request_approval(
                 call,
             )
         elif not sys.stdin.isatty():
-            # Flyte would take an empty line from a pipe for a yes.
+            # In a local run flytekit prompts on stdin with the default yes, and would take an empty
+            # line from a pipe for it.
             raise ApprovalError(
                 f"promotion.approval = {recipe.promotion.approval}, but there is no terminal to ask"
                 f" on: version {registration.version} of {registration.model_name!r} stays"

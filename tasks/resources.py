@@ -1,4 +1,4 @@
-"""What each kind of task requests from a cluster: the only place that turns the deployment into
+"""The requests of each kind of task to a cluster: the only place that turns the deployment into
 Flyte's arguments.
 """
 
@@ -26,17 +26,20 @@ from tasks.elastic import GracefulElastic
 from tasks.flyte2 import build_limits, register_elastic_translation
 from tasks.images import build_cpu_image
 
+# Read once, when the tasks are registered: decorators need it, and a pod gets the same text.
 DEPLOYMENT = read_deployment(os.environ)
 register_elastic_translation()
 
 
 def light_resources() -> dict[str, Any]:
-    """Bookkeeping: prompts, tracking, advantages, the gate."""
+    """Return the arguments of ``@task`` for bookkeeping: prompts, tracking, advantages, gate."""
     return _task_arguments(DEPLOYMENT.light)
 
 
 def downloader_resources() -> dict[str, Any]:
-    """Downloads a base model; a secret that the deployment names is in ``HF_TOKEN``."""
+    """Return those of a task that downloads a base model; a secret that the deployment names is in
+    ``HF_TOKEN``.
+    """
     arguments = _task_arguments(DEPLOYMENT.downloader)
     secret = DEPLOYMENT.hub_secret
     if secret is None:
@@ -51,42 +54,39 @@ def downloader_resources() -> dict[str, Any]:
 
 
 def scorer_resources() -> dict[str, Any]:
-    """Rewards of an offline stage."""
+    """Return those of the rewards of an offline stage."""
     return _task_arguments(DEPLOYMENT.scorer)
 
 
 def accelerated_resources() -> dict[str, Any]:
-    """One process that generates or trains, on a GPU if the deployment has one."""
+    """Return those of one process that generates or trains, on a GPU if the deployment has one."""
     return _task_arguments(DEPLOYMENT.accelerated)
 
 
 def training_group_resources() -> dict[str, Any]:
-    """``train_processes`` processes on each of ``train_nodes`` nodes, under torch's elastic
-    launcher.
-
-    Spawned where there is CUDA, forked elsewhere (``tasks.elastic``). Without restarts inside the
-    task, because one would start from the checkpoint of the attempt's beginning. Elastic must not
-    add shared memory: it would change the pod template and leave the size open.
+    """Return those of ``train_processes`` processes on each of ``train_nodes`` nodes, under torch's
+    elastic launcher.
     """
     processes = DEPLOYMENT.train_processes
     config = GracefulElastic(
         nnodes=DEPLOYMENT.train_nodes,
         nproc_per_node=processes,
+        # Where there is CUDA; elsewhere ``tasks.elastic`` forks.
         start_method="spawn",
         monitor_interval=0.1,
+        # A restart inside the task would start from the checkpoint of the attempt's beginning.
         max_restarts=0,
+        # Elastic would write into the pod template, and leave the size open.
         increase_shared_mem=False,
     )
     return {"task_config": config} | _task_arguments(DEPLOYMENT.training_group, processes)
 
 
 def ray_cluster_resources() -> dict[str, Any]:
-    """The head of a Ray cluster and its workers, of a fixed size: no autoscaler.
-
-    For workers, a pod template replaces the head's resources and its image.
-    """
+    """Return those of the head of a Ray cluster and its workers, of a fixed size: no autoscaler."""
     cluster = DEPLOYMENT.ray_cluster
     config = RayJobConfig(
+        # No cores for Ray, so that no actor is placed on the head.
         head_node_config=HeadNodeConfig(ray_start_params={"num-cpus": "0"}),
         worker_node_config=[_build_ray_workers(group) for group in cluster.workers],
         shutdown_after_job_finishes=True,
@@ -96,13 +96,14 @@ def ray_cluster_resources() -> dict[str, Any]:
 
 
 def _build_ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
-    """A group of workers. Flyte looks at the head's GPUs alone, so that the kind of GPU is selected
-    here.
-    """
+    """Build a group of workers."""
+    # As a pod template: it replaces the head's resources and its image, which workers would get
+    # otherwise.
     resources = _build_resources(group)
     pod = pod_spec_from_resources("ray-worker", resources, resources)
     pod.containers[0].image = group.image
     nodes = _build_node_selector(group)
+    # Flyte selects the kind of GPU for tasks whose own pod has GPUs; the head has none.
     accelerator = DEPLOYMENT.ray_cluster.accelerator
     if accelerator and group.gpus:
         label = DEPLOYMENT.accelerator_label
@@ -119,38 +120,36 @@ def _build_ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
 
 
 def _build_node_selector(pod: NodesConfig) -> dict[str, Any]:
-    """Which nodes a pod may run on, as Kubernetes' client names it; what is left out is None, which
-    no template has.
+    """Build what selects the nodes of a pod, as Kubernetes' client names it; what is left out is
+    None, which no template has.
     """
+    tolerations = [V1Toleration(**toleration.model_dump()) for toleration in pod.tolerations]
     return {
         "node_selector": pod.node_selector or None,
-        "tolerations": [V1Toleration(**toleration.model_dump()) for toleration in pod.tolerations]
-        or None,
+        "tolerations": tolerations or None,
         "affinity": pod.affinity,
     }
 
 
 def _task_arguments(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
-    """The arguments of ``@task`` for a pod; cores and GPUs are per process.
-
-    The pod template is new for every task, because Flyte may write into it, and has no resources:
-    the task's replace them.
-    """
+    """Build the arguments of ``@task`` for a pod; cores and GPUs are per process."""
     resources = _build_resources(pod, processes)
+    secrets = [V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets]
+    # New for every task, because Flyte may write into it: two tasks that share one crash at import.
+    # Without resources, as the task's replace them.
     template = V1PodSpec(
         containers=[V1Container(name="primary")],
         termination_grace_period_seconds=pod.grace_period,
         service_account_name=DEPLOYMENT.service_account,
-        image_pull_secrets=[
-            V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets
-        ]
-        or None,
+        image_pull_secrets=secrets or None,
         priority_class_name=DEPLOYMENT.priority_class,
         **_build_node_selector(pod),
     )
+    image: Any = pod.image
+    if not image and DEPLOYMENT.image_registry:
+        image = build_cpu_image(DEPLOYMENT.image_registry)
     return {
-        "container_image": pod.image
-        or (build_cpu_image(registry) if (registry := DEPLOYMENT.image_registry) else None),
+        "container_image": image,
         "requests": resources,
         "limits": build_limits(resources),
         "accelerator": GPUAccelerator(pod.accelerator) if pod.accelerator else None,
@@ -158,13 +157,14 @@ def _task_arguments(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
         "pod_template": PodTemplate(pod_spec=template, labels=DEPLOYMENT.labels or None),
         "interruptible": pod.interruptible,
         "retries": pod.retries,
-        "timeout": timedelta(hours=pod.max_hours or 0),
+        "timeout": timedelta(hours=pod.max_hours or 0),  # of an attempt; 0 is none
         "secret_requests": [_build_secret(secret) for secret in DEPLOYMENT.secrets],
         "environment": build_pod_environment(DEPLOYMENT),
     }
 
 
 def _build_secret(secret: SecretConfig) -> Secret:
+    """Build Flyte's request of a secret, as a variable or as a file whose path is in it."""
     mount = Secret.MountType.FILE if secret.file else Secret.MountType.ENV_VAR
     return Secret(
         group=secret.group, key=secret.key, mount_requirement=mount, env_var=secret.variable
@@ -172,9 +172,10 @@ def _build_secret(secret: SecretConfig) -> Secret:
 
 
 def _build_resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:
+    """Build what a pod with ``processes`` processes requests."""
     return Resources(
         cpu=str(pod.cpu * processes),
-        mem=pod.mem,
+        mem=pod.mem,  # of all processes together
         gpu=str(pod.gpus * processes) if pod.gpus else None,
         ephemeral_storage=pod.ephemeral_storage,
     )

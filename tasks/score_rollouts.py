@@ -14,9 +14,15 @@ from tasks.resources import scorer_resources
 
 @task(cache=ONCE_PER_RUN, **scorer_resources())
 def score_rollouts(
-    rollouts: FlyteFile, recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, stage: int
+    # First, because it is the input that is mapped over (``tasks.cache.map_over_values``).
+    rollouts: FlyteFile,
+    recipe: Recipe,
+    run: TrackedRun,
+    prompts: FlyteFile,
+    round: int,
+    stage: int,
 ) -> FlyteFile:
-    """The scores of a shard (``score_schema``)."""
+    """Score a shard (``score_schema``)."""
     from ebbflow.compute import use_deterministic_kernels
     from ebbflow.data.prompts import read_prompts
     from ebbflow.offline.scoring import score_shard
@@ -26,16 +32,18 @@ def score_rollouts(
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_shard
 
-    if recipe.deterministic:  # not every reward needs torch
+    # Only where it is asked for: it loads torch, which not every reward needs.
+    if recipe.deterministic:
         use_deterministic_kernels()
     ctx = StageContext(recipe, round, stage)
     shard = fetch_artifact(rollouts)
     node = f"{ctx.stage_label} scoring {read_table_metadata(shard)['shard']}"
     path = make_node_output(run, node, "scores.parquet")
     with open_node_run(run, node) as run_logger:
-        own = read_prompts(
-            fetch_artifact(prompts), "train", set(read_column(shard, "prompt_id").to_pylist())
-        )
-        score_shard(ctx, load_scorer(ctx.branch_recipe.rewards, ()), own, shard, path)
+        prompt_ids = set(read_column(shard, "prompt_id").to_pylist())
+        shard_prompts = read_prompts(fetch_artifact(prompts), "train", prompt_ids)
+        # Without guardrails, which are for evaluations.
+        scorer = load_scorer(ctx.branch_recipe.rewards, ())
+        score_shard(ctx, scorer, shard_prompts, shard, path)
         log_shard(run_logger, path)
     return FlyteFile(str(path))

@@ -16,8 +16,8 @@ from tasks.resources import light_resources
 def select_prompts(
     recipe: Recipe, run: TrackedRun, prompts: FlyteFile, round: int, branch: str
 ) -> FlyteFile:
-    """The prompt table of a branch (schema ``PROMPTS``), without prompts that are held out of the
-    run.
+    """Write the prompt table of a branch (schema ``PROMPTS``), without prompts that are held out of
+    the run.
     """
     from ebbflow.data.prepare import select_branch_prompts
     from ebbflow.data.prompts import write_prompts

@@ -15,7 +15,7 @@ from tasks.types import BaseModelArtifact, TrainedPolicy
 
 @task(cache=ONCE_PER_RUN, **light_resources())
 def start_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
-    """The policy folder (version 0) of the base model."""
+    """Write the policy folder (version 0) of the base model."""
     from ebbflow.storage.artifacts import verify_folder
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.training.policy_metadata import write_base_policy

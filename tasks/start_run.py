@@ -36,10 +36,12 @@ def start_run(recipe: Recipe) -> TrackedRun:
     from ebbflow.tracking.store import resolve_tracking_uri
 
     execution = current_context().execution_id
-    on_cluster = execution is not None and execution.name != "local"  # the name of every local run
+    # flytekit gives every local run the same id, whose name is "local".
+    on_cluster = execution is not None and execution.name != "local"
     name = f"{execution.project}/{execution.domain}/{execution.name}" if on_cluster else None
     if not on_cluster and handle_interrupt not in FlyteContextManager.signal_handlers:
         FlyteContextManager.add_signal_handler(handle_interrupt)
+    # Before anything costs time: a recipe that asks for what is not there fails here.
     processes = DEPLOYMENT.train_processes * DEPLOYMENT.train_nodes
     check_recipe(
         recipe,
@@ -50,12 +52,14 @@ def start_run(recipe: Recipe) -> TrackedRun:
     )
     if not on_cluster:
         _prepare_process(recipe)
-    return parent_run.start_run(recipe, name, source=SOURCE) if name else _start_or_resume(recipe)
+    if name:
+        return parent_run.start_run(recipe, name, source=SOURCE)
+    return _start_or_resume(recipe)
 
 
 def _prepare_process(recipe: Recipe) -> None:
-    """What pods prepare for themselves: the process that ranks are forked from, and Ray's temporary
-    folder.
+    """Prepare what pods prepare for themselves: the process that ranks are forked from, and Ray's
+    temporary folder.
     """
     from ebbflow.tracking.store import find_sqlite_file, resolve_tracking_uri
 
@@ -65,16 +69,14 @@ def _prepare_process(recipe: Recipe) -> None:
             # seconds of silence.
             import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
         preload_fork_server(recipe)
-    if os.environ.get("RAY_TMPDIR") == "/tmp" and any(
-        stage.placement == "ray" for stage in recipe.stages if stage.kind == "online"
-    ):
-        os.environ["RAY_TMPDIR"] = str(
-            create_private_folder(Path("/tmp"))
-        )  # in /tmp/ray, another user could replace Ray's sockets
+    uses_ray = any(stage.kind == "online" and stage.placement == "ray" for stage in recipe.stages)
+    if uses_ray and os.environ.get("RAY_TMPDIR") == "/tmp":
+        # In /tmp/ray another user could replace Ray's sockets.
+        os.environ["RAY_TMPDIR"] = str(create_private_folder(Path("/tmp")))
 
 
 def _start_or_resume(recipe: Recipe) -> TrackedRun:
-    """The stopped run of this recipe, if code and inputs are unchanged; else a new one.
+    """Return the stopped run of this recipe, if code and inputs are unchanged; else a new one.
 
     Flyte's cache holds what the stopped run had finished under that run, so resuming means using
     the same run.
@@ -91,12 +93,10 @@ def _start_or_resume(recipe: Recipe) -> TrackedRun:
     run = stopped or parent_run.start_run(recipe, None, tags, SOURCE)
     if "://" in run.folder:
         return run
-    _RUN_LOCK.close()  # of the run before, in a process that executes several
-    _RUN_LOCK.enter_context(
-        lock_folder(
-            Path(run.folder), f"wait until it ends, or set another 'output' than {recipe.output!r}"
-        )
-    )
+    # A process that executes several runs still has the lock of the one before.
+    _RUN_LOCK.close()
+    fix = f"wait until it ends, or set another 'output' than {recipe.output!r}"
+    _RUN_LOCK.enter_context(lock_folder(Path(run.folder), fix))
     remember_run_folder(run.folder)
     write_text(
         Path(run.folder) / RESOLVED_RECIPE,

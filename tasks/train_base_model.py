@@ -15,6 +15,8 @@ from tasks.files import make_scratch_path
 from tasks.resources import accelerated_resources
 from tasks.types import BaseModelArtifact
 
+# The cache covers these files. Others, such as the trainer of policies, change no byte of the
+# model.
 SOURCES = (
     "models/families/glyph.py",
     "models/glyph_training/train.py",
@@ -26,11 +28,12 @@ SOURCES = (
 def train_base_model(
     training: GlyphTrainingConfig, threads: int, run: TrackedRun
 ) -> BaseModelArtifact:
-    """A committed base-model folder in the Hugging Face layout."""
+    """Train a base model; return a committed folder in the Hugging Face layout."""
     from ebbflow.models.prepare import train_base_folder
     from ebbflow.tracking.child_run import open_node_run
 
     started = time.time()
+    # Not in the run's folder: the cache outlives the run, whose folder may be deleted.
     folder = make_scratch_path("base")
     with open_node_run(run, "base model"):
         train_base_folder(training, threads, folder)

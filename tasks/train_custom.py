@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flytekit import task
-from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
@@ -25,16 +24,15 @@ def train_custom(
     round: int,
     stage: int,
 ) -> TrainedPolicy:
-    """The policy folder after the stage."""
+    """Run the stage; return its policy folder."""
     from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.custom_stage import train_custom_folder
 
     ctx = StageContext(recipe, round, stage)
-    trained, metrics = (
-        make_node_output(run, ctx.stage_label, name) for name in ("policy", "metrics.json")
-    )
+    trained = make_node_output(run, ctx.stage_label, "policy")
+    metrics = make_node_output(run, ctx.stage_label, "metrics.json")
     with open_node_run(run, ctx.stage_label, first_logged_step(ctx, policy)) as run_logger:
         recorder = MetricsRecorder(run_logger)
         folders = StageFolders(
@@ -46,10 +44,6 @@ def train_custom(
         record = train_custom_folder(ctx, folders, recorder)
         log_stage(run_logger, record)
     recorder.write_json(metrics)
-    global_step = policy.global_step + (record.steps or len(recorder.metrics_rows))
-    return TrainedPolicy(
-        folder=FlyteDirectory(str(trained)),
-        record=record,
-        metrics=FlyteFile(str(metrics)),
-        global_step=global_step,
-    )
+    # A stage that reports no number of steps has as many as it recorded metrics.
+    steps = record.steps or len(recorder.metrics_rows)
+    return TrainedPolicy.from_stage(policy, trained, metrics, record, steps)

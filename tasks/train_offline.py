@@ -7,7 +7,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from flytekit import task
-from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
@@ -32,8 +31,8 @@ def train_offline(
     rollouts: list[FlyteFile],
     advantages: FlyteFile,
 ) -> TrainedPolicy:
-    """The policy folder after the stage. Every rank runs this body; only what rank 0 writes and
-    returns counts.
+    """Train the stage; return its policy folder. Every rank runs this body; only what rank 0 writes
+    and returns counts.
     """
     from ebbflow.compute import set_up_process
     from ebbflow.offline.training import train_offline_folder
@@ -46,22 +45,24 @@ def train_offline(
 
     set_up_process(recipe)  # before NCCL starts
     ctx = StageContext(recipe, round, stage)
-    trained, metrics = (
-        make_node_output(run, ctx.stage_label, name) for name in ("policy", "metrics.json")
-    )
+    trained = make_node_output(run, ctx.stage_label, "policy")
+    metrics = make_node_output(run, ctx.stage_label, "metrics.json")
+    first_step = first_logged_step(ctx, policy)
     with (
         retry_on_errors(Preempted, PeerLost),
         join_process_group(recipe.model.cpu_offload) as ranks,
-        open_node_run(run, ctx.stage_label, first_logged_step(ctx, policy))
+        # MLflow has one writer: every rank would add a run of its own.
+        open_node_run(run, ctx.stage_label, first_step)
         if ranks.rank == 0
         else nullcontext() as run_logger,
     ):
         recorder = MetricsRecorder(run_logger)
         shards = [fetch_artifact_once(shard) for shard in rollouts]
-        if run_logger and (step := first_logged_step(ctx, policy)) is not None:
-            run_logger.log_curves(read_rollout_curves(fetch_artifact_once(advantages)), step)
+        if run_logger and first_step is not None:
+            run_logger.log_curves(read_rollout_curves(fetch_artifact_once(advantages)), first_step)
         checkpoints = open_checkpoints(run, ctx, ranks.rank, ranks.local_rank)
-        ranks.wait_for_all()  # the first rank of each machine has downloaded them
+        # The first rank of each machine has downloaded them when all have come here.
+        ranks.wait_for_all()
         starting = seconds_since_launch()
         record = train_offline_folder(
             ctx,
@@ -82,10 +83,4 @@ def train_offline(
         if run_logger:
             log_stage(run_logger, record)
             recorder.write_json(metrics)
-    global_step = policy.global_step + record.steps
-    return TrainedPolicy(
-        folder=FlyteDirectory(str(trained)),
-        record=record,
-        metrics=FlyteFile(str(metrics)),
-        global_step=global_step,
-    )
+    return TrainedPolicy.from_stage(policy, trained, metrics, record, record.steps)

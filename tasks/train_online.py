@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flytekit import task
-from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import TrackedRun
@@ -36,7 +35,7 @@ def train_online(
     round: int,
     stage: int,
 ) -> TrainedPolicy:
-    """The policy folder after the stage."""
+    """Train the stage; return its policy folder."""
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
@@ -62,9 +61,8 @@ def train_stage(
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.stop_conditions import Preempted
 
-    trained, metrics = (
-        make_node_output(run, ctx.stage_label, name) for name in ("policy", "metrics.json")
-    )
+    trained = make_node_output(run, ctx.stage_label, "policy")
+    metrics = make_node_output(run, ctx.stage_label, "metrics.json")
     with (
         retry_on_errors(Preempted),
         open_node_run(run, ctx.stage_label, first_logged_step(ctx, policy)) as run_logger,
@@ -76,10 +74,4 @@ def train_stage(
         record = train_online_folder(ctx, folders, recorder, actors, checkpoints)
         log_stage(run_logger, record)
     recorder.write_json(metrics)
-    global_step = policy.global_step + record.steps
-    return TrainedPolicy(
-        folder=FlyteDirectory(str(trained)),
-        record=record,
-        metrics=FlyteFile(str(metrics)),
-        global_step=global_step,
-    )
+    return TrainedPolicy.from_stage(policy, trained, metrics, record, record.steps)

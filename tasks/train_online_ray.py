@@ -42,7 +42,7 @@ def train_online_ray(
     round: int,
     stage: int,
 ) -> TrainedPolicy:
-    """The policy folder after the stage. Actors fetch what they load."""
+    """Train the stage; return its policy folder. Actors fetch what they load."""
     from ebbflow.stage import StageContext
 
     ctx = StageContext(recipe, round, stage)
@@ -66,11 +66,14 @@ def train_stage_on_ray(
     from ebbflow.online.ray_actor import ActorFolders
     from ebbflow.online.ray_workers import RecoverableStageError
 
-    uris = [
-        str(artifact.folder.remote_source or artifact.folder.path) for artifact in (base, policy)
-    ]
-    model, start = (partial(fetch_once_per_machine, uri) for uri in uris)
-    located = {copy: partial(fetch_once_per_machine, uri) for copy, uri in teachers.items()}
-    actors = ActorFolders(model, start, located)
+    # Functions and not folders: each actor fetches on its own machine, which this process, on the
+    # head, has no disk in common with.
+    base_uri = str(base.folder.remote_source or base.folder.path)
+    policy_uri = str(policy.folder.remote_source or policy.folder.path)
+    actors = ActorFolders(
+        partial(fetch_once_per_machine, base_uri),
+        partial(fetch_once_per_machine, policy_uri),
+        {copy: partial(fetch_once_per_machine, uri) for copy, uri in teachers.items()},
+    )
     with retry_on_errors(RecoverableStageError):
         return train_stage(ctx, run, Path(base.folder.path), policy, prompts, actors=actors)

@@ -18,6 +18,7 @@ GONE = "{} is gone, but Flyte's local cache still points to it; delete {} and st
 
 
 def _check_folder_exists(folder: Any) -> Any:
+    # A value from Flyte's local cache, which may outlive the folder that it points to.
     path = folder.get("path") if isinstance(folder, dict) else None
     if isinstance(path, str) and "://" not in path and not Path(path).exists():
         raise ValueError(GONE.format(path, LOCAL_CACHE))
@@ -27,6 +28,8 @@ def _check_folder_exists(folder: Any) -> Any:
 Folder = Annotated[FlyteDirectory, BeforeValidator(_check_folder_exists)]
 
 
+# The docstrings of these types go into the JSON schemas of every Flyte interface that has them, and
+# a workflow's closure has a limit (2 MB by default): keep them short.
 class BaseModelArtifact(BaseModel):
     """A committed base-model folder; ``finished_at`` (seconds since 1970) tells whether this run
     made it or the cache had it.
@@ -38,7 +41,7 @@ class BaseModelArtifact(BaseModel):
 
     @classmethod
     def from_new_folder(cls, folder: Path, started: float) -> Self:
-        """The folder that was made since ``started`` (seconds since 1970)."""
+        """Describe a folder that was made since ``started`` (seconds since 1970)."""
         now = time.time()
         return cls(folder=FlyteDirectory(str(folder)), seconds=now - started, finished_at=now)
 
@@ -68,15 +71,25 @@ class TrainedPolicy(BaseModel):
     branch_stages: list[FinishedStage] = []
     """The stages of the branches that the stage learned from."""
 
+    @classmethod
+    def from_stage(
+        cls, policy: TrainedPolicy, folder: Path, metrics: Path, record: StageRecord, steps: int
+    ) -> Self:
+        """Describe what a stage made of ``policy`` in ``steps`` training steps."""
+        return cls(
+            folder=FlyteDirectory(str(folder)),
+            record=record,
+            metrics=FlyteFile(str(metrics)),
+            global_step=policy.global_step + steps,
+        )
+
     @property
     def finished_stages(self) -> list[FinishedStage]:
         """Those of branches, then the policy's own."""
-        own = (
-            [FinishedStage(record=self.record, metrics=self.metrics)]
-            if self.record and self.metrics
-            else []
-        )
-        return [*self.branch_stages, *own]
+        stages = list(self.branch_stages)
+        if self.record and self.metrics:  # the base model has neither
+            stages.append(FinishedStage(record=self.record, metrics=self.metrics))
+        return stages
 
 
 class EvaluatedPolicy(BaseModel):

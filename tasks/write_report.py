@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
@@ -13,6 +13,9 @@ from ebbflow.recipe import Recipe
 from tasks.files import delete_checkpoints, fetch_artifact, make_node_output
 from tasks.resources import light_resources
 from tasks.types import BaseModelArtifact, ChampionPolicy, EvaluatedPolicy
+
+if TYPE_CHECKING:
+    from ebbflow.report.run_report import ReportInputs
 
 
 class Report(NamedTuple):
@@ -32,52 +35,30 @@ def write_report(
     decision: GateDecision,
     registration: Registration,
 ) -> Report:
-    """Both files, in the run's folder and the MLflow run, which ends here unless it waits for
+    """Write both files, to the run's folder and the MLflow run, which ends here unless it waits for
     approval.
     """
-    import json
-
     from ebbflow.report import run_report
     from ebbflow.report.outcome import describe_outcome, read_example_prompt
-    from ebbflow.report.run_facts import collect_run_facts
     from ebbflow.tracking.child_run import open_node_run
-    from ebbflow.tracking.outage import deliver_saved_records
     from ebbflow.tracking.parent_run import log_results
 
-    candidate = next(one for one in history if one.evaluation.label == decision.candidate)
+    candidate = next(
+        evaluated for evaluated in history if evaluated.evaluation.label == decision.candidate
+    )
     folders = {
         "policy": _locate_folder(candidate.policy.folder),
         "base": _locate_folder(base.folder),
     }
-    page, numbers = (
-        make_node_output(run, "report", name) for name in ("report.html", "summary.json")
-    )
+    page = make_node_output(run, "report", "report.html")
+    numbers = make_node_output(run, "report", "summary.json")
     with open_node_run(run, "report"):
-        shown = history if champion.version is None else [*history, champion.evaluated]
-        finished = {
-            stage.record.label: stage
-            for evaluated in history
-            for stage in evaluated.policy.finished_stages
-        }
-        inputs = run_report.ReportInputs(
-            recipe=recipe,
-            tracked=run,
-            evaluations=[
-                (evaluated.evaluation, fetch_artifact(evaluated.samples)) for evaluated in shown
-            ],
-            stages=[
-                (stage.record, json.loads(fetch_artifact(stage.metrics).read_text()))
-                for stage in finished.values()
-            ],
-            decision=decision,
-            registration=registration,
-            base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
-            outages=deliver_saved_records(run),
-            facts=collect_run_facts(run),
-            **folders,
+        inputs = _collect_inputs(
+            recipe, run, base, history, champion, decision, registration, folders
         )
         run_report.write_report(page, inputs)
         run_report.write_summary(numbers, inputs)
+    # A Deck is HTML as it is: the page has escaped the prompts.
     Deck("report", page.read_text())
     log_results(run, [page, numbers], finish=not inputs.awaits_approval)
     delete_checkpoints(run)
@@ -90,6 +71,53 @@ def write_report(
     )
 
 
+def _collect_inputs(
+    recipe: Recipe,
+    run: TrackedRun,
+    base: BaseModelArtifact,
+    history: list[EvaluatedPolicy],
+    champion: ChampionPolicy,
+    decision: GateDecision,
+    registration: Registration,
+    folders: dict[str, str],
+) -> ReportInputs:
+    """Fetch what the report shows, and deliver what an outage of MLflow has kept back."""
+    import json
+
+    from ebbflow.report.run_facts import collect_run_facts
+    from ebbflow.report.run_report import ReportInputs
+    from ebbflow.tracking.outage import deliver_saved_records
+
+    # Without a registered champion the candidate was compared with the first of the history.
+    evaluations = list(history)
+    if champion.version is not None:
+        evaluations.append(champion.evaluated)
+    # By label: two stages that learn from one branch both list its stages.
+    finished = {
+        stage.record.label: stage
+        for evaluated in history
+        for stage in evaluated.policy.finished_stages
+    }
+    return ReportInputs(
+        recipe=recipe,
+        tracked=run,
+        evaluations=[
+            (evaluated.evaluation, fetch_artifact(evaluated.samples)) for evaluated in evaluations
+        ],
+        stages=[
+            (stage.record, json.loads(fetch_artifact(stage.metrics).read_text()))
+            for stage in finished.values()
+        ],
+        decision=decision,
+        registration=registration,
+        # A base model from the cache cost this run nothing.
+        base_seconds=base.seconds if base.finished_at > run.started_at else 0.0,
+        outages=deliver_saved_records(run),
+        facts=collect_run_facts(run),
+        **folders,
+    )
+
+
 def _locate_folder(folder: FlyteDirectory) -> str:
-    """Where a folder is for whoever is not in this pod: its URI, or on one machine its path."""
+    """Locate a folder for whoever is not in this pod: its URI, or on one machine its path."""
     return str(folder.remote_source or folder.path)

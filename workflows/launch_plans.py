@@ -22,10 +22,9 @@ APPROVAL_HOURS = 72.0
 
 
 def _read_recipe_with_approval() -> Recipe:
-    """The recipe, always with approval by a person."""
-    recipe = load_recipe(
-        os.environ.get("EBBFLOW_RECIPE") or Path(__file__).parent / "recipes" / "glyph.yaml"
-    )
+    """Read the recipe, always with approval by a person: nobody watches a run at night."""
+    default = Path(__file__).parent / "recipes" / "glyph.yaml"
+    recipe = load_recipe(os.environ.get("EBBFLOW_RECIPE") or default)
     promotion = recipe.promotion.model_copy(
         update={"approval": recipe.promotion.approval or APPROVAL_HOURS}
     )
@@ -33,7 +32,7 @@ def _read_recipe_with_approval() -> Recipe:
 
 
 def _build_notifications() -> list[Notification]:
-    """What the deployment says of who hears of the end of a run."""
+    """Build the notifications of those who hear of the end of a run, by the deployment."""
     config = DEPLOYMENT.notifications
     phases = [getattr(WorkflowExecutionPhase, phase) for phase in config.phases]
     kinds = ((Email, config.email), (Slack, config.slack))
@@ -42,6 +41,8 @@ def _build_notifications() -> list[Notification]:
     ]
 
 
+# Names are given: without one ``get_or_create`` drops the options silently. A schedule fails
+# silently where an input has no value, so the recipe is fixed.
 nightly = LaunchPlan.get_or_create(
     name="workflows.launch_plans.nightly",
     workflow=post_train,

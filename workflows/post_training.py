@@ -108,17 +108,19 @@ def post_train(recipe: Recipe) -> PostTraining:
 
 @workflow
 def dry_run(recipe: Recipe) -> str:
-    """What a run of the recipe would need, as text: resolved recipe, machines, memory, work,
-    storage. It runs nothing.
+    """Describe what a run of the recipe would need, as text: resolved recipe, machines, memory,
+    work, storage. It runs nothing.
     """
     return plan_run(recipe=recipe)
 
 
 @dynamic(**light_resources())
 def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
-    """The base model that the recipe names or trains. What cannot have changed since an earlier run
-    is cached.
+    """Prepare the base model that the recipe names or trains. What cannot have changed since an
+    earlier run is cached.
     """
+    # A dynamic, because a workflow's inputs are promises and have no ``path`` to look at; and not
+    # Flyte's conditional, which flyte-migrate does not translate.
     model = recipe.model
     if model.path is None:
         return train_base_model(training=model.training, threads=recipe.threads, run=run)
@@ -129,7 +131,9 @@ def prepare_base_model(recipe: Recipe, run: TrackedRun) -> BaseModelArtifact:
 
 @dynamic(**light_resources())
 def prepare_policy(recipe: Recipe, run: TrackedRun, base: BaseModelArtifact) -> TrainedPolicy:
-    """The policy that training starts from: the base model, unless the recipe names another."""
+    """Prepare the policy that training starts from: the base model, unless the recipe names
+    another.
+    """
     prepare = import_policy if recipe.policy.start else start_policy
     return prepare(recipe=recipe, run=run, base=base)
 
@@ -143,13 +147,11 @@ def train_rounds(
     history: list[EvaluatedPolicy],
     round: int,
 ) -> list[EvaluatedPolicy]:
-    """This round and all that follow, until the stop rule ends training; the policy of every stage
-    is evaluated.
-
-    Recursive, because only the inputs of a dynamic have values: the next round is a dynamic of its
-    own, which sees this round's evaluations and can decide to stop.
+    """Train this round and all that follow, until the stop rule ends training; the policy of every
+    stage is evaluated.
     """
-    if reason := find_stop_reason(recipe, [evaluated.evaluation for evaluated in history], round):
+    reason = find_stop_reason(recipe, [evaluated.evaluation for evaluated in history], round)
+    if reason:
         logger.info("%s", reason)
         return history
     inputs: dict[str, Any] = {
@@ -162,7 +164,9 @@ def train_rounds(
     policy = history[-1].policy
     specialists = {}
     for stage, config in enumerate(recipe.stages):
-        if config.branch:  # none waits for another, and all begin with the same policy
+        # Branches begin with the same policy and none waits for another: each is one node, at the
+        # first of its stages.
+        if config.branch:
             if config.branch not in specialists:
                 specialists[config.branch] = train_branch(
                     **inputs, policy=policy, branch=config.branch
@@ -179,6 +183,8 @@ def train_rounds(
             label=recipe.stage_label(round, stage),
         )
         history = [*history, evaluated]
+    # Recursive, because only the inputs of a dynamic have values: the next round is a dynamic of
+    # its own, which sees this round's evaluations and can decide to stop.
     return train_rounds(
         recipe=recipe, run=run, base=base, prompts=prompts, history=history, round=round + 1
     )
@@ -194,10 +200,10 @@ def train_branch(
     round: int,
     branch: str,
 ) -> SpecialistPolicy:
-    """The stages of a branch on its own prompts, with its own rewards, evaluations and gate."""
+    """Train the stages of a branch on its own prompts, with its own rewards and gate."""
     shared: dict[str, Any] = {"recipe": recipe, "run": run}
-    own = select_prompts(**shared, prompts=prompts, round=round, branch=branch)
-    evaluate = partial(evaluate_branch, **shared, base=base, prompts=own, branch=branch)
+    branch_prompts = select_prompts(**shared, prompts=prompts, round=round, branch=branch)
+    evaluate = partial(evaluate_branch, **shared, base=base, prompts=branch_prompts, branch=branch)
     history = [evaluate(policy=policy, label=f"{recipe.branch_label(round, branch)} before")]
     for stage, config in enumerate(recipe.stages):
         if config.branch == branch:
@@ -205,7 +211,7 @@ def train_branch(
                 **shared,
                 base=base,
                 policy=policy,
-                prompts=own,
+                prompts=branch_prompts,
                 round=round,
                 stage=stage,
                 specialists=[],
@@ -240,6 +246,8 @@ def conclude(
     if not decision.promote:
         report, summary = write(registration=registration)
         return Conclusion(report, summary, registration)
+    # ``approve`` times out after the hours of the recipe, Flyte's default being one. A scalar is
+    # what is gated and flows on: the console shows it, and promotion cannot run without it.
     approved = ""
     if recipe.promotion.approval:
         report, _ = write(registration=registration)
@@ -255,7 +263,7 @@ def conclude(
 def train_any_stage(
     recipe: Recipe, stage: int, specialists: list[SpecialistPolicy], **inputs: Any
 ) -> TrainedPolicy:
-    """A stage of any kind; ``specialists`` are the branches that it learns from."""
+    """Train a stage of any kind; ``specialists`` are the branches that it learns from."""
     kind = recipe.stages[stage].kind
     if specialists:
         return train_distillation_stage(
@@ -268,7 +276,7 @@ def train_any_stage(
 
 
 def train_distillation_stage(recipe: Recipe, stage: int, **inputs: Any) -> TrainedPolicy:
-    """An online stage whose teachers are policies of branches."""
+    """Train an online stage whose teachers are policies of branches."""
     config = recipe.stages[stage]
     assert config.kind == "online"
     train = distill_branches_ray if config.placement == "ray" else distill_branches
@@ -318,6 +326,7 @@ def train_offline_stage(
             rollouts=rollouts,
             advantages=advantages,
         )
+    # Generated and scored on other machines, shard by shard; advantages need all shards.
     roll_out = partial(generate_rollouts, **stage_inputs, base=base, policy=policy, prompts=prompts)
     rollouts = map_over_values(roll_out, shard=list(range(config.shards)))
     scores = map_over_values(

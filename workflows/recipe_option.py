@@ -29,9 +29,11 @@ _flytekits_own = JsonParamType._parse
 
 
 def _parse_option(option: JsonParamType, value: Any, param: Any) -> Any:
-    """A recipe, a file or a text, as plain data; every other option as flytekit reads it."""
+    """Parse a recipe, a file or a text, to plain data; every other option as flytekit does."""
+    # Not a string: a default, or a value that was parsed already.
     if option._python_type is not Recipe or not isinstance(value, str):
         return _flytekits_own(option, value, param)
+    # In braces it is the text of a recipe, unless a file has such a name.
     is_text = "{" in value and not os.path.isfile(value)
     recipe = parse_recipe(value, "--recipe") if is_text else load_recipe(value)
     return recipe.model_dump(mode="json")
@@ -40,15 +42,16 @@ def _parse_option(option: JsonParamType, value: Any, param: Any) -> Any:
 def read_recipes_strictly() -> None:
     """Let ``pyflyte run`` read recipes in this way: flytekit makes the option itself, and nothing
     can name another.
-
-    The help of a recipe's option is a sentence that names an example.
     """
     JsonParamType._parse = _parse_option
-    if command := sys.modules.get(COMMAND):  # not in pods, which have no options
-        _shorten_errors(command)
+    # Not loaded in pods, which have no options.
+    command = sys.modules.get(COMMAND)
+    if command:
+        _shorten_help(command)
 
 
-def _shorten_errors(command: Any) -> None:
+def _shorten_help(command: Any) -> None:
+    """Give a recipe's option a sentence that names an example as its help."""
     make = command.to_click_option
 
     def to_click_option(
@@ -72,7 +75,8 @@ def _shorten_errors(command: Any) -> None:
 def _require_value(
     convert: Callable[..., Any], ctx: click.Context, param: click.Parameter, value: Any
 ) -> Any:
-    """Flytekit passes ``default=None``, which click takes for a value."""
+    """Convert a value, and ask for one where there is none."""
+    # Flytekit passes ``default=None``, which click takes for a value.
     if value is None:
         raise click.MissingParameter(f"Name a recipe, such as --recipe {EXAMPLE}", ctx, param)
     return convert(ctx, param, value)

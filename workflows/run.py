@@ -9,9 +9,8 @@ from flytekit import FlyteContextManager
 from ebbflow.recipe import Recipe
 from ebbflow.resume import handle_interrupt
 
-FlyteContextManager.add_signal_handler(
-    handle_interrupt
-)  # flytekit has replaced the handler of SIGINT
+# flytekit has replaced the handler of SIGINT when it was imported.
+FlyteContextManager.add_signal_handler(handle_interrupt)
 
 
 def run(recipe: Recipe) -> None:
@@ -21,9 +20,9 @@ def run(recipe: Recipe) -> None:
         Exception: what a task raised, with the names of the task and of its workflows before the
             message.
     """
-    logging.getLogger("flytekit").setLevel(
-        logging.CRITICAL
-    )  # as pyflyte does: errors are raised, too
+    # As pyflyte does: errors are raised, too, and would be read twice.
+    logging.getLogger("flytekit").setLevel(logging.CRITICAL)
+    # Only now: it loads every task, which takes seconds.
     from workflows.post_training import post_train
 
     post_train(recipe=recipe)

@@ -34,4 +34,5 @@ Gotchas
       says otherwise, and are always in the same micro-batch.
 """
 
-import ebbflow.recipe  # noqa: F401  first: it imports the files in built_in, which need its base classes
+# First: it imports the files in ``built_in``, which need its base classes.
+import ebbflow.recipe  # noqa: F401

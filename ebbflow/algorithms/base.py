@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ebbflow.flow.sampler import Transition
 
+# The policies that a loss can ask for besides the one that is trained.
 CopyName = Literal["reference", "old", "sampling", "teacher", "rollout", "fake"]
 """``rollout``: the policy as it was before the first update on the samples, of a step online, of
 the stage offline. ``fake``: the fake score network of distribution matching, the only copy that is
@@ -43,6 +44,11 @@ RowMetrics: TypeAlias = "dict[str, Tensor]"
 @dataclass(frozen=True)
 class TrajectoryRows:
     """M rows of a policy-gradient loss.
+
+    Example:
+        Two samples of Stable Diffusion 3 at 512 x 512 with a window of the steps 2 to 4 are M = 6
+        rows, a sample's steps one after another: ``transition.mean`` [6, 16, 64, 64], ``log_prob``
+        [6], and ``advantage`` = [1.2, 1.2, 1.2, -.7, -.7, -.7].
 
     Attributes:
         transition: the step under the policy being trained, with gradient.
@@ -66,6 +72,12 @@ class TrajectoryRows:
 @dataclass(frozen=True)
 class ForwardRows:
     """M rows of a forward-process loss.
+
+    Example:
+        Two pairs of Diffusion-DPO with one draw of sigma and noise each are M = 4 rows:
+        ``group_index`` = [0, 0, 1, 1], ``sigma`` = [.7, .7, .2, .2], ``noise[0]`` equal to
+        ``noise[1]``, ``advantage`` = [1., -1., .4, -.4], ``clean`` and ``velocity`` [4, 16, 64,
+        64], and ``copies["reference"]`` like ``velocity``.
 
     Attributes:
         clean: x0, [M, ...].
@@ -92,6 +104,11 @@ class ForwardRows:
 @dataclass(frozen=True)
 class GradientRows:
     """M rows of a loss on the gradient of the reward, one per sample.
+
+    Example:
+        DRaFT-2 on 4 samples of a sampler with 50 steps: ``latents`` are those before step 48, and
+        ``denoise(velocity)`` takes this step and step 49. ``reward`` of its result is [4], and its
+        backward pass reaches ``velocity``.
 
     Attributes:
         latents: x before the first denoising step with gradient, [M, ...], without gradient.
@@ -126,6 +143,11 @@ class DirectAlignRows:
     """M rows of a loss on the gradient of the reward of recovered samples, one per sample and
     branch.
 
+    Example:
+        One sample with both branches is M = 2 rows with the same ``clean``, ``noise`` and
+        ``end_sigma``: ``sigma`` = [.8714, .8286], ``end_sigma`` = [.85, .85]. The first row ends
+        below the sigma where it starts (denoising), the second above it (inversion).
+
     Attributes:
         clean: x0, the final latents of the rollout, [M, ...].
         noise: eps, the noise that the rollout started from, [M, ...].
@@ -158,6 +180,7 @@ class DirectAlignRows:
         (x + (sigma' - sigma) v - sigma' eps) / (1 - sigma') of x = (1 - sigma) x0 + sigma eps,
         which is x0 + (sigma' - sigma) / (1 - sigma') (v - (eps - x0)).
         """
+        # The second form of the equation: where v is exact, eps - x0, it gives x0 without rounding.
         factor = (self.end_sigma - self.sigma) / (1 - self.end_sigma)
         return self.clean + expand_like(factor, self.clean) * (
             self.velocity - (self.noise - self.clean)
@@ -168,6 +191,12 @@ class DirectAlignRows:
 class MatchingRows:
     """M rows of a loss that matches the distribution of a few-step student to that of its teacher,
     one per sample.
+
+    Example:
+        Two samples of a student with 4 steps, one trained at its first step and one at its third:
+        ``sigma`` = [1., .5], ``latents`` and ``velocity`` [2, 16, 64, 64] are there.
+        ``noised_sigma`` = [.31, .84] are the levels to which their samples were noised, and
+        ``copies["teacher"]`` and ``copies["fake"]`` are velocities at ``noised``.
 
     Attributes:
         latents: x before one of the student's denoising steps, [M, ...], without gradient.
@@ -204,6 +233,13 @@ class Algorithm:
     """One algorithm; its hyper-parameters' class says in a line what it does and which rows and
     stages are its own.
 
+    Example:
+        def compute_loss(rows: ForwardRows, config: MineConfig) -> tuple[Tensor, RowMetrics]:
+            error = compute_flow_matching_error(rows, rows.velocity)
+            return config.scale * rows.advantage * error, {"mine/error": error}
+
+        ALGORITHM = Algorithm(MineConfig, compute_loss)
+
     Attributes:
         config: the class of its hyper-parameters.
         loss: (rows, hyper-parameters) -> (loss of each row [M], metrics of each row).
@@ -221,6 +257,8 @@ class Algorithm:
 
     config: type[AlgorithmConfig]
     loss: Callable[[Any, Any], tuple[Tensor, RowMetrics]]
+    # Functions of the hyper-parameters and not sets: a weight of 0 needs no copy, and a copy costs
+    # the memory of the trained parameters.
     copies: Callable[[Any], frozenset[CopyName]] = lambda config: frozenset()
     select: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], list[np.ndarray]] = (
         grouping.select_kept_samples
@@ -229,40 +267,42 @@ class Algorithm:
     generates: Literal["current"] | FollowingName = "current"
 
     def list_following_copies(self, config: Any) -> tuple[FollowingName, ...]:
-        """The copies that the policy of a stage has because the algorithm asks for them, and that
-        may follow it.
+        """List the copies that the policy of a stage has because the algorithm asks for them, and
+        that may follow it.
         """
         used = {self.generates, *self.copies(config)}
         return tuple(name for name in FOLLOWING if name in used)
 
 
 def mean_per_row(values: Tensor) -> Tensor:
-    """Mean over everything but the rows, [M]."""
+    """Average over everything but the rows, [M]."""
     return values.flatten(1).mean(1)
 
 
 def expand_like(values: Tensor, like: Tensor) -> Tensor:
-    """[M] shaped to broadcast over the rows of ``like``."""
-    return values.view(-1, *[1] * (like.ndim - 1))
+    """Return [M] as [M, 1, ...], which broadcasts over the rows of ``like``."""
+    return values.view((-1,) + (1,) * (like.ndim - 1))
 
 
 def compute_gaussian_kl(step: Transition, mean: Tensor) -> Tensor:
-    """KL between the step and one with the same std and another mean, per latent element: mean((mu
-    - mean)^2) / (2 b^2), [M].
+    """Compute the KL between the step and one with the same std and another mean, per latent
+    element: mean((mu - mean)^2) / (2 b^2), [M].
     """
+    # The true std b, dt included, for every sampler. Public code often divides by 2 s^2 here, which
+    # is |dt| times as much (``ebbflow.algorithms.reference`` has it by name).
     return mean_per_row((step.mean - mean) ** 2) / (2 * step.std**2)
 
 
 def compute_flow_matching_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
-    """mean((v - u)^2) with the target u = eps - x0, [M]."""
+    """Compute mean((v - u)^2) with the target u = eps - x0, [M]."""
     return mean_per_row((velocity - (rows.noise - rows.clean)) ** 2)
 
 
 def compute_group_mean(values: Tensor, group_index: Tensor) -> Tensor:
-    """The mean of [M] values over the rows of the same group, at every row."""
-    index = (group_index.diff(prepend=group_index[:1]) != 0).cumsum(
-        0
-    )  # from 0, since equal ids are neighbours
+    """Compute the mean of [M] values over the rows of the same group, at every row, [M]."""
+    # Groups counted from 0, as a micro-batch may begin with any of them. Equal ids are neighbours,
+    # so a group begins where the id changes.
+    index = (group_index.diff(prepend=group_index[:1]) != 0).cumsum(0)
     count = index.bincount()
     total: Tensor = values.new_zeros(len(count)).index_add(0, index, values)
     means: Tensor = total / count

@@ -1,13 +1,17 @@
-r"""What is done about rollouts that another policy made than the one that trains. With S samples of
-W trained steps,
+r"""The correction of rollouts that another policy generated than the one that trains. With S
+samples of W trained steps,
 
-    delta = log_prob_train - log_prob_rollout                    [S, W], log-probs are MEANS over
-    the D elements of a latent x     = delta (unit "mean") or D delta (unit "sum") w     = exp(x) at
-    every step, or exp(sum_W x) of the trajectory at each of its steps truncated: min(w, high)
-    masked: w where low <= w <= high, the term dropped elsewhere k1 = |x|,  k2 = x^2 / 2,  k3 =
-    exp(x) - 1 - x                a term is dropped where it, or its mean, sum or largest over the
-                                                                 sample's steps, is above the
-                                                                 threshold
+    delta = log_prob_train - log_prob_rollout      [S, W], MEANS over the D elements of a latent
+    x     = delta (unit "mean") or D delta (unit "sum")
+    w     = exp(x) at every step, or exp(sum_W x) of the trajectory at each of its steps
+
+    truncated   min(w, high)
+    masked      w where low <= w <= high, the term dropped elsewhere
+
+    k1 = |x|,   k2 = x^2 / 2,   k3 = exp(x) - 1 - x
+
+A term is dropped where its k, or the mean, sum or maximum of k over the sample's steps, is above
+the threshold.
 
 The unit matters. Only D delta is the logarithm of a ratio of densities: over rollouts, E[exp(D
 delta)] = 1 and E[k3(D delta)] = KL(rollout || train). With kappa = |mu_train - mu_rollout|^2 / b^2,
@@ -33,11 +37,17 @@ from torch import Tensor
 
 from ebbflow.recipe.choices import CorrectionConfig
 
+# exp(20) = 5e8: a ratio that large is far beyond any threshold, and its square is still finite.
 MAX_EXPONENT = 20.0
 
 
 def compute_correction(delta: Tensor, dims: int, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Importance weights, and which rows stay.
+    """Compute importance weights, and which rows stay.
+
+    Example:
+        delta = [[0., 1e-3]] with dims = 1000, unit "sum" at the level of steps and weights
+        "truncated" with high = 2: w = [[1., e^1]], so the weights are [[1., 2.]], and keep is
+        [[True, True]].
 
     Args:
         delta: [S, W] of the whole batch: normalised weights have mean 1 over its kept rows.
@@ -50,10 +60,15 @@ def compute_correction(delta: Tensor, dims: int, config: CorrectionConfig) -> tu
     """
     weights = torch.ones_like(delta, dtype=torch.float64)
     keep = ~_is_rejected(delta, dims, config)
+
+    # Truncation caps a weight and keeps its term, which biases the gradient a little. Masking
+    # changes no weight and drops the term.
     if config.weights != "none":
         weights = _compute_ratio(delta, dims, config)
     if config.weights == "truncated":
         weights = weights.clamp_max(config.high)
+    # ``~(... | ...)`` and not ``low <= w <= high``, which is False for NaN: NaN has to reach the
+    # update's guard and not be masked.
     if config.weights == "masked":
         keep &= ~((weights < config.low) | (weights > config.high))
     weights = weights.where(keep, 0.0)
@@ -65,8 +80,8 @@ def compute_correction(delta: Tensor, dims: int, config: CorrectionConfig) -> tu
 def compute_correction_metrics(
     delta: Tensor, dims: int, config: CorrectionConfig
 ) -> dict[str, Tensor]:
-    """Shares of the rows that ``high`` capped or dropped, that ``low`` dropped, and that were
-    rejected; scalars.
+    """Compute the shares of the rows that ``high`` capped or dropped, that ``low`` dropped, and
+    that were rejected; scalars.
     """
     ratio = _compute_ratio(delta, dims, config)
     above = (ratio > config.high).double()
@@ -79,8 +94,8 @@ def compute_correction_metrics(
 
 
 def compute_diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Tensor]:
-    """How far the rollouts are from the training policy; scalars, all 0 and the ratios 1 where the
-    two agree.
+    """Measure how far the rollouts are from the training policy; scalars, all 0 and the ratios 1
+    where the two agree.
 
     ``rollout/k3``, ``rollout/chi2`` = mean(w^2) - 1 and ``rollout/ratio_*`` are of w = exp(delta),
     on the mean unit of the clip ranges. There chi2 is no divergence: it is about 2 mean(delta), and
@@ -94,6 +109,7 @@ def compute_diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Te
         steps: the denoising step of each column, integer [W].
         dims: D, the elements of a latent.
     """
+    # float64: with |delta| ~ 1e-5, chi2 and k3 are differences of numbers near 1.
     delta = delta.detach().double()
     magnitude = delta.abs()
     ratio = _clamped_exp(delta)
@@ -106,26 +122,28 @@ def compute_diagnostics(delta: Tensor, steps: Tensor, dims: int) -> dict[str, Te
         "rollout/ratio_mean": ratio.mean(),
         "rollout/ratio_max": ratio.max(),
     }
+    # Also by step, since an engine may differ at some sigmas alone.
     by_step = zip(steps.tolist(), magnitude.mean(0), strict=True)
     return metrics | {f"rollout/delta_step_{step}": mean for step, mean in by_step}
 
 
 def _scale_to_unit(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
-    """x, float64 [S, W]."""
+    """Compute x, float64 [S, W]."""
     return delta.detach().double() * (dims if config.unit == "sum" else 1)
 
 
 def _compute_ratio(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
-    """w before any threshold, [S, W]."""
+    """Compute w before any threshold, [S, W]."""
     exponent = _scale_to_unit(delta, dims, config)
+    # The product of the ratios of all trained steps, the same at each of them.
     if config.level == "trajectory":
         exponent = exponent.sum(1, keepdim=True).expand_as(exponent)
     return _clamped_exp(exponent)
 
 
 def _is_rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
-    """Which rows their divergence drops, bool [S, W]; all steps of a sample alike on the sequence
-    levels.
+    """Return which rows their divergence drops, bool [S, W]; all steps of a sample alike on the
+    sequence levels.
     """
     if config.reject == "none":
         return torch.zeros_like(delta, dtype=torch.bool)
@@ -140,7 +158,7 @@ def _is_rejected(delta: Tensor, dims: int, config: CorrectionConfig) -> Tensor:
 
 
 def _estimate_divergence(x: Tensor, kind: str) -> Tensor:
-    """The estimates k1, k2 and k3 of http://joschu.net/blog/kl-approx.html, k1 by its magnitude."""
+    """Estimate k1, k2 or k3 of http://joschu.net/blog/kl-approx.html, k1 by its magnitude."""
     if kind == "k1":
         return x.abs()
     if kind == "k2":

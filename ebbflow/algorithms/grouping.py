@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def select_kept_samples(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
 ) -> list[np.ndarray]:
-    """Every kept sample by itself."""
+    """Return every kept sample as a group of its own."""
     return list(keep.nonzero()[0][:, None])
 
 
 def select_all_samples(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
 ) -> list[np.ndarray]:
-    """Every sample by itself, whatever its reward said."""
+    """Return every sample as a group of its own, whatever its reward said."""
     import numpy as np
 
     return list(np.arange(len(keep))[:, None])
@@ -32,12 +32,16 @@ def select_all_samples(
 def select_groups(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: Any
 ) -> list[np.ndarray]:
-    """The kept samples of each prompt, by ascending prompt id."""
+    """Return the kept samples of each prompt, by ascending prompt id.
+
+    Example:
+        keep = [True, True, False, True] with prompt_ids = [7, 3, 7, 7] gives [[1], [0, 3]].
+    """
     import numpy as np
 
     kept = np.flatnonzero(keep)
-    by_prompt = kept[
-        np.argsort(prompt_ids[kept], kind="stable")
-    ]  # sorted once: of a file of pairs every row is a prompt
+    # Sorted once, not searched for each prompt: a file of pairs has as many prompts as pairs.
+    by_prompt = kept[np.argsort(prompt_ids[kept], kind="stable")]
     _, starts = np.unique(prompt_ids[by_prompt], return_index=True)
-    return np.split(by_prompt, starts)[1:]  # before the first start there is nothing
+    # The first start is 0, so the first part is empty.
+    return np.split(by_prompt, starts)[1:]

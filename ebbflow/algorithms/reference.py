@@ -1,9 +1,11 @@
-r"""The pull back to the base model, a choice of its own beside the algorithm.
+r"""The penalty for leaving the base model, which a stage chooses beside the algorithm.
 
-kl             mean((mu - mu_ref)^2) / (2 b^2)      b: the true standard deviation of the step, dt
-included kl_without_dt  mean((mu - mu_ref)^2) / (2 s^2)      s = b / sqrt|dt|: the scaling of
-Flow-GRPO's published code velocity       mean((v - v_ref)^2)             v_ref under
-classifier-free guidance, if the stage says so
+    kl              mean((mu - mu_ref)^2) / (2 b^2)
+    kl_without_dt   mean((mu - mu_ref)^2) / (2 s^2)
+    velocity        mean((v - v_ref)^2)
+
+b is the true standard deviation of the step, dt included; s = b / sqrt|dt| is the scaling of
+Flow-GRPO's published code; v_ref is under classifier-free guidance, if the stage says so.
 
 Under cps, whose published std has no dt, ``kl_without_dt`` divides by 2 b^2, as ``kl`` does.
 
@@ -26,24 +28,25 @@ ADAPTIVE_FLOOR = 1e-4
 def compute_penalty(
     config: ReferenceConfig, rows: AnyRows, velocity: Tensor, reference: Tensor
 ) -> Tensor:
-    """The penalty of each row, [M], before its weight; ``reference`` is the base model's velocity
-    at the same points.
+    """Compute the penalty of each row, [M], before its weight; ``reference`` is the base model's
+    velocity at the same points, [M, ...].
     """
     if config.penalty == "velocity":
         return mean_per_row((velocity - reference) ** 2)
+    # The recipe allows a KL for trajectories alone.
     assert isinstance(rows, TrajectoryRows)
     divergence = compute_gaussian_kl(rows.transition, rows.copies["reference"].mean)
-    std_has_dt = rows.transition.sampler.std_has_dt
-    return (
-        divergence * rows.transition.dt.abs()
-        if config.penalty == "kl_without_dt" and std_has_dt
-        else divergence
-    )
+    # b^2 = s^2 |dt|, so 1 / (2 s^2) = |dt| / (2 b^2). The b of cps has no dt to take out.
+    if config.penalty == "kl_without_dt" and rows.transition.sampler.std_has_dt:
+        return divergence * rows.transition.dt.abs()
+    return divergence
 
 
 def compute_penalty_weight(config: ReferenceConfig, rows: AnyRows) -> Tensor:
-    """The weight of each row's penalty, [M]."""
+    """Compute the weight of each row's penalty, [M]."""
     if not config.adaptive:
         return torch.full_like(rows.advantage, config.weight)
+    # 1e-4 + (k - 1e-4) p: the better a sample scores, the heavier its penalty, against hacked
+    # rewards.
     preference = (rows.advantage / (2 * rows.advantage_clip) + 0.5).clamp(0, 1)
     return ADAPTIVE_FLOOR + (config.weight - ADAPTIVE_FLOOR) * preference

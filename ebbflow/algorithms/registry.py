@@ -8,6 +8,8 @@ from ebbflow.algorithms.base import Algorithm
 from ebbflow.recipe.algorithms import AlgorithmConfig, CustomAlgorithmConfig
 from ebbflow.recipe.plugins import import_modules
 
+# By the class of hyper-parameters, which pydantic has chosen by the recipe's ``algorithm.name``. A
+# new file in ``built_in`` needs no entry anywhere.
 BUILT_IN: dict[type[AlgorithmConfig], Algorithm] = {
     algorithm.config: algorithm
     for module in import_modules("ebbflow.algorithms.built_in")
@@ -17,9 +19,7 @@ BUILT_IN: dict[type[AlgorithmConfig], Algorithm] = {
 
 
 def find_algorithm(config: AlgorithmConfig | CustomAlgorithmConfig) -> Algorithm:
-    """The algorithm that a stage's ``algorithm`` key asks for."""
-    return (
-        config.load_algorithm()[0]
-        if isinstance(config, CustomAlgorithmConfig)
-        else BUILT_IN[type(config)]
-    )
+    """Return the algorithm that a stage's ``algorithm`` key asks for."""
+    if isinstance(config, CustomAlgorithmConfig):
+        return config.load_algorithm()[0]
+    return BUILT_IN[type(config)]

@@ -1,4 +1,4 @@
-"""Scores of the kinds of prompts that a benchmark's file tells apart: GenEval's tags, VBench's
+"""Mean scores of the kinds of prompts that a benchmark's file tells apart: GenEval's tags, VBench's
 dimensions, categories.
 """
 
@@ -19,14 +19,14 @@ CATEGORY_COLUMNS = ("tag", "atom_count", "Category", "Challenge", "dimension", "
 VBench, and one of your own.
 """
 MAX_CATEGORIES = 64
-"""Of a column; one with more values names prompts instead of kinds."""
+"""Most categories of a column; one with more values names prompts instead of kinds."""
 
 
 def compute_category_means(
     prompts: Sequence[Prompt], columns: Mapping[str, np.ndarray]
 ) -> list[CategoryMeans]:
-    """The means of every metric over the prompts of each category, in the order in which the
-    categories come up.
+    """Compute the means of every metric over the prompts of each category, in the order in which
+    the categories come up.
 
     A prompt is in several categories of a column where its value is a list. A column with one
     value, or more than ``MAX_CATEGORIES``, has none.
@@ -42,50 +42,48 @@ def compute_category_means(
     for prompt in prompts:
         for column, value in _list_category_values(prompt):
             members[column][value].add(prompt.prompt_id)
-    found = []
+    results = []
     for column, categories in members.items():
-        for value, category in categories.items() if 1 < len(categories) <= MAX_CATEGORIES else ():
+        # One category is the whole table, whose means are elsewhere.
+        if not 1 < len(categories) <= MAX_CATEGORIES:
+            continue
+        for value, category in categories.items():
             rows = np.isin(ids, list(category))
-            means = {
-                name: average_per_prompt(ids[rows], values[rows])
-                for name, values in columns.items()
-            }
-            finite = {
-                name: float(of_prompts.mean())
-                for name, of_prompts in means.items()
-                if len(of_prompts)
-            }
-            found.append(
-                CategoryMeans(column=column, value=value, prompts=len(category), means=finite)
+            means = {}
+            for name, values in columns.items():
+                # A prompt with several samples counts once.
+                prompt_means = average_per_prompt(ids[rows], values[rows])
+                if len(prompt_means):
+                    means[name] = float(prompt_means.mean())
+            results.append(
+                CategoryMeans(column=column, value=value, prompts=len(category), means=means)
             )
-    return found
+    return results
 
 
 def average_over_categories(categories: Sequence[CategoryMeans]) -> dict[str, float]:
-    """The mean over categories of one column, each of which counts the same: GenEval's overall
+    """Average over the categories of one column, each of which counts the same: GenEval's overall
     score.
 
-    What one lacks is left out.
+    A metric that one category lacks is left out.
     """
-    names = (
-        [
-            name
-            for name in categories[0].means
-            if all(name in category.means for category in categories)
-        ]
-        if categories
-        else []
-    )
-    return {
-        name: float(np.mean([category.means[name] for category in categories])) for name in names
-    }
+    averages: dict[str, float] = {}
+    if not categories:
+        return averages
+    for name in categories[0].means:
+        means = [category.means[name] for category in categories if name in category.means]
+        # The mean over fewer categories would be of another benchmark.
+        if len(means) == len(categories):
+            averages[name] = float(np.mean(means))
+    return averages
 
 
 def _list_category_values(prompt: Prompt) -> Iterator[tuple[str, str]]:
-    """The columns and values of a prompt that make categories."""
+    """Iterate over the columns of a prompt and its values that make categories."""
     metadata = json.loads(prompt.metadata)
     for column in CATEGORY_COLUMNS:
         value = metadata.get(column)
-        for one in value if isinstance(value, list) else [value]:
+        values = value if isinstance(value, list) else [value]  # VBench's dimensions are a list
+        for one in values:
             if isinstance(one, (str, int)) and one != "":
                 yield column, str(one)

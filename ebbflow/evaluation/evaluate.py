@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationError(Exception):
-    """Policies that cannot be compared or evaluated: names what is wrong and how to fix it."""
+    """An error about policies that cannot be compared or evaluated: what is wrong and the fix."""
 
 
 def evaluate_folder(
@@ -79,9 +79,9 @@ def evaluate_folder(
     policy = Policy(model, metadata.config, recipe.seed)
     policy.load_folder(folder)
     scorer = load_scorer(recipe.evaluated_rewards, recipe.guardrails)
-    chosen = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
+    evaluated = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
     return evaluate_on_prompts(
-        recipe, model, policy, metadata.version, scorer, chosen, label, samples
+        recipe, model, policy, metadata.version, scorer, evaluated, label, samples
     )
 
 
@@ -92,23 +92,29 @@ def require_same_image_size(recipe: Recipe, champion: Path) -> None:
     Raises:
         EvaluationError: it does not; names both sizes.
     """
-    its = _read_image_size(read_policy_metadata(champion).served_model)
-    ours = _read_image_size(recipe.evaluation.evaluated_model(recipe.model))
-    if its != ours:
+    champion_size = _describe_image_size(read_policy_metadata(champion).served_model)
+    recipe_size = _describe_image_size(recipe.evaluation.evaluated_model(recipe.model))
+    if champion_size != recipe_size:
         raise EvaluationError(
-            f"champion of {recipe.promotion.model_name!r} generates {its}, this recipe {ours}:"
+            f"champion of {recipe.promotion.model_name!r} generates {champion_size}, this recipe"
+            f" {recipe_size}:"
             " scores are not comparable; rename promotion.model_name, or use the champion's size"
         )
 
 
-def _read_image_size(model: ModelConfig) -> str:
-    height, width = (size or "default" for size in (model.height, model.width))
+def _describe_image_size(model: ModelConfig) -> str:
+    height = model.height or "default"
+    width = model.width or "default"
     return f"{model.frames} frame(s) of {height} x {width} (height x width)"
 
 
 @dataclass(frozen=True)
 class _Samples:
     """Generated and scored samples.
+
+    Example:
+        200 prompts, of which the first 20 held-out ones have 4 samples: N = 200 + 20 * 3 = 260. The
+        first 200 rows have ``indices`` 0, the other 60 have 1, 2, 3, 1, 2, 3, ...
 
     Attributes:
         prompts: [N], of each sample.
@@ -137,11 +143,13 @@ class _Samples:
 
     @property
     def is_held_out(self) -> np.ndarray:
-        """Which samples are of the held-out split, bool [N]."""
+        """Whether each sample is of the held-out split, bool [N]."""
         return np.array([prompt.split == "held_out" for prompt in self.prompts])
 
     @staticmethod
     def concatenate(parts: list[_Samples]) -> _Samples:
+        # A batch whose features could not be computed leaves all of them out: a diversity over some
+        # samples is not comparable.
         features = [part.features for part in parts if part.features is not None]
         return _Samples(
             prompts=[prompt for part in parts for prompt in part.prompts],
@@ -180,67 +188,84 @@ def evaluate_on_prompts(
     clock = Clock()
     with clock.measure_phase("sampling"):
         encode = build_prompt_lookup(model, prompts)
+    # Merged adapters save their products in every pass.
     with policy.merge_adapters():
         first = _generate_and_score(
-            recipe, model, scorer, prompts, [0] * len(prompts), encode, label, clock
+            recipe, model, scorer, prompts, [0 for _ in prompts], encode, label, clock
         )
     samples = first
     # The further samples have micro-batches of their own: the first ones are the same bytes however
     # many there are.
     repeats = _list_repeats(recipe, prompts)
     if repeats:
-        prompts_again, indices = map(list, zip(*repeats, strict=True))
+        repeated_prompts = [prompt for prompt, _ in repeats]
+        indices = [index for _, index in repeats]
         with policy.merge_adapters():
             again = _generate_and_score(
-                recipe, model, scorer, prompts_again, indices, encode, label, clock
+                recipe, model, scorer, repeated_prompts, indices, encode, label, clock
             )
         samples = _Samples.concatenate([first, again])
     statistics = samples.statistics | _measure_diversity(samples)
     schema = build_evaluation_schema(["reward", *sorted(samples.scores.metrics)], list(statistics))
     rows = _build_rows(schema, samples, statistics)
     write_table(path, schema, rows.to_batches(), {"label": label, "recipe_digest": recipe.digest})
+    # Not with merged adapters: the base model is the policy with its adapters off.
+    drift = _measure_drift(recipe, model, policy, prompts, encode, first.latents)
+    evaluation = _summarize_samples(samples, statistics, label, version, drift, clock)
+    logger.info("%s", evaluation)
+    return evaluation
+
+
+def _summarize_samples(
+    samples: _Samples,
+    statistics: dict[str, np.ndarray],
+    label: str,
+    version: int,
+    drift: float,
+    clock: Clock,
+) -> Evaluation:
+    """Average the samples of the two splits; ``statistics`` are columns of N values."""
     held_out = samples.is_held_out
     columns = {"reward": samples.scores.reward, **samples.scores.metrics}
-    evaluation = Evaluation(
+    distributions = {}
+    for name, values in columns.items():
+        distribution = summarize_distribution(samples.prompt_ids[held_out], values[held_out])
+        if distribution is not None:
+            distributions[name] = distribution
+    return Evaluation(
         label=label,
         policy_version=version,
         held_out=_average_over_prompts(samples, columns, held_out),
+        # Validation prompts have one sample each, so their mean is the mean over prompts.
         validation=average_metrics(samples.scores, ~held_out),
         coverage=float(np.isfinite(samples.scores.reward[held_out]).mean()),
-        velocity_drift=_measure_drift(recipe, model, policy, prompts, encode, first.latents),
+        velocity_drift=drift,
         seconds=dict(clock.seconds),
         statistics=_average_over_prompts(samples, statistics, held_out),
-        distributions={
-            name: found
-            for name, values in columns.items()
-            if (found := summarize_distribution(samples.prompt_ids[held_out], values[held_out]))
-            is not None
-        },
+        distributions=distributions,
         categories=compute_category_means(
             [prompt for prompt in samples.prompts if prompt.split == "held_out"],
             {name: values[held_out] for name, values in columns.items()},
         ),
     )
-    logger.info("%s", evaluation)
-    return evaluation
 
 
 def build_evaluation_keys(prompts: list[Prompt], samples: list[int] | None = None) -> SampleKeys:
-    """Which noise each sample starts from: it depends on the evaluation's own seed, so every run
-    draws the same.
+    """Return the keys of the noise that each sample starts from: it depends on the evaluation's own
+    seed, so every run has the same.
 
     Args:
-        samples: which sample of its prompt each is; left out, the first.
+        samples: which sample of its prompt each is; default: the first.
     """
     return SampleKeys(
         derive_seed(0, "evaluation"),
         [prompt.prompt_id for prompt in prompts],
-        samples or [0] * len(prompts),
+        samples or [0 for _ in prompts],
     )
 
 
 def _list_repeats(recipe: Recipe, prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
-    """The further samples, each as its prompt and its number from one."""
+    """List the further samples, each as its prompt and its number from one."""
     held_out = [prompt for prompt in prompts if prompt.split == "held_out"]
     repeated = held_out[: recipe.evaluation.repeated_prompts]
     return [
@@ -258,12 +283,13 @@ def _generate_and_score(
     label: str,
     clock: Clock,
 ) -> _Samples:
-    """In batches: the uncompressed videos of all prompts would not fit in memory."""
+    """Generate, score and describe the samples in batches: the uncompressed videos of all prompts
+    would not fit in memory.
+    """
     sampler = recipe.evaluation.sampler_with_steps
     parts = []
-    for part in show_progress(
-        f"evaluating {label}", "batch", _split_into_micro_batches(recipe, len(prompts))
-    ):
+    micro_batches = _split_into_micro_batches(recipe, len(prompts))
+    for part in show_progress(f"evaluating {label}", "batch", micro_batches):
         batch = prompts[part]
         with clock.measure_phase("sampling"):
             keys = build_evaluation_keys(batch, indices[part])
@@ -273,10 +299,11 @@ def _generate_and_score(
             images = model.decode_latents(latents)
         finite = find_finite_rows(latents)
         with clock.measure_phase("scoring"):
-            scores = scorer(images.copy(), batch, latents.cpu().numpy()).fail_broken_latents(
-                finite
-            )  # a reward may write into its images
+            # A copy, as a reward may write into its images.
+            scores = scorer(images.copy(), batch, latents.cpu().numpy())
+            scores = scores.fail_broken_latents(finite)
             features = scorer.compute_features(images) if recipe.evaluation.samples > 1 else None
+        # Latents that are not finite decode to some picture, whose statistics mean nothing.
         statistics = {
             name: np.where(finite, values, np.nan)
             for name, values in compute_image_statistics(images).items()
@@ -298,8 +325,8 @@ def _generate_and_score(
 
 
 def _measure_diversity(samples: _Samples) -> dict[str, np.ndarray]:
-    """How far the samples of a prompt lie apart, and the first ones of different held-out prompts;
-    NaN for all others.
+    """Measure how far the samples of a prompt lie apart, and the first ones of different held-out
+    prompts; NaN for all others.
     """
     finite = find_finite_rows(samples.latents)
     ids = samples.prompt_ids
@@ -308,8 +335,11 @@ def _measure_diversity(samples: _Samples) -> dict[str, np.ndarray]:
         points["features"] = samples.features
     columns = {}
     for name, values in points.items():
-        columns[f"diversity_{name}"] = np.full(len(ids), np.nan)
-        columns[f"diversity_{name}"][finite] = measure_diversity_within(ids[finite], values[finite])
+        column = np.full(len(ids), np.nan)
+        column[finite] = measure_diversity_within(ids[finite], values[finite])
+        columns[f"diversity_{name}"] = column
+    # One sample of each prompt, so that a prompt's own samples are not its nearest ones; held out
+    # only, as the distance to the nearest shrinks with the number of pictures.
     first = finite & samples.is_held_out & (np.array(samples.indices) == 0)
     columns["diversity_across_prompts"] = np.full(len(ids), np.nan)
     columns["diversity_across_prompts"][first] = measure_diversity_across(samples.thumbnails[first])
@@ -319,17 +349,19 @@ def _measure_diversity(samples: _Samples) -> dict[str, np.ndarray]:
 def _average_over_prompts(
     samples: _Samples, columns: dict[str, np.ndarray], rows: np.ndarray
 ) -> dict[str, float]:
-    """Means over prompts of the means over their samples; a column without any finite value there
-    is left out.
+    """Average over prompts the means over their samples; a column without any finite value there is
+    left out.
     """
-    found = {
-        name: average_per_prompt(samples.prompt_ids[rows], values[rows])
-        for name, values in columns.items()
-    }
-    return {name: float(values.mean()) for name, values in found.items() if len(values)}
+    averages = {}
+    for name, values in columns.items():
+        prompt_means = average_per_prompt(samples.prompt_ids[rows], values[rows])
+        if len(prompt_means):
+            averages[name] = float(prompt_means.mean())
+    return averages
 
 
 def _split_into_micro_batches(recipe: Recipe, count: int) -> list[slice]:
+    """Split ``count`` rows into slices of ``evaluation.micro_batch`` rows."""
     size = recipe.evaluation.micro_batch
     return [slice(start, start + size) for start in range(0, count, size)]
 
@@ -343,8 +375,8 @@ def _measure_drift(
     encode: Encode,
     clean: Tensor,
 ) -> float:
-    """Mean of (v - v_base)^2 over the finite ones of the policy's own samples, noised to
-    ``DRIFT_SIGMAS`` with fixed noise.
+    """Compute the mean of (v - v_base)^2 over the finite ones of the policy's own samples, noised
+    to ``DRIFT_SIGMAS`` with fixed noise.
 
     Raises:
         EvaluationError: none is finite.
@@ -353,15 +385,16 @@ def _measure_drift(
     eps = generate_noise(
         model.latent_shape, keys.seed, keys.prompt_ids, keys.samples, stream=Stream.TRAINING
     ).to(clean)
+    # The same points for both: the difference is that of the weights alone.
     current = _predict_velocities(recipe, model, clean, eps, prompts, encode)
     with policy.use_copy("reference"):
         base = _predict_velocities(recipe, model, clean, eps, prompts, encode)
     squares = (current - base) ** 2
     if squares.isfinite().all():
         return float(squares.mean())
-    if not (
-        finite := squares[squares.isfinite()]
-    ).numel():  # the others are in the samples, as failures
+    # Some samples are broken: they are in the table as failures, and the others can be measured.
+    finite = squares[squares.isfinite()]
+    if not finite.numel():
         raise EvaluationError(
             "the policy is not finite on any prompt; go back to the one before it, or lower"
             " optimizer.lr"
@@ -372,7 +405,9 @@ def _measure_drift(
 def _predict_velocities(
     recipe: Recipe, model: Model, clean: Tensor, eps: Tensor, prompts: list[Prompt], encode: Encode
 ) -> Tensor:
-    """[len(DRIFT_SIGMAS) * N, ...], on the CPU because those of videos are large."""
+    """Predict the velocities of noised samples, [len(DRIFT_SIGMAS) * N, ...], on the CPU because
+    those of videos are large.
+    """
     parts = []
     for sigma in DRIFT_SIGMAS:
         noisy = (1 - sigma) * clean + sigma * eps
@@ -383,7 +418,7 @@ def _predict_velocities(
 
 
 def average_metrics(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:
-    """Mean of every metric over the given rows; a metric without any finite value there is left
+    """Average every metric over the given rows; a metric without any finite value there is left
     out.
     """
     columns = {"reward": scores.reward, **scores.metrics}
@@ -397,6 +432,7 @@ def average_metrics(scores: ScoreTable, rows: np.ndarray | slice = slice(None)) 
 def _build_rows(
     schema: pa.Schema, samples: _Samples, statistics: dict[str, np.ndarray]
 ) -> pa.Table:
+    """Build the table of samples, a row for each."""
     prompts = samples.prompts
     scores = samples.scores
     columns = {
@@ -406,9 +442,8 @@ def _build_rows(
         "source": pa.array([prompt.source for prompt in prompts], pa.string()),
         "prompt": pa.array([prompt.prompt for prompt in prompts]),
         "target": pa.array([prompt.target for prompt in prompts], pa.string()),
-        "image": pa.array(
-            samples.pngs, pa.binary()
-        ),  # chunked above the 2 GiB that one array holds
+        # pyarrow makes chunks of it above the 2 GiB that one array holds.
+        "image": pa.array(samples.pngs, pa.binary()),
         "reward": nan_to_null(scores.reward),
         **{name: nan_to_null(values) for name, values in scores.metrics.items()},
         **{name_statistic_column(name): nan_to_null(values) for name, values in statistics.items()},

@@ -1,5 +1,5 @@
-"""The gate: whether the candidate replaces the champion. Every rule gives its reason, whether it
-passes or fails.
+"""The gate: it decides whether the candidate replaces the champion. Every rule gives its reason,
+whether it passes or fails.
 
 1. Coverage: both sides scored all held-out samples.
 2. Target: the confidence interval of the reward's paired difference lies above zero.
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Finding(NamedTuple):
+    """What one rule says, as a sentence for people."""
+
     passed: bool
     reason: str
 
@@ -65,6 +67,7 @@ def decide_by_gate(
     Raises:
         ValueError: fewer than two held-out prompts have a reward on both sides.
     """
+    # All rules are checked even where the first fails: a person reads all reasons at once.
     target = _compare_metric(recipe, TARGET, candidate_samples, champion_samples)
     coverage, covered = _compute_coverage(candidate, champion, candidate_samples, champion_samples)
     guardrails, guarded = _check_guardrails(recipe, candidate_samples, champion_samples)
@@ -96,6 +99,7 @@ def decide_by_gate(
 def _compare_metric(
     recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
 ) -> Comparison:
+    """Compare a metric with the recipe's resamples, confidence and seed."""
     rule = recipe.evaluation
     return compare_metric(
         metric,
@@ -113,7 +117,7 @@ def _compute_coverage(
     candidate_samples: pa.Table,
     champion_samples: pa.Table,
 ) -> tuple[float, _Finding]:
-    """Share of the held-out samples with a finite reward on both sides.
+    """Compute the share of the held-out samples with a finite reward on both sides.
 
     The evaluations' own coverage counts too: a prompt that is missing from both tables leaves no
     trace in them.
@@ -121,6 +125,8 @@ def _compute_coverage(
     pairs = pair_held_out_samples(TARGET, candidate_samples, champion_samples)
     both = int(np.isfinite(pairs[["candidate", "champion"]]).all(axis=1).sum())
     coverage = min(both / len(pairs), candidate.coverage, champion.coverage)
+    # Exactly 1: shares of counts have no rounding there. A sample without a reward may be the one
+    # that the policy broke, so full coverage is asked for.
     if coverage == 1.0:
         return coverage, _Finding(
             True, f"Coverage is full: both sides scored all {both} held-out samples."
@@ -135,6 +141,7 @@ def _compute_coverage(
 
 
 def _check_target(recipe: Recipe, target: Comparison) -> _Finding:
+    """Check that the reward's interval lies above zero."""
     interval = (
         f"{recipe.evaluation.confidence:.0%} interval [{format_difference(target.low)},"
         f" {format_difference(target.high)}]"
@@ -154,68 +161,73 @@ def _check_target(recipe: Recipe, target: Comparison) -> _Finding:
 def _check_guardrails(
     recipe: Recipe, candidate_samples: pa.Table, champion_samples: pa.Table
 ) -> tuple[list[Comparison], list[_Finding]]:
+    """Compare every guardrail that both sides have, and judge it."""
     comparisons: list[Comparison] = []
     findings: list[_Finding] = []
     for config in recipe.guardrails:
         guardrail = config.column
-        candidate, champion = (
-            _select_rows(config, samples) for samples in (candidate_samples, champion_samples)
-        )
-        sides = {
-            "candidate": guardrail in candidate.column_names,
-            "champion": guardrail in champion.column_names,
-        }
-        if not any(sides.values()):
-            findings.append(
-                _Finding(
-                    True,
-                    f"Guardrail {guardrail} was measured on neither side (not installed): ignored.",
-                )
-            )
-        elif not all(sides.values()):
-            present, absent = sorted(sides, key=lambda side: not sides[side])
+        candidate = _select_rows(config, candidate_samples)
+        champion = _select_rows(config, champion_samples)
+        on_candidate = guardrail in candidate.column_names
+        on_champion = guardrail in champion.column_names
+
+        # A guardrail whose library is not installed is missing on both sides: the run has warned.
+        if not on_candidate and not on_champion:
+            reason = f"Guardrail {guardrail} was measured on neither side (not installed): ignored."
+            findings.append(_Finding(True, reason))
+            continue
+
+        # On one side alone there is nothing to compare, and a candidate must not pass by that.
+        if on_candidate != on_champion:
+            present = "candidate" if on_candidate else "champion"
+            absent = "champion" if on_candidate else "candidate"
             reason = f"Guardrail {guardrail} was measured on the {present} but not on the {absent}"
             findings.append(_Finding(False, f"{reason}; evaluate both with it."))
-        elif failures := _explain_failures(recipe, guardrail, candidate, champion):
-            findings.append(
-                _Finding(False, f"{failures}; see the column 'failure' of the samples.")
-            )
-        else:
-            comparison, finding = _check_guardrail(recipe, guardrail, candidate, champion)
-            comparisons.append(comparison)
-            findings.append(finding)
+            continue
+
+        # Failures hide samples from the means that are compared below, so they are judged first.
+        failures = _explain_failures(recipe, guardrail, candidate, champion)
+        if failures:
+            reason = f"{failures}; see the column 'failure' of the samples."
+            findings.append(_Finding(False, reason))
+            continue
+
+        comparison, finding = _check_guardrail(recipe, guardrail, candidate, champion)
+        comparisons.append(comparison)
+        findings.append(finding)
     return comparisons, findings
 
 
 def _select_rows(config: RewardConfig, samples: pa.Table) -> pa.Table:
-    """The samples of the prompts that a guardrail scores."""
-    return (
-        samples.filter(pc.is_in(samples["source"], pa.array(config.prompts)))
-        if config.prompts
-        else samples
-    )
+    """Select the samples of the prompts that a guardrail scores."""
+    if not config.prompts:
+        return samples
+    return samples.filter(pc.is_in(samples["source"], pa.array(config.prompts)))
 
 
 def _explain_failures(
     recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
 ) -> str | None:
-    """Why a metric's failures keep the candidate back, or None.
+    """Explain why a metric's failures keep the candidate back, or return None.
 
     A failure hides a sample from the mean. A few are allowed, but not more of the candidate's: it
     may have learnt to cause them.
     """
+    # A prompt that names no text has no OCR score on either side, which is no failure.
     pairs = pair_held_out_samples(metric, candidate, champion)
     excused = _list_keys_without_text(metric, candidate) & _list_keys_without_text(metric, champion)
     asked = pairs[[key not in excused for key in pairs[KEY].itertuples(index=False, name=None)]]
-    ours, its = (int((~np.isfinite(asked[side])).sum()) for side in ("candidate", "champion"))
+    candidate_failures = int((~np.isfinite(asked["candidate"])).sum())
+    champion_failures = int((~np.isfinite(asked["champion"])).sum())
     failed = (
-        f"Guardrail {metric} failed on {ours} of {len(asked)} held-out samples of the candidate and"
-        f" on {its} of the champion"
+        f"Guardrail {metric} failed on {candidate_failures} of {len(asked)} held-out samples of the"
+        f" candidate and on {champion_failures} of the champion"
     )
-    if max(ours, its) > recipe.max_failed_share * len(asked):
+    if max(candidate_failures, champion_failures) > recipe.max_failed_share * len(asked):
         return f"{failed}, more than max_failed_share = {recipe.max_failed_share:.1%} allows"
-    if ours > its:
+    if candidate_failures > champion_failures:
         return f"{failed}: it fails more often on the candidate"
+    # The interval needs two prompts (compute_paired_bootstrap).
     scored = asked[np.isfinite(asked[["candidate", "champion"]]).all(axis=1)]
     common = scored["prompt_id"].nunique()
     if common < 2:
@@ -226,9 +238,11 @@ def _explain_failures(
 
 
 def _list_keys_without_text(metric: str, samples: pa.Table) -> set[tuple[int, int]]:
-    """Keys of the samples on which a metric that reads has no value because their prompt names no
-    text.
+    """List the keys of the samples on which a metric that reads has no value because their prompt
+    names no text.
     """
+    # The column "failure" joins the failures of all metrics: "ocr: no target; clip: ...", and for a
+    # video "ocr: frame 3: no target". Only this metric's own counts.
     says_so = re.compile(rf"(^|; ){re.escape(metric)}: (frame \d+: )?{re.escape(NO_TARGET)}")
     rows = samples.select([*KEY, "target", "failure", metric]).to_pylist()
     silent = (row for row in rows if row["target"] is None and row[metric] is None)
@@ -238,44 +252,43 @@ def _list_keys_without_text(metric: str, samples: pa.Table) -> set[tuple[int, in
 def _check_guardrail(
     recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
 ) -> tuple[Comparison, _Finding]:
+    """Check that a guardrail's mean did not fall by more than its tolerance."""
     tolerance, unit = _compute_tolerance(recipe, metric, candidate, champion)
     guardrail = _compare_metric(recipe, metric, candidate, champion).model_copy(
         update={"tolerance": tolerance}
     )
+    # The mean and not the interval: a guardrail is no proof of harmlessness, and with few prompts
+    # an interval would refuse every candidate.
     passed = guardrail.difference >= -tolerance - ROUNDING * max(1.0, tolerance)
-    moved = (
-        f"Guardrail {metric} went {_describe_change(guardrail)} over {guardrail.prompts} prompts"
+    place = "within" if passed else "beyond"
+    reason = (
+        f"Guardrail {metric} went {_describe_change(guardrail)} over {guardrail.prompts} prompts,"
+        f" {place} the allowed fall of {unit}."
     )
-    return guardrail, _Finding(
-        passed, f"{moved}, {'within' if passed else 'beyond'} the allowed fall of {unit}."
-    )
+    return guardrail, _Finding(passed, reason)
 
 
 def _compute_tolerance(
     recipe: Recipe, metric: str, candidate: pa.Table, champion: pa.Table
 ) -> tuple[float, str]:
-    """How far a guardrail may fall on the scale of its scores, and how a reason says so."""
+    """Compute how far a guardrail may fall on the scale of its scores, and how a reason says so."""
     rule = recipe.promotion.guardrail_tolerance
     absolute = rule.absolute.get(metric)
     if absolute is not None:
         return absolute, format_number(absolute)
+    # In standard deviations of the champion's prompts, since guardrails have many scales: a cosine,
+    # a logit, a share of exact readings.
     share = rule.standard_deviations.get(metric, rule.default)
     spread = float(average_over_prompts(metric, candidate, champion)["champion"].std())
     if spread <= ROUNDING:
-        return (
-            0.0,
-            (
-                "0 (the champion's prompts all score the same;"
-                " promotion.guardrail_tolerance.absolute can state more)"
-            ),
+        reason = (
+            "0 (the champion's prompts all score the same;"
+            " promotion.guardrail_tolerance.absolute can state more)"
         )
-    return (
-        share * spread,
-        (
-            f"{format_number(share * spread)} ({share:g} standard deviations of the champion's"
-            " prompts)"
-        ),
-    )
+        return 0.0, reason
+    tolerance = share * spread
+    reason = f"{format_number(tolerance)} ({share:g} standard deviations of the champion's prompts)"
+    return tolerance, reason
 
 
 def _describe_change(one: Comparison) -> str:
@@ -286,8 +299,9 @@ def _describe_change(one: Comparison) -> str:
 
 
 def _check_statistics(tested: list[StatisticFinding]) -> list[_Finding]:
-    """A finding for each statistic that keeps the candidate back, and one for all others
-    together."""
+    """Return a finding for each statistic that keeps the candidate back, and one for all others
+    together.
+    """
     near = [finding.comparison for finding in tested if finding.passed and finding.comparison]
     findings = [_Finding(False, finding.reason) for finding in tested if not finding.passed]
     if near:

@@ -1,5 +1,5 @@
-"""Whether the candidate's pictures are still like the champion's: a test of non-inferiority for
-every image statistic.
+"""The test that the candidate's pictures are still like the champion's: non-inferiority of every
+image statistic.
 
 The candidate has to prove that a statistic moved by less than its margin: a wide interval refuses.
 For a margin d and the prompts' paired differences x the hypothesis "the mean of x is at most -d"
@@ -54,7 +54,7 @@ class StatisticFinding(NamedTuple):
 
 
 class _Hypothesis(NamedTuple):
-    """That a statistic falls, or rises, by its margin or more."""
+    """The hypothesis that a statistic falls, or rises, by its margin or more."""
 
     statistic: str
     change: str
@@ -65,32 +65,35 @@ class _Hypothesis(NamedTuple):
 def check_statistics(
     recipe: Recipe, candidate: pa.Table, champion: pa.Table
 ) -> list[StatisticFinding]:
-    """A finding for each statistic that has a margin and was measured, over the held-out
-    prompts."""
+    """Return a finding for each statistic that has a margin and was measured, over the held-out
+    prompts.
+    """
     findings: list[StatisticFinding] = []
     hypotheses: list[_Hypothesis] = []
     for statistic, margin in select_statistic_margins(recipe).items():
+        # None: it was measured. "": on neither side, so that nothing is tested.
         missing = _explain_missing_statistic(statistic, candidate, champion)
         if missing is None:
             hypotheses += _build_hypotheses(recipe, statistic, margin, candidate, champion)
         elif missing:
             findings.append(StatisticFinding(False, f"Statistic {statistic} {missing}", None))
+    # One-sided, hence half of what the confidence interval leaves out. All hypotheses are corrected
+    # together: 20 tests at 2.5 % each reject a true hypothesis by chance in up to 40 % of the runs.
     alpha = (1 - recipe.evaluation.confidence) / 2
-    rejected = reject_by_holm(
-        {f"{one.statistic} {one.change}": one.p_value for one in hypotheses}, alpha
-    )
+    p_values = {f"{one.statistic} {one.change}": one.p_value for one in hypotheses}
+    rejected = reject_by_holm(p_values, alpha)
+    # In the order of the margins; a fall and a rise of one statistic are one finding.
     for statistic in dict.fromkeys(one.statistic for one in hypotheses):
-        own = [one for one in hypotheses if one.statistic == statistic]
-        kept = [one for one in own if f"{one.statistic} {one.change}" not in rejected]
-        findings.append(_build_finding(recipe, own[0], kept, candidate, champion))
+        tested = [one for one in hypotheses if one.statistic == statistic]
+        not_rejected = [one for one in tested if f"{one.statistic} {one.change}" not in rejected]
+        findings.append(_build_finding(recipe, tested[0], not_rejected, candidate, champion))
     return findings
 
 
 def select_statistic_margins(recipe: Recipe) -> dict[str, float]:
-    """The margin of each statistic that is tested. Text is not feared where a trained reward reads
-    the image.
-    """
+    """Return the margin of each statistic that is tested."""
     margins = recipe.promotion.margins.model_dump()
+    # Where a trained reward reads the image, more text is what was asked for.
     if any(reward.reads for reward in recipe.rewards):
         margins.pop("text_likeness")
     return {name: margin for name, margin in margins.items() if margin is not None}
@@ -99,7 +102,7 @@ def select_statistic_margins(recipe: Recipe) -> dict[str, float]:
 def _explain_missing_statistic(
     statistic: str, candidate: pa.Table, champion: pa.Table
 ) -> str | None:
-    """What of a statistic is missing: None if nothing, "" if neither side measured it."""
+    """Explain what of a statistic is missing: None if nothing, "" if neither side measured it."""
     column = name_statistic_column(statistic)
     sides = {"candidate": candidate, "champion": champion}
     absent = [side for side, table in sides.items() if column not in table.column_names]
@@ -110,14 +113,15 @@ def _explain_missing_statistic(
     finite = np.isfinite(
         pair_held_out_samples(column, candidate, champion)[["candidate", "champion"]].to_numpy()
     )
+    # Diversity has values for repeated samples alone: rows that neither side has are not missing.
     measured = finite[finite.any(axis=1)]
     if not len(measured):
         return ""
     if not measured.all():
-        lost, before = (~measured).sum(axis=0)
+        missing_here, missing_there = (~measured).sum(axis=0)
         return (
-            f"is missing on {lost} held-out samples of the candidate and on {before} of the"
-            " champion; evaluate both again"
+            f"is missing on {missing_here} held-out samples of the candidate and on {missing_there}"
+            " of the champion; evaluate both again"
         )
     return None
 
@@ -125,25 +129,31 @@ def _explain_missing_statistic(
 def _build_hypotheses(
     recipe: Recipe, statistic: str, relative: float, candidate: pa.Table, champion: pa.Table
 ) -> Iterator[_Hypothesis]:
+    """Build the hypotheses that have to be rejected: of a fall, of a rise, or of both."""
     means = average_over_prompts(name_statistic_column(statistic), candidate, champion)
     unit = means["champion"].mean() if statistic in SHARES else means["champion"].std()
     margin = max(relative * float(unit), MIN_MARGIN)
     difference = (means["candidate"] - means["champion"]).to_numpy()
-    for change, sign in (("fall", 1), ("rise", -1)):
-        if statistic not in (ONLY_RISES if change == "fall" else ONLY_FALLS):
-            p_value = compute_paired_tail(
-                sign * difference + margin, recipe.evaluation.resamples, recipe.seed
-            )
-            yield _Hypothesis(statistic, change, margin, p_value)
+    # A fall by the margin: the mean of x is at most -d, so that of x + d at most 0. A rise by the
+    # margin is the same of -x.
+    shifted = {}
+    if statistic not in ONLY_RISES:
+        shifted["fall"] = difference + margin
+    if statistic not in ONLY_FALLS:
+        shifted["rise"] = -difference + margin
+    for change, values in shifted.items():
+        p_value = compute_paired_tail(values, recipe.evaluation.resamples, recipe.seed)
+        yield _Hypothesis(statistic, change, margin, p_value)
 
 
 def _build_finding(
     recipe: Recipe,
     tested: _Hypothesis,
-    kept: list[_Hypothesis],
+    not_rejected: list[_Hypothesis],
     candidate: pa.Table,
     champion: pa.Table,
 ) -> StatisticFinding:
+    """Build the finding of a statistic: it passes if all of its hypotheses were rejected."""
     rule = recipe.evaluation
     comparison = compare_metric(
         name_statistic_column(tested.statistic),
@@ -158,11 +168,11 @@ def _build_finding(
         f" {format_number(comparison.candidate)} ({format_difference(comparison.difference)}) over"
         f" {comparison.prompts} prompts"
     )
-    if not kept:
+    if not not_rejected:
         return StatisticFinding(
             True, f"{moved}, within the margin of {format_number(tested.margin)}.", comparison
         )
-    worst = max(kept, key=lambda one: one.p_value)
+    worst = max(not_rejected, key=lambda one: one.p_value)
     fix = f"look at the samples, or set promotion.margins.{tested.statistic}"
     reason = (
         f"{moved}: a {worst.change} of {format_number(worst.margin)} or more is not ruled out (p ="

@@ -1,4 +1,5 @@
-"""Which policy of a run is best, and when to stop. Only the validation prompts count."""
+"""The choice of the best policy of a run, and of when to stop. Only the validation prompts
+count."""
 
 from __future__ import annotations
 
@@ -12,15 +13,21 @@ TARGET = "reward"
 
 
 def find_best_policy(history: Sequence[Evaluation]) -> int:
-    """Index of the trained policy with the highest validation reward; the first entry is the
-    untrained one.
+    """Return the index of the trained policy with the highest validation reward; the first entry is
+    the untrained one.
     """
+    # The untrained policy cannot be the candidate: the gate compares with it, or with a champion.
     trained = range(1, len(history))
     return max(trained, key=lambda index: _validation_reward(history[index]))
 
 
 def find_stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done: int) -> str | None:
-    """Why training ends before round ``rounds_done``, or None if it continues.
+    """Return why training ends before round ``rounds_done``, or None if it continues.
+
+    Example:
+        Two stages in no branch, ``stop.patience`` = 2: after 3 rounds ``history`` has 1 + 6
+        entries, and the ends of the rounds are those at 0, 2, 4 and 6. Training stops if neither 4
+        nor 6 is better than the best of 0 and 2 by more than ``stop.min_delta``.
 
     Args:
         history: the evaluation before training, then one per stage that is in no branch.
@@ -28,6 +35,7 @@ def find_stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done:
     """
     if rounds_done >= recipe.rounds:
         return f"stop: all {recipe.rounds} rounds are done"
+    # A round is judged by its last stage alone.
     per_round = sum(stage.branch is None for stage in recipe.stages)
     ends = [_validation_reward(history[index]) for index in range(0, len(history), per_round)]
     earlier = ends[: -recipe.stop.patience]
@@ -42,5 +50,5 @@ def find_stop_reason(recipe: Recipe, history: Sequence[Evaluation], rounds_done:
 
 
 def _validation_reward(evaluation: Evaluation) -> float:
-    """The mean validation reward; -inf if nothing was scored."""
+    """Return the mean validation reward; -inf if nothing was scored."""
     return evaluation.validation.get(TARGET, -math.inf)

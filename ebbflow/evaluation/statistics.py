@@ -1,5 +1,4 @@
-"""How much better the candidate is than the champion on the same prompts, with a confidence
-interval.
+"""The difference between candidate and champion on the same prompts, with a confidence interval.
 
 Both sides have the same prompts and noise, so the differences are paired and the spread between
 easy and hard prompts cancels. Samples of one prompt are not independent: they are averaged, and
@@ -25,7 +24,11 @@ DRAWS_PER_CHUNK = 4_000_000
 def compute_paired_bootstrap(
     candidate: np.ndarray, champion: np.ndarray, resamples: int, confidence: float, seed: int
 ) -> tuple[float, float, float]:
-    """Mean difference ``candidate - champion`` over prompts with its bootstrap interval.
+    """Compute the mean difference ``candidate - champion`` over prompts and its bootstrap interval.
+
+    Example:
+        candidate = [.8, .6, .9, .7] and champion = [.5, .6, .4, .6] have the differences [.3, 0.,
+        .5, .1], whose mean is .225; the interval at .95 is about [.02, .43].
 
     The percentile interval, widened about the mean by sqrt(n / (n - 1)): the plug-in variance of n
     prompts is too small by that factor (Efron and Tibshirani, An Introduction to the Bootstrap,
@@ -59,15 +62,16 @@ def compute_paired_bootstrap(
     if broken:
         raise ValueError(f"{broken} of {count} pairs are not finite; filter them out first")
     difference = float(differences.mean())
-    tails = np.quantile(
-        _resample_means(differences, resamples, seed), [(1 - confidence) / 2, (1 + confidence) / 2]
-    )
+    means = _resample_means(differences, resamples, seed)
+    tails = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    # With few prompts the factor matters: it is 1.15 for 4 of them, and 1.005 for 100.
     low, high = difference + (tails - difference) * np.sqrt(count / (count - 1))
     return difference, float(low), float(high)
 
 
 def compute_paired_tail(differences: np.ndarray, resamples: int, seed: int) -> float:
-    """Bootstrap p-value of "the mean is at most zero": the share of the resampled means that are.
+    """Compute the bootstrap p-value of "the mean is at most zero": the share of the resampled means
+    that are.
 
     The test that agrees with ``compute_paired_bootstrap``: it is below (1 - confidence) / 2 exactly
     where that interval lies above zero.
@@ -83,16 +87,20 @@ def compute_paired_tail(differences: np.ndarray, resamples: int, seed: int) -> f
         raise ValueError(
             f"a test needs at least 2 finite differences, got {count}; evaluate more prompts"
         )
+    # Widened about the mean like the interval, or the two would disagree near the bound.
     mean = float(differences.mean())
-    means = mean + (_resample_means(differences, resamples, seed) - mean) * np.sqrt(
-        count / (count - 1)
-    )
+    spread = _resample_means(differences, resamples, seed) - mean
+    means = mean + spread * np.sqrt(count / (count - 1))
     return float((means <= 0).mean())
 
 
 def reject_by_holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
-    """The hypotheses that are rejected, with a probability of at most ``alpha`` that any of them is
-    true.
+    """Return the hypotheses that are rejected, with a probability of at most ``alpha`` that any of
+    them is true.
+
+    Example:
+        p-values {a: .01, b: .04, c: .02} with alpha = .05: .01 <= .05 / 3 and .02 <= .05 / 2 and
+        .04 <= .05, so all three are rejected. With c = .03 only a is, as .03 > .05 / 2.
 
     Holm, A simple sequentially rejective multiple test procedure (Scandinavian Journal of
     Statistics 6, 1979): the smallest of m p-values against alpha / m, the next against alpha / (m -
@@ -107,6 +115,9 @@ def reject_by_holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
 
 
 def _resample_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Compute the means of bootstrap samples of the values, [resamples]."""
+    # In chunks, whose size depends on the number of values alone: the same seed gives the same
+    # numbers on every machine.
     generator = np.random.default_rng(seed)
     chunk = max(1, DRAWS_PER_CHUNK // len(values))
     sizes = [min(chunk, resamples - start) for start in range(0, resamples, chunk)]
@@ -119,14 +130,17 @@ def _resample_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
 
 def pair_held_out_samples(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
-    """A row per held-out sample of either side: the key, ``candidate`` and ``champion``; NaN where
-    a side has no value.
+    """Return a row per held-out sample of either side: the key, ``candidate`` and ``champion``; NaN
+    where a side has no value.
+
+    Example:
+        The columns are prompt_id, sample, candidate, champion; a row is (17, 0, .84, .61).
     """
-    sides = [
-        _select_held_out(metric, table).rename(columns={metric: side})
-        for side, table in _name_sides(candidate, champion)
-    ]
-    return sides[0].merge(sides[1], on=KEY, how="outer").sort_values(KEY, ignore_index=True)
+    ours = _select_held_out(metric, candidate).rename(columns={metric: "candidate"})
+    theirs = _select_held_out(metric, champion).rename(columns={metric: "champion"})
+    # An outer join: a sample that one side lacks is a failure of that side and must not vanish.
+    # Sorted, because the bootstrap's result depends on the order of the rows.
+    return ours.merge(theirs, on=KEY, how="outer").sort_values(KEY, ignore_index=True)
 
 
 def compare_metric(
@@ -138,8 +152,12 @@ def compare_metric(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Comparison:
-    """Paired comparison of one metric over the held-out split of two evaluations
+    """Compare one metric over the held-out split of two evaluations, in pairs
     (``evaluation_schema``).
+
+    Example:
+        Comparison(metric="reward", champion=.61, candidate=.68, difference=.07, low=.03, high=.11,
+        prompts=200): with 95 % confidence the candidate is better, as ``low`` is above 0.
 
     Samples that only one side scored are left out; ``Comparison.prompts`` is the number of prompts
     that remain.
@@ -164,13 +182,15 @@ def compare_metric(
 
 
 def average_over_prompts(metric: str, candidate: pa.Table, champion: pa.Table) -> pd.DataFrame:
-    """``candidate`` and ``champion``, a row per held-out prompt: means over the samples that both
-    sides have a value of.
+    """Return ``candidate`` and ``champion``, a row per held-out prompt: means over the samples that
+    both sides have a value of.
 
     Raises:
         ValueError: as ``compare_metric``.
     """
     pairs = pair_held_out_samples(metric, candidate, champion)
+    # Samples of a prompt are not independent, so prompts are the units of the statistics, not
+    # samples: more samples of a prompt must not look like more evidence.
     scored = pairs[np.isfinite(pairs[["candidate", "champion"]]).all(axis=1)]
     means = scored.groupby("prompt_id")[["candidate", "champion"]].mean()
     if len(means) < 2:
@@ -182,20 +202,15 @@ def average_over_prompts(metric: str, candidate: pa.Table, champion: pa.Table) -
     return means
 
 
-def _name_sides(
-    candidate: pa.Table, champion: pa.Table
-) -> tuple[tuple[str, pa.Table], tuple[str, pa.Table]]:
-    return ("candidate", candidate), ("champion", champion)
-
-
 def _select_held_out(metric: str, table: pa.Table) -> pd.DataFrame:
-    """The keys and one metric of the held-out samples; a null becomes NaN."""
+    """Select the keys and one metric of the held-out samples; a null becomes NaN."""
     if metric not in table.column_names:
         raise ValueError(
             f"no column {metric!r} in this evaluation; it has {', '.join(table.column_names)}"
         )
-    kept = table.filter(pc.equal(table["split"], "held_out")).select([*KEY, metric])
-    frame = kept.to_pandas().astype({metric: np.float64})
+    held_out = table.filter(pc.equal(table["split"], "held_out")).select([*KEY, metric])
+    frame = held_out.to_pandas().astype({metric: np.float64})
+    # A key that occurs twice would be joined with each row of the other side.
     duplicates = frame[frame.duplicated(KEY)][KEY].values.tolist()
     if duplicates:
         raise ValueError(

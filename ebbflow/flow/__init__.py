@@ -11,8 +11,9 @@ Why
 How
     - ``noise``: every random number is a function of (seed, prompt id, sample, step, stream), so
       neither the batch nor the process that computes it matters.
-    - ``transition``: mean, std and log-prob of one stochastic step (Flow-SDE, Dance-SDE, CPS).
-    - ``dpm_solver``, ``unipc``: deterministic second-order steps; ``windows``: which steps are
+    - ``sampler``: what a sampler is; ``samplers``: a file for each (Flow-SDE, Dance-SDE, CPS and
+      the deterministic ones).
+    - ``transition``: mean, std and log-prob of one stochastic step; ``windows``: which steps are
       stochastic and which are trained.
     - ``renoising``: noises a latent again that is part noise already.
     - ``trajectory``: what a rollout records at the trained steps.

@@ -13,19 +13,26 @@ import torch
 
 from ebbflow.seeding import Stream, iterate_generators
 
-INITIAL = 0  # the step index of x_T; the noise injected at denoising step i has index i + 1
+# The step index of x_T; the noise injected at denoising step i has the index i + 1.
+INITIAL = 0
 
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """Which samples to draw; with the seed they fix all noise.
+    """Which samples to generate; with the seed they fix all noise.
+
+    Example:
+        Prompts 3 and 8 with two samples each: SampleKeys(11, prompt_ids=[3, 3, 8, 8], samples=[0,
+        1, 0, 1]). With ``sharing`` = [2] both samples of a prompt start from the noise of sample 0
+        and have noise of their own at every step. A tree of 4 samples that splits in two at the
+        first step and again at the second has ``sharing`` = [4, 2].
 
     Attributes:
         seed: the noise seed of the stage (``derive_seed``).
         prompt_ids: [N].
-        samples: [N], the number of the draw for its prompt.
+        samples: [N], the number of the sample among those of its prompt.
         sharing: for each step index of noise, how many samples of a prompt with successive numbers
-            have one draw, that of the first of them; 1 beyond its end. Each number divides the one
+            have one noise, that of the first of them; 1 beyond its end. Each number divides the one
             before it.
     """
 
@@ -39,27 +46,29 @@ class SampleKeys:
 
     @staticmethod
     def join_keys(parts: Sequence[SampleKeys]) -> SampleKeys:
-        """The keys of all parts, which share their seed."""
+        """Join the keys of parts that have the same seed and sharing."""
         prompt_ids = [prompt_id for part in parts for prompt_id in part.prompt_ids]
         samples = [sample for part in parts for sample in part.samples]
         return replace(parts[0], prompt_ids=prompt_ids, samples=samples)
 
     def find_noise_owners(self, index: int) -> list[int]:
-        """The sample whose draw with a step index is that of each sample, [N]."""
-        return self.find_first_siblings(self.sharing[index] if index < len(self.sharing) else 1)
+        """Return the sample whose noise with a step index each sample has, [N]."""
+        count = self.sharing[index] if index < len(self.sharing) else 1
+        return self.find_first_siblings(count)
 
     def find_first_siblings(self, count: int) -> list[int]:
-        """The first of each ``count`` samples with successive numbers, [N]."""
+        """Return the first of each ``count`` samples with successive numbers, [N]."""
+        # By number and not by position: a batch may hold any samples of a prompt, in any order.
         return [sample - sample % count for sample in self.samples]
 
     def select_slice(self, part: slice) -> SampleKeys:
         return replace(self, prompt_ids=self.prompt_ids[part], samples=self.samples[part])
 
     def select_samples(self, index: np.ndarray) -> SampleKeys:
-        """The keys at some positions."""
-        prompt_ids, samples = (
-            [int(values[i]) for i in index] for values in (self.prompt_ids, self.samples)
-        )
+        """Return the keys at some positions, integer [S]."""
+        # Python's integers, as in all keys, whatever the index is an array of.
+        prompt_ids = [int(self.prompt_ids[i]) for i in index]
+        samples = [int(self.samples[i]) for i in index]
         return replace(self, prompt_ids=prompt_ids, samples=samples)
 
 
@@ -71,20 +80,27 @@ def generate_noise(
     step: int = INITIAL,
     stream: Stream = Stream.ROLLOUT,
 ) -> torch.Tensor:
-    """Standard normal noise, float32 [N, *shape], one independent draw per (prompt_id, sample)."""
-    draws = np.empty((len(prompt_ids), *shape), dtype=np.float32)
-    for row, generator in zip(
-        draws, iterate_generators(seed, prompt_ids, samples, step, stream), strict=True
-    ):
+    """Generate standard normal noise, float32 [N, *shape], independent for each (prompt_id,
+    sample).
+    """
+    # numpy on the CPU, whatever the device: torch's generators give other numbers on a GPU, and
+    # other ones for another shape of the batch.
+    noise = np.empty((len(prompt_ids), *shape), dtype=np.float32)
+    generators = iterate_generators(seed, prompt_ids, samples, step, stream)
+    for row, generator in zip(noise, generators, strict=True):
         generator.standard_normal(dtype=np.float32, out=row)
-    return torch.from_numpy(draws)
+    return torch.from_numpy(noise)
 
 
 def generate_initial_noise(shape: Sequence[int], keys: SampleKeys) -> torch.Tensor:
-    """x_T of every sample, float32 [N, *shape]."""
+    """Generate x_T of every sample, float32 [N, *shape]."""
     return generate_shared_noise(shape, keys, INITIAL)
 
 
 def generate_shared_noise(shape: Sequence[int], keys: SampleKeys, index: int) -> torch.Tensor:
-    """The noise of every sample with a step index, as the keys share it, float32 [N, *shape]."""
+    """Generate the noise of every sample with a step index, as the keys share it, float32 [N,
+    *shape].
+    """
+    # Samples that share a noise generate it again from its owner's key: no batch has to contain
+    # the owner.
     return generate_noise(shape, keys.seed, keys.prompt_ids, keys.find_noise_owners(index), index)

@@ -1,4 +1,4 @@
-r"""Noises a latent again that has some noise already, and what a score learns from it.
+r"""Noise a latent again that has some noise already, and what a score learns from it.
 
 The forward process from the noise level s to t >= s, with fresh noise eps, is
 
@@ -24,31 +24,44 @@ from torch import Tensor
 
 
 def renoise_latents(latents: Tensor, fresh: Tensor, sigma: Tensor, to: Tensor) -> Tensor:
-    """x_t, [N, ...], of latents x_s at ``sigma`` < 1 and ``fresh`` noise, both [N, ...]; sigma <=
-    ``to``, both [N].
+    """Compute x_t, [N, ...].
+
+    Args:
+        latents: x_s, [N, ...].
+        fresh: eps, [N, ...].
+        sigma: s < 1, [N].
+        to: t >= s, [N].
     """
-    kept, added = _compute_scales(sigma, to)
-    return _broadcast_rows(kept, latents) * latents + _broadcast_rows(added, latents) * fresh
+    # x_t = a x_s + b eps
+    signal, noise = _compute_scales(sigma, to)
+    return _broadcast_rows(signal, latents) * latents + _broadcast_rows(noise, latents) * fresh
 
 
 def compute_score_target(
     latents: Tensor, fresh: Tensor, sigma: Tensor, to: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(beta, [N], and u, [N, ...]) of the same, with ``to`` > 0: (beta v - u)^2 is the weighted
-    error above.
+    """Compute (beta, [N], and u, [N, ...]) with which (beta v - u)^2 is the weighted error above.
+
+    Args:
+        latents, fresh, sigma, to: as for ``renoise_latents``, with ``to`` > 0.
     """
-    beta = _compute_scales(sigma, to)[1] / to
-    of_fresh = 1 - sigma + (1 - to) * sigma**2 / ((1 - sigma) * to)
-    return (1 - sigma) * beta, _broadcast_rows(of_fresh, fresh) * fresh - _broadcast_rows(
-        beta, latents
-    ) * latents
+    # beta = (1 - s) b / t, and u = (1 - s) w with the second form of w: no division by 1 - t, which
+    # is 0 at pure noise.
+    b_over_t = _compute_scales(sigma, to)[1] / to
+    fresh_scale = 1 - sigma + (1 - to) * sigma**2 / ((1 - sigma) * to)
+    target = (
+        _broadcast_rows(fresh_scale, fresh) * fresh - _broadcast_rows(b_over_t, latents) * latents
+    )
+    return (1 - sigma) * b_over_t, target
 
 
 def _compute_scales(sigma: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
-    """(a, b), both [N]."""
-    kept = (1 - to) / (1 - sigma)
-    return kept, (to**2 - (kept * sigma) ** 2).clamp_min(0).sqrt()
+    """Compute (a, b), both [N]."""
+    # a = (1 - t) / (1 - s), b^2 = t^2 - a^2 s^2. At t = s rounding may leave b^2 below 0.
+    signal = (1 - to) / (1 - sigma)
+    return signal, (to**2 - (signal * sigma) ** 2).clamp_min(0).sqrt()
 
 
 def _broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
-    return values.to(like).view(-1, *[1] * (like.ndim - 1))
+    """Return [N] as [N, 1, ...], in the type and on the device of ``like``."""
+    return values.to(like).view((-1,) + (1,) * (like.ndim - 1))

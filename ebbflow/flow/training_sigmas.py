@@ -1,4 +1,4 @@
-"""Which sigmas a forward-process loss noises final latents to
+"""The sigmas that a forward-process loss noises final latents to
 (``ebbflow.recipe.algorithms.SigmaConfig``).
 
 A shift by k is sigma = k s / (1 + (k - 1) s) of an unshifted s, as in Stable Diffusion 3
@@ -15,13 +15,17 @@ from ebbflow.recipe.algorithms import SigmaConfig
 from ebbflow.seeding import Stream, make_generator
 
 EDGE = 1e-6
-"""Of the quantiles of a logit-normal distribution, whose ends are infinite."""
+"""Quantiles of a logit-normal distribution stay within [EDGE, 1 - EDGE]: its ends are infinite."""
 
 
 def sample_training_sigmas(
     config: SigmaConfig, schedule: Tensor, keys: SampleKeys, visit: int, uniform: Tensor
 ) -> Tensor:
-    """The sigma of each draw of N samples, float32 [draws, N].
+    """Sample the sigma of each draw of N samples, float32 [draws, N].
+
+    Example:
+        4 stratified draws of kind "uniform" with ``uniform`` = .5 everywhere are the middles of the
+        quarters: [.125, .375, .625, .875] for every sample.
 
     Args:
         schedule: of the stage's sampler, descending, [steps + 1], ending in 0.
@@ -36,20 +40,20 @@ def sample_training_sigmas(
     draws = len(uniform)
     if config.kind == "schedule":
         points = list_schedule_points(config, schedule)
-        return points[
-            (
-                _sample_stratified_points(uniform, len(points))
-                if config.stratified
-                else _sample_point_orders(keys, visit, draws, len(points))
-            )
-        ]
-    quantile = (torch.arange(draws)[:, None] + uniform) / draws if config.stratified else uniform
+        if config.stratified:
+            return points[_sample_stratified_points(uniform, len(points))]
+        return points[_sample_point_orders(keys, visit, draws, len(points))]
+    # Stratified: draw i of a sample lies in the i-th of equal parts, so that a sample's loss is
+    # seldom of low noise alone or of high noise alone.
+    quantile = uniform
+    if config.stratified:
+        quantile = (torch.arange(draws)[:, None] + uniform) / draws
     return _sigma_of_quantile(quantile, config)
 
 
 def list_schedule_points(config: SigmaConfig, schedule: Tensor) -> Tensor:
-    """The sigmas of the schedule that lie in the band, descending, [K]; its last, 0, would add no
-    noise and never counts.
+    """List the sigmas of the schedule that lie in the band, descending, [K]; its last, 0, would add
+    no noise and never counts.
 
     Raises:
         ValueError: there is none.
@@ -57,17 +61,17 @@ def list_schedule_points(config: SigmaConfig, schedule: Tensor) -> Tensor:
     sigmas = schedule[:-1].float().cpu()
     points = sigmas[(sigmas >= config.min) & (sigmas <= config.max)]
     if not len(points):
-        shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas.tolist())
+        listed = ", ".join(f"{sigma:.3g}" for sigma in sigmas.tolist())
         raise ValueError(
-            f"algorithm.sigma: no sigma of the sampler's schedule ({shown}) lies between min ="
+            f"algorithm.sigma: no sigma of the sampler's schedule ({listed}) lies between min ="
             f" {config.min:g} and max = {config.max:g}; widen the band, or raise sampler.steps"
         )
     return points
 
 
 def _sample_stratified_points(uniform: Tensor, count: int) -> Tensor:
-    """A point of each of as many runs of neighbours as there are draws (AWM, 2509.25050): integer
-    [draws, N] below ``count``.
+    """Sample a point of each of as many runs of neighbours as there are draws (AWM, 2509.25050):
+    integer [draws, N] below ``count``.
 
     Runs begin at floor(draw * count / draws), so they may differ in length by one, and every run
     has the same weight.
@@ -75,42 +79,47 @@ def _sample_stratified_points(uniform: Tensor, count: int) -> Tensor:
     draws = len(uniform)
     starts = torch.arange(draws + 1) * count // draws
     first = starts[:-1, None]
+    # With more draws than points some runs are empty; such a draw takes the point where it begins.
     length = starts.diff().clamp_min(1)[:, None]
+    # uniform * length may round up to length.
     return first + (uniform * length).long().clamp_max(length - 1)
 
 
 def _sample_point_orders(keys: SampleKeys, visit: int, draws: int, count: int) -> Tensor:
-    """The points of each draw, without replacement for as long as there are some: integer [draws,
-    N] below ``count``.
+    """Sample the points of each draw, without replacement for as long as there are some: integer
+    [draws, N] below ``count``.
     """
-    rounds = -(-draws // count)
+    rounds = -(-draws // count)  # rounded up: each round is a permutation of all points
     orders = torch.empty(rounds * count, len(keys), dtype=torch.long)
     for column, (prompt_id, sample) in enumerate(zip(keys.prompt_ids, keys.samples, strict=True)):
-        numbers = make_generator(keys.seed, prompt_id, sample, visit, Stream.SIGMAS).random(
-            (rounds, count)
-        )
+        generator = make_generator(keys.seed, prompt_id, sample, visit, Stream.SIGMAS)
+        # By sorting, not by numpy's permutation, whose algorithm may change between versions.
+        numbers = generator.random((rounds, count))
         orders[:, column] = torch.from_numpy(numbers).argsort(1).flatten()
     return orders[:draws]
 
 
 def _sigma_of_quantile(quantile: Tensor, config: SigmaConfig) -> Tensor:
-    """The sigma at a quantile of the distribution inside its band."""
-    low, high = (_probability_below(bound, config) for bound in (config.min, config.max))
+    """Compute the sigma at a quantile of the distribution inside its band."""
+    # A quantile inside the band becomes one of the whole distribution; nothing is sampled again.
+    low = _probability_below(config.min, config)
+    high = _probability_below(config.max, config)
     quantile = low + (high - low) * quantile
+    # sigma = 1 / (1 + exp(-z)) of a standard normal z, before the shift.
     if config.kind == "logit_normal":
         quantile = torch.sigmoid(torch.special.ndtri(quantile.clamp(EDGE, 1 - EDGE)))
     return _shift_sigma(quantile, config.shift)
 
 
 def _probability_below(sigma: float, config: SigmaConfig) -> float:
-    """The share of the distribution without its band that lies below a sigma."""
-    unshifted = _shift_sigma(torch.tensor(sigma, dtype=torch.float64), 1 / config.shift).clamp(
-        0, 1
-    )  # rounding may pass 1
-    return float(
-        unshifted if config.kind == "uniform" else torch.special.ndtr(torch.logit(unshifted))
-    )
+    """Compute the share of the distribution without its band that lies below a sigma."""
+    # A shift by 1 / k undoes a shift by k. Rounding may pass 1.
+    unshifted = _shift_sigma(torch.tensor(sigma, dtype=torch.float64), 1 / config.shift).clamp(0, 1)
+    if config.kind == "uniform":
+        return float(unshifted)
+    return float(torch.special.ndtr(torch.logit(unshifted)))
 
 
 def _shift_sigma(sigma: Tensor, shift: float) -> Tensor:
+    """Compute k s / (1 + (k - 1) s)."""
     return shift * sigma / (1 + (shift - 1) * sigma)

@@ -44,6 +44,7 @@ def compute_transition(
         eta: noise level; None takes the sampler's published default.
     """
     chosen = find_sampler(sampler)
+    # Here and not in each sampler, so that a user's own is in float32, too.
     latents = at_least_float32(latents)
     velocity = at_least_float32(velocity)
     if eta is None:
@@ -67,14 +68,17 @@ def compute_log_prob(transition: Transition, next_latents: Tensor) -> Tensor:
     Raises:
         ValueError: the step is deterministic (b = 0) and has no density.
     """
+    # Dividing by b = 0 would give NaN, which training would only notice in the loss.
     if not bool((transition.std > 0).all()):
         raise ValueError(
             f"a deterministic step of the {transition.sampler.name} sampler has no log-probability;"
             " score stochastic ones"
         )
     squared = (next_latents - transition.mean) ** 2  # [N, ...]
+    # CPS as published: -mean((x' - mu)^2).
     if not transition.sampler.log_prob_is_density:
         return -_mean_per_sample(squared)
+    # log N(x'; mu, b^2), elementwise: -(x' - mu)^2 / (2 b^2) - log b - log(2 pi) / 2.
     std = broadcast_rows(transition.std, transition.mean)
     return _mean_per_sample(-squared / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi))
 

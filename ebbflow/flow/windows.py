@@ -1,5 +1,5 @@
-"""Which denoising steps are stochastic and which are trained: one draw per optimisation step,
-shared by every sample and rank.
+"""The denoising steps that are stochastic and those that are trained: one plan per optimisation
+step, shared by every sample and rank.
 
 A window per sample collapses training (a published pitfall), so nothing here takes a sample.
 """
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 class Plan:
     """What becomes of the denoising steps in one optimisation step.
 
+    Example:
+        With 10 denoising steps, Flow-GRPO-Fast's window of 2 steps may be Plan(stochastic=(3, 4),
+        trained=(3, 4)). DanceGRPO's share of .6 is Plan(stochastic=(0, 1, ..., 8), trained=(0, 2,
+        3, 5, 8)): the last step, 9, is in neither.
+
     Attributes:
         stochastic: the steps that follow the sampler, ascending, never empty, without the last one,
             whose noise would stay in the image; the others are deterministic.
@@ -46,23 +51,22 @@ def plan_steps(
     seed: int,
     splits: Sequence[int] = (),
 ) -> Plan:
-    """The steps of this optimisation step, for a window that fits into the denoising steps (the
+    """Plan the steps of an optimisation step, for a window that fits into the denoising steps (the
     recipe has checked that).
 
     Args:
-        splits: steps that are stochastic, and trained, wherever a window of some steps is.
+        splits: steps that are stochastic and trained besides a window of some steps.
     """
+    # Without the last step: its noise would stay in the image.
     every = tuple(range(denoising_steps - 1))
     if window.kind == "all":
         return Plan(every, every, window.tail)
     if window.kind == "share":
-        return Plan(
-            every,
-            _sample_share_of_steps(
-                window.share, len(every), _window_generator(optimisation_step, seed)
-            ),
-            window.tail,
-        )
+        # DanceGRPO (2505.07818): the number is rounded down, as published, and at least one.
+        count = max(1, int(window.share * len(every)))
+        generator = _window_generator(optimisation_step, seed)
+        trained = generator.choice(len(every), size=count, replace=False)
+        return Plan(every, tuple(sorted(trained.tolist())), window.tail)
     start = _choose_window_start(window, denoising_steps, optimisation_step, seed)
     inside = tuple(sorted({*every[start : start + window.size], *splits}))
     return Plan(inside, inside, window.tail)
@@ -71,53 +75,49 @@ def plan_steps(
 def count_samples_per_prediction(
     sharing: Sequence[int], steps: int, stochastic: Container[int], trained: Container[int]
 ) -> list[int]:
-    """How many successive samples of a prompt the network predicts once at each denoising step, as
-    they are equal before it.
+    """Count the successive samples of a prompt that the network predicts once at each denoising
+    step, as they are equal before it.
 
     Where samples share their initial noise alone, training predicts a trained step for each of
     them, so rollouts do, too: in a pass with another number of rows the last bits may differ. Of a
     tree (``sharing`` goes on) training predicts each node once.
 
+    Example:
+        4 samples that share their initial noise, in 5 steps of which step 2 is stochastic and
+        trained: [4, 4, 1, 1, 1]. A tree with ``sharing`` = [4, 2, 1] whose steps 0 and 1 are
+        stochastic and trained: [4, 2, 1, 1, 1].
+
     Args:
-        sharing: as of ``SampleKeys``.
+        sharing: as in ``SampleKeys``.
     """
     counts = dict(enumerate(sharing))
-    equal = counts.get(0, 1)
-    found = []
+    equal_samples = counts.get(0, 1)
+    samples_per_prediction = []
     for step in range(steps):
-        found.append(1 if step in trained and len(sharing) == 1 else equal)
+        each_by_itself = step in trained and len(sharing) == 1
+        samples_per_prediction.append(1 if each_by_itself else equal_samples)
+        # The noise of a step has the index step + 1; samples that do not share it differ from now
+        # on. Deterministic steps keep equal samples equal.
         if step in stochastic:
-            equal = min(equal, counts.get(step + 1, 1))
-    return found
-
-
-def _sample_share_of_steps(share: float, count: int, draw: np.random.Generator) -> tuple[int, ...]:
-    """A random share of the steps, rounded down as published, at least one (DanceGRPO,
-    2505.07818)."""
-    chosen = draw.choice(count, size=max(1, int(share * count)), replace=False)
-    return tuple(sorted(chosen.tolist()))
+            equal_samples = min(equal_samples, counts.get(step + 1, 1))
+    return samples_per_prediction
 
 
 def _choose_window_start(
     window: WindowConfig, denoising_steps: int, optimisation_step: int, seed: int
 ) -> int:
+    """Choose the first step of a window of some steps."""
     if window.kind == "fixed":
         return window.start
-    starts = range(
-        window.start,
-        min(math.ceil(window.limit * denoising_steps), denoising_steps - window.size),
-        window.stride,
-    )
+    # A window ends before the last denoising step at the latest.
+    first_late_start = min(math.ceil(window.limit * denoising_steps), denoising_steps - window.size)
+    starts = range(window.start, first_late_start, window.stride)
     if window.kind == "random":
         return int(_window_generator(optimisation_step, seed).choice(starts))
-    return _find_moving_start(window, starts, denoising_steps, optimisation_step)
 
-
-def _find_moving_start(
-    window: WindowConfig, starts: range, denoising_steps: int, optimisation_step: int
-) -> int:
-    """Each start in turn for as long as it stays; then from the first again, or the last for
-    good."""
+    # A moving window (MixGRPO, 2507.21802): each start in turn for as long as it stays. ``ends``
+    # are the optimisation steps at which each is over. After the last it begins again, or stays
+    # there.
     ends = list(
         accumulate(_count_steps_at_start(window, start, denoising_steps) for start in starts)
     )
@@ -127,18 +127,22 @@ def _find_moving_start(
 
 
 def _count_steps_at_start(window: WindowConfig, start: int, denoising_steps: int) -> int:
-    """Optimisation steps that a window stays at a start; ever fewer for late ones when it decays
-    (MixGRPO, 2507.21802).
+    """Count the optimisation steps that a window stays at a start; ever fewer at late ones when it
+    decays (MixGRPO, 2507.21802).
     """
     if window.kind == "progressive":
         return window.steps_per_window
-    after = math.ceil(denoising_steps / 2) if window.decay_after is None else window.decay_after
-    return max(
-        1, math.ceil(window.steps_per_window * math.exp(-window.decay * max(start - after, 0)))
-    )
+    # ceil(n exp(-.1 relu(t - 13))) of 25 denoising steps, as published.
+    decay_after = window.decay_after
+    if decay_after is None:
+        decay_after = math.ceil(denoising_steps / 2)
+    decay = math.exp(-window.decay * max(start - decay_after, 0))
+    return max(1, math.ceil(window.steps_per_window * decay))
 
 
 def _window_generator(optimisation_step: int, seed: int) -> np.random.Generator:
+    # In the place of the sample stands the optimisation step: every process has the same window,
+    # and a resumed run needs no state.
     return make_generator(
         seed, prompt_id=0, sample=optimisation_step, step=0, stream=Stream.WINDOWS
     )
@@ -151,11 +155,14 @@ def shorten_schedule(sigmas: Tensor, share: float) -> Tensor:
     They are spread evenly over its index, with linear interpolation, and so keep the family's
     spacing.
     """
+    # MixGRPO-Flash (2507.21802): the steps after the window are fewer and of second order.
     steps = len(sigmas) - 1
     positions = np.linspace(0, steps, count_tail_steps(steps, share) + 1)
     return sigmas.new_tensor(np.interp(positions, np.arange(steps + 1), sigmas.cpu().numpy()))
 
 
 def count_tail_steps(steps: int, share: float) -> int:
-    """How many denoising steps are left of ``steps`` where a tail takes this share of them."""
+    """Count the denoising steps that are left of ``steps`` where a tail takes this share of
+    them.
+    """
     return max(1, math.ceil(share * steps))

@@ -1,10 +1,13 @@
 r"""Advantage-weighted matching (2509.25050): the flow-matching error stands in for the
 log-probability of a whole sample.
 
-    l   = mean((v - u)^2),   u = eps - x0 s   = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q)
-    surrogate log-prob (also -l, -sigma l, -sigma^2 l) rho = exp(s - s_rollout)
-    the rollout's policy at the same sigma and eps L   = mean max(-A' rho, -A' clip(rho, 1 - eps, 1
-    + eps)) + w mean((v - v_old)^2),   A' = A / advantages.clip
+    l   = mean((v - u)^2),   u = eps - x0
+    s   = -(sigma / q) ((l + 1e-10)^q - (1e-10)^q)     (also -l, -sigma l, -sigma^2 l)
+    rho = exp(s - s_rollout)
+    L   = mean max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) + w mean((v - v_old)^2)
+
+s is the surrogate log-prob, s_rollout that of the rollout's policy at the same sigma and eps, and
+A' = A / advantages.clip.
 
 The rollout's policy is the one before the first update on the samples, as in the published code: of
 a step online, of the stage offline. In the first update rho is 1 and its gradient that of s. v_old
@@ -39,6 +42,8 @@ from ebbflow.recipe.algorithms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Inside the power, whose slope is infinite at an error of 0 (q < 1); subtracted again outside, so
+# that no error has the surrogate 0.
 TINY = 1e-10
 
 
@@ -120,17 +125,26 @@ class AWMConfig(ForwardConfig):
 
 
 def compute_loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # l = mean((v - u)^2) of the policy, and of the policy that the rollouts come from.
     error = compute_flow_matching_error(rows, rows.velocity)
-    before = compute_surrogate(
-        compute_flow_matching_error(rows, rows.copies["rollout"]), rows.sigma, config
-    )
-    ratio = (compute_surrogate(error, rows.sigma, config) - before).exp()
+    rollout_error = compute_flow_matching_error(rows, rows.copies["rollout"])
+
+    # rho = exp(s - s_rollout). No weight has moved before the first update: there the two errors
+    # are the same numbers and rho is exactly 1, with the gradient of s.
+    surrogate = compute_surrogate(error, rows.sigma, config)
+    rollout_surrogate = compute_surrogate(rollout_error, rows.sigma, config)
+    ratio = (surrogate - rollout_surrogate).exp()
+
+    # max(-A' rho, -A' clip(rho, 1 - eps, 1 + eps)) with A' = A / c in [-1, 1]: the published code
+    # divides by its clip, so the weight of the penalties is relative to that.
     advantage = rows.advantage / rows.advantage_clip
     total = compute_clipped_loss(ratio, advantage, config.clip_range)
-    metrics = {"awm/error": error, "awm/ratio": ratio} | compute_clip_metrics(
-        ratio, advantage, config.clip_range
-    )
+    metrics = {"awm/error": error, "awm/ratio": ratio}
+    metrics |= compute_clip_metrics(ratio, advantage, config.clip_range)
+
+    # + w mean((v - v_old)^2). With w = 0 there is no old copy (list_copies), which saves the
+    # memory of its parameters and a pass over the rows.
     if config.old_weight > 0:
         deviation = mean_per_row((rows.velocity - rows.copies["old"]) ** 2)
         total = total + config.old_weight * deviation
@@ -139,7 +153,7 @@ def compute_loss(rows: ForwardRows, config: AWMConfig) -> tuple[Tensor, RowMetri
 
 
 def compute_surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor:
-    """s of each row, [M]."""
+    """Compute s of each row, [M], from its flow-matching error, [M]."""
     if config.surrogate == "power":
         power: Tensor = (error + TINY) ** config.power - TINY**config.power
         return -sigma / config.power * power
@@ -147,6 +161,7 @@ def compute_surrogate(error: Tensor, sigma: Tensor, config: AWMConfig) -> Tensor
 
 
 def list_copies(config: AWMConfig) -> frozenset[CopyName]:
+    """List the copies whose predictions the loss needs."""
     return frozenset({"rollout", "old"} if config.old_weight > 0 else {"rollout"})
 
 

@@ -1,9 +1,9 @@
 r"""BranchGRPO (2509.06040): the samples of a group are leaves of a tree, and every denoising step
 has an advantage of its own.
 
-    R(node) = mean of R over the leaves of the node A(node) = z(R(node))
-    among the nodes after the same denoising step, of one prompt L       = mean max(-A rho, -A
-    clip(rho, 1 - eps, 1 + eps))
+    R(node) = mean of R over the leaves of the node
+    A(node) = z(R(node))      among the nodes after the same denoising step, of one prompt
+    L       = mean max(-A rho, -A clip(rho, 1 - eps, 1 + eps))
 
 over the rows, one per (node, trained step): a step that several samples share is generated and
 trained once. So the steps before a split learn what all that follows from them is worth. The tree
@@ -94,4 +94,6 @@ class BranchGRPOConfig(ClippedConfig):
     """
 
 
+# The loss is Flow-GRPO's. What makes it BranchGRPO comes with the rows: a node's advantage stands
+# at its first sample alone, so that every (node, step) is one row.
 ALGORITHM = Algorithm(BranchGRPOConfig, flow_grpo.compute_loss)

@@ -1,12 +1,12 @@
 r"""CRD (2603.14128): regress the change against a moving reference on the advantage, both centred
 inside the group of a prompt.
 
-    r = -[mean((v - u)^2) / w - mean((v_old - u)^2) / w_old],   w = sg max(mean|v - u|, 1e-5),
-    w_old likewise,  u = eps - x0 L = (c / beta) mean((beta (r - mean_group r) - (A - mean_group A)
-    / (2 c))^2)        c = advantages.clip, 5 by default
+    w = sg max(mean|v - u|, 1e-5),   w_old likewise,   u = eps - x0
+    r = -[mean((v - u)^2) / w - mean((v_old - u)^2) / w_old]
+    L = (c / beta) mean((beta (r - mean_group r) - (A - mean_group A) / (2 c))^2)
 
-A lies within +-c, and A / (2 c) within +-1/2. That scale matters: r is at most mean((v_old - u)^2)
-/ w_old, about 1.
+c is ``advantages.clip``, 5 by default. A lies within +-c, and A / (2 c) within +-1/2. That scale
+matters: r is at most mean((v_old - u)^2) / w_old, about 1.
 
 Two copies follow the policy, each by its own schedule: ``old``, the moving reference of r, and
 ``sampling``, which generates. The penalty is the stage's ``reference``: towards the base model
@@ -126,11 +126,14 @@ class CRDConfig(ForwardConfig):
 
 
 def compute_loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
-    implied = -(
-        _compute_weighted_error(rows, rows.velocity)
-        - _compute_weighted_error(rows, rows.copies["old"])
-    )
+    """Compute the loss and the metrics of each row, [M]."""
+    # r, the implied reward: by how much the policy predicts u better than the moving reference.
+    error = _compute_weighted_error(rows, rows.velocity)
+    old_error = _compute_weighted_error(rows, rows.copies["old"])
+    implied = -(error - old_error)
+
+    # Both sides are centred in the group of a prompt and noise level. So an unknown constant of the
+    # prompt (the partition function of its optimal policy) cancels, and needs no estimate.
     target = _subtract_group_mean(rows.advantage, rows.group_index) / (2 * rows.advantage_clip)
     miss = config.beta * _subtract_group_mean(implied, rows.group_index) - target
     metrics = {
@@ -142,6 +145,9 @@ def compute_loss(rows: ForwardRows, config: CRDConfig) -> tuple[Tensor, RowMetri
 
 
 def _compute_weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
+    """Compute mean((v - u)^2) / sg max(mean|v - u|, 1e-5), [M]."""
+    # A square over a magnitude without gradient: it grows like |v - u|, so that rows with a large
+    # error do not outweigh the others.
     error = velocity - (rows.noise - rows.clean)
     return mean_per_row(error**2) / mean_per_row(error.detach().abs()).clamp_min(1e-5)
 

@@ -1,9 +1,12 @@
 r"""DGPO (2510.08425): direct preference between the better and the worse part of a whole group.
 
-    d   = mean((v - u)^2),   u = eps - x0 S_g = (1 / K) sum over the group of A beta (sg d - d_ref)
-    L   = mean[sg sigmoid(S_g) A d],   without the gradient of rows that are further from d_old than
-    the clip range and move away:
-          (rho > 1 + eps and A > 0) or (rho < 1 - eps and A < 0),   rho = exp(d_old - d)
+    d   = mean((v - u)^2),   u = eps - x0
+    S_g = (1 / K) sum over the group of A beta (sg d - d_ref)
+    L   = mean[sg sigmoid(S_g) A d]
+
+without the gradient of rows that are further from d_old than the clip range and move away:
+
+    (rho > 1 + eps and A > 0) or (rho < 1 - eps and A < 0),   rho = exp(d_old - d)
 
 sigma and eps are shared inside a group. What a group still has to gain, sigmoid(S_g), weighs its
 rows; the sampler may be deterministic. v_old is a copy that follows closely: min(.3, .001 n). The
@@ -113,22 +116,31 @@ class DGPOConfig(ForwardConfig):
 
 
 def compute_loss(rows: ForwardRows, config: DGPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # d, and sg d - d_ref: below 0 where the policy predicts u better than the reference does.
     error = compute_flow_matching_error(rows, rows.velocity)
     change = error.detach() - compute_flow_matching_error(rows, rows.copies["reference"])
+
+    # sg sigmoid(S_g), the same at all rows of a group: 1/2 at the reference, near 0 once the better
+    # samples have improved against the worse ones, near 1 where they have fallen behind.
     weight = compute_group_mean(rows.advantage * config.beta * change, rows.group_index).sigmoid()
     metrics = {"dgpo/weight": weight, "dgpo/change": change}
+
+    # A clipped row keeps its value and loses its gradient. rho rises as the error falls, hence
+    # d_old - d.
     if config.clip_range is not None:
-        ratio = (compute_flow_matching_error(rows, rows.copies["old"]) - error.detach()).exp()
-        clipped = (ratio > 1 + config.clip_range).where(
-            rows.advantage > 0, ratio < 1 - config.clip_range
-        )
+        old_error = compute_flow_matching_error(rows, rows.copies["old"])
+        ratio = (old_error - error.detach()).exp()
+        too_high = ratio > 1 + config.clip_range
+        too_low = ratio < 1 - config.clip_range
+        clipped = too_high.where(rows.advantage > 0, too_low)
         error = error.detach().where(clipped, error)
         metrics["dgpo/clipped"] = clipped.float()
     return weight * rows.advantage * error, metrics
 
 
 def list_copies(config: DGPOConfig) -> frozenset[CopyName]:
+    """List the copies whose predictions the loss needs."""
     return frozenset({"reference"} if config.clip_range is None else {"reference", "old"})
 
 

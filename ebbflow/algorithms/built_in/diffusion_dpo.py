@@ -97,16 +97,23 @@ class DiffusionDPOConfig(ForwardConfig):
 
 
 def compute_loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]; rows 2i and 2i + 1 are the better and the worse sample of
-    a pair.
+    """Compute the loss and the metrics of each row, [M]; rows 2i and 2i + 1 are the better and the
+    worse sample of a pair.
     """
+    # Not at the top of the file: reading a recipe imports it, and must not load torch.
     from torch.nn.functional import logsigmoid
 
-    change = compute_flow_matching_error(rows, rows.velocity) - compute_flow_matching_error(
-        rows, rows.copies[choose_reference_copy(config)]
-    )
+    # e - e_ref of every sample, [M]; below 0 where the policy predicts u better than the reference.
+    reference = rows.copies[choose_reference_copy(config)]
+    error = compute_flow_matching_error(rows, rows.velocity)
+    change = error - compute_flow_matching_error(rows, reference)
+
+    # -(beta / 2) [(e_better - e_better_ref) - (e_worse - e_worse_ref)], [M / 2]. select_pairs puts
+    # the better sample first, and the two rows of a pair, which share a group, are neighbours.
     better, worse = change.view(-1, 2).unbind(1)
     margin = -0.5 * config.beta * (better - worse)
+
+    # logsigmoid and not log(sigmoid), which is -inf below about -100: published betas reach that.
     total = -logsigmoid(margin)
     metrics = {
         "dpo/margin": margin,
@@ -114,35 +121,45 @@ def compute_loss(rows: ForwardRows, config: DiffusionDPOConfig) -> tuple[Tensor,
         "dpo/better_change": better,
         "dpo/worse_change": worse,
     }
-    return total.repeat_interleave(2), {
-        name: value.repeat_interleave(2) for name, value in metrics.items()
-    }
+    # Both rows of a pair get its loss: the update takes the mean over rows.
+    total = total.repeat_interleave(2)
+    return total, {name: value.repeat_interleave(2) for name, value in metrics.items()}
 
 
 def choose_reference_copy(config: DiffusionDPOConfig) -> CopyName:
-    """The copy that stands as the reference of the pairs."""
+    """Choose the copy that stands as the reference of the pairs."""
+    # A reference that is refreshed has to be a copy of its own: "reference" is the base model,
+    # which the velocity drift is measured against.
     return "old" if config.refresh_every else "reference"
 
 
 def compute_old_decay(config: DiffusionDPOConfig, optimizer_step: int) -> float:
-    """A fresh copy every ``refresh_every`` optimiser steps, none in between."""
-    return float(optimizer_step % config.refresh_every != 0) if config.refresh_every else 1.0
+    """Compute d of copy <- d copy + (1 - d) theta: 0, a fresh copy, every ``refresh_every``
+    optimiser steps, and 1, the copy as it is, in between.
+    """
+    is_due = config.refresh_every > 0 and optimizer_step % config.refresh_every == 0
+    return 0.0 if is_due else 1.0
 
 
 def select_pairs(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: DiffusionDPOConfig
 ) -> list[np.ndarray]:
-    """(better, worse) of each group: its best with its worst, the second best with the second worst
-    and so on; no ties.
+    """Select (better, worse) pairs in each group: its best with its worst, the second best with the
+    second worst and so on; no ties.
     """
     import numpy as np
 
-    found = []
+    pairs = []
     for group in grouping.select_groups(advantage, keep, prompt_ids, config):
-        ranked = group[np.argsort(-advantage[group], kind="stable")]
+        # Stable, so that equal advantages keep their order on every machine.
+        best_first = group[np.argsort(-advantage[group], kind="stable")]
         count = max(1, int(config.pairs_share * len(group)))
-        found += [np.array(pair) for pair in zip(ranked[:count], ranked[::-1][:count], strict=True)]
-    return [pair for pair in found if advantage[pair[0]] > advantage[pair[1]]]
+        best = best_first[:count]
+        worst = best_first[::-1][:count]
+        pairs += [np.array(pair) for pair in zip(best, worst, strict=True)]
+    # Published code trains on ties, too. A tie says nothing of which sample is better, but its
+    # gradient is not 0.
+    return [pair for pair in pairs if advantage[pair[0]] > advantage[pair[1]]]
 
 
 ALGORITHM = Algorithm(

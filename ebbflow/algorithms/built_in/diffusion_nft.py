@@ -2,9 +2,10 @@ r"""DiffusionNFT (2509.16117): contrast an implicit better with an implicit wors
 forward process alone.
 
     p   = clip(A / (2 c) + 1/2, 0, 1)       A is clamped to +-c, c = advantages.clip: 5 by default
-    v+  = beta v + (1 - beta) v_old,        v- = (1 + beta) v_old - beta v x0+- = x_sigma - sigma
-    v+-,             w+- = sg max(mean|x0+- - x0|, 1e-5),   l+- = mean((x0+- - x0)^2) / w+- L   = c
-    mean[(p l+ + (1 - p) l-) / beta]
+    v+  = beta v + (1 - beta) v_old,        v- = (1 + beta) v_old - beta v
+    x0+- = x_sigma - sigma v+-,             w+- = sg max(mean|x0+- - x0|, 1e-5)
+    l+- = mean((x0+- - x0)^2) / w+-
+    L   = c mean[(p l+ + (1 - p) l-) / beta]
 
 It needs the final latents and the reward, no trajectory and no log-probability, so any sampler may
 generate them. They come from the OLD policy, which is part of the policy folder.
@@ -116,13 +117,20 @@ class DiffusionNFTConfig(ForwardConfig):
 
 
 def compute_loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # p = clip(A / (2 c) + 1/2, 0, 1), the paper's optimality probability: 1/2 for an average
+    # sample.
+    advantage = shape_advantage(rows.advantage, config)
+    preference = (advantage / (2 * rows.advantage_clip) + 0.5).clamp(0, 1)
+
+    # v+ and v-: the old policy moved towards the new one and as far away from it. At v = v_old both
+    # are v_old, l+ = l-, and the gradient is 2 p - 1 times that of l: 0 for an average sample.
     old = rows.copies["old"]
-    preference = (shape_advantage(rows.advantage, config) / (2 * rows.advantage_clip) + 0.5).clamp(
-        0, 1
-    )
     better = config.beta * rows.velocity + (1 - config.beta) * old
     worse = (1 + config.beta) * old - config.beta * rows.velocity
+
+    # l+ and l-, and L = c (p l+ + (1 - p) l-) / beta. The division makes the gradient at v_old the
+    # same for every beta.
     better_error = _compute_weighted_error(rows, better)
     worse_error = _compute_weighted_error(rows, worse)
     metrics = {
@@ -135,7 +143,7 @@ def compute_loss(rows: ForwardRows, config: DiffusionNFTConfig) -> tuple[Tensor,
 
 
 def shape_advantage(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:
-    """What the mode makes of the advantages, [M]."""
+    """Apply the mode ``config.advantages`` to advantages, [M]."""
     modes = {
         "all": advantage,
         "positive_only": advantage.clamp_min(0),
@@ -147,8 +155,9 @@ def shape_advantage(advantage: Tensor, config: DiffusionNFTConfig) -> Tensor:
 
 
 def _compute_weighted_error(rows: ForwardRows, velocity: Tensor) -> Tensor:
-    """l of one implicit policy, [M]."""
-    # x_sigma - sigma v - x0 = sigma (eps - x0 - v)
+    """Compute l of one implicit policy, [M]."""
+    # x0+- - x0 = x_sigma - sigma v - x0 = sigma (eps - x0 - v): without the subtraction of x_sigma,
+    # which would cancel digits at small sigmas.
     error = expand_like(rows.sigma, velocity) * (rows.noise - rows.clean - velocity)
     weight = mean_per_row(error.detach().abs()).clamp_min(1e-5)
     return mean_per_row(error**2) / weight

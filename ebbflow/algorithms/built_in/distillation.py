@@ -59,7 +59,10 @@ class DistillationConfig(TrajectoryConfig):
 
 
 def compute_loss(rows: TrajectoryRows, config: DistillationConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # mean((mu - mu_teacher)^2) / (2 b^2), the KL between the step and the teacher's from the same
+    # latents. The latents are the policy's own, so the mean is KL(policy || teacher): it says
+    # nothing of what only the teacher generates.
     divergence = compute_gaussian_kl(rows.transition, rows.copies["teacher"].mean)
     return divergence, compute_ratio_metrics(rows) | {"kl/teacher": divergence}
 
@@ -68,5 +71,7 @@ ALGORITHM = Algorithm(
     DistillationConfig,
     compute_loss,
     copies=lambda config: frozenset({"teacher"}),
+    # Not the default, which leaves out groups whose rewards are all equal: nothing here is learnt
+    # from rewards.
     select=grouping.select_all_samples,
 )

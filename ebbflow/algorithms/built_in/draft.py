@@ -65,7 +65,8 @@ class DRaFTConfig(GradientConfig):
 
 
 def compute_loss(rows: GradientRows, config: DRaFTConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # r(D(x_0)): ``denoise`` takes the K steps from the first velocity on, ``reward`` decodes.
     reward = rows.reward(rows.denoise(rows.velocity))
     return -reward, {"draft/reward": reward}
 

@@ -79,21 +79,29 @@ class FlowDPPOConfig(TrajectoryConfig):
     """
 
     def ratio_range(self, dims: int) -> float:
-        """sqrt(2 tau / D): a shift of the means with D_kl = tau spreads the mean log-prob by
-        this."""
+        """Return sqrt(2 tau / D): a shift of the means with D_kl = tau spreads the mean log-prob
+        by this.
+        """
         return math.sqrt(2 * self.divergence_limit / dims)
 
 
 def compute_loss(rows: TrajectoryRows, config: FlowDPPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # rho, and D_kl = mean((mu - mu_old)^2) / (2 b^2), the mean over elements as in public code.
     ratio = (rows.log_prob - rows.old_log_prob).exp()
     divergence = compute_gaussian_kl(rows.transition, rows.old_mean)
-    away = (ratio > 1).where(rows.advantage > 0, ratio < 1) & (rows.advantage != 0)
+
+    # A row whose ratio has moved the way its advantage pulls is dropped at the limit. A row that
+    # comes back towards the old policy is kept, however far away it is.
+    too_high = ratio > 1
+    too_low = ratio < 1
+    away = too_high.where(rows.advantage > 0, too_low) & (rows.advantage != 0)
     dropped = away & (divergence >= config.divergence_limit)
     metrics = compute_ratio_metrics(rows) | {
         "dppo/divergence": divergence,
         "dppo/dropped": dropped.float(),
     }
+    # A dropped row counts as 0 and stays in the mean's denominator, as a clipped one does.
     return (-rows.advantage * ratio).where(~dropped, 0.0), metrics
 
 

@@ -228,14 +228,19 @@ class DanceGRPOConfig(ClippedConfig):
 
 
 def compute_loss(rows: TrajectoryRows, config: ClippedConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # rho = exp(log_prob - old_log_prob). Both are means over D elements, so rho is the ratio of the
+    # densities to the power 1 / D.
     ratio = (rows.log_prob - rows.old_log_prob).exp()
-    metrics = compute_ratio_metrics(rows) | compute_clip_metrics(
-        ratio, rows.advantage, config.clip_range
-    )
-    return compute_clipped_loss(ratio, rows.advantage, config.clip_range), metrics
+
+    # max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), one row per (sample, trained step).
+    loss = compute_clipped_loss(ratio, rows.advantage, config.clip_range)
+    metrics = compute_ratio_metrics(rows)
+    metrics |= compute_clip_metrics(ratio, rows.advantage, config.clip_range)
+    return loss, metrics
 
 
+# Four names for one loss: each brings the stage's defaults of its paper.
 FLOW_GRPO = Algorithm(FlowGRPOConfig, compute_loss)
 FLOW_GRPO_FAST = Algorithm(FlowGRPOFastConfig, compute_loss)
 MIX_GRPO = Algorithm(MixGRPOConfig, compute_loss)

@@ -1,13 +1,13 @@
 r"""GRPO-Guard (2510.22319): the ratio of a step is centred at 1 and as wide at every step, so that
 the clip bites at all of them.
 
-    c    = s sqrt|dt|  (= b, the step's standard deviation) bias = mean((mu - mu_old)^2) / (2 c^2)
-    of each sample and step by itself rho  = exp[(log_prob - old_log_prob + bias) c] = exp(mean(z
-    (mu - mu_old)))     z: the noise of the rollout L    = mean max(-A rho, -A clip(rho, 1 - eps, 1
-    + eps)) / |dt|
+    c    = s sqrt|dt|  (= b, the step's standard deviation)
+    bias = mean((mu - mu_old)^2) / (2 c^2)       of each sample and step by itself
+    rho  = exp[(log_prob - old_log_prob + bias) c] = exp(mean(z (mu - mu_old)))
+    L    = mean max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / |dt|
 
-Two published implementations differ from the paper, which we follow: one averages the bias over the
-whole batch, another leaves out the division by |dt|.
+z is the noise of the rollout. Two published implementations differ from the paper, which we follow:
+one averages the bias over the whole batch, another leaves out the division by |dt|.
 """
 
 from __future__ import annotations
@@ -61,22 +61,28 @@ class GRPOGuardConfig(TrajectoryConfig):
     """
 
     def ratio_range(self, dims: int) -> float:
-        """That of the regulated ratio, which is nearer to 1 by the factor c < 1."""
+        """Return the clip of the regulated ratio, which is nearer to 1 by the factor c < 1."""
         return self.clip_range
 
 
 def compute_loss(rows: TrajectoryRows, config: GRPOGuardConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
     step = rows.transition
+
+    # bias = mean((mu - mu_old)^2) / (2 c^2). Over rollouts log_prob - old_log_prob has the mean
+    # -bias: any shift of the means lowers it, so an uncorrected ratio lies below 1.
     bias = compute_gaussian_kl(step, rows.old_mean)
+
+    # rho = exp[(log_prob - old_log_prob + bias) c]. Times c, because the spread of a log-prob goes
+    # with 1 / c: the same clip range then bites at early and at late steps.
     regulated = ((rows.log_prob - rows.old_log_prob + bias) * step.std).exp()
-    metrics = compute_ratio_metrics(rows) | compute_clip_metrics(
-        regulated, rows.advantage, config.clip_range
-    )
+    metrics = compute_ratio_metrics(rows)
+    metrics |= compute_clip_metrics(regulated, rows.advantage, config.clip_range)
     metrics |= {"guard/ratio_deviation": (regulated - 1).abs(), "guard/bias": bias}
-    return compute_clipped_loss(
-        regulated, rows.advantage, config.clip_range
-    ) / step.dt.abs(), metrics
+
+    # The paper's weight 1 / |dt| of a step, which one public port leaves out.
+    loss = compute_clipped_loss(regulated, rows.advantage, config.clip_range)
+    return loss / step.dt.abs(), metrics
 
 
 ALGORITHM = Algorithm(GRPOGuardConfig, compute_loss)

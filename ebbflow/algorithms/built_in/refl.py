@@ -72,17 +72,27 @@ class ReFLConfig(GradientConfig):
     """Weight of the reward in the loss, next to ``reference.weight``."""
 
     def first_step(self, steps: int, draw: Any) -> int:
+        # Without 1e-9 rounding may cost a step: (1 - .7) * 10 is 3.0000000000000004. At least the
+        # last step is left to draw from.
         first = min(math.ceil((1 - self.last) * steps - 1e-9), steps - 1)
         return int(draw.integers(first, steps))
 
 
 def compute_loss(rows: GradientRows, config: ReFLConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # Not at the top of the file: reading a recipe imports it, and must not load torch.
     import torch
 
+    # r(D(x - sigma v)): the step jumps to the end, however noisy x is.
     reward = rows.reward(rows.predicted_clean)
-    missing = -reward if config.target is None else (config.target - reward).clamp_min(0)
-    active = torch.ones_like(reward) if config.target is None else (reward < config.target).float()
+
+    # max(0, t - r): a sample whose reward is above the target has no gradient.
+    if config.target is None:
+        missing = -reward
+        active = torch.ones_like(reward)
+    else:
+        missing = (config.target - reward).clamp_min(0)
+        active = (reward < config.target).float()
     return config.weight * missing, {"refl/reward": reward, "refl/active": active}
 
 

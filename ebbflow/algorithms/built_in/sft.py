@@ -1,5 +1,6 @@
-r"""Supervised fine-tuning on the best samples of every group (rejection sampling): L = mean((v -
-u)^2), u = eps - x0.
+r"""Supervised fine-tuning on the best samples of every group (rejection sampling).
+
+    L = mean((v - u)^2),   u = eps - x0
 
 The best are chosen inside each group by their advantage. A group without a spread has no best
 sample and is left out.
@@ -40,17 +41,19 @@ class SFTConfig(ImitationConfig):
 
 
 def compute_loss(rows: ForwardRows, config: SFTConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
     return compute_flow_matching_error(rows, rows.velocity), {}
 
 
 def select_best_samples(
     advantage: np.ndarray, keep: np.ndarray, prompt_ids: np.ndarray, config: SFTConfig
 ) -> list[np.ndarray]:
-    """The best ``config.select_best_samples`` samples of each group, each by itself."""
+    """Select the best ``config.best`` samples of each group, each as a group of its own."""
     groups = grouping.select_groups(advantage, keep, prompt_ids, config)
-    ranked = [group[(-advantage[group]).argsort(kind="stable")] for group in groups]
-    return [sample for group in ranked for sample in group[: config.best, None]]
+    # Stable: of equal samples the first. Published code trains on all that share the best reward.
+    best_first = [group[(-advantage[group]).argsort(kind="stable")] for group in groups]
+    # [best, 1] of each group: every sample stands alone, as the loss compares no rows.
+    return [sample for group in best_first for sample in group[: config.best, None]]
 
 
 ALGORITHM = Algorithm(SFTConfig, compute_loss, select=select_best_samples)

@@ -101,15 +101,23 @@ class SRPOConfig(DirectAlignConfig):
     """Differences of rewards above this value give no gradient. ``null``: all differences do."""
 
     def choose_words(self, update: int) -> tuple[str, str]:
-        positive, negative = (words or [""] for words in (self.positive_words, self.negative_words))
+        # An empty list stands for the prompt without a word. The words take turns, so that all
+        # processes agree on them and each is used as often as the others.
+        positive = self.positive_words or [""]
+        negative = self.negative_words or [""]
         return positive[update % len(positive)], negative[update % len(negative)]
 
 
 def compute_loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
+    # Not at the top of the file: reading a recipe imports it, and must not load torch.
     import torch
 
+    # r(x_hat, c+) and r(x_hat, c-), [M] each, of the same decoded images.
     positive, negative = rows.rewards(rows.recovered_latents)
+
+    # d, linear in the lower sigma of the step, the end of the denoising branch and the start of the
+    # inversion branch: from the first number of a discount at min_sigma to the second at max_sigma.
     inverse = rows.sigma < rows.end_sigma
     place = (torch.minimum(rows.sigma, rows.end_sigma) - config.min_sigma) / (
         config.max_sigma - config.min_sigma
@@ -119,13 +127,20 @@ def compute_loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, Row
         _interpolate_ends(config.inversion_discount, place),
         _interpolate_ends(config.discount, place),
     )
+
+    # S = (1 + d) r(c+) - r(c-). The two change places in the inversion branch: its step adds noise,
+    # so the gradient that raises S there lowers it for what the policy generates.
     raised = torch.where(inverse, negative, positive)
     lowered = torch.where(inverse, positive, negative)
     relative = (1 + discount) * raised - lowered
-    missing = -relative if config.target is None else (config.target - relative).clamp_min(0)
-    active = (
-        torch.ones_like(relative) if config.target is None else (relative < config.target).float()
-    )
+
+    # max(0, t - S): differences above the target have no gradient.
+    if config.target is None:
+        missing = -relative
+        active = torch.ones_like(relative)
+    else:
+        missing = (config.target - relative).clamp_min(0)
+        active = (relative < config.target).float()
     return missing, {
         "srpo/reward": positive,
         "srpo/margin": positive - negative,
@@ -134,6 +149,7 @@ def compute_loss(rows: DirectAlignRows, config: SRPOConfig) -> tuple[Tensor, Row
 
 
 def _interpolate_ends(ends: list[float], place: Tensor) -> Tensor:
+    """Interpolate between two ends; ``place`` is 0 at the first and 1 at the second, [M]."""
     return ends[0] + (ends[1] - ends[0]) * place
 
 

@@ -89,8 +89,10 @@ class TempFlowGRPOConfig(ClippedConfig):
 
 
 def compute_loss(rows: TrajectoryRows, config: TempFlowGRPOConfig) -> tuple[Tensor, RowMetrics]:
-    """Loss and metrics of each row, [M]."""
+    """Compute the loss and the metrics of each row, [M]."""
     clipped, metrics = flow_grpo.compute_loss(rows, config)
+    # w b, with b = s sqrt|dt|: a step that adds little noise explores little, and counts little.
+    # The std of a transition may be a scalar, and a metric needs a value for each row.
     weight = (config.noise_weight * rows.transition.std).expand_as(clipped)
     return weight * clipped, metrics | {"tempflow/weight": weight}
 

@@ -20,7 +20,7 @@ class CPS(Sampler):
 
     description = "keeps the noise level of the path, so that no grain is left (2509.05952); eta .8"
     eta = 0.8
-    max_eta = 1.0  # the noise, sin(eta * 90 degrees), falls again above
+    max_eta = 1.0  # the noise, sin(eta pi / 2), falls again above
     log_prob_is_density = False
     std_has_dt = False
 
@@ -30,10 +30,13 @@ class CPS(Sampler):
         sigma = sigmas[step]
         sigma_next = sigmas[step + 1]
         dt = sigma_next - sigma
+        # b = sigma' sin(eta pi / 2),   a = sqrt(sigma'^2 - b^2): the share of the noise that is
+        # replaced, and the share that stays. b has no dt in it.
         std = sigma_next * math.sin(eta * math.pi / 2)
         # Rounding may leave a tiny negative number at eta = 1.
         noise_share = (sigma_next**2 - std**2).clamp_min(0).sqrt()
         mean = mix_predictions(latents, velocity, sigma, sigma_next, noise_share)
+        # s = b / sqrt|dt|, so that b = s sqrt|dt| holds for this sampler, too.
         return Transition(self, mean, std, std / dt.abs().sqrt(), dt)
 
 

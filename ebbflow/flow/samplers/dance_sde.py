@@ -21,6 +21,7 @@ class DanceSDE(Sampler):
     def step(
         self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, eta: float
     ) -> Transition:
+        # s = eta, in the shape of sigma: a scalar, or a value for each row.
         scale = sigmas[step].new_full(sigmas[step].shape, eta)
         return self.sde_transition(latents, velocity, sigmas, step, scale)
 

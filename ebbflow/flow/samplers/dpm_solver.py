@@ -45,16 +45,21 @@ class DPMSolver(Sampler):
         sigma = 0 (h is infinite); and so is the one after a step from sigma = 1 (h_before is
         infinite).
         """
+        # The second order is a difference of clean predictions, which bf16 would round away.
         latents = at_least_float32(latents)
         velocity = at_least_float32(velocity)
         sigmas = sigmas.to(latents)
         remembered = remember_step(latents, velocity, sigmas[step], history)
         target = remembered.clean
         if history is not None and sigmas[step + 1] > 0:
+            # D = x0_hat + h / (2 h_before) (x0_hat - x0_before). After a step from sigma = 1
+            # h_before is infinite, the factor 0, and the step of first order by itself.
             lambdas = ((1 - sigmas) / sigmas).log()
             before, now, after = lambdas[step - 1 : step + 2]
             slope = (after - now) / (2 * (now - before))
             target = remembered.clean + slope * (remembered.clean - history.clean)
+        # x' = (sigma' / sigma) x + (1 - sigma' / sigma) D: without logarithms, so that sigma' = 0
+        # is no special case.
         ratio = sigmas[step + 1] / sigmas[step]
         return ratio * latents + (1 - ratio) * target, remembered
 

@@ -1,5 +1,6 @@
-"""Flow-SDE (Flow-GRPO, 2505.05470): noise that follows the schedule, s = eta sqrt(sigma / (1 -
-sigma~)).
+"""Flow-SDE (Flow-GRPO, 2505.05470): noise that follows the schedule.
+
+    s = eta sqrt(sigma / (1 - sigma~))
 
 sigma~ is the second sigma of the schedule where sigma = 1, and sigma elsewhere. This guard at sigma
 = 1 mis-scales the first noise for good (only the end of its path converges to the marginal); that
@@ -26,7 +27,8 @@ class FlowSDE(Sampler):
         self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, eta: float
     ) -> Transition:
         sigma = sigmas[step]
-        guarded = sigma.where(sigma < 1, sigmas[1])  # 1 - sigma would be 0
+        # Where sigma = 1, 1 - sigma is 0; published code takes the second sigma there.
+        guarded = sigma.where(sigma < 1, sigmas[1])
         scale = eta * (sigma / (1 - guarded)).sqrt()
         return self.sde_transition(latents, velocity, sigmas, step, scale)
 

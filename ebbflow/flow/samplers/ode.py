@@ -18,6 +18,8 @@ class Ode(Sampler):
     def step(
         self, latents: Tensor, velocity: Tensor, sigmas: Tensor, step: int | Tensor, eta: float
     ) -> Transition:
+        # With s = 0 an SDE has a = sigma' and b = 0: x' = (1 - sigma') x0_hat + sigma' x1_hat,
+        # which is x + dt v.
         no_noise = sigmas[step].new_zeros(sigmas[step].shape)
         return self.sde_transition(latents, velocity, sigmas, step, no_noise)
 

@@ -47,13 +47,18 @@ class UniPC(Sampler):
 
         The first step and the last are of first order, and so is the first correction.
         """
+        # The second order is a difference of clean predictions, which bf16 would round away.
         latents = at_least_float32(latents)
         velocity = at_least_float32(velocity)
         sigmas = sigmas.to(latents).clamp(max=FIRST_SIGMA)
+        # From the latents that the network has seen, before they are corrected, as published.
         clean = latents - sigmas[step] * velocity
         target = clean
         if history is not None:
+            # The network has now seen where the step before led: take that step again.
             latents = _correct_latents(history, clean, sigmas, step)
+            # Predictor: x0_hat + D / 2 with D = (x0_before - x0_hat) / r. The step to sigma' = 0
+            # has an infinite lambda', so it is of first order.
             if sigmas[step + 1] > 0:
                 target = clean + (history.clean - clean) / _compute_step_ratio(sigmas, step) / 2
         ratio = sigmas[step + 1] / sigmas[step]
@@ -63,6 +68,8 @@ class UniPC(Sampler):
 
 def _correct_latents(history: SolverHistory, clean: Tensor, sigmas: Tensor, step: int) -> Tensor:
     """Compute the latents at sigmas[step] from those of the step before, once more, [N, ...]."""
+    # In the names of the docstring, with the step before as the step: D' = x0_hat' - x0_hat, c' the
+    # weight, c the slope. The first step has no D: c' = 1/2.
     change = clean - history.clean
     weight = clean.new_tensor(0.5)
     target = history.clean
@@ -70,7 +77,8 @@ def _correct_latents(history: SolverHistory, clean: Tensor, sigmas: Tensor, step
         lambda_before, lambda_now = _compute_lambdas(sigmas)[step - 1 : step + 1]
         h = lambda_before - lambda_now  # as it enters the exponentials: negative
         ratio = _compute_step_ratio(sigmas, step - 1)
-        phi = h.expm1()
+        phi = h.expm1()  # e^h - 1 would cancel for the short steps of a long schedule
+        # Two equations for c and c': c + c' = b and r c + c' = b'.
         first = 1 / h - 1 / phi
         second = 2 * ((phi / h - 1) / h - 0.5) / phi
         slope = (first - second) / (1 - ratio)
@@ -87,6 +95,7 @@ def _compute_step_ratio(sigmas: Tensor, step: int) -> Tensor:
 
 
 def _compute_lambdas(sigmas: Tensor) -> Tensor:
+    """Compute lambda = log((1 - sigma) / sigma), half the log of the signal-to-noise ratio."""
     return ((1 - sigmas) / sigmas).log()
 
 
