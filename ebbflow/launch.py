@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from ebbflow.extras import MissingExtraError, require
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.resume import handle_interrupt, how_to_resume
@@ -41,9 +42,11 @@ def launch_recipe(path: Path, debug: bool) -> None:
     """
     signal.signal(signal.SIGINT, handle_interrupt)
     try:
+        # The report comes last and an evaluation after hours: what they need is checked now.
+        require("ebbflow run", "flytekit", "mlflow", "cv2", "matplotlib", "pandas")
         recipe = load_recipe(path)
         _prepare_environment(recipe)
-    except RecipeError as error:
+    except (MissingExtraError, RecipeError) as error:
         sys.exit(str(error))
     logger.info(
         "recipe %s, seed %d: loading the pipeline, which takes seconds", recipe.name, recipe.seed

@@ -33,7 +33,7 @@ def build_cpu_image(registry: str) -> ImageSpec:
         ],
         commands=[
             "cd /root && uv pip install --torch-backend cpu --constraints constraints.txt"
-            " --editable ."
+            " --editable '.[all]'"
         ],
         env={"MLFLOW_DISABLE_TELEMETRY": "true"},
         source_copy_mode=CopyFileDetection.NO_COPY,

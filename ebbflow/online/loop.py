@@ -29,6 +29,7 @@ from ebbflow.algorithms.advantages import (
 )
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
+from ebbflow.extras import require
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import (
@@ -109,6 +110,7 @@ def open_workers(
 ) -> StageWorkers:
     """The stage's workers, on the policy of ``folder``."""
     if ctx.online_config.placement == "ray":
+        require("placement: ray", "ray")
         from ebbflow.online.ray_actor import Folders
         from ebbflow.online.ray_workers import RayWorkers
 

@@ -14,3 +14,7 @@ Gotchas
     - Prompts and names come from users: the templates escape everything.
     - The page is written once and must open years later: it references no file and no network.
 """
+
+from ebbflow.extras import require
+
+require("ebbflow.report", "matplotlib", "mlflow", "pandas")

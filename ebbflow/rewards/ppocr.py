@@ -145,7 +145,7 @@ def find_model_file(part: str) -> Path:
         files = importlib.metadata.files("rapidocr") or []
     except importlib.metadata.PackageNotFoundError:
         raise FileNotFoundError(
-            "the package rapidocr is not installed; install it with: pip install rapidocr"
+            "the package rapidocr is not installed; install it with: pip install 'ebbflow[ocr]'"
         ) from None
     found = sorted(
         Path(str(file.locate())) for file in files if file.match(f"models/*{part}*.onnx")

@@ -1,0 +1,161 @@
+"""``ebbflow check``, ``keys``, ``list`` and ``defaults``: what a recipe may say."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ebbflow.commands.errors import import_model_error
+from ebbflow.commands.options import PROCESSES
+from ebbflow.formatting import first_doc_paragraph
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+from ebbflow.recipe.base import read_field_docs
+from ebbflow.recipe.choices import WINDOWS
+from ebbflow.recipe.defaults import write_defaults_page, write_defaults_table
+from ebbflow.recipe.registry import ALGORITHMS, REWARDS, configure_reward
+from ebbflow.recipe.samplers import SAMPLERS
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@PROCESSES
+def check(recipe: Path, processes: int) -> None:
+    """Check RECIPE, a YAML file, and what it names, as a run does before it starts; print it with
+    all defaults.
+    """
+    from ebbflow.data.pairs import PairError  # imports pyarrow
+    from ebbflow.data.prompts import PromptError
+    from ebbflow.preflight import check_recipe
+    from ebbflow.rewards.base import RewardError
+
+    try:
+        resolved = load_recipe(recipe)
+        check_recipe(resolved, resolved.tracking.uri or "", on_cluster=False, processes=processes)
+    except (RecipeError, PromptError, PairError, RewardError) as error:
+        sys.exit(str(error))
+    except import_model_error() as error:  # evaluated where all other errors are ruled out
+        sys.exit(str(error))
+    click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
+    click.echo(f"# digest {resolved.digest}")
+
+
+@click.command()
+def keys() -> None:
+    """Print every recipe key with its default and its meaning."""
+    for key, default, meaning in _iterate_keys(Recipe, "", {}):
+        click.echo(click.style(key, bold=True) + (f" = {default}" if default is not None else ""))
+        if meaning:
+            click.echo(f"    {meaning}")
+
+
+@click.command("list")
+def list_choices() -> None:
+    """List the algorithms, samplers, windows and rewards that a recipe can use."""
+    from ebbflow.rewards.combine import load_reward  # imports pandas
+
+    _print_choices(
+        "algorithms",
+        {
+            name: (first_doc_paragraph(config.__doc__), config.stages)
+            for name, config in ALGORITHMS.items()
+        },
+    )
+    _print_choices(
+        "samplers",
+        {
+            name: (facts.description, () if facts.eta is None else ("log-probs",))
+            for name, facts in SAMPLERS.items()
+        },
+    )
+    _print_choices("windows", {name: (text, ()) for name, text in WINDOWS.items()})
+    missing: dict[str, str | None] = {
+        config.name: load_reward(config).explain_unavailable()
+        for config in map(configure_reward, ("ocr", "tesseract"))
+    }
+    _print_choices(
+        "rewards",
+        {
+            name: (
+                first_doc_paragraph(config.__doc__),
+                ("not installed",) if missing.get(name) else (),
+            )
+            for name, config in REWARDS.items()
+        },
+    )
+    for reason in filter(None, missing.values()):
+        click.echo(f"  {reason}")
+    click.echo(
+        "Your own: {name: custom, path: package.module:ALGORITHM}; a reward by package.module:Name"
+        " (docs/extending.md)."
+    )
+
+
+@click.command()
+@click.argument(
+    "algorithm",
+    required=False,
+    type=click.Choice([name for name, config in ALGORITHMS.items() if config.published]),
+)
+def defaults(algorithm: str | None) -> None:
+    """Print the defaults of ALGORITHM next to the published values and their sources; without it,
+    of all of them.
+    """
+    click.echo(write_defaults_table(algorithm) if algorithm else write_defaults_page(), nl=False)
+
+
+def _print_choices(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) -> None:
+    """Print aligned lines: name, remarks, description."""
+    click.secho(title, bold=True)
+    remarks = {name: ", ".join(remark) for name, (_, remark) in choices.items()}
+    wide = max(map(len, choices))
+    far = max(map(len, remarks.values()))
+    for name, (text, _) in choices.items():
+        click.echo(f"  {name:<{wide}}  " + (f"{remarks[name]:<{far}}  " if far else "") + text)
+
+
+def _iterate_keys(
+    model: type[BaseModel], prefix: str, shown: dict[Any, str]
+) -> Iterator[tuple[str, Any, str]]:
+    """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys,
+    once: ``shown`` says where.
+    """
+    docs = read_field_docs(model)
+    for name, field in model.model_fields.items():
+        inner = _list_models(field.annotation)
+        meaning = " ".join((field.description or docs.get(name, "")).split())
+        if not inner:
+            yield f"{prefix}{name}", _describe_default(field), meaning
+            continue
+        if tuple(inner) in shown:
+            yield f"{prefix}{name}", None, f"{meaning} Keys: see {shown[tuple(inner)]}.".strip()
+            continue
+        shown[tuple(inner)] = f"{prefix}{name}"
+        many = "[]" if typing.get_origin(field.annotation) is list else ""
+        for choice in inner:
+            tag = f"({choice.__name__.removesuffix('Config')})" if len(inner) > 1 else ""
+            summary = " ".join((choice.__doc__ or "").split())
+            yield f"{prefix}{name}{many}{tag}", None, summary
+            yield from _iterate_keys(choice, f"{prefix}{name}{many}{tag}.", shown)
+
+
+def _list_models(annotation: Any) -> list[type[BaseModel]]:
+    """The models inside an annotation such as ``list[Annotated[A | B, ...]]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in _list_models(part)]
+
+
+def _describe_default(field: FieldInfo) -> str:
+    return (
+        "(required)"
+        if field.is_required()
+        else str(field.get_default(call_default_factory=True, validated_data={}))
+    )
