@@ -60,16 +60,18 @@ def launch_recipe(path: Path, debug: bool) -> None:
 
 
 def explain_error(error: Exception) -> str:
-    """The message of an error, with the task that raised it, and without what Flyte and torch wrap
-    around it.
+    """Write the message of an error, with the task that raised it, and without what Flyte and torch
+    wrap around it.
 
     An error that does not explain itself also gets its type, and its traceback is written to a
     file.
     """
+    # Flyte wraps once per level (workflow, dynamic, task); the innermost names the task.
     tasks = [name for name in ADDED_BY_FLYTE.findall(str(error)) if name]
     where = f"{tasks[-1].rpartition('.')[2]}: " if tasks else ""
-    if (message := _find_first_rank_error(error)) is not None:
-        return f"{where}{message}{_write_traceback(error)}"
+    rank_error = _find_first_rank_error(error)
+    if rank_error is not None:
+        return f"{where}{rank_error}{_write_traceback(error)}"
     message = ADDED_BY_FLYTE.sub("", str(error)).strip()
     if type(error).__module__.partition(".")[0] in EXPLAINED:
         return where + message
@@ -77,18 +79,23 @@ def explain_error(error: Exception) -> str:
 
 
 def _find_first_rank_error(error: Exception) -> str | None:
-    """What the first training process to fail raised: type and message. None for an error of
+    """Find what the first training process to fail raised: type and message. None for an error of
     another kind.
     """
+    # torch's ChildFailedError, which is not imported here: it would cost seconds at every start.
     wrapped: Any = getattr(error, "value", None)
     if not hasattr(wrapped, "get_first_failure"):
         return None
-    said = wrapped.get_first_failure()[1].message
-    return str(said["message"] if isinstance(said, dict) else said)
+    _, failure = wrapped.get_first_failure()
+    # A process that raised leaves a dictionary; one that was killed leaves text about its signal.
+    message = failure.message
+    return str(message["message"] if isinstance(message, dict) else message)
 
 
 def _write_traceback(error: Exception) -> str:
-    """Where the traceback is now; where no file can be written, only how to see it."""
+    """Write the traceback to a file and say where it is; where no file can be written, say how to
+    see it.
+    """
     try:
         file = create_private_folder() / f"traceback-{os.getpid()}.txt"
         file.write_text(redact_secrets("".join(traceback.format_exception(error))))
@@ -107,10 +114,12 @@ def _prepare_environment(recipe: Recipe) -> None:
         RecipeError: the output folder cannot be made.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # Programs of this environment are found where it has not been activated.
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     )
     sys.path.append(os.getcwd())
+    # Behind a URI there is no local folder for temporary files.
     if "://" in recipe.output:
         return
     folder = Path(recipe.output).absolute() / "flyte"

@@ -50,18 +50,15 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
             from ebbflow.models.sizes import check_shared_tokens  # imports torch
 
             check_shared_tokens(resolved, context_parallel)
+        # Sizes come from the model's configuration, measured once and cached; no weights are read.
         sizes, sample, evaluated = measure_sizes(resolved, measure_cached)
-        click.echo(
-            describe_estimate(
-                estimate_from_sizes(
-                    resolved, processes, sizes, sample, 1, False, context_parallel, evaluated
-                ),
-                tflops,
-            )
+        result = estimate_from_sizes(
+            resolved, processes, sizes, sample, 1, False, context_parallel, evaluated
         )
+        click.echo(describe_estimate(result, tflops))
     except (RecipeError, SizeError) as error:
         sys.exit(str(error))
-    except import_model_error() as error:  # evaluated where all other errors are ruled out
+    except import_model_error() as error:
         sys.exit(str(error))
 
 
@@ -101,12 +98,10 @@ def plan(
     try:
         resolved = load_recipe(recipe)
         sizes, sample, _ = measure_sizes(resolved, measure_cached)
-        click.echo(
-            describe_plans(
-                estimate_from_sizes(resolved, 1, sizes, sample), gpus, tflops, timeline, network
-            )
-        )
+        # For one process: the plan itself divides the work between processes.
+        result = estimate_from_sizes(resolved, 1, sizes, sample)
+        click.echo(describe_plans(result, gpus, tflops, timeline, network))
     except (RecipeError, SizeError, PlanError) as error:
         sys.exit(str(error))
-    except import_model_error() as error:  # evaluated where all other errors are ruled out
+    except import_model_error() as error:
         sys.exit(str(error))

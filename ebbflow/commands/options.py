@@ -9,14 +9,14 @@ import click
 
 
 def _count_processes_of_all_nodes() -> str:
-    """What local runs and registering take from the environment, where each counts its own:
-    processes of a node, and nodes.
+    """Count the training processes as local runs and registering take them from the environment:
+    processes of a node, times nodes.
     """
-    per_node, nodes = (
-        os.environ.get(f"EBBFLOW_TRAIN_{name}", default)
-        for name, default in (("PROCESSES", "2"), ("NODES", "1"))
-    )
-    return str(int(per_node) * int(nodes)) if per_node.isdigit() and nodes.isdigit() else per_node
+    per_node = os.environ.get("EBBFLOW_TRAIN_PROCESSES", "2")
+    nodes = os.environ.get("EBBFLOW_TRAIN_NODES", "1")
+    if per_node.isdigit() and nodes.isdigit():
+        return str(int(per_node) * int(nodes))
+    return per_node  # click refuses it, and its error shows the value
 
 
 PROCESSES = click.option(

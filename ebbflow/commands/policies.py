@@ -67,17 +67,17 @@ def rollback(recipe: Path, to: int | None) -> None:
     try:
         resolved = load_recipe(recipe)
         name = resolved.promotion.model_name
-        done = promotion.roll_back_champion(
-            resolve_tracking_uri(resolved), name, None if to is None else str(to)
-        )
+        # MLflow numbers versions with strings.
+        version = None if to is None else str(to)
+        result = promotion.roll_back_champion(resolve_tracking_uri(resolved), name, version)
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
     click.echo(
-        f"{name}: version {done.version} is champion again and replaces version {done.previous}"
+        f"{name}: version {result.version} is champion again and replaces version {result.previous}"
     )
     click.echo(
-        f"The next run is compared with version {done.version}; another rollback restores version"
-        f" {done.previous}."
+        f"The next run is compared with version {result.version}; another rollback restores version"
+        f" {result.previous}."
     )
 
 
@@ -106,15 +106,17 @@ def verify(model: str, again: bool, allow_code: tuple[str, ...], recipe: Path | 
     from ebbflow.verification.checks import verify_version
 
     try:
-        given = load_recipe(recipe) if recipe else Recipe()
-        allowed = (*allow_code, *given.plugin_paths, *list_named_code(given.model))
-        version, checks = verify_version(resolve_tracking_uri(given), model, again, allowed)
+        user_recipe = load_recipe(recipe) if recipe else Recipe()
+        # Code that the user's own recipe names is code that the user runs anyway.
+        allowed = (*allow_code, *user_recipe.plugin_paths, *list_named_code(user_recipe.model))
+        version, checks = verify_version(resolve_tracking_uri(user_recipe), model, again, allowed)
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))
     click.secho(f"{version.name} version {version.version}", bold=True)
     for check in checks:
         click.echo(str(check))
-    if failed := [check.name for check in checks if check.status == "FAILED"]:
+    failed = [check.name for check in checks if check.status == "FAILED"]
+    if failed:
         sys.exit(f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
 
 
@@ -176,15 +178,18 @@ def draw(
     seeds = range(seed, seed + samples)
     try:
         uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())
-        drawn = drawing.generate_pictures(
+        generated = drawing.generate_pictures(
             uri, model, prompts, out, seeds, base=base, image=image, allowed_code=allow_code
         )
-        pictures = list(drawn)  # files appear meanwhile; lines would break the progress bar
+        # Files appear meanwhile; printing their names here would break the progress bar.
+        pictures = list(generated)
     except (RecipeError, *drawing.ERRORS) as error:
         sys.exit(str(error))
+    # Paths go to stdout, for a pipe; what failed goes to stderr.
     for picture in pictures:
         click.echo(picture.path or f"{picture.prompt}: not drawn", err=picture.path is None)
         if picture.problem:
             click.echo(f"  {picture.problem}", err=True)
-    if failed := sum(picture.path is None for picture in pictures):
+    failed = sum(picture.path is None for picture in pictures)
+    if failed:
         sys.exit(f"{failed} of {len(pictures)} pictures could not be drawn")

@@ -41,7 +41,7 @@ def check(recipe: Path, processes: int) -> None:
         check_recipe(resolved, resolved.tracking.uri or "", on_cluster=False, processes=processes)
     except (RecipeError, PromptError, PairError, RewardError) as error:
         sys.exit(str(error))
-    except import_model_error() as error:  # evaluated where all other errors are ruled out
+    except import_model_error() as error:
         sys.exit(str(error))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
     click.echo(f"# digest {resolved.digest}")
@@ -59,7 +59,7 @@ def keys() -> None:
 @click.command("list")
 def list_choices() -> None:
     """List the algorithms, samplers, windows and rewards that a recipe can use."""
-    from ebbflow.rewards.combine import load_reward  # imports pandas
+    from ebbflow.rewards.combine import load_reward  # imports numpy
 
     _print_choices(
         "algorithms",
@@ -76,21 +76,23 @@ def list_choices() -> None:
         },
     )
     _print_choices("windows", {name: (text, ()) for name, text in WINDOWS.items()})
-    missing: dict[str, str | None] = {
-        config.name: load_reward(config).explain_unavailable()
-        for config in map(configure_reward, ("ocr", "tesseract"))
-    }
+    # These need packages or a program; the others call a server or fetch a network when they run.
+    missing: dict[str, str] = {}
+    for name in ("ocr", "tesseract", "similarity"):
+        reason = load_reward(configure_reward(name)).explain_unavailable()
+        if reason:
+            missing[name] = reason
     _print_choices(
         "rewards",
         {
             name: (
                 first_doc_paragraph(config.__doc__),
-                ("not installed",) if missing.get(name) else (),
+                ("not installed",) if name in missing else (),
             )
             for name, config in REWARDS.items()
         },
     )
-    for reason in filter(None, missing.values()):
+    for reason in missing.values():
         click.echo(f"  {reason}")
     click.echo(
         "Your own: {name: custom, path: package.module:ALGORITHM}; a reward by package.module:Name"
@@ -115,17 +117,27 @@ def _print_choices(title: str, choices: dict[str, tuple[str, tuple[str, ...]]]) 
     """Print aligned lines: name, remarks, description."""
     click.secho(title, bold=True)
     remarks = {name: ", ".join(remark) for name, (_, remark) in choices.items()}
-    wide = max(map(len, choices))
-    far = max(map(len, remarks.values()))
+    name_width = max(map(len, choices))
+    remark_width = max(map(len, remarks.values()))
     for name, (text, _) in choices.items():
-        click.echo(f"  {name:<{wide}}  " + (f"{remarks[name]:<{far}}  " if far else "") + text)
+        # Windows have no remarks at all, and then there is no empty column.
+        remark = f"{remarks[name]:<{remark_width}}  " if remark_width else ""
+        click.echo(f"  {name:<{name_width}}  {remark}{text}")
 
 
 def _iterate_keys(
-    model: type[BaseModel], prefix: str, shown: dict[Any, str]
+    model: type[BaseModel], prefix: str, first_keys: dict[Any, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """(dotted key, default, meaning) of every leaf. A choice of models lists each model's keys,
-    once: ``shown`` says where.
+    """Iterate over (dotted key, default, meaning) of every leaf.
+
+    A choice of models lists each model's keys, once.
+
+    Args:
+        first_keys: by the models of a choice, the key where they are listed; extended here.
+
+    Example::
+
+        ("stages[](OnlineStage).steps", "100", "Training steps.")
     """
     docs = read_field_docs(model)
     for name, field in model.model_fields.items():
@@ -134,28 +146,28 @@ def _iterate_keys(
         if not inner:
             yield f"{prefix}{name}", _describe_default(field), meaning
             continue
-        if tuple(inner) in shown:
-            yield f"{prefix}{name}", None, f"{meaning} Keys: see {shown[tuple(inner)]}.".strip()
+        models = tuple(inner)
+        # The rewards of a branch, for instance, have the same keys as those of the recipe.
+        if models in first_keys:
+            yield f"{prefix}{name}", None, f"{meaning} Keys: see {first_keys[models]}.".strip()
             continue
-        shown[tuple(inner)] = f"{prefix}{name}"
+        first_keys[models] = f"{prefix}{name}"
         many = "[]" if typing.get_origin(field.annotation) is list else ""
         for choice in inner:
             tag = f"({choice.__name__.removesuffix('Config')})" if len(inner) > 1 else ""
             summary = " ".join((choice.__doc__ or "").split())
             yield f"{prefix}{name}{many}{tag}", None, summary
-            yield from _iterate_keys(choice, f"{prefix}{name}{many}{tag}.", shown)
+            yield from _iterate_keys(choice, f"{prefix}{name}{many}{tag}.", first_keys)
 
 
 def _list_models(annotation: Any) -> list[type[BaseModel]]:
-    """The models inside an annotation such as ``list[Annotated[A | B, ...]]``."""
+    """List the models inside an annotation such as ``list[Annotated[A | B, ...]]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in _list_models(part)]
 
 
 def _describe_default(field: FieldInfo) -> str:
-    return (
-        "(required)"
-        if field.is_required()
-        else str(field.get_default(call_default_factory=True, validated_data={}))
-    )
+    if field.is_required():
+        return "(required)"
+    return str(field.get_default(call_default_factory=True, validated_data={}))

@@ -30,12 +30,13 @@ def runs(folder: Path) -> None:
     """List the runs in FOLDER, the 'output' of their recipes (default: runs), the newest first."""
     from ebbflow.run_list import describe_runs, list_runs
 
-    if not (found := list_runs(folder)):
+    listed = list_runs(folder)
+    if not listed:
         sys.exit(
             f"no runs in {folder}; start one with `ebbflow run RECIPE`, or name the recipe's"
             " 'output'"
         )
-    click.echo(describe_runs(found))
+    click.echo(describe_runs(listed))
 
 
 @click.command()
@@ -86,9 +87,10 @@ def replay(
     from ebbflow.training.policy_metadata import PolicyError
     from ebbflow.training.replay import ReplayError
 
+    # "1.1 online" and "1.1" name the same stage, and have the same folder.
     target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
     try:
-        done = tracked_step.replay_step(
+        result = tracked_step.replay_step(
             run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes
         )
     except (
@@ -101,7 +103,7 @@ def replay(
         RewardError,
     ) as error:
         sys.exit(str(error))
-    click.echo(f"{target / tracked_step.PAGE}: {done}")
+    click.echo(f"{target / tracked_step.PAGE}: {result}")
 
 
 @click.command()
@@ -119,11 +121,9 @@ def ui(recipe: Path | None, port: int, browser: bool) -> None:
     from ebbflow.tracking.ui import serve_ui
 
     try:
-        given = load_recipe(recipe) if recipe else Recipe()
-        sys.exit(
-            serve_ui(
-                resolve_tracking_uri(given), given.tracking.experiment, port, browser, click.echo
-            )
-        )
+        # Without a recipe: the store of the environment, or the one of local runs.
+        settings = load_recipe(recipe) if recipe else Recipe()
+        uri = resolve_tracking_uri(settings)
+        sys.exit(serve_ui(uri, settings.tracking.experiment, port, browser, click.echo))
     except (RecipeError, TrackingError) as error:
         sys.exit(str(error))

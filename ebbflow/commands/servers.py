@@ -36,6 +36,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
     from ebbflow.rewards.server import run_reward_server
 
     try:
+        # As part of a recipe, so that its rules and its errors are those of a recipe.
         (config,) = Recipe.model_validate(
             {"rewards": [yaml.safe_load(reward)], "guardrails": []}
         ).rewards
