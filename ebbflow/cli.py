@@ -43,6 +43,7 @@ def main() -> None:
         sys.exit(str(error))
 
 
+# Click sorts the commands in the help itself.
 for command in (
     costs.estimate,
     costs.plan,

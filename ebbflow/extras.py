@@ -56,6 +56,7 @@ def require(user: str, *modules: str) -> None:
     Raises:
         MissingExtraError: some are not installed; it names all of them.
     """
+    # ``find_spec`` looks at the disk only; importing mlflow or ray would take seconds.
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise MissingExtraError(_describe_missing(user, missing), name=missing[0])
@@ -82,5 +83,6 @@ def explain_import_error(user: str, error: ModuleNotFoundError) -> str | None:
 
 
 def _describe_missing(user: str, modules: list[str]) -> str:
+    # One command for all of them, in an order that does not depend on the imports.
     extras = ",".join(sorted({EXTRAS[module] for module in modules}))
     return f"{user} needs {', '.join(modules)}: pip install 'ebbflow[{extras}]'"

@@ -47,6 +47,7 @@ def show_progress(
         "unit": unit,
         "disable": quiet,
     }
+    # A bar is redrawn in place, which in a file would be a line each time.
     if sys.stderr.isatty():
         return tqdm(**common)
     # "miniters" 1 with a fixed interval: tqdm else skips updates by a guess of its own.

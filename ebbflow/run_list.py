@@ -96,6 +96,7 @@ def _describe_state(home: Path, finished: bool) -> str:
     it began.
     """
     # The operating system releases the lock of a process that dies, so a free lock means stopped.
+    # A finished run that is started again holds the lock, and is "running" until it ends.
     with try_lock(home / LOCK) as free:
         if free and finished:
             return "finished"

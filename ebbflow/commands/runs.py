@@ -19,6 +19,7 @@ def run(recipe: Path, debug: bool) -> None:
 
     Exits with status 1 after an error, 130 after Ctrl-C.
     """
+    # It handles signals and its own errors: Ctrl-C during a run says how to resume.
     from ebbflow.launch import launch_recipe
 
     launch_recipe(recipe, debug)
@@ -28,6 +29,7 @@ def run(recipe: Path, debug: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
 def runs(folder: Path) -> None:
     """List the runs in FOLDER, the 'output' of their recipes (default: runs), the newest first."""
+    # Files alone: it works while the MLflow server is away, and without MLflow.
     from ebbflow.run_list import describe_runs, list_runs
 
     listed = list_runs(folder)
@@ -80,7 +82,8 @@ def replay(
     the step.
     """
     from ebbflow.models import ModelError  # imports torch
-    from ebbflow.replay import tracked_step
+    from ebbflow.replay.output import PAGE
+    from ebbflow.replay.tracked_step import replay_step
     from ebbflow.rewards.base import RewardError
     from ebbflow.storage.artifacts import ArtifactError
     from ebbflow.tracking.store import TrackingError
@@ -90,7 +93,7 @@ def replay(
     # "1.1 online" and "1.1" name the same stage, and have the same folder.
     target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
     try:
-        result = tracked_step.replay_step(
+        result = replay_step(
             run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes
         )
     except (
@@ -103,7 +106,7 @@ def replay(
         RewardError,
     ) as error:
         sys.exit(str(error))
-    click.echo(f"{target / tracked_step.PAGE}: {result}")
+    click.echo(f"{target / PAGE}: {result}")
 
 
 @click.command()

@@ -41,6 +41,7 @@ def serve_reward(reward: str, host: str, port: int, token_variable: str | None) 
             {"rewards": [yaml.safe_load(reward)], "guardrails": []}
         ).rewards
         run_reward_server(config, host, port, read_token(token_variable))
+    # The argument may be broken JSON; YAML reads JSON and names the column.
     except yaml.YAMLError as error:
         sys.exit(describe_yaml_error(error, "NAME_OR_JSON"))
     except (RecipeError, RewardError, NoAnswer) as error:

@@ -318,17 +318,14 @@ def plot_timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]
         for index, task in enumerate(dict.fromkeys([*TASKS, *tasks]))
     }
     with matplotlib.rc_context({**STYLE, "savefig.transparent": False, "axes.grid": False}):
-        figure = Figure(
-            figsize=(12, 1.1 + 0.34 * (max(rows.values()) + 1)), dpi=100, layout="constrained"
-        )
+        height = 1.1 + 0.34 * (max(rows.values()) + 1)
+        figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
+        visible = [span for span in spans if span.end > first and span.start < last]
+        # One call per task, also for a task without a visible bar: the legend names all of them.
         for task in tasks:
-            bars = [
-                span
-                for span in spans
-                if span.task == task and span.end > first and span.start < last
-            ]
+            bars = [span for span in visible if span.task == task]
             axes.barh(
                 [rows[span.role, span.worker] for span in bars],
                 [span.end - span.start for span in bars],
@@ -339,16 +336,11 @@ def plot_timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]
                 edgecolor="white",
                 linewidth=0.3,
             )
-        _mark_steps(
-            axes,
-            {number: (start - zero, end - zero) for number, (start, end) in last_steps.items()},
-        )
+        _mark_steps(axes, last_steps, zero)
         axes.set_yticks(list(rows.values()), [f"{role} {worker}" for role, worker in rows])
-        axes.set(
-            ylim=(max(rows.values()) + 0.5, -0.5),
-            xlim=(first - zero, last - zero),
-            xlabel="seconds",
-        )
+        # The y axis points down: the first role is the top row.
+        axes.set(ylim=(max(rows.values()) + 0.5, -0.5), xlim=(first - zero, last - zero))
+        axes.set_xlabel("seconds")
         axes.xaxis.set_major_locator(MaxNLocator(14))
         axes.spines["left"].set_visible(False)
         figure.legend(
@@ -363,6 +355,7 @@ def plot_timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]
 def _place_rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     """Compute the vertical position of each worker's row, from the top, with a gap between
     roles."""
+    # In the order in which the roles first appear, which is that of the caller.
     roles = list(dict.fromkeys(span.role for span in spans))
     workers = sorted({(roles.index(span.role), span.worker) for span in spans})
     return {(roles[role], worker): row + 0.4 * role for row, (role, worker) in enumerate(workers)}
@@ -378,12 +371,12 @@ def _find_time_range(
     return min(starts), end
 
 
-def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
+def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]], zero: float) -> None:
     """Draw a line at the start of each step and at the end of the last, with the step numbers
     above."""
     for number, (start, end) in steps.items():
-        axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-        middle = (start + end) / 2
+        axes.axvline(start - zero, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+        middle = (start + end) / 2 - zero
         name = f"step {number}" if number == min(steps) else f"{number}"
         # x in seconds, y as a share of the axes' height: just above the rows.
         axes.text(
@@ -397,7 +390,10 @@ def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
         )
     if steps:
         axes.axvline(
-            max(end for _, end in steps.values()), color=INK, linewidth=0.8, linestyle=(0, (2, 2))
+            max(end for _, end in steps.values()) - zero,
+            color=INK,
+            linewidth=0.8,
+            linestyle=(0, (2, 2)),
         )
 
 

@@ -8,39 +8,31 @@ verified.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
 
 import mlflow.artifacts
-import pyarrow as pa
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from ebbflow.data.schema import SAMPLE_KEY
 from ebbflow.models import ModelError
 from ebbflow.models.hub import HubError
 from ebbflow.models.prepare import cache_base_folder
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.online.replay import replay_online_step
-from ebbflow.plots.images import MAX_SHARP_WIDTH, encode_data_uri, open_rgb_image
-from ebbflow.plots.pages import create_page_environment
 from ebbflow.recipe import Recipe
 from ebbflow.registry.model_version import find_version
 from ebbflow.registry.promotion import check_store_exists, download_version, find_data_folder
+from ebbflow.replay.output import PAGE, TABLE, Replay, render_page, write_table_of_samples
 from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import COMMIT, ArtifactError, check_replaceable, verify_folder
 from ebbflow.storage.disk import write_text
-from ebbflow.storage.tables import write_table
 from ebbflow.tracking.store import (
     DIGEST,
     NODE,
@@ -52,10 +44,7 @@ from ebbflow.tracking.store import (
 )
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata
-from ebbflow.training.replay import ReplayedStep, ReplayError
-
-PAGE = "index.html"
-TABLE = "samples.parquet"
+from ebbflow.training.replay import ReplayError
 
 logger = logging.getLogger(__name__)
 
@@ -69,70 +58,6 @@ class TrackedFolder:
     tracking_uri: str
     recipe: Recipe
     folder: Path
-
-
-class Statistic(NamedTuple):
-    """A metric of the step: None where it was not replayed, or not logged.
-
-    Example::
-
-        Statistic("reward/mean", replayed=0.531, logged=0.531)
-        Statistic("grad_norm", replayed=None, logged=0.84)  # nothing is trained in a replay
-    """
-
-    name: str
-    replayed: float | None
-    logged: float | None
-
-
-class Group(NamedTuple):
-    """The samples of a prompt, best first, each with its picture as a URI."""
-
-    prompt: str
-    target: str | None
-    mean: float | None
-    samples: list[tuple[dict[str, Any], str]]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A replayed step, and what the run logged of it.
-
-    Attributes:
-        label: of the stage, such as ``1.1 online``.
-        logged: metrics by name; empty where MLflow has none of this step.
-    """
-
-    run_id: str
-    label: str
-    step: int
-    samples: ReplayedStep
-    logged: Mapping[str, float]
-
-    def __str__(self) -> str:
-        summary = f"{len(self.samples.rows)} samples of {self.label}, step {self.step}"
-        if not self.logged:
-            return f"{summary}; the run logged nothing of this step"
-        if self.differing:
-            return f"{summary}; not what was logged: {', '.join(self.differing)}"
-        return f"{summary}, with the statistics that were logged"
-
-    @property
-    def statistics(self) -> list[Statistic]:
-        names = dict.fromkeys([*self.samples.metrics, *sorted(self.logged)])
-        return [
-            Statistic(name, self.samples.metrics.get(name), self.logged.get(name)) for name in names
-        ]
-
-    @property
-    def differing(self) -> list[str]:
-        """Statistics whose replayed value is another than the logged one."""
-        # Exactly equal: on the same machine a replay repeats every operation of the run.
-        return [
-            one.name
-            for one in self.statistics
-            if one.replayed is not None and one.logged is not None and one.replayed != one.logged
-        ]
 
 
 def replay_step(
@@ -170,8 +95,8 @@ def replay_step(
         prompts = _find_prompts(run, ctx)
         logger.info("replaying step %d of %s of run %s", step, ctx.stage_label, run.run.info.run_id)
         if ctx.config.kind == "online":
-            # Copies, because the replay trains on from the last checkpoint before the step and
-            # would write newer ones into the run's folder.
+            # Copies: the stage may still run and delete its checkpoints, and a replay must not
+            # write into the run's folder.
             name = ctx.stage_label.replace(" ", "-")
             run_checkpoints = Checkpoints(ctx, run.folder / "checkpoints" / name)
             checkpoints = run_checkpoints.copy_checkpoints(Path(scratch) / "checkpoints", step)
@@ -186,8 +111,8 @@ def replay_step(
     replay = Replay(run.run.info.run_id, ctx.stage_label, step, samples, logged)
     check_replaceable(target, overwrite=False)
     target.mkdir(parents=True, exist_ok=True)
-    _write_table(target / TABLE, run, replay)
-    write_text(target / PAGE, _render_page(run, replay))
+    write_table_of_samples(target / TABLE, run.recipe, replay)
+    write_text(target / PAGE, render_page(run.recipe, replay))
     return replay
 
 
@@ -200,6 +125,7 @@ def _open_run(named: str, recipe: Recipe | None) -> TrackedFolder:
         uri = f"sqlite:///{path.absolute().parent / 'mlflow.db'}"
     else:
         uri = resolve_tracking_uri(recipe or Recipe())
+    # Otherwise MLflow would make an empty store at a mistyped path.
     check_store_exists(uri)
     client = connect_to_store(uri)
     run = _find_run_of_folder(client, path.absolute()) if local else _find_run_by_id(client, named)
@@ -296,6 +222,7 @@ def _find_policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, Po
     """Find the policy folder that the stage started from."""
     # A policy's metadata lists the stages behind it, whatever node wrote the folder.
     labels = tuple(_iterate_labels_before(ctx))
+    # COMMIT is written last, so what has it is whole.
     for folder in _list_node_outputs(run, f"policy/{COMMIT}"):
         with _skip_damaged_folder(folder.parent):
             metadata = read_policy_metadata(folder.parent)
@@ -325,6 +252,7 @@ def _find_base(
     """Find the base model of a policy: the folder that the user named, or one in the run's folder,
     in the version that the run registered, or on the hub.
     """
+    # A folder that the user named is the only candidate: another must not take its place.
     candidates = iter([named]) if named else _iterate_base_candidates(run, policy, scratch)
     for folder in candidates:
         with _skip_damaged_folder(folder):
@@ -423,85 +351,3 @@ def _read_node_metrics(run: TrackedFolder, name: str, step: int) -> dict[str, fl
         for metric in history
         if metric.step == step
     }
-
-
-def _write_table(path: Path, run: TrackedFolder, replay: Replay) -> None:
-    scores = list(dict.fromkeys(name for row in replay.samples.rows for name in row["scores"]))
-    schema = pa.schema(
-        [
-            *SAMPLE_KEY,
-            pa.field("seed", pa.int64(), nullable=False),
-            pa.field("prompt", pa.string(), nullable=False),
-            pa.field("target", pa.string()),
-            pa.field("policy_version", pa.int64(), nullable=False),
-            pa.field("reward", pa.float64()),
-            *(pa.field(name, pa.float64()) for name in scores),
-            pa.field("failure", pa.string()),
-            pa.field("advantage", pa.float64()),
-            pa.field("trained", pa.bool_(), nullable=False),
-            pa.field("image", pa.binary(), nullable=False),
-        ]
-    )
-    rows = [
-        row | row["scores"] | {"image": png}
-        for row, png in zip(replay.samples.rows, replay.samples.pngs, strict=True)
-    ]
-    # The table's own metadata, so that it explains itself when it is copied.
-    metadata = {
-        "run_id": replay.run_id,
-        "recipe_digest": run.recipe.digest,
-        "stage": replay.label,
-        "step": replay.step,
-    }
-    statistics = {
-        "replayed": replay.samples.metrics,
-        # The metadata is JSON, which has no NaN.
-        "logged": {name: value for name, value in replay.logged.items() if math.isfinite(value)},
-    }
-    # Rewards may score some prompts only, so a row may lack the columns of others.
-    columns = [{name: row.get(name) for name in schema.names} for row in rows]
-    table = pa.Table.from_pylist(columns, schema)
-    write_table(path, schema, table.to_batches(), metadata | statistics)
-
-
-def _render_page(run: TrackedFolder, replay: Replay) -> str:
-    """Render one HTML page without references to other files or the network."""
-    environment = create_page_environment(Path(__file__).parent)
-    environment.filters["number"] = _format_number
-    names = list(dict.fromkeys(name for row in replay.samples.rows for name in row["scores"]))
-    return environment.get_template("replay.html").render(
-        recipe=run.recipe, replay=replay, groups=_group_by_prompt(replay), scores=names
-    )
-
-
-def _group_by_prompt(replay: Replay) -> list[Group]:
-    """Group the samples by prompt: the best prompt first, and its best sample first. What was not
-    scored is last. Large pictures are reduced here; the table has them as they are.
-    """
-    images = map(open_rgb_image, replay.samples.pngs)
-    pairs = [
-        (row, encode_data_uri(image, image.width <= MAX_SHARP_WIDTH))
-        for row, image in zip(replay.samples.rows, images, strict=True)
-    ]
-
-    def order_of_sample(pair: tuple[dict[str, Any], str]) -> tuple[int, float, int]:
-        row, _ = pair
-        return row["prompt_id"], -_or_minus_infinity(row["reward"]), row["sample"]
-
-    pairs.sort(key=order_of_sample)  # groupby joins neighbours only
-    groups = []
-    for _, members in groupby(pairs, key=lambda pair: pair[0]["prompt_id"]):
-        samples = list(members)
-        first = samples[0][0]
-        scored = [row["reward"] for row, _ in samples if row["reward"] is not None]
-        mean = fmean(scored) if scored else None
-        groups.append(Group(first["prompt"], first["target"], mean, samples))
-    return sorted(groups, key=lambda group: -_or_minus_infinity(group.mean))
-
-
-def _or_minus_infinity(value: float | None) -> float:
-    return -math.inf if value is None else value
-
-
-def _format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"

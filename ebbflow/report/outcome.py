@@ -111,6 +111,7 @@ def read_example_prompt(samples: Path) -> str:
     """Read what to draw: the text that the first held-out prompt names, or else the prompt."""
     import pyarrow.parquet as pq
 
+    # Three columns of the file: its pictures can be gigabytes.
     rows = pq.read_table(samples, columns=["split", "prompt", "target"]).to_pylist()
     first = next(row for row in rows if row["split"] == "held_out")
     return str(first["target"] or first["prompt"])

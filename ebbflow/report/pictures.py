@@ -78,6 +78,7 @@ def build_first_rows(
     """
     sides = [_read_first_samples(path) for _, path in pictured]
     labels = [evaluation.label for evaluation, _ in pictured]
+    # By id, so that a prompt keeps its place in the reports of other runs.
     ids = sorted({prompt for side in sides for prompt in side})[:MAX_PROMPTS]
     return [
         _build_row([side.get(prompt) for side in sides], labels, metrics, at_size) for prompt in ids
@@ -139,6 +140,7 @@ def _read_first_rewards(path: Path) -> dict[int, float]:
     rows = pq.read_table(
         path, columns=["prompt_id", "sample", "reward"], filters=[HELD_OUT]
     ).to_pylist()
+    # A failed score is null or NaN, never 0.
     scored = (row for row in rows if row["reward"] is not None and math.isfinite(row["reward"]))
     return {
         row["prompt_id"]: row["reward"]
@@ -153,6 +155,7 @@ def _build_row(
     metrics: Sequence[str],
     at_size: Collection[str],
 ) -> Row:
+    # An evaluation may lack a prompt, so the text comes from any side that has it.
     first = next(sample for sample in samples if sample is not None)
     cells = [
         _build_cell(sample, label, metrics, label in at_size) if sample else None
@@ -162,14 +165,17 @@ def _build_row(
 
 
 def _build_cell(sample: dict[str, Any], label: str, metrics: Sequence[str], at_size: bool) -> Cell:
+    # Small pictures are embedded as they are; large ones as a JPEG preview, and those that the gate
+    # compared at their size as well.
     image = open_rgb_image(sample["image"])
     sharp = image.width <= MAX_SHARP_WIDTH
     exact = sample.get("exact_match")
     preview = encode_data_uri(image, sharp, MAX_PREVIEW_WIDTH)
+    full: str | None = None
     if image.width <= MAX_PREVIEW_WIDTH:
         full = preview
-    else:
-        full = encode_data_uri(image, False, image.width, quality=90) if at_size else None
+    elif at_size:
+        full = encode_data_uri(image, False, image.width, quality=90)
     return Cell(
         evaluation=label,
         preview=preview,

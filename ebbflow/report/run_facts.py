@@ -105,6 +105,7 @@ def _read_tags_and_nodes(
 
 
 def _describe_machine() -> str:
+    # platform.processor() is empty on most Linux systems.
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     processor = next(

@@ -92,6 +92,7 @@ class ReportInputs:
     """Path or URI of the run's base-model folder."""
 
     def __post_init__(self) -> None:
+        # Every property below looks the candidate up, deep inside a template otherwise.
         labels = [evaluation.label for evaluation, _ in self.evaluations]
         if self.decision.candidate not in labels:
             raise ValueError(
@@ -202,6 +203,7 @@ def format_summary_table(inputs: ReportInputs) -> str:
         mark = "*" if evaluation is inputs.candidate_evaluation else ""
         values = [format_number(evaluation.held_out.get(metric)) for metric in metrics]
         table.append([evaluation.label + mark, *values, f"{evaluation.velocity_drift:.2g}"])
+    # Names are flush left, numbers flush right.
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = [
         "  ".join(
@@ -218,6 +220,7 @@ def format_summary_table(inputs: ReportInputs) -> str:
 def write_report(path: Path, inputs: ReportInputs) -> None:
     """Write one HTML file without references to other files or the network."""
     environment = create_page_environment(Path(__file__).parent)
+    # The page marks the reasons that begin with it.
     environment.globals["refused"] = REFUSED
     environment.filters |= {
         "number": format_number,
@@ -259,6 +262,7 @@ def _build_page(inputs: ReportInputs) -> dict[str, Any]:
             run_evaluations, metrics, inputs.candidate_evaluation.label, inputs.champion
         ),
         "differences": charts.plot_differences(inputs.decision),
+        # A long run has hundreds of stages; the last ones show where it was heading.
         "curves": [
             (record, charts.plot_training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]
         ],
@@ -276,6 +280,7 @@ def _build_pictures(
 ) -> dict[str, Any]:
     against, after = _find_compared_sides(inputs)
     compared = against[0].label, after[0].label
+    # Only the two compared sides are embedded at full size: the page must stay small.
     fell, rose = build_changed_rows(against[1], after[1], compared, metrics)
     rows = build_first_rows(pictured, metrics, compared)
     width = max(
@@ -338,6 +343,7 @@ def _find_compared_sides(
 
 def _list_problems(inputs: ReportInputs) -> list[str]:
     """List what a person should know before anything else."""
+    # They stand at the top of the page: an alarm makes the numbers below it doubtful.
     alarms = [f"{record.label}: {alarm}" for record, _ in inputs.stages for alarm in record.alarms]
     return [*alarms, *inputs.outages]
 

@@ -263,6 +263,7 @@ def _check_gate(registered: RegisteredVersion) -> str:
     detail = check_file(registered, stored.GATE)
     decision = registered.decision
     sides = {side: registered.read_evaluation(side) for side in stored.SIDES}
+    # The tag is what a reader sees in MLflow's UI, so it must say what the stored decision says.
     if registered.require_tag(DECISION) != format_decision_tag(decision):
         raise CheckFailedError(f"the tag {DECISION} is not the stored decision")
     # Against its own start a run decides without a champion, and then the label is the run's.
@@ -386,6 +387,7 @@ def _generate_and_compare(
         "scores again": lambda version: compare_scores(version, path),
     }
     (generated,) = _run_checks({"samples again": generate_samples}, registered)
+    # Without samples there is nothing to compare, and one line says why.
     yield generated
     if generated.status == "ok":
         yield from _run_checks(comparisons, registered)

@@ -93,6 +93,7 @@ class RegisteredVersion:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a JSON object of the evidence."""
+        # Anything may be in a file that somebody changed; callers index it as a dictionary.
         values = json.loads(self.find_file(name).read_bytes())
         if not isinstance(values, dict):
             raise CheckFailedError(f"{EVIDENCE}/{name} is no JSON object")
