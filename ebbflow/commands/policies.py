@@ -175,6 +175,7 @@ def draw(
     from ebbflow.registry import drawing  # imports torch
     from ebbflow.tracking.store import resolve_tracking_uri
 
+    # Each sample has a seed of its own, so that one picture can be generated again alone.
     seeds = range(seed, seed + samples)
     try:
         uri = resolve_tracking_uri(load_recipe(recipe) if recipe else Recipe())

@@ -192,6 +192,7 @@ def summarise_run(inputs: ReportInputs) -> dict[str, Any]:
 
 def write_summary(path: Path, inputs: ReportInputs) -> None:
     """Write ``summarise_run`` as JSON."""
+    # NaN would be written as a word that JSON does not have and other parsers refuse.
     write_text(path, json.dumps(summarise_run(inputs), indent=2, allow_nan=False) + "\n")
 
 
@@ -359,6 +360,7 @@ def _how_to_load(inputs: ReportInputs) -> str | None:
 
 def _name_trained_reward(recipe: Recipe) -> str:
     """Name the number under a picture: the only reward, or the weighted sum."""
+    # With another weight than 1, the number is a multiple of the score and has no name of its own.
     first = recipe.rewards[0]
     if len(recipe.rewards) == 1 and first.weight == 1:
         return charts.format_metric_name(first.column)
