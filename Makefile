@@ -30,7 +30,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Python 3.11 or 3.12 is needed, {v[0]}.{v[1]} found; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable . --group dev
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable ".[all]" --group dev
 	touch $@
 
 demo: setup ## train the glyph model from scratch, post-train it, and write a report
@@ -108,7 +108,7 @@ $(VENV)/docs: $(VENV)/ready
 
 constraints: setup ## resolve pyproject.toml into constraints.txt again, keeping the versions that still fit
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate \
-		--constraints constraints.txt --group dev --group docs --output-file constraints.new pyproject.toml
+		--constraints constraints.txt --extra all --group dev --group docs --output-file constraints.new pyproject.toml
 	sed 's/+cpu$$//' constraints.new > constraints.txt
 	rm constraints.new
 

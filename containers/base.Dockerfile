@@ -9,7 +9,7 @@ RUN pip install --no-cache-dir --requirement containers/uv.txt
 COPY pyproject.toml constraints.txt ./
 # Where only PyPI or a mirror can be reached: --build-arg TORCH_BACKEND=, which installs CUDA's torch.
 ARG TORCH_BACKEND="--torch-backend cpu"
-RUN uv pip install --system --no-cache $TORCH_BACKEND --constraints constraints.txt --requirements pyproject.toml
+RUN uv pip install --system --no-cache $TORCH_BACKEND --constraints constraints.txt --requirements pyproject.toml --extra all
 COPY README.md LICENSE NOTICE ./
 COPY datasets datasets
 COPY ebbflow ebbflow

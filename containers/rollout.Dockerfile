@@ -15,7 +15,7 @@ RUN uv venv --python /usr/local/bin/python /opt/vllm-omni \
     && uv pip install --python /opt/vllm-omni/bin/python --no-cache --constraints containers/vllm-omni.txt \
         --build-constraints containers/vllm-omni.txt pyarrow vllm vllm-omni
 COPY pyproject.toml constraints.txt ./
-RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml
+RUN uv pip install --system --no-cache --constraints constraints.txt --requirements pyproject.toml --extra all
 COPY README.md LICENSE NOTICE ./
 COPY datasets datasets
 COPY ebbflow ebbflow

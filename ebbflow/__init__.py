@@ -3,6 +3,7 @@
 Nothing here imports flytekit. The rooms (packages) and modules, lowest first: each imports only
 what stands before it in this list, and a test reads the list (tests/test_house.py).
 
+- extras: optional packages, and the error that names a missing one
 - recipe: the config schema of a run
 - timing: wall time by phase
 - formatting: how numbers are written for people
@@ -34,5 +35,6 @@ what stands before it in this list, and a test reads the list (tests/test_house.
 - preflight: the checks before anything is paid for
 - run_list: the runs in a local folder
 - launch: a run on this machine, from the command line
+- commands: the commands, a module for each group
 - cli: the command line
 """

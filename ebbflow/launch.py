@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from ebbflow.extras import MissingExtraError, require
 from ebbflow.recipe import Recipe, RecipeError, load_recipe
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.resume import handle_interrupt, how_to_resume
@@ -42,9 +43,11 @@ def launch_recipe(path: Path, debug: bool) -> None:
     # First, so that Ctrl-C also says how to resume while the pipeline still loads.
     signal.signal(signal.SIGINT, handle_interrupt)
     try:
+        # The report comes last and an evaluation after hours: what they need is checked now.
+        require("ebbflow run", "flytekit", "mlflow", "cv2", "matplotlib", "pandas")
         recipe = load_recipe(path)
         _prepare_environment(recipe)
-    except RecipeError as error:
+    except (MissingExtraError, RecipeError) as error:
         sys.exit(str(error))
     logger.info(
         "recipe %s, seed %d: loading the pipeline, which takes seconds", recipe.name, recipe.seed
@@ -58,17 +61,18 @@ def launch_recipe(path: Path, debug: bool) -> None:
 
 
 def explain_error(error: Exception) -> str:
-    """The message of an error, with the task that raised it, and without what Flyte and torch wrap
-    around it.
+    """Write the message of an error, with the task that raised it, and without what Flyte and torch
+    wrap around it.
 
     An error that does not explain itself also gets its type, and its traceback is written to a
     file.
     """
+    # Flyte wraps once per level (workflow, dynamic, task); the innermost names the task.
     tasks = [name for name in ADDED_BY_FLYTE.findall(str(error)) if name]
     where = f"{tasks[-1].rpartition('.')[2]}: " if tasks else ""
-    message = _find_first_rank_error(error)
-    if message is not None:
-        return f"{where}{message}{_write_traceback(error)}"
+    rank_error = _find_first_rank_error(error)
+    if rank_error is not None:
+        return f"{where}{rank_error}{_write_traceback(error)}"
     message = ADDED_BY_FLYTE.sub("", str(error)).strip()
     if type(error).__module__.partition(".")[0] in EXPLAINED:
         return where + message
@@ -76,19 +80,24 @@ def explain_error(error: Exception) -> str:
 
 
 def _find_first_rank_error(error: Exception) -> str | None:
-    """What the first training process to fail raised: type and message. None for an error of
+    """Find what the first training process to fail raised: type and message. None for an error of
     another kind.
     """
-    # Known by its method: torch's ChildFailedError comes wrapped, and torch is not imported here.
+    # Known by its method: torch's ChildFailedError comes wrapped, and importing torch for its type
+    # would cost seconds at every start.
     wrapped: Any = getattr(error, "value", None)
     if not hasattr(wrapped, "get_first_failure"):
         return None
-    said = wrapped.get_first_failure()[1].message
-    return str(said["message"] if isinstance(said, dict) else said)
+    _, failure = wrapped.get_first_failure()
+    # A process that raised leaves a dictionary; one that was killed leaves text about its signal.
+    message = failure.message
+    return str(message["message"] if isinstance(message, dict) else message)
 
 
 def _write_traceback(error: Exception) -> str:
-    """Where the traceback is now; where no file can be written, only how to see it."""
+    """Write the traceback to a file and say where it is; where no file can be written, say how to
+    see it.
+    """
     try:
         file = create_private_folder() / f"traceback-{os.getpid()}.txt"
         file.write_text(redact_secrets("".join(traceback.format_exception(error))))
@@ -107,6 +116,7 @@ def _prepare_environment(recipe: Recipe) -> None:
         RecipeError: the output folder cannot be made.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # Programs of this environment are found where it has not been activated.
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     )

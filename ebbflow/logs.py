@@ -31,25 +31,28 @@ class _StderrHandler(logging.Handler):
         try:
             line = self.format(record)
             if sys.stderr.isatty():
-                tqdm.write(line, file=sys.stderr)  # above the bars that are shown
+                # Above the bars of progress, which a plain write would tear apart.
+                tqdm.write(line, file=sys.stderr)
             else:
                 sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
+        # As the handlers of the standard library: a full disk must not end a training.
         except Exception:
             self.handleError(record)
 
 
 def _is_from_first_rank(record: logging.LogRecord) -> bool:
-    """Every process of a training group runs the same code; only the first one reports what is no
-    event of its own.
+    """Return whether to show a record: every process of a training group runs the same code, and
+    only the first one reports what all of them see.
     """
-    own_event = record.levelno >= logging.WARNING and record.name != WARNINGS
-    return own_event or os.environ.get("RANK", "0") == "0"
+    # An error, or a warning of a logger, may be of one process alone; Python's warnings are of all.
+    of_this_process = record.levelno >= logging.WARNING and record.name != WARNINGS
+    return of_this_process or os.environ.get("RANK", "0") == "0"
 
 
 def _build_once_filter() -> Callable[[logging.LogRecord], bool]:
-    """A filter that passes each warning once: evaluations, stages and rewards check the same things
-    again.
+    """Build a filter that passes each warning once: evaluations, stages and rewards check the same
+    things again.
     """
     passed: set[str] = set()
 
@@ -72,11 +75,11 @@ def _log_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """In place of ``warnings.showwarning``: our own in a line; of a library's also where it comes
-    from.
+    """Log a warning in place of ``warnings.showwarning``: ours in a line, a library's with its
+    place in the code.
     """
-    own = category is UserWarning and any(f"/{package}/" in filename for package in PACKAGES)
-    text = str(message) if own else f"{category.__name__}: {message} ({filename}:{lineno})"
+    is_ours = category is UserWarning and any(f"/{package}/" in filename for package in PACKAGES)
+    text = str(message) if is_ours else f"{category.__name__}: {message} ({filename}:{lineno})"
     logging.getLogger(WARNINGS).warning("%s", text)
 
 
@@ -90,7 +93,9 @@ def configure_logging() -> None:
     level = os.environ.get(LEVEL) or "INFO"
     if level.upper() not in logging.getLevelNamesMapping():
         raise ValueError(f"{LEVEL}={level} is no log level; set DEBUG, INFO, WARNING or ERROR")
-    if not (root := logging.getLogger()).handlers:
+    root = logging.getLogger()
+    # A program or a test runner that configured logging keeps its own.
+    if not root.handlers:
         handler = _StderrHandler()
         handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
         handler.addFilter(_is_from_first_rank)

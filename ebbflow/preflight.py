@@ -71,15 +71,9 @@ def check_recipe(
         _check_shared_storage(recipe.output, tracking_uri)
     if "://" not in recipe.output:
         _check_writable(Path(recipe.output))
+    # What costs little is checked first: a wrong path should not wait for an import of torch.
     prompts = _check_prompts(recipe, on_cluster)
-    for index, stage in enumerate(recipe.stages):
-        if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
-            _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
-        _check_teachers(f"stages.{index}.algorithm", stage, on_cluster)
-        sharded = stage.kind == "offline" and processes > 1
-        stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded)
-        if not on_cluster:  # where the image of training pods may have it alone
-            stage.optimizer.require_package(f"stages.{index}.optimizer")
+    _check_stages(recipe, on_cluster, processes)
     for path in recipe.plugin_paths:
         import_object(path)
     _try_losses(recipe)
@@ -89,21 +83,41 @@ def check_recipe(
         from ebbflow.models.sizes import check_shared_tokens  # imports torch
 
         check_shared_tokens(recipe, context_parallel)
-    if (start := recipe.policy.start) and not start.is_on_hub:
+    start = recipe.policy.start
+    if start and not start.is_on_hub:
         _check_start(start.path or "", on_cluster)
+    _check_rewards(recipe)
+    check_sinks(recipe)
+    _warn_of_evaluation_sampler(recipe)
+    if prompts and not on_cluster:
+        _try_rewards(recipe, prompts)
+
+
+def _check_stages(recipe: Recipe, on_cluster: bool, processes: int) -> None:
+    """Check pairs, teachers and optimizers, which each stage has of its own."""
+    for index, stage in enumerate(recipe.stages):
+        if stage.kind == "offline" and stage.pairs and "://" not in stage.pairs:
+            _check_pairs(f"stages.{index}.pairs = {stage.pairs!r}", Path(stage.pairs), on_cluster)
+        _check_teachers(f"stages.{index}.algorithm", stage, on_cluster)
+        sharded = stage.kind == "offline" and processes > 1
+        stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded)
+        # On a cluster, the image of training pods may be the only one that has the package.
+        if not on_cluster:
+            stage.optimizer.require_package(f"stages.{index}.optimizer")
+
+
+def _check_rewards(recipe: Recipe) -> None:
+    """Check that the rewards of every branch can run, with a gradient where one is needed."""
+    # None stands for the stages outside branches.
     for branch in (None, *recipe.branches):
-        own = recipe.select_branch(branch)
-        scorer = load_scorer(own.rewards, own.guardrails)
-        load_scorer(own.evaluated_rewards, ())
+        branch_recipe = recipe.select_branch(branch)
+        scorer = load_scorer(branch_recipe.rewards, branch_recipe.guardrails)
+        load_scorer(branch_recipe.evaluated_rewards, ())
         for stage in recipe.stages:
             if stage.branch == branch and stage.algorithm_kind.needs_reward_gradient:
                 scorer.require_gradients(stage.algorithm_name)
                 if scorer.trains_on_images:
                     _check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
-    check_sinks(recipe)
-    _warn_of_evaluation_sampler(recipe)
-    if prompts and not on_cluster:
-        _try_rewards(recipe, prompts)
 
 
 def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
@@ -116,44 +130,47 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
         for source in recipe.prompts.source_files
         if "://" not in source
     ]
-    judged = recipe.prompts.held_out_source
-    held_out = (
-        _find_prompt_file("prompts.held_out_source", judged, on_cluster)
-        if judged and "://" not in judged
-        else None
-    )
-    if len(files) < len(recipe.prompts.source_files) or (judged and not held_out):
+    held_out_source = recipe.prompts.held_out_source
+    held_out = None
+    if held_out_source and "://" not in held_out_source:
+        held_out = _find_prompt_file("prompts.held_out_source", held_out_source, on_cluster)
+    # Nothing is downloaded here, so prompts behind a URI are first read by the run itself.
+    if len(files) < len(recipe.prompts.source_files) or (held_out_source and not held_out):
         return []
     table, _ = prepare_prompt_table(recipe, *files, held_out=held_out)
-    own = table.filter(pc.not_equal(table["split"], "held_out")) if judged else table
+    training = table
+    if held_out_source:
+        training = table.filter(pc.not_equal(table["split"], "held_out"))
+    # Some of each prompt set: a reward may be for one of the sets only.
     parts = [
-        own.filter(pc.equal(own["source"], name)) for name in recipe.prompts.prompt_set_labels
-    ] or [own]
+        training.filter(pc.equal(training["source"], name))
+        for name in recipe.prompts.prompt_set_labels
+    ] or [training]
     tried = [part.slice(0, TRIED_PROMPTS) for part in parts]
-    if judged:
-        tried.append(
-            table.slice(0, 1)
-        )  # a held-out prompt of a file of their own, which may have other columns
+    if held_out_source:
+        # Held-out prompts of a file of their own come first and may have other columns.
+        tried.append(table.slice(0, 1))
     return [Prompt(**row) for part in tried for row in part.to_pylist()]
 
 
 def _find_prompt_file(key: str, source: str, on_cluster: bool) -> Path:
     path = resolve_local_path(source)
-    given = f"{key} = {source!r}"
+    entry = f"{key} = {source!r}"
+    # Also on a cluster: the user's own image may have the file.
     if path.is_file():
         return path
     if source.startswith(SHIPPED):
         raise RecipeError(
-            f"{given}: Ebbflow ships no such file; take {' or '.join(list_shipped_files())}"
+            f"{entry}: Ebbflow ships no such file; take {' or '.join(list_shipped_files())}"
         )
-    if on_cluster:  # an own image may hold one
-        raise RecipeError(f"{given} {LOCAL_PATH}")
+    if on_cluster:
+        raise RecipeError(f"{entry} {LOCAL_PATH}")
     instead = (
         "hold out prompts of the training set"
         if key == "prompts.held_out_source"
         else "generate prompts"
     )
-    raise RecipeError(f"{given}: no such file; {WHERE}. Remove it to {instead}")
+    raise RecipeError(f"{entry}: no such file; {WHERE}. Remove it to {instead}")
 
 
 def _try_losses(recipe: Recipe) -> None:
@@ -167,18 +184,16 @@ def _try_losses(recipe: Recipe) -> None:
 def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
     model = recipe.model
     family = find_family(model.family)
-    if family and family.has_fixed_size:
-        image_size = (model.training.height, model.training.width)
-    else:
-        image_size = (model.height or TRIED_SIZE, model.width or TRIED_SIZE)
-    height, width = image_size
-    of_branches = [config for branch in recipe.branches.values() for config in branch.rewards]
-    for config in (*recipe.rewards, *recipe.guardrails, *of_branches):
+    # The glyph model has the size that it is trained at.
+    size = model.training if family and family.has_fixed_size else model
+    height = size.height or TRIED_SIZE
+    width = size.width or TRIED_SIZE
+    branch_rewards = [config for branch in recipe.branches.values() for config in branch.rewards]
+    for config in (*recipe.rewards, *recipe.guardrails, *branch_rewards):
+        # Ebbflow's own rewards have tests, and some would load gigabytes.
         if isinstance(config, CustomRewardConfig):
-            tried = [prompt for prompt in prompts if config.applies_to(prompt.source)][
-                :TRIED_PROMPTS
-            ]
-            try_reward(config, tried, height, width, model.frames)
+            applicable = [prompt for prompt in prompts if config.applies_to(prompt.source)]
+            try_reward(config, applicable[:TRIED_PROMPTS], height, width, model.frames)
 
 
 def _check_shared_storage(output: str, tracking_uri: str) -> None:
@@ -215,13 +230,15 @@ def _check_model(model: ModelConfig, on_cluster: bool) -> None:
 def _check_decodes_with_gradient(family: str, algorithm: str) -> None:
     from ebbflow.models.base import require_pixels  # imports torch
 
-    if family not in FAMILIES and (adapter := _load_inspectable_adapter(family)):
+    # Ebbflow's families all decode with gradient.
+    adapter = None if family in FAMILIES else _load_inspectable_adapter(family)
+    if adapter:
         require_pixels(adapter, algorithm)
 
 
 def _load_inspectable_adapter(family: str) -> Any:
-    """The class of a user's family; None of one that may find its methods in what it wraps: it is
-    asked once it is loaded.
+    """Load the class of a user's family; None if it forwards attributes to an object that it wraps,
+    as only its instance can then say which methods it has.
     """
     from ebbflow.models.families import load_adapter  # as above
 
@@ -230,48 +247,51 @@ def _load_inspectable_adapter(family: str) -> Any:
 
 
 def _check_further_sizes(recipe: Recipe) -> None:
-    """Those of evaluations and of the rollouts of stages."""
+    """Check the sizes of evaluations and of the rollouts of stages, where they have their own."""
     model = recipe.model
-    found = (
-        {"evaluation": recipe.evaluation.evaluated_model(model)}
-        if recipe.evaluation.height or recipe.evaluation.width
-        else {}
-    )
+    resized = {}
+    if recipe.evaluation.height or recipe.evaluation.width:
+        resized["evaluation"] = recipe.evaluation.evaluated_model(model)
     for index, stage in enumerate(recipe.stages):
         for number, size in enumerate(stage.sizes):
-            found[f"stages.{index}.sizes.{number}"] = resize_model(model, size.height, size.width)
-    if (
-        found
-        and model.family not in FAMILIES
-        and (adapter := _load_inspectable_adapter(model.family))
-    ):
+            resized[f"stages.{index}.sizes.{number}"] = resize_model(model, size.height, size.width)
+    if not resized:
+        return
+    if model.family not in FAMILIES:
         from ebbflow.models.base import require_resize  # as above
 
-        require_resize(adapter)
-    if found and model.family in FAMILIES:
-        from ebbflow.models import ModelError  # as above
-        from ebbflow.models.sizes import check_size
+        adapter = _load_inspectable_adapter(model.family)
+        if adapter:
+            require_resize(adapter)
+        return
+    from ebbflow.models import ModelError  # as above
+    from ebbflow.models.sizes import check_size
 
-        for key, drawn in found.items():
-            try:
-                check_size(drawn)
-            except ModelError as error:
-                raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
+    for key, resized_model in resized.items():
+        try:
+            check_size(resized_model)
+        except ModelError as error:
+            # It names keys of the section model, and the size is another section's.
+            raise ModelError(str(error).replace("model.", f"{key}.", 1)) from None
 
 
 def _warn_of_evaluation_sampler(recipe: Recipe) -> None:
-    """A student of few steps has learnt the states of its own sampler alone."""
+    """Warn where a few-step student would be evaluated with another sampler than its own, whose
+    states it has not learned.
+    """
     students = [
         index for index, stage in enumerate(recipe.stages) if stage.algorithm_kind.trains_student
     ]
-    if students and (own := recipe.stages[students[-1]].sampler) != (
-        evaluated := recipe.evaluation.sampler_with_steps
-    ):
-        eta = "" if own.eta is None else f"eta: {own.eta:g}, "
+    if not students:
+        return
+    trained = recipe.stages[students[-1]].sampler
+    evaluated = recipe.evaluation.sampler_with_steps
+    if trained != evaluated:
+        eta = "" if trained.eta is None else f"eta: {trained.eta:g}, "
         warnings.warn(
             f"stages.{students[-1]} trains a student for its own sampler, and it would be evaluated"
             f" and served with another, {evaluated.name} in {evaluated.steps} steps; set"
-            f" evaluation: {{sampler: {own.name}, {eta}steps: {own.steps}}}",
+            f" evaluation: {{sampler: {trained.name}, {eta}steps: {trained.steps}}}",
             stacklevel=3,
         )
 
@@ -286,8 +306,9 @@ def _check_start(path: str, on_cluster: bool) -> None:
             f"policy.start.path = {path!r}: no such file or folder; {WHERE}. For a Hugging Face"
             " repository set policy.start.revision to a commit"
         )
-    found = [path] if Path(path).is_file() else [file.name for file in Path(path).iterdir()]
-    if not any(name.endswith((".safetensors", METADATA)) for name in found):
+    # A policy folder, a folder with a LoRA of another library, or the LoRA's file itself.
+    names = [path] if Path(path).is_file() else [file.name for file in Path(path).iterdir()]
+    if not any(name.endswith((".safetensors", METADATA)) for name in names):
         raise RecipeError(
             f"policy.start.path = {path!r} is no policy folder and holds no LoRA (.safetensors);"
             " name one of them"
@@ -303,8 +324,12 @@ def _check_pairs(key: str, path: Path, on_cluster: bool) -> None:
 
 
 def _check_teachers(algorithm: str, stage: StageConfig, on_cluster: bool) -> None:
-    section = f"{algorithm}.{'options.' * isinstance(stage.algorithm, CustomAlgorithmConfig)}"
-    if teacher := getattr(stage.hyper_parameters, "teacher", None):
+    # The hyper-parameters of a user's own algorithm are one level deeper in the recipe.
+    is_custom = isinstance(stage.algorithm, CustomAlgorithmConfig)
+    section = f"{algorithm}.options." if is_custom else f"{algorithm}."
+    # Of the built-in algorithms, distillation has a teacher, or several by prompt set.
+    teacher = getattr(stage.hyper_parameters, "teacher", None)
+    if teacher:
         _check_teacher(f"{section}teacher = {teacher!r}", teacher, on_cluster)
     for name, teacher in getattr(stage.hyper_parameters, "teachers", {}).items():
         _check_teacher(f"{section}teachers.{name} = {teacher!r}", teacher, on_cluster)
@@ -322,12 +347,13 @@ def _check_teacher(key: str, teacher: str, on_cluster: bool) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Without making it: ``ebbflow check`` leaves nothing behind."""
+    """Check that a folder can be written or made, without making it: ``ebbflow check`` leaves
+    nothing behind.
+    """
     try:
-        there = next(
-            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-        )
-        with tempfile.TemporaryFile(dir=there):
+        candidates = (folder.absolute(), *folder.absolute().parents)
+        nearest = next(path for path in candidates if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise RecipeError(

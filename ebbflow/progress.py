@@ -17,7 +17,8 @@ INTERVAL = 30.0
 LINE = "{desc}: {n_fmt} of {total_fmt} UNITS, {elapsed} so far, {remaining} left{postfix}"
 
 logger = logging.getLogger(__name__)
-tqdm.set_lock(threading.RLock())  # its own is also for other processes, for which it starts one
+# tqdm's own lock also covers other processes, and making it starts one (multiprocessing's tracker).
+tqdm.set_lock(threading.RLock())
 
 
 def show_progress(
@@ -46,8 +47,10 @@ def show_progress(
         "unit": unit,
         "disable": quiet,
     }
+    # A bar is redrawn in place, which in a file would be a line each time.
     if sys.stderr.isatty():
         return tqdm(**common)
+    # "miniters" 1 with a fixed interval: tqdm else skips updates by a guess of its own.
     lines: dict[str, Any] = {
         "delay": INTERVAL,
         "mininterval": INTERVAL,
@@ -71,7 +74,9 @@ class _LogLines:
     last = ""
 
     def write(self, text: str) -> None:
-        if (line := text.strip()) not in ("", self.last):
+        # tqdm writes blanks to clear a bar, and a carriage return before each line.
+        line = text.strip()
+        if line not in ("", self.last):
             logger.info("%s", line)
             self.last = line
 

@@ -39,20 +39,21 @@ class ListedRun:
     verdict: str = ""
 
     def format_cells(self) -> tuple[str, ...]:
-        """As text, in the order of ``HEADER``."""
+        """Write the line as text, in the order of ``HEADER``."""
         reward = " -> ".join(map(format_number, self.reward)) if self.reward else "-"
         started = datetime.fromtimestamp(self.started).strftime("%Y-%m-%d %H:%M")
         return self.name, self.recipe, self.seed, self.state, reward, self.verdict or "-", started
 
 
 def list_runs(folder: Path) -> list[ListedRun]:
-    """The runs in ``folder``, the newest first; none where there is no such folder."""
+    """List the runs in ``folder``, the newest first; none where there is no such folder."""
+    # Only runs have a lock; the folder also holds MLflow's files and Flyte's cache.
     homes = [path.parent for path in folder.glob(f"*/{LOCK}")]
     return sorted(map(_read_run, homes), key=lambda run: run.started, reverse=True)
 
 
 def describe_runs(runs: list[ListedRun]) -> str:
-    """As a table."""
+    """Describe runs as a table."""
     rows = [HEADER, *(run.format_cells() for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -63,36 +64,39 @@ def describe_runs(runs: list[ListedRun]) -> str:
 
 
 def _read_run(home: Path) -> ListedRun:
-    written = home / RESOLVED_RECIPE
-    recipe: dict[str, Any] = yaml.safe_load(written.read_text()) if written.is_file() else {}
+    # A run that failed in its first task may have a lock and nothing else.
+    recipe_file = home / RESOLVED_RECIPE
+    recipe: dict[str, Any] = {}
+    if recipe_file.is_file():
+        recipe = yaml.safe_load(recipe_file.read_text())
     summary = _read_summary(home)
+    verdict = ""
+    if summary:
+        outcome = "promoted" if summary["promoted"] else "not promoted"
+        verdict = f"{outcome}, version {summary['model_version']}"
     return ListedRun(
         name=home.name,
         recipe=str(recipe.get("name", home.name.rpartition("-")[0])),
         seed=str(recipe.get("seed", "-")),
         state=_describe_state(home, bool(summary)),
-        started=(written if written.is_file() else home / LOCK).stat().st_mtime,
+        started=(recipe_file if recipe_file.is_file() else home / LOCK).stat().st_mtime,
         reward=(summary["before"]["reward"], summary["after"]["reward"]) if summary else None,
-        verdict=_describe_verdict(summary) if summary else "",
+        verdict=verdict,
     )
 
 
 def _read_summary(home: Path) -> dict[str, Any]:
-    """What ``tracking.report`` wrote as the run ended; empty before."""
+    """Read what ``report.run_report`` wrote as the run ended; empty before."""
     file = home / "summary.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def _describe_verdict(summary: dict[str, Any]) -> str:
-    return (
-        f"{'promoted' if summary['promoted'] else 'not promoted'}, version"
-        f" {summary['model_version']}"
-    )
-
-
 def _describe_state(home: Path, finished: bool) -> str:
-    """Whether a process executes the run, and if it has not finished, the last node that it
-    began."""
+    """Describe whether a process executes the run, and if it has not finished, the last node that
+    it began.
+    """
+    # The operating system releases the lock of a process that dies, so a free lock means stopped.
+    # A finished run that is started again holds the lock, and is "running" until it ends.
     with try_lock(home / LOCK) as free:
         if free and finished:
             return "finished"

@@ -30,7 +30,7 @@ def build_cpu_image(registry: str) -> ImageSpec:
         ],
         commands=[
             "cd /root && uv pip install --torch-backend cpu --constraints constraints.txt"
-            " --editable ."
+            " --editable '.[all]'"
         ],
         env={"MLFLOW_DISABLE_TELEMETRY": "true"},
         # Otherwise Flyte copies only the modules that registering loads, and the image gets another

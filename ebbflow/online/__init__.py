@@ -31,3 +31,7 @@ Gotchas
       of those encoded together, so validation prompts in the same table would change training.
     - Nothing here imports ray at the top except ``ray_actor`` and ``ray_workers``.
 """
+
+from ebbflow.extras import require
+
+require("ebbflow.online", "cv2", "pandas")

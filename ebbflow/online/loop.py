@@ -28,6 +28,7 @@ from ebbflow.algorithms.advantages import (
 )
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
+from ebbflow.extras import require
 from ebbflow.online.in_flight import load_in_flight, save_in_flight
 from ebbflow.online.local_workers import LocalWorkers
 from ebbflow.online.messages import (
@@ -102,6 +103,7 @@ def open_workers(
     """Open the stage's workers, on the policy of ``folders.policy``."""
     if ctx.online_config.placement == "ray":
         # Ray is imported by those who use it: a stage in one process starts without it.
+        require("placement: ray", "ray")
         from ebbflow.online.ray_actor import ActorFolders
         from ebbflow.online.ray_workers import RayWorkers
 

@@ -1,21 +1,18 @@
 """The report's charts as inline SVG, and a stage's timeline as PNG.
 
-In the SVG, text stays text and colours are CSS variables, so the page's light and dark themes
-apply. The timeline is a PNG because it is an artifact of the run.
+The timeline is a PNG because it is an artifact of the run, which people open outside the page.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -24,40 +21,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ebbflow.data.records import Comparison, Evaluation, GateDecision
 from ebbflow.formatting import format_number
+from ebbflow.plots.svg import FAINT, INK, SERIES, STYLE, create_figure, render_svg
 
-INK = "#5b6471"
-FAINT = "#9aa3af"
-GRID = "#e4e7ec"
-SERIES = ("#2f6fdf", "#e0791a", "#159a7a", "#a24fc4", "#c8385a", "#7a8a1f", "#1795b8", "#8a6a4f")
 LINES: tuple[Any, ...] = ("solid", (0, (3, 1.5)))
-"""Of the metrics of a panel, so that colour is not all that tells them apart."""
-VARIABLES = {INK: "var(--ink-2)", FAINT: "var(--ink-3)", GRID: "var(--line)"} | {
-    colour: f"var(--c{number})" for number, colour in enumerate(SERIES, start=1)
-}
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ebbflow",
-    "text.parse_math": False,
-    "font.size": 8.5,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.7,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "savefig.transparent": True,
-}
+"""Line styles of the metrics of a panel, so that colour is not all that tells them apart."""
 MAX_POINTS = 160
 """Points per curve; longer curves are averaged over equal spans of steps."""
 MAX_LABELS = 4
@@ -69,8 +36,21 @@ TASKS = ("training", "rollout", "scoring", "validation", "receive", "profile")
 
 
 class Panel(NamedTuple):
-    """One of the small multiples: metrics that share an axis. ``band`` is the area between two
-    metrics.
+    """One of the small multiples: metrics that share an axis.
+
+    Example::
+
+        Panel(
+            title="Reward, mean and range",
+            meaning="...",
+            lines=("reward/mean",),
+            band=("reward/min", "reward/max"),
+        )
+
+    Attributes:
+        meaning: what the reader should look for, in a sentence.
+        lines: metrics that are drawn as lines; a stage that reports none of them has no panel.
+        band: the lower and the upper metric of a shaded area.
     """
 
     title: str
@@ -138,7 +118,12 @@ PANELS = (
 
 
 class Span(NamedTuple):
-    """When a worker was busy with a task; ``start`` and ``end`` are seconds of any one clock."""
+    """When a worker was busy with a task; ``start`` and ``end`` are seconds of any one clock.
+
+    Example::
+
+        Span(role="rollout", worker=0, task="rollout", start=12.5, end=19.0)
+    """
 
     role: str
     worker: int
@@ -156,7 +141,7 @@ class Chart(NamedTuple):
 
 
 def format_metric_name(metric: str) -> str:
-    """A metric's name on the page: ``exact_match`` becomes "Exact match"."""
+    """Write a metric's name as the page shows it: ``exact_match`` becomes "Exact match"."""
     words = metric.replace("_", " ")
     return words.upper() if words in ("ocr", "kl") else words[:1].upper() + words[1:]
 
@@ -167,7 +152,8 @@ def plot_progress(
     chosen: str,
     champion: Evaluation | None,
 ) -> list[Chart]:
-    """Held-out means over the run's evaluations, a panel per metric: each has a scale of its own.
+    """Plot held-out means over the run's evaluations, a panel per metric: each has a scale of its
+    own.
 
     A ring marks the ``chosen`` label; a dashed line is the champion.
     """
@@ -180,21 +166,24 @@ def _plot_metric_progress(
     labels = [evaluation.label for evaluation in evaluations]
     name = format_metric_name(metric)
     values = [evaluation.held_out.get(metric, math.nan) for evaluation in evaluations]
-    at = labels.index(chosen)
+    chosen_index = labels.index(chosen)
     with matplotlib.rc_context(STYLE):
-        figure, axes = _create_figure(2.9, 1.7)
+        figure, axes = create_figure(2.9, 1.7)
+        # One evaluation is a point without a line, so every point has a marker.
         axes.plot(range(len(values)), values, color=SERIES[0], marker="o", markersize=4)
         axes.plot(
-            [at],
-            [values[at]],
+            [chosen_index],
+            [values[chosen_index]],
             color=SERIES[0],
             marker="o",
             markersize=10,
             fillstyle="none",
             markeredgewidth=1.2,
         )
-        if champion is not None and math.isfinite(its := champion.held_out.get(metric, math.nan)):
-            axes.axhline(its, color=INK, linestyle=(0, (4, 3)), linewidth=1)
+        # The champion may lack a guardrail that was not installed where it was evaluated.
+        champion_mean = champion.held_out.get(metric, math.nan) if champion else math.nan
+        if math.isfinite(champion_mean):
+            axes.axhline(champion_mean, color=INK, linestyle=(0, (4, 3)), linewidth=1)
         axes.set_xlim(-0.3, len(values) - 0.7)
         _label_evaluations(axes, labels)
         _set_plain_scale(axes)
@@ -204,13 +193,13 @@ def _plot_metric_progress(
         )
         return Chart(
             name,
-            format_number(values[at]),
-            _render_svg(figure, f"{name} over the evaluations: {steps}"),
+            format_number(values[chosen_index]),
+            render_svg(figure, f"{name} over the evaluations: {steps}"),
         )
 
 
 def plot_differences(decision: GateDecision) -> Markup:
-    """Every comparison of the gate as a point with its interval, against zero and how far a
+    """Plot every comparison of the gate as a point with its interval, against zero and how far a
     guardrail may fall.
 
     A row per metric, each on its own scale.
@@ -222,6 +211,7 @@ def plot_differences(decision: GateDecision) -> Markup:
         for axes, comparison in zip(
             figure.subplots(len(comparisons), 1, squeeze=False)[:, 0], comparisons, strict=True
         ):
+            # The shaded area is where a guardrail may lie without refusing the candidate.
             if comparison.tolerance:
                 axes.axvspan(-comparison.tolerance, 0, color=FAINT, alpha=0.35, linewidth=0)
             axes.axvline(0, color=INK, linewidth=1)
@@ -234,29 +224,31 @@ def plot_differences(decision: GateDecision) -> Markup:
             axes.grid(axis="y", visible=False)
             axes.spines["left"].set_visible(False)
             axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+            # A tick at zero may come out as 1e-17.
             axes.xaxis.set_major_formatter(
                 lambda value, _: f"{value:+.3g}" if abs(value) > 1e-12 else "0"
             )
-        return _render_svg(
+        return render_svg(
             figure, "Differences between candidate and champion; the table beside has the numbers"
         )
 
 
 def plot_scatter(before: Sequence[float], after: Sequence[float], metric: str) -> Markup:
-    """A metric of every prompt before and after, against the diagonal; a larger mark stands for
-    several prompts.
+    """Plot a metric of every prompt before and after, against the diagonal; a larger mark stands
+    for several prompts.
 
     Args:
         before, after: finite values, paired by prompt.
     """
     counts = Counter(zip(before, after, strict=True))
+    # Marks differ in shape as well, for readers who do not tell red from green.
     kinds = {
         "rose": ([pair for pair in counts if pair[1] > pair[0]], "^", SERIES[2]),
         "fell": ([pair for pair in counts if pair[1] < pair[0]], "v", SERIES[4]),
         "the same": ([pair for pair in counts if pair[1] == pair[0]], "o", INK),
     }
     with matplotlib.rc_context(STYLE):
-        figure, axes = _create_figure(3.8, 3.6)
+        figure, axes = create_figure(3.8, 3.6)
         low = min([*before, *after])
         high = max([*before, *after])
         axes.plot([low, high], [low, high], color=FAINT, linestyle=(0, (4, 3)), linewidth=1)
@@ -264,10 +256,11 @@ def plot_scatter(before: Sequence[float], after: Sequence[float], metric: str) -
         for name, (pairs, marker, colour) in kinds.items():
             texts.append(f"{sum(counts[pair] for pair in pairs)} {name}")
             if pairs:
+                # Area in points^2; under linear growth one frequent pair would cover the others.
                 sizes = [30 * min(counts[pair], 40) ** 0.6 for pair in pairs]
-                at = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
                 axes.scatter(
-                    *at,
+                    [pair[0] for pair in pairs],
+                    [pair[1] for pair in pairs],
                     s=sizes,
                     marker=marker,
                     color=colour,
@@ -285,7 +278,7 @@ def plot_scatter(before: Sequence[float], after: Sequence[float], metric: str) -
         figure.legend(
             loc="outside upper left", ncols=3, handletextpad=0.2, columnspacing=1.0, markerscale=0.8
         )
-        return _render_svg(
+        return render_svg(
             figure,
             f"{format_metric_name(metric)} of every prompt before and after: of {len(before)}"
             f" prompts {', '.join(texts)}",
@@ -293,7 +286,7 @@ def plot_scatter(before: Sequence[float], after: Sequence[float], metric: str) -
 
 
 def plot_training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
-    """The small multiples of one stage, without the panels whose metrics it did not report."""
+    """Plot the small multiples of one stage, without panels whose metrics it did not report."""
     return [
         _plot_panel(panel, metrics)
         for panel in PANELS
@@ -302,37 +295,37 @@ def plot_training(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
 
 
 def plot_timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]]) -> bytes:
-    """What each worker did when, as a PNG 1200 pixels wide: a row per worker, roles in the order of
-    the spans.
+    """Plot what each worker did when, as a PNG 1200 pixels wide: a row per worker, roles in the
+    order of the spans.
 
     Args:
         spans: at least one.
         steps: (start, end) by step number. The last ``MAX_STEPS`` are shown; without steps,
             everything is.
     """
-    shown = dict(sorted(steps.items())[-MAX_STEPS:])
-    first, last = _find_time_range(spans, shown, whole=len(shown) == len(steps))
+    last_steps = dict(sorted(steps.items())[-MAX_STEPS:])
+    first, last = _find_time_range(spans, last_steps, whole=len(last_steps) == len(steps))
+    # The axis counts seconds from the stage's first span, also where only its end is shown.
     zero = min(span.start for span in spans)
     rows = _place_rows(spans)
     tasks = sorted(
         {span.task for span in spans},
         key=lambda task: (TASKS.index(task) if task in TASKS else len(TASKS), task),
     )
-    colours = dict(
-        zip(dict.fromkeys([*TASKS, *tasks]), _list_colours(len(TASKS) + len(tasks)), strict=False)
-    )
+    # The known tasks come first, whether they occur or not, so that their colours never change.
+    colours = {
+        task: SERIES[index % len(SERIES)]
+        for index, task in enumerate(dict.fromkeys([*TASKS, *tasks]))
+    }
     with matplotlib.rc_context({**STYLE, "savefig.transparent": False, "axes.grid": False}):
-        figure = Figure(
-            figsize=(12, 1.1 + 0.34 * (max(rows.values()) + 1)), dpi=100, layout="constrained"
-        )
+        height = 1.1 + 0.34 * (max(rows.values()) + 1)
+        figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
+        visible = [span for span in spans if span.end > first and span.start < last]
+        # One call per task, also for a task without a visible bar: the legend names all of them.
         for task in tasks:
-            bars = [
-                span
-                for span in spans
-                if span.task == task and span.end > first and span.start < last
-            ]
+            bars = [span for span in visible if span.task == task]
             axes.barh(
                 [rows[span.role, span.worker] for span in bars],
                 [span.end - span.start for span in bars],
@@ -343,27 +336,26 @@ def plot_timeline(spans: Sequence[Span], steps: Mapping[int, tuple[float, float]
                 edgecolor="white",
                 linewidth=0.3,
             )
-        _mark_steps(
-            axes, {number: (start - zero, end - zero) for number, (start, end) in shown.items()}
-        )
+        _mark_steps(axes, last_steps, zero)
         axes.set_yticks(list(rows.values()), [f"{role} {worker}" for role, worker in rows])
-        axes.set(
-            ylim=(max(rows.values()) + 0.5, -0.5),
-            xlim=(first - zero, last - zero),
-            xlabel="seconds",
-        )
+        # The y axis points down: the first role is the top row.
+        axes.set(ylim=(max(rows.values()) + 0.5, -0.5), xlim=(first - zero, last - zero))
+        axes.set_xlabel("seconds")
         axes.xaxis.set_major_locator(MaxNLocator(14))
         axes.spines["left"].set_visible(False)
         figure.legend(
             loc="outside upper left", ncols=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4
         )
         buffer = io.BytesIO()
+        # Without matplotlib's version in it, equal spans give equal bytes.
         figure.savefig(buffer, format="png", metadata={"Software": None})
         return buffer.getvalue()
 
 
 def _place_rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
-    """The vertical position of each worker's row, from the top, with a gap between roles."""
+    """Compute the vertical position of each worker's row, from the top, with a gap between
+    roles."""
+    # In the order in which the roles first appear, which is that of the caller.
     roles = list(dict.fromkeys(span.role for span in spans))
     workers = sorted({(roles.index(span.role), span.worker) for span in spans})
     return {(roles[role], worker): row + 0.4 * role for row, (role, worker) in enumerate(workers)}
@@ -372,19 +364,21 @@ def _place_rows(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
 def _find_time_range(
     spans: Sequence[Span], steps: Mapping[int, tuple[float, float]], whole: bool
 ) -> tuple[float, float]:
-    """Everything, or from the first of the steps to the end."""
+    """Find what the timeline shows: everything, or from the first of the steps to the end."""
     end = max([*(span.end for span in spans), *(end for _, end in steps.values())])
-    return (
-        min(span.start for span in spans) if whole else min(start for start, _ in steps.values())
-    ), end
+    # Only the whole range includes the work before the first step, such as loading models.
+    starts = [span.start for span in spans] if whole else [start for start, _ in steps.values()]
+    return min(starts), end
 
 
-def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
-    """A line at the start of each step and at the end of the last, with the step numbers above."""
+def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]], zero: float) -> None:
+    """Draw a line at the start of each step and at the end of the last, with the step numbers
+    above."""
     for number, (start, end) in steps.items():
-        axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-        middle = (start + end) / 2
+        axes.axvline(start - zero, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+        middle = (start + end) / 2 - zero
         name = f"step {number}" if number == min(steps) else f"{number}"
+        # x in seconds, y as a share of the axes' height: just above the rows.
         axes.text(
             middle,
             1.01,
@@ -396,52 +390,56 @@ def _mark_steps(axes: Axes, steps: Mapping[int, tuple[float, float]]) -> None:
         )
     if steps:
         axes.axvline(
-            max(end for _, end in steps.values()), color=INK, linewidth=0.8, linestyle=(0, (2, 2))
+            max(end for _, end in steps.values()) - zero,
+            color=INK,
+            linewidth=0.8,
+            linestyle=(0, (2, 2)),
         )
 
 
 def _plot_panel(panel: Panel, metrics: Sequence[Mapping[str, float]]) -> Chart:
     with matplotlib.rc_context(STYLE):
-        figure, axes = _create_figure(2.42, 1.45)
+        figure, axes = create_figure(2.42, 1.45)
         if panel.band:
             low, high = (_read_series(metrics, key) for key in panel.band)
+            # A band needs both metrics at the same steps; a stage may report one of them alone.
             if low[0] and low[0] == high[0]:
                 axes.fill_between(low[0], low[1], high[1], color=SERIES[0], alpha=0.16, linewidth=0)
-        last = []
+        last_values = []
         for key, colour, dashes in zip(panel.lines, SERIES, LINES, strict=False):
             steps, values = _read_series(metrics, key)
             if steps:
+                # A line through one point is invisible.
                 marker = "o" if len(steps) == 1 else None
                 axes.plot(
                     steps, values, color=colour, linestyle=dashes, marker=marker, markersize=3
                 )
-                last.append(_format_short(values[-1], 2 if len(panel.lines) > 1 else 3))
+                last_values.append(_format_short(values[-1], 2 if len(panel.lines) > 1 else 3))
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         _set_plain_scale(axes)
         axes.margins(x=0.02)
+        value = " / ".join(last_values)
         return Chart(
-            panel.title,
-            " / ".join(last),
-            _render_svg(figure, f"{panel.title} over the steps, last {' / '.join(last)}"),
+            panel.title, value, render_svg(figure, f"{panel.title} over the steps, last {value}")
         )
 
 
 def _read_series(
     metrics: Sequence[Mapping[str, float]], key: str
 ) -> tuple[list[float], list[float]]:
-    """Steps and finite values of one metric, averaged over spans when there are more than
+    """Read the steps and finite values of one metric, averaged over spans when there are more than
     ``MAX_POINTS``.
     """
-    inputs = [(row["step"], row[key]) for row in metrics if key in row and math.isfinite(row[key])]
-    span = -(-len(inputs) // MAX_POINTS) or 1
-    groups = [inputs[start : start + span] for start in range(0, len(inputs), span)]
-    return [sum(step for step, _ in group) / len(group) for group in groups], [
-        sum(value for _, value in group) / len(group) for group in groups
-    ]
+    points = [(row["step"], row[key]) for row in metrics if key in row and math.isfinite(row[key])]
+    span = -(-len(points) // MAX_POINTS) or 1  # rounded up; 1 also where there are no points
+    groups = [points[start : start + span] for start in range(0, len(points), span)]
+    steps = [sum(step for step, _ in group) / len(group) for group in groups]
+    values = [sum(value for _, value in group) / len(group) for group in groups]
+    return steps, values
 
 
 def _set_plain_scale(axes: Axes) -> None:
-    """Three or four plain numbers on the y axis, and room above and below."""
+    """Put three or four plain numbers on the y axis, and leave room above and below."""
     axes.yaxis.set_major_locator(MaxNLocator(3))
     axes.yaxis.set_major_formatter(lambda value, _: _format_short(value))
     axes.margins(y=0.12)
@@ -450,59 +448,18 @@ def _set_plain_scale(axes: Axes) -> None:
 def _format_short(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
-    size = abs(value)
-    return (
-        f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
-        if size < 1e-3 or size >= 1e5
-        else f"{value:.{digits}g}"
-    )
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:.{digits}g}"
+    # "1.0e-4" instead of "1.0e-04": the labels of a small panel have little room.
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _label_evaluations(axes: Axes, names: Sequence[str]) -> None:
-    """Labels under the points; of many evaluations only every second, third ... so that none
+    """Put labels under the points; of many evaluations only every second, third ... so that none
     overlap.
     """
     stride = -(-len(names) // MAX_LABELS)
-    shown = range(0, len(names), stride)
-    axes.set_xticks(list(shown), [names[position].replace(" ", "\n", 1) for position in shown])
-
-
-def _list_colours(count: int) -> list[str]:
-    return [SERIES[index % len(SERIES)] for index in range(count)]
-
-
-def _create_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasSVG(figure)
-    return figure, figure.add_subplot()
-
-
-def _render_svg(figure: Figure, description: str) -> Markup:
-    buffer = io.StringIO()
-    figure.savefig(
-        buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-    )
-    text = buffer.getvalue()
-    text = _make_ids_unique(text[text.index("<svg") :], description)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
-    return Markup(text)
-
-
-def _make_ids_unique(svg: str, description: str) -> str:
-    """The ids that something refers to, unlike those of other charts of the page; all others are
-    left out.
-    """
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-    prefix = f"c{hashlib.sha256(f'{description}{svg}'.encode()).hexdigest()[:8]}-"
-
-    def rename_ids_of_tag(tag: re.Match[str]) -> str:
-        named = re.sub(
-            r' id="([^"]*)"',
-            lambda name: f' id="{prefix}{name[1]}"' if name[1] in used else "",
-            tag[0],
-        )
-        return re.sub(r'(href="#|url\(#)', rf"\1{prefix}", named)
-
-    return re.sub(r"<[^>]+>", rename_ids_of_tag, svg)
+    positions = range(0, len(names), stride)
+    # "1.2 online" takes two lines.
+    texts = [names[position].replace(" ", "\n", 1) for position in positions]
+    axes.set_xticks(list(positions), texts)

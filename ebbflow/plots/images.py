@@ -24,8 +24,8 @@ INK = "#30343b"
 
 
 def build_image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: int) -> Image.Image:
-    """Images in reading order with a caption under each; small ones are enlarged, large ones
-    reduced.
+    """Build a sheet of images in reading order with a caption under each; small ones are enlarged,
+    large ones reduced.
 
     Args:
         pngs: encoded images, at least one; sizes may differ. Of a video the first frame is shown.
@@ -45,6 +45,7 @@ def build_image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: in
     rows = -(-len(images) // columns)
     cell_width = max(image.width for image in images) + MARGIN
     cell_height = max(image.height for image in images) + MARGIN + CAPTION_SIZE + 6
+    # Cells are as large as the largest image: a table of prompts may have several sizes.
     sheet = Image.new("RGB", (columns * cell_width + MARGIN, rows * cell_height + MARGIN), PAPER)
     draw = ImageDraw.Draw(sheet)
     for index, (image, text) in enumerate(zip(images, captions, strict=True)):
@@ -57,8 +58,8 @@ def build_image_grid(pngs: Sequence[bytes], captions: Sequence[str], columns: in
 
 
 def format_caption(sample: Mapping[str, Any]) -> str:
-    """Of a sample: its ``target``, or else its ``prompt``, and its ``reward`` (None if it was not
-    scored).
+    """Write the caption of a sample: its ``target``, or else its ``prompt``, and its ``reward``
+    (None if it was not scored).
     """
     score = "not scored" if sample["reward"] is None else f"{sample['reward']:.2f}"
     return f"{sample['target'] or sample['prompt']} {score}"
@@ -74,6 +75,7 @@ def fit_width(image: Image.Image, min_width: int, max_width: int) -> Image.Image
     between leave it as it is.
     """
     if image.width < min_width:
+        # Nearest neighbour at a whole factor: every pixel of the sample stays a square.
         factor = -(-min_width // image.width)
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     if image.width > max_width:
@@ -87,7 +89,9 @@ def fit_width(image: Image.Image, min_width: int, max_width: int) -> Image.Image
 def encode_data_uri(
     image: Image.Image, sharp: bool, max_width: int = 2 * MAX_SHARP_WIDTH, quality: int = 80
 ) -> str:
-    """A picture inside a page: pixel by pixel, or as a JPEG that is at most so wide."""
+    """Encode a picture as a URI inside a page: pixel by pixel, or as a JPEG of at most
+    ``max_width`` pixels.
+    """
     buffer = io.BytesIO()
     if sharp:
         image.save(buffer, "PNG", optimize=True)
@@ -99,14 +103,15 @@ def encode_data_uri(
 
 @cache
 def _load_font() -> ImageFont.FreeTypeFont:
-    # matplotlib ships this font, so captions look the same on every machine; it takes a second to
-    # import
+    # matplotlib ships this font, so captions look the same on every machine. It takes a second to
+    # import, and stages that draw no grid need not wait.
     from matplotlib import font_manager
 
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), CAPTION_SIZE)
 
 
 def _cut_to_width(text: str, width: int) -> str:
+    # A prompt may have line breaks, which would run into the image below.
     text = " ".join(text.split())
     if _load_font().getlength(text) <= width:
         return text

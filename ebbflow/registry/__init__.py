@@ -21,3 +21,7 @@ Gotchas
     - ``ebbflow.registry.serving`` is the loader module that registered versions name. A version
       brings the sources of its Ebbflow along and is loaded with those.
 """
+
+from ebbflow.extras import require
+
+require("ebbflow.registry", "mlflow")

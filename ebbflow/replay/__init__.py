@@ -5,5 +5,6 @@ Where it fits
     ``registry``, where the run's recipe, policies and base model are found.
 
 How
-    - ``tracked_step``: find what the step needs, replay it, write a page and a table.
+    - ``tracked_step``: find what the step needs and replay it.
+    - ``output``: the page and the table that a replay writes.
 """

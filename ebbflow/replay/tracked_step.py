@@ -8,39 +8,31 @@ verified.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
 
 import mlflow.artifacts
-import pyarrow as pa
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from ebbflow.data.schema import SAMPLE_KEY
 from ebbflow.models import ModelError
 from ebbflow.models.hub import HubError
 from ebbflow.models.prepare import cache_base_folder
 from ebbflow.offline.replay import replay_offline_step
 from ebbflow.online.replay import replay_online_step
-from ebbflow.plots.images import MAX_SHARP_WIDTH, encode_data_uri, open_rgb_image
-from ebbflow.plots.pages import create_page_environment
 from ebbflow.recipe import Recipe
 from ebbflow.registry.model_version import find_version
 from ebbflow.registry.promotion import check_store_exists, download_version, find_data_folder
+from ebbflow.replay.output import PAGE, TABLE, Replay, render_page, write_table_of_samples
 from ebbflow.stage import StageContext, StageFolders
 from ebbflow.storage.artifacts import COMMIT, ArtifactError, check_replaceable, verify_folder
 from ebbflow.storage.disk import write_text
-from ebbflow.storage.tables import write_table
 from ebbflow.tracking.store import (
     DIGEST,
     NODE,
@@ -52,74 +44,20 @@ from ebbflow.tracking.store import (
 )
 from ebbflow.training.checkpoint import Checkpoints
 from ebbflow.training.policy_metadata import PolicyError, PolicyMetadata, read_policy_metadata
-from ebbflow.training.replay import ReplayedStep, ReplayError
-
-PAGE = "index.html"
-TABLE = "samples.parquet"
+from ebbflow.training.replay import ReplayError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrackedFolder:
-    """A run: its MLflow run, its recipe, and the local folder with what its nodes made."""
+    """A run: its MLflow run, its recipe, and the local folder with the outputs of its nodes."""
 
     run: Run
     client: MlflowClient
     tracking_uri: str
     recipe: Recipe
     folder: Path
-
-
-class Statistic(NamedTuple):
-    """A metric of the step: None where it was not replayed, or not logged."""
-
-    name: str
-    replayed: float | None
-    logged: float | None
-
-
-class Group(NamedTuple):
-    """The samples of a prompt, best first, each with its picture as a URI."""
-
-    prompt: str
-    target: str | None
-    mean: float | None
-    samples: list[tuple[dict[str, Any], str]]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A replayed step, and what the run logged of it."""
-
-    run_id: str
-    label: str
-    step: int
-    samples: ReplayedStep
-    logged: Mapping[str, float]
-
-    def __str__(self) -> str:
-        what = f"{len(self.samples.rows)} samples of {self.label}, step {self.step}"
-        if not self.logged:
-            return f"{what}; the run logged nothing of this step"
-        if self.differing:
-            return f"{what}; not what was logged: {', '.join(self.differing)}"
-        return f"{what}, with the statistics that were logged"
-
-    @property
-    def statistics(self) -> list[Statistic]:
-        names = dict.fromkeys([*self.samples.metrics, *sorted(self.logged)])
-        return [
-            Statistic(name, self.samples.metrics.get(name), self.logged.get(name)) for name in names
-        ]
-
-    @property
-    def differing(self) -> list[str]:
-        """Statistics whose replayed value is another than the logged one."""
-        both = [
-            one for one in self.statistics if one.replayed is not None and one.logged is not None
-        ]
-        return [one.name for one in both if one.replayed != one.logged]
 
 
 def replay_step(
@@ -147,6 +85,7 @@ def replay_step(
         ArtifactError: the target is in use.
         TrackingError: the store cannot be used.
     """
+    # A replay can take hours, so the target is checked before it; and again before it is written.
     check_replaceable(target, overwrite=False)
     run = _open_run(named, recipe)
     ctx = _find_stage(run.recipe, stage)
@@ -156,8 +95,11 @@ def replay_step(
         prompts = _find_prompts(run, ctx)
         logger.info("replaying step %d of %s of run %s", step, ctx.stage_label, run.run.info.run_id)
         if ctx.config.kind == "online":
-            own = Checkpoints(ctx, run.folder / "checkpoints" / ctx.stage_label.replace(" ", "-"))
-            checkpoints = own.copy_checkpoints(Path(scratch) / "checkpoints", step)
+            # Copies: the stage may still run and delete its checkpoints, and a replay must not
+            # write into the run's folder.
+            name = ctx.stage_label.replace(" ", "-")
+            run_checkpoints = Checkpoints(ctx, run.folder / "checkpoints" / name)
+            checkpoints = run_checkpoints.copy_checkpoints(Path(scratch) / "checkpoints", step)
             unwritten = Path(scratch) / "policy"
             folders = StageFolders(base, folder, prompts, unwritten, _find_teachers(ctx))
             samples = replay_online_step(ctx, folders, step, checkpoints)
@@ -165,39 +107,40 @@ def replay_step(
             samples = replay_offline_step(
                 ctx, base, folder, prompts, step, processes, Path(scratch)
             )
-    done = Replay(
-        run.run.info.run_id, ctx.stage_label, step, samples, _read_logged_metrics(run, ctx, step)
-    )
+    logged = _read_logged_metrics(run, ctx, step)
+    replay = Replay(run.run.info.run_id, ctx.stage_label, step, samples, logged)
     check_replaceable(target, overwrite=False)
     target.mkdir(parents=True, exist_ok=True)
-    _write_table(target / TABLE, run, done)
-    write_text(target / PAGE, _render_page(run, done))
-    return done
+    write_table_of_samples(target / TABLE, run.recipe, replay)
+    write_text(target / PAGE, render_page(run.recipe, replay))
+    return replay
 
 
 def _open_run(named: str, recipe: Recipe | None) -> TrackedFolder:
-    """The run behind a folder or an id."""
+    """Open the run behind a folder or an id."""
     path = Path(named)
     local = path.is_dir()
+    # The default store of local runs is next to their folders, wherever this command is run from.
     if recipe is None and local and "MLFLOW_TRACKING_URI" not in os.environ:
         uri = f"sqlite:///{path.absolute().parent / 'mlflow.db'}"
     else:
         uri = resolve_tracking_uri(recipe or Recipe())
+    # Otherwise MLflow would make an empty store at a mistyped path.
     check_store_exists(uri)
     client = connect_to_store(uri)
     run = _find_run_of_folder(client, path.absolute()) if local else _find_run_by_id(client, named)
-    its = _download_recipe(run, uri)
-    folder = (
-        path.absolute()
-        if local
-        else Path(its.output).absolute() / f"{its.name}-{run.info.run_id[:8]}"
-    )
+    run_recipe = _download_recipe(run, uri)
+    if local:
+        folder = path.absolute()
+    else:
+        name = f"{run_recipe.name}-{run.info.run_id[:8]}"
+        folder = Path(run_recipe.output).absolute() / name
     if not (folder / "nodes").is_dir():
         raise ReplayError(
             f"{folder} does not hold what the nodes of run {run.info.run_id} made; give the folder"
             " of a local run"
         )
-    return TrackedFolder(run, client, uri, its, folder)
+    return TrackedFolder(run, client, uri, run_recipe, folder)
 
 
 def _find_run_by_id(client: MlflowClient, run_id: str) -> Run:
@@ -215,7 +158,8 @@ def _find_run_by_id(client: MlflowClient, run_id: str) -> Run:
 
 
 def _find_run_of_folder(client: MlflowClient, folder: Path) -> Run:
-    """The run whose id begins as the folder's name ends."""
+    """Find the run whose id begins as the folder's name ends."""
+    # "glyph-1a2b3c4d" is the folder of the run 1a2b3c4d...
     start = folder.name.rpartition("-")[2]
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     token = None
@@ -223,9 +167,11 @@ def _find_run_of_folder(client: MlflowClient, folder: Path) -> Run:
         page = client.search_runs(
             experiments, f"tags.`{ROLE}` = 'execution'", max_results=1000, page_token=token
         )
-        if found := [run for run in page if start and run.info.run_id.startswith(start)]:
-            return found[0]
-        if not (token := page.token):
+        for run in page:
+            if start and run.info.run_id.startswith(start):
+                return run
+        token = page.token
+        if not token:
             raise ReplayError(
                 f"the MLflow store next to {folder} has no run {start!r}; name its store with"
                 " --recipe"
@@ -233,15 +179,16 @@ def _find_run_of_folder(client: MlflowClient, folder: Path) -> Run:
 
 
 def _download_recipe(run: Run, uri: str) -> Recipe:
-    """The resolved recipe that the run logged.
+    """Download the resolved recipe that the run logged.
 
     Raises:
         ReplayError: it is not the one that the run was started with.
     """
     with tempfile.TemporaryDirectory() as folder:
-        place = f"{run.info.artifact_uri}/recipe.yaml"
-        path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=uri)
+        uri_of_recipe = f"{run.info.artifact_uri}/recipe.yaml"
+        path = mlflow.artifacts.download_artifacts(uri_of_recipe, dst_path=folder, tracking_uri=uri)
         recipe = Recipe.model_validate(yaml.safe_load(Path(path).read_bytes()))
+    # An artifact can be replaced; the digest is a tag that was set as the run started.
     if recipe.digest != run.data.tags.get(DIGEST):
         raise ReplayError(
             f"recipe.yaml of run {run.info.run_id} is not the recipe that it was started with: its"
@@ -256,22 +203,26 @@ def _find_stage(recipe: Recipe, named: str) -> StageContext:
         for index in range(recipe.rounds)
         for stage in range(len(recipe.stages))
     ]
-    found = [ctx for ctx in contexts if named in (ctx.stage_label, ctx.stage_label.split()[0])]
-    if not found:
+    # "1.2 online" and "1.2" both name a stage; the first part of a label is unique.
+    matching = [ctx for ctx in contexts if named in (ctx.stage_label, ctx.stage_label.split()[0])]
+    if not matching:
         raise ReplayError(
             f"the run has no stage {named!r}, only {', '.join(ctx.stage_label for ctx in contexts)}"
         )
-    if found[0].config.kind == "custom":
+    ctx = matching[0]
+    if ctx.config.kind == "custom":
         raise ReplayError(
-            f"{found[0].stage_label} is a stage kind of your own, and what its samples are is known"
+            f"{ctx.stage_label} is a stage kind of your own, and what its samples are is known"
             " only to its code"
         )
-    return found[0]
+    return ctx
 
 
 def _find_policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, PolicyMetadata]:
-    """The policy folder that the stage started from."""
+    """Find the policy folder that the stage started from."""
+    # A policy's metadata lists the stages behind it, whatever node wrote the folder.
     labels = tuple(_iterate_labels_before(ctx))
+    # COMMIT is written last, so what has it is whole.
     for folder in _list_node_outputs(run, f"policy/{COMMIT}"):
         with _skip_damaged_folder(folder.parent):
             metadata = read_policy_metadata(folder.parent)
@@ -284,8 +235,8 @@ def _find_policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, Po
 
 
 def _iterate_labels_before(ctx: StageContext) -> Iterator[str]:
-    """Labels of the stages behind the policy that a stage started from: those in no branch, and the
-    earlier ones of its own.
+    """Iterate over the labels of the stages behind the policy that a stage started from: those in
+    no branch, and the earlier ones of its own branch in this round.
     """
     for index in range(ctx.round + 1):
         for stage, config in enumerate(ctx.recipe.stages):
@@ -296,14 +247,17 @@ def _iterate_labels_before(ctx: StageContext) -> Iterator[str]:
 
 
 def _find_base(
-    run: TrackedFolder, policy: PolicyMetadata, given: Path | None, scratch: Path
+    run: TrackedFolder, policy: PolicyMetadata, named: Path | None, scratch: Path
 ) -> Path:
-    """The base model of a policy: given, in the run's folder, in the version that the run
-    registered, or on the hub.
+    """Find the base model of a policy: the folder that the user named, or one in the run's folder,
+    in the version that the run registered, or on the hub.
     """
-    for folder in [given] if given else _iterate_base_candidates(run, policy, scratch):
+    # A folder that the user named is the only candidate: another must not take its place.
+    candidates = iter([named]) if named else _iterate_base_candidates(run, policy, scratch)
+    for folder in candidates:
         with _skip_damaged_folder(folder):
-            if (digest := verify_folder(folder)) == policy.base_digest:
+            digest = verify_folder(folder)
+            if digest == policy.base_digest:
                 return folder
             logger.warning("passed over %s: it is base model %s", folder, digest[:12])
     raise ReplayError(
@@ -315,14 +269,17 @@ def _find_base(
 def _iterate_base_candidates(
     run: TrackedFolder, policy: PolicyMetadata, scratch: Path
 ) -> Iterator[Path]:
-    """Where the base model of a run may be, what is near first."""
+    """Iterate over the places where the base model of a run may be, the nearest first.
+
+    It is a generator, so that nothing is downloaded where a near folder is the right one.
+    """
     yield from (path.parent for path in _list_node_outputs(run, f"base/{COMMIT}"))
-    if version := find_version(run.client, run.recipe.promotion.model_name, run.run.info.run_id):
-        data = find_data_folder(
-            download_version(
-                run.tracking_uri, version.name, str(version.version), scratch / "version"
-            )
+    version = find_version(run.client, run.recipe.promotion.model_name, run.run.info.run_id)
+    if version:
+        model = download_version(
+            run.tracking_uri, version.name, str(version.version), scratch / "version"
         )
+        data = find_data_folder(model)
         yield from (path.parent for path in data.glob(f"base/{COMMIT}"))
     if policy.model.is_on_hub:
         try:
@@ -333,33 +290,37 @@ def _iterate_base_candidates(
 
 def _find_prompts(run: TrackedFolder, ctx: StageContext) -> Path:
     branch = ctx.config.branch
-    own = run.recipe.branch_label(ctx.round, branch).replace(" ", "-") if branch else "*"
-    if found := sorted(
-        run.folder.glob(f"nodes/{own}/{'branch_' if branch else ''}prompts.parquet")
-    ):
-        return found[0]
+    if branch:
+        # A branch trains on its own selection of the prompts.
+        node = run.recipe.branch_label(ctx.round, branch).replace(" ", "-")
+        pattern = f"nodes/{node}/branch_prompts.parquet"
+    else:
+        pattern = "nodes/*/prompts.parquet"
+    tables = sorted(run.folder.glob(pattern))
+    if tables:
+        return tables[0]
     raise ReplayError(
         f"{run.folder} has no prompts.parquet below nodes; give the folder of a local run"
     )
 
 
 def _find_teachers(ctx: StageContext) -> dict[str, Path]:
-    if elsewhere := [
-        folder for folder in ctx.teacher_folders.values() if not Path(folder).is_dir()
-    ]:
+    missing = [folder for folder in ctx.teacher_folders.values() if not Path(folder).is_dir()]
+    if missing:
         raise ReplayError(
-            f"the teacher {elsewhere[0]} is no folder of this machine, and the steps before need it"
+            f"the teacher {missing[0]} is no folder of this machine, and the steps before need it"
         )
     return {copy: Path(folder) for copy, folder in ctx.teacher_folders.items()}
 
 
 def _list_node_outputs(run: TrackedFolder, name: str) -> list[Path]:
-    """What nodes of the run made under this name."""
+    """List the files that nodes of the run wrote under this name."""
     return sorted(run.folder.glob(f"nodes/*/{name}"))
 
 
 @contextmanager
 def _skip_damaged_folder(folder: Path) -> Iterator[None]:
+    # One damaged copy must not stop the search: another node or the registry may have a whole one.
     try:
         yield
     except (ArtifactError, PolicyError) as error:
@@ -367,116 +328,26 @@ def _skip_damaged_folder(folder: Path) -> Iterator[None]:
 
 
 def _read_logged_metrics(run: TrackedFolder, ctx: StageContext, step: int) -> dict[str, float]:
-    """The metrics that the stage logged with the step; of an offline stage also those of all its
-    samples.
+    """Read the metrics that the stage logged with the step; of an offline stage also those of all
+    its samples.
     """
     values = _read_node_metrics(run, ctx.stage_label, step)
-    return values | _read_node_metrics(run, f"{ctx.stage_label} advantages", 0) if values else {}
+    if not values:
+        return {}
+    # An offline stage computes rewards and advantages in a node of its own, once, as step 0.
+    return values | _read_node_metrics(run, f"{ctx.stage_label} advantages", 0)
 
 
 def _read_node_metrics(run: TrackedFolder, name: str, step: int) -> dict[str, float]:
     node = find_run(
         run.client, run.run.info.experiment_id, {PARENT: run.run.info.run_id, NODE: name}
     )
-    histories = (
-        [run.client.get_metric_history(node.info.run_id, key) for key in node.data.metrics]
-        if node
-        else []
-    )
+    if node is None:
+        return {}
+    histories = [run.client.get_metric_history(node.info.run_id, key) for key in node.data.metrics]
     return {
         metric.key: metric.value
         for history in histories
         for metric in history
         if metric.step == step
     }
-
-
-def _write_table(path: Path, run: TrackedFolder, done: Replay) -> None:
-    scores = list(dict.fromkeys(name for row in done.samples.rows for name in row["scores"]))
-    schema = pa.schema(
-        [
-            *SAMPLE_KEY,
-            pa.field("seed", pa.int64(), nullable=False),
-            pa.field("prompt", pa.string(), nullable=False),
-            pa.field("target", pa.string()),
-            pa.field("policy_version", pa.int64(), nullable=False),
-            pa.field("reward", pa.float64()),
-            *(pa.field(name, pa.float64()) for name in scores),
-            pa.field("failure", pa.string()),
-            pa.field("advantage", pa.float64()),
-            pa.field("trained", pa.bool_(), nullable=False),
-            pa.field("image", pa.binary(), nullable=False),
-        ]
-    )
-    rows = [
-        row | row["scores"] | {"image": png}
-        for row, png in zip(done.samples.rows, done.samples.pngs, strict=True)
-    ]
-    about = {
-        "run_id": done.run_id,
-        "recipe_digest": run.recipe.digest,
-        "stage": done.label,
-        "step": done.step,
-    }
-    columns = [{name: row.get(name) for name in schema.names} for row in rows]
-    statistics = {
-        "replayed": done.samples.metrics,
-        "logged": {k: v for k, v in done.logged.items() if math.isfinite(v)},
-    }
-    write_table(
-        path, schema, pa.Table.from_pylist(columns, schema).to_batches(), about | statistics
-    )
-
-
-def _render_page(run: TrackedFolder, done: Replay) -> str:
-    """One HTML page without references to other files or the network."""
-    environment = create_page_environment(Path(__file__).parent)
-    environment.filters["number"] = _format_number
-    names = list(dict.fromkeys(name for row in done.samples.rows for name in row["scores"]))
-    return environment.get_template("replay.html").render(
-        recipe=run.recipe, replay=done, groups=_group_by_prompt(done), scores=names
-    )
-
-
-def _group_by_prompt(done: Replay) -> list[Group]:
-    """The samples by prompt: the best prompt first, and its best sample first. What was not scored
-    is last. Large pictures are small here; the table has them as they are.
-    """
-    pairs = [
-        (row, encode_data_uri(image, image.width <= MAX_SHARP_WIDTH))
-        for row, image in zip(
-            done.samples.rows, map(open_rgb_image, done.samples.pngs), strict=True
-        )
-    ]
-    pairs.sort(
-        key=lambda pair: (
-            pair[0]["prompt_id"],
-            -_or_minus_infinity(pair[0]["reward"]),
-            pair[0]["sample"],
-        )
-    )
-    groups = [
-        Group(
-            samples[0][0]["prompt"],
-            samples[0][0]["target"],
-            _compute_mean([row["reward"] for row, _ in samples]),
-            samples,
-        )
-        for samples in (
-            list(group) for _, group in groupby(pairs, key=lambda pair: pair[0]["prompt_id"])
-        )
-    ]
-    return sorted(groups, key=lambda group: -_or_minus_infinity(group.mean))
-
-
-def _compute_mean(values: list[float | None]) -> float | None:
-    scored = [value for value in values if value is not None]
-    return fmean(scored) if scored else None
-
-
-def _or_minus_infinity(value: float | None) -> float:
-    return -math.inf if value is None else value
-
-
-def _format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"

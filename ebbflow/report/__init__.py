@@ -7,6 +7,7 @@ Where it fits
 How
     - ``run_report``: the inputs of the report, the page, the summary and the table.
     - ``pictures``: the first prompts under every policy, and those whose reward changed most.
+    - ``categories``: means by category of the prompts.
     - ``glossary``: the meaning of every number. ``run_facts``: times, machine and versions.
     - ``outcome``: the last lines of a run in the terminal.
 
@@ -14,3 +15,7 @@ Gotchas
     - Prompts and names come from users: the templates escape everything.
     - The page is written once and must open years later: it references no file and no network.
 """
+
+from ebbflow.extras import require
+
+require("ebbflow.report", "matplotlib", "mlflow", "pandas")

@@ -49,33 +49,36 @@ OWN = "A score of your own code, or one that a server of rewards reports; higher
 def build_glossary(
     recipe: Recipe, metrics: Sequence[str], statistics: Sequence[str]
 ) -> dict[str, str]:
-    """The meaning of everything that the report names, by the name that the page shows."""
-    found = {
-        charts.format_metric_name(metric): explain_metric(recipe, metric) for metric in metrics
-    }
-    found |= {charts.format_metric_name(name): explain_statistic(name) for name in statistics}
-    found |= {name: text for name, text in MEANINGS.items() if name[0].isupper()}
-    return {panel.title: panel.meaning for panel in charts.PANELS} | found
+    """Build the meaning of everything that the report names, by the name that the page shows."""
+    meanings = {panel.title: panel.meaning for panel in charts.PANELS}
+    # A metric of the run may have a panel's name, and then its own meaning counts.
+    for metric in metrics:
+        meanings[charts.format_metric_name(metric)] = explain_metric(recipe, metric)
+    for name in statistics:
+        meanings[charts.format_metric_name(name)] = explain_statistic(name)
+    # Lower-case entries of MEANINGS are metrics, which the loop above has added where they occur.
+    meanings |= {name: text for name, text in MEANINGS.items() if name[0].isupper()}
+    return meanings
 
 
 def explain_metric(recipe: Recipe, metric: str) -> str:
-    """What a metric of the held-out prompts measures."""
+    """Explain what a metric of the held-out prompts measures."""
     if metric in MEANINGS:
         return MEANINGS[metric]
     for config in (*recipe.rewards, *recipe.guardrails):
         if config.column == metric:
             text = first_doc_paragraph(type(config).__doc__)
+            # The docstring of a custom reward's config is about configs, not about this score.
             if config.name == "custom" or not text:
                 text = OWN
-            return (
-                f"{text} Only of prompts of {', '.join(config.prompts)}."
-                if config.prompts
-                else text
-            )
+            if config.prompts:
+                return f"{text} Only of prompts of {', '.join(config.prompts)}."
+            return text
     return OWN
 
 
 def explain_statistic(name: str) -> str:
-    """What a statistic of the images measures."""
+    """Explain what a statistic of the images measures."""
+    # The margins of the promotion are named after the statistics, and their keys are documented.
     docs = read_field_docs(MarginsConfig)
     return docs.get(name, "A statistic of the images.")

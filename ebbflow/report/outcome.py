@@ -28,7 +28,7 @@ def describe_outcome(
     base: str,
     example: str,
 ) -> str:
-    """What a person reads last.
+    """Describe the end of a run, which a person reads last: the verdict, and where everything is.
 
     Args:
         policy: path or URI of the candidate's policy folder.
@@ -55,35 +55,39 @@ def describe_outcome(
 def _describe_verdict(
     recipe: Recipe, decision: GateDecision, registration: Registration
 ) -> list[str]:
-    """What became of the candidate; how its reward compares with the champion's; why it was
-    refused, if it was.
+    """Describe what became of the candidate; how its reward compares with the champion's; why it
+    was refused, if it was.
     """
     model = f"{registration.model_name} version {registration.version} ({decision.candidate})"
     target = decision.target
     if registration.champion:
         replaced = f" and replaces version {registration.previous}" if registration.previous else ""
-        became = f"PROMOTED: {model} is champion{replaced}"
+        outcome = f"PROMOTED: {model} is champion{replaced}"
     elif decision.promote and recipe.promotion.approval is not None:
-        became = f"WAITS FOR APPROVAL: {model} is challenger"
+        outcome = f"WAITS FOR APPROVAL: {model} is challenger"
     else:
-        became = f"NOT PROMOTED: {model} is challenger"
-    compared = (
+        outcome = f"NOT PROMOTED: {model} is challenger"
+    comparison = (
         f"reward {format_number(target.champion)} -> {format_number(target.candidate)},"
         f" {format_difference(target.difference)} with {recipe.evaluation.confidence:.0%} interval"
         f" [{format_difference(target.low)}, {format_difference(target.high)}] over"
         f" {target.prompts} prompts, against {decision.champion}"
     )
     return [
-        became,
-        compared,
+        outcome,
+        comparison,
+        # The other reasons say what the gate accepted, and are in the report.
         *(reason for reason in decision.reasons if reason.startswith(REFUSED)),
     ]
 
 
 def _describe_ui(run: TrackedRun) -> str:
-    """The address of the run; of a store without a server also the command that serves it."""
+    """Describe where the run is in MLflow: its address, and of a store without a server also the
+    command that serves it.
+    """
     page = f"#/experiments/{run.experiment_id}/runs/{run.run_id}?{MODE}"
     if run.tracking_uri.startswith(("http://", "https://")):
+        # An address may carry a password, and a terminal's output is often shared.
         return redact_secrets(f"{run.tracking_uri.rstrip('/')}/{page}")
     return f"{_prefix_store_variable(run)}ebbflow ui, then {UI}/{page}"
 
@@ -96,17 +100,18 @@ def _describe_draw_command(run: TrackedRun, registration: Registration, example:
 
 
 def _prefix_store_variable(run: TrackedRun) -> str:
-    """Before a command: where the store is, unless the command finds it."""
-    default = run.tracking_uri == resolve_tracking_uri(Recipe())
-    return (
-        "" if default else f"MLFLOW_TRACKING_URI={shlex.quote(redact_secrets(run.tracking_uri))} "
-    )
+    """Write what stands before a command: where the store is, unless the command finds it."""
+    # Commands without --recipe look where an empty recipe does.
+    if run.tracking_uri == resolve_tracking_uri(Recipe()):
+        return ""
+    return f"MLFLOW_TRACKING_URI={shlex.quote(redact_secrets(run.tracking_uri))} "
 
 
 def read_example_prompt(samples: Path) -> str:
-    """What to draw: the text that the first held-out prompt names, or else the prompt."""
+    """Read what to draw: the text that the first held-out prompt names, or else the prompt."""
     import pyarrow.parquet as pq
 
+    # Three columns of the file: its pictures can be gigabytes.
     rows = pq.read_table(samples, columns=["split", "prompt", "target"]).to_pylist()
     first = next(row for row in rows if row["split"] == "held_out")
     return str(first["target"] or first["prompt"])

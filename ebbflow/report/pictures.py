@@ -48,8 +48,11 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One prompt, with a cell per shown evaluation, None if it lacks this sample; ``change`` of a
-    changed prompt's reward.
+    """One prompt with its pictures.
+
+    Attributes:
+        cells: one per evaluation of the grid; None if it lacks this sample.
+        change: how much the prompt's reward changed, where rows are sorted by that.
     """
 
     prompt: str
@@ -58,20 +61,24 @@ class Row(NamedTuple):
     change: str = ""
 
 
-Shown = Sequence[tuple[Evaluation, Path]]
+EvaluatedSamples = Sequence[tuple[Evaluation, Path]]
+"""Evaluations, each with the Parquet file of its samples."""
 
 
-def build_first_rows(shown: Shown, metrics: Sequence[str], at_size: Collection[str]) -> list[Row]:
-    """The first held-out prompts, not the best ones, with every policy's picture from the same
-    noise.
+def build_first_rows(
+    pictured: EvaluatedSamples, metrics: Sequence[str], at_size: Collection[str]
+) -> list[Row]:
+    """Build rows of the first held-out prompts, not the best ones, with every policy's picture from
+    the same noise.
 
     Args:
         metrics: of a sample, those that stand beside its enlarged picture.
         at_size: labels of the evaluations whose pictures are embedded at their size; the page must
             stay small enough to open.
     """
-    sides = [_read_first_samples(path) for _, path in shown]
-    labels = [evaluation.label for evaluation, _ in shown]
+    sides = [_read_first_samples(path) for _, path in pictured]
+    labels = [evaluation.label for evaluation, _ in pictured]
+    # By id, so that a prompt keeps its place in the reports of other runs.
     ids = sorted({prompt for side in sides for prompt in side})[:MAX_PROMPTS]
     return [
         _build_row([side.get(prompt) for side in sides], labels, metrics, at_size) for prompt in ids
@@ -81,55 +88,59 @@ def build_first_rows(shown: Shown, metrics: Sequence[str], at_size: Collection[s
 def build_changed_rows(
     before: Path, after: Path, labels: tuple[str, str], metrics: Sequence[str]
 ) -> tuple[list[Row], list[Row]]:
-    """The held-out prompts whose reward fell most and rose most, each with its pictures before and
-    after.
+    """Build rows of the held-out prompts whose reward fell most and rose most, each with its
+    pictures before and after.
 
     By the first sample of each prompt, which is the one in the pictures.
     """
-    was = _read_first_rewards(before)
-    now = _read_first_rewards(after)
-    moved = {prompt: now[prompt] - was[prompt] for prompt in was if prompt in now}
-    ranked = sorted(moved, key=lambda prompt: (moved[prompt], prompt))
-    fell = [prompt for prompt in ranked[:MAX_CHANGES] if moved[prompt] < 0]
-    rose = [prompt for prompt in ranked[: -MAX_CHANGES - 1 : -1] if moved[prompt] > 0]
+    rewards_before = _read_first_rewards(before)
+    rewards_after = _read_first_rewards(after)
+    changes = {
+        prompt: rewards_after[prompt] - rewards_before[prompt]
+        for prompt in rewards_before
+        if prompt in rewards_after
+    }
+    # Equal changes are in the order of the prompts, so the page is the same in every run.
+    ranked = sorted(changes, key=lambda prompt: (changes[prompt], prompt))
+    fell = [prompt for prompt in ranked[:MAX_CHANGES] if changes[prompt] < 0]
+    rose = [prompt for prompt in ranked[: -MAX_CHANGES - 1 : -1] if changes[prompt] > 0]
     sides = [_read_first_samples(path, {*fell, *rose}) for path in (before, after)]
 
     def build_row(prompt: int) -> Row:
-        plain = _build_row([side.get(prompt) for side in sides], labels, metrics, labels)
-        return plain._replace(change=format_difference(moved[prompt]))
+        row = _build_row([side.get(prompt) for side in sides], labels, metrics, labels)
+        return row._replace(change=format_difference(changes[prompt]))
 
     return [build_row(prompt) for prompt in fell], [build_row(prompt) for prompt in rose]
 
 
 def _read_first_numbers(path: Path) -> dict[int, int]:
-    """The number of the first held-out sample of each prompt."""
-    keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[HELD_OUT]).group_by(
-        "prompt_id"
-    )
-    table = keys.aggregate([("sample", "min")])
+    """Read the number of the first held-out sample of each prompt."""
+    keys = pq.read_table(path, columns=["prompt_id", "sample"], filters=[HELD_OUT])
+    table = keys.group_by("prompt_id").aggregate([("sample", "min")])
     return dict(zip(table["prompt_id"].to_pylist(), table["sample_min"].to_pylist(), strict=True))
 
 
 def _read_first_samples(
     path: Path, prompts: Collection[int] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """The first held-out sample of these or of the first prompts. Reads no others: their pictures
-    can be gigabytes.
+    """Read the first held-out sample of these or of the first prompts, and no others: their
+    pictures can be gigabytes.
     """
     first = _read_first_numbers(path)
     ids = sorted(first)[:MAX_PROMPTS] if prompts is None else sorted(first.keys() & prompts)
-    rows = (
-        pq.read_table(path, filters=[HELD_OUT, ("prompt_id", "in", ids)]).to_pylist() if ids else []
-    )
+    if not ids:
+        return {}  # pyarrow cannot tell the type of an empty list in a filter
+    rows = pq.read_table(path, filters=[HELD_OUT, ("prompt_id", "in", ids)]).to_pylist()
     return {row["prompt_id"]: row for row in rows if row["sample"] == first[row["prompt_id"]]}
 
 
 def _read_first_rewards(path: Path) -> dict[int, float]:
-    """The reward of the first held-out sample of each prompt that has one."""
+    """Read the reward of the first held-out sample of each prompt that has one."""
     first = _read_first_numbers(path)
     rows = pq.read_table(
         path, columns=["prompt_id", "sample", "reward"], filters=[HELD_OUT]
     ).to_pylist()
+    # A failed score is null or NaN, never 0.
     scored = (row for row in rows if row["reward"] is not None and math.isfinite(row["reward"]))
     return {
         row["prompt_id"]: row["reward"]
@@ -144,6 +155,7 @@ def _build_row(
     metrics: Sequence[str],
     at_size: Collection[str],
 ) -> Row:
+    # An evaluation may lack a prompt, so the text comes from any side that has it.
     first = next(sample for sample in samples if sample is not None)
     cells = [
         _build_cell(sample, label, metrics, label in at_size) if sample else None
@@ -153,21 +165,21 @@ def _build_row(
 
 
 def _build_cell(sample: dict[str, Any], label: str, metrics: Sequence[str], at_size: bool) -> Cell:
+    # Small pictures are embedded as they are; large ones as a JPEG preview, and those that the gate
+    # compared at their size as well.
     image = open_rgb_image(sample["image"])
     sharp = image.width <= MAX_SHARP_WIDTH
     exact = sample.get("exact_match")
     preview = encode_data_uri(image, sharp, MAX_PREVIEW_WIDTH)
-    whole = (
-        preview
-        if image.width <= MAX_PREVIEW_WIDTH
-        else encode_data_uri(image, False, image.width, 90)
-        if at_size
-        else None
-    )
+    full: str | None = None
+    if image.width <= MAX_PREVIEW_WIDTH:
+        full = preview
+    elif at_size:
+        full = encode_data_uri(image, False, image.width, quality=90)
     return Cell(
         evaluation=label,
         preview=preview,
-        full=whole,
+        full=full,
         width=image.width,
         height=image.height,
         exact=None if exact is None else exact >= 1,

@@ -24,7 +24,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of a run: times in seconds since 1970.
+    """When, where and with which code a run was made. Times are in seconds since 1970.
+
+    Example::
+
+        RunFacts(
+            written_at=1.7643e9,
+            machine="Intel(R) Xeon(R), 2 cores, Linux 6.1",
+            versions={"Python": "3.11.7", "torch": "2.13.0"},
+            nodes={"1.1 online": (1.76429e9, 1.764295e9)},
+        )
 
     Attributes:
         machine: the one that wrote this down.
@@ -40,7 +49,10 @@ class RunFacts:
     nodes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def measure_wall_seconds(self, names: Iterable[str]) -> float:
-        """How long at least one of these nodes ran: nodes that ran side by side count once."""
+        """Measure how long at least one of these nodes ran: nodes that ran side by side count
+        once.
+        """
+        # In the order of their starts, each node adds what lies after the end so far.
         total = end = 0.0
         for start, stop in sorted(self.nodes[name] for name in names if name in self.nodes):
             total += max(0.0, stop - max(start, end))
@@ -49,8 +61,8 @@ class RunFacts:
 
 
 def collect_run_facts(tracked: TrackedRun) -> RunFacts:
-    """The facts of a run. What MLflow knows is left out while it is away: a report must not fail
-    for it.
+    """Collect the facts of a run. While MLflow does not answer, what it knows is left out: a report
+    must not fail for it.
     """
     tags: Mapping[str, str] = {}
     nodes: dict[str, tuple[float, float]] = {}
@@ -69,12 +81,9 @@ def collect_run_facts(tracked: TrackedRun) -> RunFacts:
 def _read_tags_and_nodes(
     tracked: TrackedRun,
 ) -> tuple[Mapping[str, str], dict[str, tuple[float, float]]]:
-    """The tags of the run, and start and end of its nodes."""
-    from ebbflow.tracking.store import (
-        NODE,
-        PARENT,
-        connect_to_store,
-    )  # MLflow takes seconds, and a page needs none of it
+    """Read the tags of the run, and start and end of its nodes."""
+    # MLflow takes seconds to import, and a page needs none of it.
+    from ebbflow.tracking.store import NODE, PARENT, connect_to_store
 
     client = connect_to_store(tracked.tracking_uri)
     tags: Mapping[str, str] = client.get_run(tracked.run_id).data.tags
@@ -86,13 +95,17 @@ def _read_tags_and_nodes(
             [tracked.experiment_id], condition, max_results=1000, page_token=token
         )
         for run in page:
-            if (name := run.data.tags.get(NODE)) and run.info.end_time:
+            name = run.data.tags.get(NODE)
+            if name and run.info.end_time:
+                # MLflow counts milliseconds.
                 nodes[name] = (run.info.start_time / 1000, run.info.end_time / 1000)
-        if not (token := page.token):
+        token = page.token
+        if not token:
             return tags, nodes
 
 
 def _describe_machine() -> str:
+    # platform.processor() is empty on most Linux systems.
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     processor = next(

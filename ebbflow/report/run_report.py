@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,6 @@ import pyarrow.parquet as pq
 import yaml
 
 from ebbflow.data.records import (
-    CategoryMeans,
     Distribution,
     Evaluation,
     GateDecision,
@@ -25,7 +23,6 @@ from ebbflow.data.records import (
     TrackedRun,
 )
 from ebbflow.data.schema import KEY
-from ebbflow.evaluation.categories import average_over_categories
 from ebbflow.evaluation.distribution import estimate_best_of
 from ebbflow.evaluation.gate import REFUSED
 from ebbflow.evaluation.statistics import average_over_prompts
@@ -34,6 +31,7 @@ from ebbflow.plots import charts
 from ebbflow.plots.pages import create_page_environment
 from ebbflow.recipe import Recipe
 from ebbflow.registry.serving import how_to_load
+from ebbflow.report.categories import build_category_tables, keep_finite, summarise_categories
 from ebbflow.report.glossary import build_glossary
 from ebbflow.report.pictures import (
     HELD_OUT,
@@ -52,7 +50,20 @@ MAX_CURVES = 8
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Everything that the report shows."""
+    """Everything that the report shows.
+
+    Example::
+
+        ReportInputs(
+            recipe,
+            tracked_run,
+            evaluations=[(before, Path("before.parquet")), (after, Path("after.parquet"))],
+            stages=[(record, [{"step": 0, "reward/mean": 0.51}, {"step": 1, "reward/mean": 0.53}])],
+            decision=decision,
+            registration=None,
+            base_seconds=61.0,
+        )
+    """
 
     recipe: Recipe
     tracked: TrackedRun
@@ -81,6 +92,7 @@ class ReportInputs:
     """Path or URI of the run's base-model folder."""
 
     def __post_init__(self) -> None:
+        # Every property below looks the candidate up, deep inside a template otherwise.
         labels = [evaluation.label for evaluation, _ in self.evaluations]
         if self.decision.candidate not in labels:
             raise ValueError(
@@ -140,19 +152,28 @@ class Times(NamedTuple):
 
 
 def summarise_run(inputs: ReportInputs) -> dict[str, Any]:
-    """The run in numbers, for programs. ``seconds`` are on the clock; ``total`` is that of the
-    parts, ``run`` of everything.
+    """Summarise the run in numbers, for programs. ``seconds`` are on the clock; ``total`` is that
+    of the parts, ``run`` of everything.
+
+    Example::
+
+        {
+            "before": {"reward": 0.53, "ocr": 0.53},
+            "after": {"reward": 0.98, "ocr": 0.98},
+            "seconds": {"base model": 61.0, "1.1 online": 40.2, "total": 140.9, "run": 155.3},
+            "promoted": True,
+            ...
+        }
     """
     seconds = {name: round(times.seconds, 3) for name, times in _measure_times(inputs).items()}
-    whole = (
-        {"run": round(inputs.facts.written_at - inputs.tracked.started_at, 3)}
-        if inputs.facts
-        else {}
-    )
-    return {
-        "before": _keep_finite(inputs.first_evaluation.held_out),
-        "after": _keep_finite(inputs.candidate_evaluation.held_out),
-        "seconds": seconds | {"total": round(sum(seconds.values()), 3)} | whole,
+    # The parts run side by side where there are branches, so their sum is not the run's time.
+    seconds["total"] = round(sum(seconds.values()), 3)
+    if inputs.facts:
+        seconds["run"] = round(inputs.facts.written_at - inputs.tracked.started_at, 3)
+    summary = {
+        "before": keep_finite(inputs.first_evaluation.held_out),
+        "after": keep_finite(inputs.candidate_evaluation.held_out),
+        "seconds": seconds,
         "candidate": inputs.decision.candidate,
         "champion": inputs.decision.champion,
         "promoted": inputs.promoted,
@@ -161,89 +182,29 @@ def summarise_run(inputs: ReportInputs) -> dict[str, Any]:
         "policy": inputs.policy,
         "base": inputs.base,
         "load": _how_to_load(inputs),
-        **({"categories": found} if (found := _summarise_categories(inputs)) else {}),
     }
-
-
-def _summarise_categories(inputs: ReportInputs) -> dict[str, Any]:
-    """By column of the prompt file and policy, the means of each category and, as ``overall``, the
-    mean over the categories.
-    """
-    return {
-        column: {
-            when: {
-                "overall": average_over_categories(categories),
-                "values": {
-                    category.value: {"prompts": category.prompts, **_keep_finite(category.means)}
-                    for category in categories
-                },
-            }
-            for when, categories in sides.items()
-        }
-        for column, sides in _group_categories(
-            inputs.first_evaluation, inputs.candidate_evaluation
-        ).items()
-    }
-
-
-def _group_categories(
-    before: Evaluation, after: Evaluation
-) -> dict[str, dict[str, list[CategoryMeans]]]:
-    """The categories of each column, before and after."""
-    columns = dict.fromkeys(category.column for category in after.categories)
-    sides = {"before": before, "after": after}
-    return {
-        column: {
-            when: [category for category in one.categories if category.column == column]
-            for when, one in sides.items()
-        }
-        for column in columns
-    }
-
-
-class CategoryRow(NamedTuple):
-    """A line of the table of a column: a category, or the mean over all of them."""
-
-    name: str
-    prompts: int | None
-    was: dict[str, float]
-    now: dict[str, float]
-
-
-def _build_category_tables(inputs: ReportInputs) -> dict[str, list[CategoryRow]]:
-    """By column, its categories and their mean, of what the gate compared."""
-    tables = {}
-    for column, sides in _group_categories(
-        _find_compared_sides(inputs)[0][0], inputs.candidate_evaluation
-    ).items():
-        before = {category.value: category for category in sides["before"]}
-        rows = [
-            CategoryRow(
-                one.value,
-                one.prompts,
-                before[one.value].means if one.value in before else {},
-                one.means,
-            )
-            for one in sides["after"]
-        ]
-        overall = [average_over_categories(sides[when]) for when in ("before", "after")]
-        tables[column] = [*rows, CategoryRow("mean of these", None, *overall)]
-    return tables
+    categories = summarise_categories(inputs.first_evaluation, inputs.candidate_evaluation)
+    # Most prompt files have no categories, and a program asks whether the key is there.
+    if categories:
+        summary["categories"] = categories
+    return summary
 
 
 def write_summary(path: Path, inputs: ReportInputs) -> None:
     """Write ``summarise_run`` as JSON."""
+    # NaN would be written as a word that JSON does not have and other parsers refuse.
     write_text(path, json.dumps(summarise_run(inputs), indent=2, allow_nan=False) + "\n")
 
 
 def format_summary_table(inputs: ReportInputs) -> str:
-    """Evaluations by metrics, for the terminal; a star marks the candidate."""
+    """Format a table of evaluations by metrics, for the terminal; a star marks the candidate."""
     metrics = _list_metrics(inputs)
     table = [["", *(charts.format_metric_name(metric) for metric in metrics), "drift"]]
     for evaluation, _ in inputs.evaluations:
         mark = "*" if evaluation is inputs.candidate_evaluation else ""
         values = [format_number(evaluation.held_out.get(metric)) for metric in metrics]
         table.append([evaluation.label + mark, *values, f"{evaluation.velocity_drift:.2g}"])
+    # Names are flush left, numbers flush right.
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = [
         "  ".join(
@@ -260,6 +221,7 @@ def format_summary_table(inputs: ReportInputs) -> str:
 def write_report(path: Path, inputs: ReportInputs) -> None:
     """Write one HTML file without references to other files or the network."""
     environment = create_page_environment(Path(__file__).parent)
+    # The page marks the reasons that begin with it.
     environment.globals["refused"] = REFUSED
     environment.filters |= {
         "number": format_number,
@@ -273,8 +235,10 @@ def write_report(path: Path, inputs: ReportInputs) -> None:
 
 def _build_page(inputs: ReportInputs) -> dict[str, Any]:
     metrics = _list_metrics(inputs)
-    shown = _select_evaluations(inputs)
-    own_evaluations = [
+    pictured = _select_evaluations(inputs)
+    (against, _), _ = _find_compared_sides(inputs)
+    # The champion is a dashed line of the charts, and no point of this run's progress.
+    run_evaluations = [
         evaluation for evaluation, _ in inputs.evaluations if evaluation is not inputs.champion
     ]
     statistics = list(
@@ -291,14 +255,15 @@ def _build_page(inputs: ReportInputs) -> dict[str, Any]:
         ),
         "trained": _name_trained_reward(inputs.recipe),
         "evaluations": [evaluation for evaluation, _ in inputs.evaluations],
-        "shown": [evaluation for evaluation, _ in shown],
+        "shown": [evaluation for evaluation, _ in pictured],
         "distributed": _list_distributions(inputs, metrics),
-        "categories": _build_category_tables(inputs),
+        "categories": build_category_tables(against, inputs.candidate_evaluation),
         "statistics": statistics,
         "progress": charts.plot_progress(
-            own_evaluations, metrics, inputs.candidate_evaluation.label, inputs.champion
+            run_evaluations, metrics, inputs.candidate_evaluation.label, inputs.champion
         ),
         "differences": charts.plot_differences(inputs.decision),
+        # A long run has hundreds of stages; the last ones show where it was heading.
         "curves": [
             (record, charts.plot_training(steps)) for record, steps in inputs.stages[-MAX_CURVES:]
         ],
@@ -306,43 +271,44 @@ def _build_page(inputs: ReportInputs) -> dict[str, Any]:
         "recipe_yaml": yaml.safe_dump(inputs.recipe.model_dump(mode="json"), sort_keys=False),
         "problems": _list_problems(inputs),
         "how_to_load": _how_to_load(inputs),
-        **_build_pictures(inputs, shown, metrics),
+        **_build_pictures(inputs, pictured, metrics),
         **_compare_by_prompt(inputs),
     }
 
 
 def _build_pictures(
-    inputs: ReportInputs, shown: Sequence[tuple[Evaluation, Path]], metrics: Sequence[str]
+    inputs: ReportInputs, pictured: Sequence[tuple[Evaluation, Path]], metrics: Sequence[str]
 ) -> dict[str, Any]:
     against, after = _find_compared_sides(inputs)
     compared = against[0].label, after[0].label
+    # Only the two compared sides are embedded at full size: the page must stay small.
     fell, rose = build_changed_rows(against[1], after[1], compared, metrics)
-    rows = build_first_rows(shown, metrics, compared)
+    rows = build_first_rows(pictured, metrics, compared)
     width = max(
         (cell.width for row in rows for cell in row.cells if cell), default=MAX_PREVIEW_WIDTH
     )
-    # whole multiples of the 32 pixels of the glyph model
+    # At least 128, a whole multiple of the glyph model's 32 pixels: each pixel stays a square.
     return {
         "rows": rows,
         "fell": fell,
         "rose": rose,
-        "picture_width": 128 if width < 128 else min(width, MAX_PREVIEW_WIDTH),
+        "picture_width": min(max(width, 128), MAX_PREVIEW_WIDTH),
     }
 
 
 def _compare_by_prompt(inputs: ReportInputs) -> dict[str, Any]:
-    """The scatter of every prompt's reward, and the best of k samples."""
+    """Compare every prompt's reward as a scatter, and the best of k samples as a table."""
     against, after = _find_compared_sides(inputs)
+    # Without the column of pictures, which can be gigabytes.
     columns = [*KEY, "split", "reward"]
     tables = [
         pq.read_table(path, columns=columns, filters=[HELD_OUT]) for _, path in (after, against)
     ]
     means = average_over_prompts("reward", *tables)
-    moved = means["candidate"] - means["champion"]
-    counts = sorted(
-        {k for k in (1, 2, 4, 8, 16, 32, 64) if k < inputs.recipe.evaluation.samples}
-        | {inputs.recipe.evaluation.samples}
-    )
+    differences = means["candidate"] - means["champion"]
+    # Powers of two below the number of samples, and that number.
+    samples = inputs.recipe.evaluation.samples
+    counts = [*(k for k in (1, 2, 4, 8, 16, 32, 64) if k < samples), samples]
     best = [
         (evaluation.label, [estimate_best_of(*_read_rewards(table), k, counts[-1]) for k in counts])
         for (evaluation, _), table in zip((against, after), reversed(tables), strict=True)
@@ -351,7 +317,7 @@ def _compare_by_prompt(inputs: ReportInputs) -> dict[str, Any]:
         "scatter": charts.plot_scatter(
             means["champion"].tolist(), means["candidate"].tolist(), "reward"
         ),
-        "moved": [int(found.sum()) for found in (moved > 0, moved < 0, moved == 0)],
+        "moved": [int(rows.sum()) for rows in (differences > 0, differences < 0, differences == 0)],
         "best_counts": counts,
         "best": [(label, values) for label, values in best if values[-1] is not None],
         "against": against[0],
@@ -359,32 +325,32 @@ def _compare_by_prompt(inputs: ReportInputs) -> dict[str, Any]:
 
 
 def _read_rewards(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts and rewards of the samples, NaN where there is none."""
-    return table["prompt_id"].to_numpy(), table["reward"].to_pandas().to_numpy(
-        np.float64, na_value=np.nan
-    )
+    """Read prompts and rewards of the samples, NaN where there is none."""
+    rewards = table["reward"].to_pandas().to_numpy(np.float64, na_value=np.nan)
+    return table["prompt_id"].to_numpy(), rewards
 
 
 def _find_compared_sides(
     inputs: ReportInputs,
 ) -> tuple[tuple[Evaluation, Path], tuple[Evaluation, Path]]:
-    """What the gate compared: the champion, or the run's start, and the candidate."""
+    """Find what the gate compared: the champion, or the run's start, and the candidate."""
+    # Reversed, so that of two evaluations with one label the first counts, as in the properties.
     pairs = {
         evaluation.label: (evaluation, path) for evaluation, path in reversed(inputs.evaluations)
     }
-    return pairs[(inputs.champion or inputs.first_evaluation).label], pairs[
-        inputs.candidate_evaluation.label
-    ]
+    against = inputs.champion or inputs.first_evaluation
+    return pairs[against.label], pairs[inputs.candidate_evaluation.label]
 
 
 def _list_problems(inputs: ReportInputs) -> list[str]:
-    """What a person should know before anything else."""
+    """List what a person should know before anything else."""
+    # They stand at the top of the page: an alarm makes the numbers below it doubtful.
     alarms = [f"{record.label}: {alarm}" for record, _ in inputs.stages for alarm in record.alarms]
     return [*alarms, *inputs.outages]
 
 
 def _how_to_load(inputs: ReportInputs) -> str | None:
-    """Python that loads the registered version, if there is one."""
+    """Write the Python that loads the registered version, if there is one."""
     if inputs.registration is None:
         return None
     return how_to_load(
@@ -393,9 +359,12 @@ def _how_to_load(inputs: ReportInputs) -> str | None:
 
 
 def _name_trained_reward(recipe: Recipe) -> str:
-    """What the number under a picture is: the only reward, or the weighted sum."""
-    only = recipe.rewards[0] if len(recipe.rewards) == 1 and recipe.rewards[0].weight == 1 else None
-    return charts.format_metric_name(only.column) if only else "Reward"
+    """Name the number under a picture: the only reward, or the weighted sum."""
+    # With another weight than 1, the number is a multiple of the score and has no name of its own.
+    first = recipe.rewards[0]
+    if len(recipe.rewards) == 1 and first.weight == 1:
+        return charts.format_metric_name(first.column)
+    return "Reward"
 
 
 def _list_guardrails(recipe: Recipe) -> list[str]:
@@ -403,82 +372,81 @@ def _list_guardrails(recipe: Recipe) -> list[str]:
 
 
 def _list_metrics(inputs: ReportInputs) -> list[str]:
-    """Metrics to show, in order: the total reward unless it equals the only one, trained rewards,
-    exact match, guardrails.
+    """List the metrics to show, in order: the total reward unless it equals the only one, trained
+    rewards, exact match, guardrails.
     """
     trained = [reward.column for reward in inputs.recipe.rewards]
-    combined = (
-        [] if len(trained) == 1 and trained[0] in inputs.first_evaluation.held_out else ["reward"]
-    )
-    wanted = [*combined, *trained, "exact_match", *_list_guardrails(inputs.recipe)]
-    return [
-        metric
-        for metric in wanted
-        if any(
-            _keep_finite(evaluation.held_out).get(metric) is not None
-            for evaluation, _ in inputs.evaluations
-        )
-    ]
+    metrics = [*trained, "exact_match", *_list_guardrails(inputs.recipe)]
+    if len(trained) > 1 or trained[0] not in inputs.first_evaluation.held_out:
+        metrics.insert(0, "reward")
+    # Guardrails that no evaluation could measure would be empty columns.
+    measured: set[str] = set()
+    for evaluation, _ in inputs.evaluations:
+        measured |= keep_finite(evaluation.held_out).keys()
+    return [metric for metric in metrics if metric in measured]
 
 
 def _list_distributions(
     inputs: ReportInputs, metrics: Sequence[str]
 ) -> list[tuple[Evaluation, str, Distribution]]:
-    """The distribution of every metric, before and after, and of the champion where it is another
-    policy.
+    """List the distribution of every metric, before and after, and of the champion where it is
+    another policy.
     """
-    compared = [
-        inputs.first_evaluation,
-        *([inputs.champion] if inputs.champion else []),
-        inputs.candidate_evaluation,
-    ]
+    compared = [inputs.first_evaluation, inputs.candidate_evaluation]
+    if inputs.champion:
+        compared.insert(1, inputs.champion)
     return [
-        (each, metric, each.distributions[metric])
+        (evaluation, metric, evaluation.distributions[metric])
         for metric in metrics
-        for each in compared
-        if metric in each.distributions
+        for evaluation in compared
+        if metric in evaluation.distributions
     ]
 
 
 def _select_evaluations(inputs: ReportInputs) -> list[tuple[Evaluation, Path]]:
+    """Select the evaluations with a column of pictures: the first, the candidate, the last ones."""
     evaluations = list(inputs.evaluations)
-    if len(evaluations) <= MAX_COLUMNS:
+    count = len(evaluations)
+    if count <= MAX_COLUMNS:
         return evaluations
-    kept = {0, *range(len(evaluations) - MAX_COLUMNS + 2, len(evaluations))}
-    kept.add(
-        next(
-            index
-            for index, (evaluation, _) in enumerate(evaluations)
-            if evaluation is inputs.candidate_evaluation
-        )
-    )
-    return [evaluations[index] for index in sorted(kept)]
+    # Two columns are for the first and the candidate, which is often among the last ones.
+    last = range(count - MAX_COLUMNS + 2, count)
+    return [
+        (evaluation, path)
+        for index, (evaluation, path) in enumerate(evaluations)
+        if index == 0 or index in last or evaluation is inputs.candidate_evaluation
+    ]
 
 
 def _measure_times(inputs: ReportInputs) -> dict[str, Times]:
-    """Of the base model, of every stage, and of all evaluations together."""
-    evaluating: dict[str, float] = {}
+    """Measure the times of the base model, of every stage, and of all evaluations together."""
+    evaluations: dict[str, float] = {}
     for evaluation, _ in inputs.evaluations:
         for phase, seconds in evaluation.seconds.items():
-            evaluating[phase] = evaluating.get(phase, 0.0) + seconds
+            evaluations[phase] = evaluations.get(phase, 0.0) + seconds
     stages = {record.label: dict(record.seconds) for record, _ in inputs.stages}
-    parts = {"base model": {"base model": inputs.base_seconds}, **stages, "evaluations": evaluating}
+    parts = {"base model": {"base model": inputs.base_seconds}, **stages}
+    parts["evaluations"] = evaluations
     return {
         name: Times(_measure_wall_seconds(inputs, name), phases) for name, phases in parts.items()
     }
 
 
 def _measure_wall_seconds(inputs: ReportInputs, part: str) -> float | None:
-    """Seconds on the clock of the nodes of a part of the run; None where none of them is known."""
-    nodes = inputs.facts.nodes if inputs.facts else {}
-    evaluating = {name for name in nodes if name.endswith(" evaluation")}
-    own = {name for name in nodes if name == part or name.startswith(f"{part} ")} - evaluating
-    names = evaluating if part == "evaluations" else own
-    return inputs.facts.measure_wall_seconds(names) if inputs.facts and names else None
-
-
-def _keep_finite(values: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if math.isfinite(value)}
+    """Measure the seconds on the clock of the nodes of a part of the run; None where none of them
+    is known.
+    """
+    if inputs.facts is None:
+        return None
+    evaluations = {name for name in inputs.facts.nodes if name.endswith(" evaluation")}
+    if part == "evaluations":
+        names = evaluations
+    else:
+        # A stage has several nodes, such as "1.2 offline" and "1.2 offline advantages".
+        names = {
+            name for name in inputs.facts.nodes if name == part or name.startswith(f"{part} ")
+        } - evaluations
+    return inputs.facts.measure_wall_seconds(names) if names else None
 
 
 def _format_day(seconds: float) -> str:

@@ -147,7 +147,7 @@ def find_model_file(part: str) -> Path:
         files = importlib.metadata.files("rapidocr") or []
     except importlib.metadata.PackageNotFoundError:
         raise FileNotFoundError(
-            "the package rapidocr is not installed; install it with: pip install rapidocr"
+            "the package rapidocr is not installed; install it with: pip install 'ebbflow[ocr]'"
         ) from None
     # From the list of the wheel and not from the folder, so that the version decides what reads.
     models = sorted(

@@ -5,7 +5,9 @@ Where it fits
 
 How
     - ``evidence``: what the gate decided from, written when a version is registered.
+    - ``version``: a downloaded version, its tags and the files of its evidence.
     - ``checks``: every digest, and the decision made again from the stored scores.
+    - ``comparison``: with ``--again``, pictures and scores that are generated again.
 
 Gotchas
     - Digests are tags of the version and the files are its artifacts. A person who can change both

@@ -55,6 +55,17 @@ MAX_STORED_PICTURES = 2**26
 class GateInputs:
     """What a decision of the gate depends on.
 
+    Example::
+
+        GateInputs(
+            recipe=recipe,
+            decision=decision,
+            evaluations={"candidate": after, "champion": before},
+            samples={"candidate": Path("after.parquet"), "champion": Path("before.parquet")},
+            prompts=Path("prompts.parquet"),
+            code=list_code(library),
+        )
+
     Attributes:
         evaluations, samples: of the candidate and of the champion that it was compared with, by
             ``SIDES``.
@@ -74,9 +85,11 @@ def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
     """Write the files of the evidence into a new folder; returns the tags of the version that
     belong to them.
     """
+    # Canonical JSON and sorted keys: the same decision has the same digests on a retry.
     folder.mkdir(parents=True)
     (folder / RECIPE).write_text(inputs.recipe.canonical_json)
     (folder / CODE).write_text(inputs.code)
+    # The gate decides from held-out prompts; prompts of training can be millions.
     prompts = read_table(inputs.prompts, PROMPTS)
     write_prompts(prompts.filter(pc.not_equal(prompts["split"], "train")), folder / PROMPT_TABLE)
     for side, path in inputs.samples.items():
@@ -92,7 +105,7 @@ def write_evidence(folder: Path, inputs: GateInputs) -> dict[str, str]:
 
 
 def compute_rewards_digest(recipe: Mapping[str, Any]) -> str:
-    """sha256 of how a resolved recipe scores samples."""
+    """Compute the sha256 of how a resolved recipe scores samples."""
     config = {key: recipe[key] for key in REWARD_KEYS}
     return hashlib.sha256(
         json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
@@ -100,23 +113,24 @@ def compute_rewards_digest(recipe: Mapping[str, Any]) -> str:
 
 
 def compute_picture_digests(samples: pa.Table) -> list[str]:
-    """sha256 of every picture of an evaluation."""
+    """Compute the sha256 of every picture of an evaluation, in the order of its rows."""
     return [hashlib.sha256(picture).hexdigest() for picture in samples["image"].to_pylist()]
 
 
 def select_held_out(samples: pa.Table) -> pa.Table:
-    """The rows of an evaluation that the gate decides from."""
+    """Select the rows of an evaluation that the gate decides from."""
     return samples.filter(pc.equal(samples["split"], "held_out"))
 
 
 def index_by_key(samples: pa.Table, column: str) -> dict[tuple[int, int], Any]:
-    """The values of a column by (prompt id, sample)."""
+    """Index the values of a column by (prompt id, sample)."""
     keys = zip(*(samples[name].to_pylist() for name in KEY), strict=True)
     return dict(zip(keys, samples[column].to_pylist(), strict=True))
 
 
 def _write_scores(path: Path, samples: pa.Table) -> None:
     rows = select_held_out(samples)
+    # A digest stands for each picture: tables of scores stay small, and pictures can be compared.
     scores = rows.drop_columns(["image"]).append_column(
         PICTURE_DIGEST, pa.array(compute_picture_digests(rows), pa.string())
     )

@@ -59,6 +59,7 @@ def _pip() -> argparse.ArgumentParser:
         "--editable",
         "--python",
         "--torch-backend",
+        "--extra",
     ):
         parser.add_argument(option)
     for flag in ("--system", "--no-cache", "--no-cache-dir", "--no-deps"):
@@ -88,7 +89,13 @@ def _wanted(install: argparse.Namespace, copied: dict[str, Path]) -> list[str]:
         return install.packages
     file = ROOT / copied[install.requirements]
     if file.name == "pyproject.toml":
-        return tomllib.loads(file.read_text())["project"]["dependencies"]
+        assert install.extra == "all"
+        project = tomllib.loads(file.read_text())["project"]
+        extras = project["optional-dependencies"]
+        (names,) = (Requirement(requirement).extras for requirement in extras["all"])
+        listed = [requirement for name in sorted(names) for requirement in extras[name]]
+        # `ebbflow[serve]` stands for an extra that is in the list itself.
+        return project["dependencies"] + [one for one in listed if not one.startswith("ebbflow[")]
     return file.read_text().split()
 
 

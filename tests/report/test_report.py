@@ -216,7 +216,7 @@ def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are not drawn; only what they say to a screen reader is there."""
     monkeypatch.setattr(
         charts,
-        "_render_svg",
+        "render_svg",
         lambda figure, text: Markup('<svg role="img" aria-label="{}"></svg>').format(text),
     )
 

@@ -98,7 +98,7 @@ def test_says_what_is_missing(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", not_installed)
-    assert "pip install rapidocr" in Ocr().explain_unavailable()
+    assert "pip install 'ebbflow[ocr]'" in Ocr().explain_unavailable()
 
 
 def test_is_available_where_the_tests_run():

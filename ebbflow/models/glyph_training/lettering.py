@@ -12,9 +12,7 @@ from functools import cache, lru_cache
 from math import ceil, floor
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
 MARGIN = 1
@@ -169,9 +167,13 @@ def _check_letters(text: str) -> None:
 
 @cache
 def _font_letters() -> frozenset[str]:
+    from matplotlib.ft2font import FT2Font
+
     return frozenset(map(chr, FT2Font(_font_path()).get_charmap()))
 
 
 @cache
 def _font_path() -> str:
+    import matplotlib  # only the glyph family needs it, and its folder also loads without
+
     return str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono-Bold.ttf"))

@@ -1,5 +1,5 @@
 """``similarity``: how much the letters of an image look like rendered ones. A guardrail that needs
-nothing installed.
+no network and no program.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from ebbflow.extras import explain_missing
 from ebbflow.recipe.rewards import ReadingRewardConfig
 from ebbflow.rewards.base import NO_TARGET, Reward, RewardResult
 
@@ -44,6 +45,9 @@ class Similarity(Reward):
     """
 
     name = "similarity"
+
+    def explain_unavailable(self) -> str | None:
+        return explain_missing("it", "cv2", "matplotlib")
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         import cv2

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from ebbflow.extras import explain_missing
 from ebbflow.recipe.rewards import OcrRewardConfig
 from ebbflow.rewards.base import Reward, RewardResult
 
@@ -58,7 +59,8 @@ class Tesseract(Reward):
         self.config = config or TesseractConfig()
 
     def explain_unavailable(self) -> str | None:
-        return _explain_unavailable()
+        # What tesseract reads is compared with the target by rapidfuzz.
+        return _explain_unavailable() or explain_missing("it", "rapidfuzz")
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         from ebbflow.rewards.text import score_readings

@@ -1,0 +1,33 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+
+def _count_processes_of_all_nodes() -> str:
+    """Count the training processes as local runs and registering take them from the environment:
+    processes of a node, times nodes.
+    """
+    per_node = os.environ.get("EBBFLOW_TRAIN_PROCESSES", "2")
+    nodes = os.environ.get("EBBFLOW_TRAIN_NODES", "1")
+    if per_node.isdigit() and nodes.isdigit():
+        return str(int(per_node) * int(nodes))
+    return per_node  # click refuses it, and its error shows the value
+
+
+PROCESSES = click.option(
+    "--processes",
+    default=_count_processes_of_all_nodes,
+    show_default="2, or EBBFLOW_TRAIN_PROCESSES times EBBFLOW_TRAIN_NODES",
+    type=click.IntRange(min=1),
+    help="Training processes of an offline stage, those of all nodes.",
+)
+STORE = click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="The recipe whose MLflow store it is; left out, MLFLOW_TRACKING_URI or runs/mlflow.db.",
+)

@@ -1,0 +1,132 @@
+"""``ebbflow run``, ``runs``, ``replay`` and ``ui``: start a run, and look at runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ebbflow.commands.options import PROCESSES, STORE
+from ebbflow.recipe import Recipe, RecipeError, load_recipe
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def run(recipe: Path, debug: bool) -> None:
+    """Run the pipeline on RECIPE on this machine; a run that was stopped resumes.
+
+    Exits with status 1 after an error, 130 after Ctrl-C.
+    """
+    # It handles signals and its own errors: Ctrl-C during a run says how to resume.
+    from ebbflow.launch import launch_recipe
+
+    launch_recipe(recipe, debug)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
+def runs(folder: Path) -> None:
+    """List the runs in FOLDER, the 'output' of their recipes (default: runs), the newest first."""
+    # Files alone: it works while the MLflow server is away, and without MLflow.
+    from ebbflow.run_list import describe_runs, list_runs
+
+    listed = list_runs(folder)
+    if not listed:
+        sys.exit(
+            f"no runs in {folder}; start one with `ebbflow run RECIPE`, or name the recipe's"
+            " 'output'"
+        )
+    click.echo(describe_runs(listed))
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "--stage",
+    required=True,
+    help="As the report calls it: 1.1 is the first stage of the first round.",
+)
+@click.option(
+    "--step",
+    required=True,
+    type=click.IntRange(min=0),
+    help="Training step, from zero, as its metrics are logged.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="A new or empty folder; left out, replay-STAGE-STEP.",
+)
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path),
+    help="Folder of the base model, where the run no longer has it.",
+)
+@PROCESSES
+@STORE
+def replay(
+    run: str,
+    stage: str,
+    step: int,
+    output: Path | None,
+    base: Path | None,
+    processes: int,
+    recipe: Path | None,
+) -> None:
+    """Replay a training step of RUN: generate its samples again, and show them with their scores
+    and advantages.
+
+    RUN is the folder of a local run or the id of its MLflow run. The policy is trained again up to
+    the step.
+    """
+    from ebbflow.models import ModelError  # imports torch
+    from ebbflow.replay.output import PAGE
+    from ebbflow.replay.tracked_step import replay_step
+    from ebbflow.rewards.base import RewardError
+    from ebbflow.storage.artifacts import ArtifactError
+    from ebbflow.tracking.store import TrackingError
+    from ebbflow.training.policy_metadata import PolicyError
+    from ebbflow.training.replay import ReplayError
+
+    # "1.1 online" and "1.1" name the same stage, and have the same folder.
+    target = output or Path(f"replay-{stage.partition(' ')[0]}-{step}")
+    try:
+        result = replay_step(
+            run, stage, step, target, load_recipe(recipe) if recipe else None, base, processes
+        )
+    except (
+        RecipeError,
+        TrackingError,
+        ReplayError,
+        ArtifactError,
+        ModelError,
+        PolicyError,
+        RewardError,
+    ) as error:
+        sys.exit(str(error))
+    click.echo(f"{target / PAGE}: {result}")
+
+
+@click.command()
+@STORE
+@click.option("--port", default=5000, show_default=True, type=click.IntRange(1, 65535))
+@click.option(
+    "--browser/--no-browser",
+    default=True,
+    help="Whether to open the page of the runs in a browser.",
+)
+def ui(recipe: Path | None, port: int, browser: bool) -> None:
+    """Serve MLflow's UI on 127.0.0.1, and print the addresses of runs, reward curves and
+    registry."""
+    from ebbflow.tracking.store import TrackingError, resolve_tracking_uri  # imports MLflow
+    from ebbflow.tracking.ui import serve_ui
+
+    try:
+        # Without a recipe: the store of the environment, or the one of local runs.
+        settings = load_recipe(recipe) if recipe else Recipe()
+        uri = resolve_tracking_uri(settings)
+        sys.exit(serve_ui(uri, settings.tracking.experiment, port, browser, click.echo))
+    except (RecipeError, TrackingError) as error:
+        sys.exit(str(error))
