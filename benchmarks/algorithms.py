@@ -89,7 +89,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
     for seed in arguments.seeds:
-        for name in tqdm(arguments.select_rows, desc=f"seed {seed}", unit="run"):
+        for name in tqdm(arguments.only, desc=f"seed {seed}", unit="run"):
             kind, settings = entries[name]
             if kind in ONE_SEED and seed != arguments.seeds[0]:
                 continue

@@ -87,11 +87,11 @@ def main() -> None:
         json.loads(RESULTS.read_text()) if RESULTS.exists() else {"speed": [], "learning": []}
     )
     results["machine"] = describe_machine()
-    if arguments.select_rows != "learning":
+    if arguments.only != "learning":
         results["speed"], pictures = measure_speed()
         _stack_images(pictures).save(RESULTS.with_suffix(".png"))
         _write_results(results)
-    if arguments.select_rows != "speed":
+    if arguments.only != "speed":
         for done in measure_learning(arguments.seeds, arguments.steps, results["learning"]):
             results["learning"] = done
             _write_results(results)

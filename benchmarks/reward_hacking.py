@@ -59,7 +59,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     for asked in tqdm(
-        [] if arguments.report else list(list_runs(arguments.seeds, arguments.select_rows)),
+        [] if arguments.report else list(list_runs(arguments.seeds, arguments.only)),
         unit="run",
     ):
         folder = RUNS / f"{asked['name']}-{asked['algorithm']}-{asked['seed']}"
