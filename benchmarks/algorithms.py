@@ -58,6 +58,7 @@ WORK = ROOT / "runs" / "benchmarks"
 ENTRIES = Path(__file__).with_suffix(".yaml")
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 ONE_SEED = ("collapse",)
+"""Kinds that run with the first seed only: they show that an alarm rings, and no mean is taken."""
 EVALUATE_EVERY = 4.0
 """CPU-seconds of training between evaluations."""
 STEPS = 1000
@@ -88,8 +89,10 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="repeat runs whose results are there")
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
+    # Seeds outside, entries inside: an interrupted benchmark has whole seeds, and an entry finds
+    # the teacher that an earlier entry of the same seed has left.
     for seed in arguments.seeds:
-        for name in tqdm(arguments.select_rows, desc=f"seed {seed}", unit="run"):
+        for name in tqdm(arguments.only, desc=f"seed {seed}", unit="run"):
             kind, settings = entries[name]
             if kind in ONE_SEED and seed != arguments.seeds[0]:
                 continue
@@ -101,21 +104,25 @@ def main() -> None:
                 "cpu_seconds": seconds,
                 "settings": settings,
             }
-            found = [run for run in results["runs"] if asked.items() <= run.items()]
-            if found and not arguments.again:
+            # a run with other settings under the same name is not this one
+            finished = [run for run in results["runs"] if asked.items() <= run.items()]
+            if finished and not arguments.again:
                 continue
-            done = asked | train_entry(asked)
+            run_result = asked | train_entry(asked)
             tqdm.write(
-                f"{name} {seed}: {done['before']['ocr']:.2f} -> {done['after']['ocr']:.2f}, drift"
-                f" {done['drift']:.3f}"
+                f"{name} {seed}: {run_result['before']['ocr']:.2f} ->"
+                f" {run_result['after']['ocr']:.2f}, drift {run_result['drift']:.3f}"
             )
+            # Written after each run. Entries that are gone from the YAML leave the results as well.
             order = list(entries)
-            kept = [
+            other_runs = [
                 run
                 for run in results["runs"]
                 if run["name"] in order and (run["name"], run["seed"]) != (name, seed)
             ]
-            runs = sorted([*kept, done], key=lambda run: (order.index(run["name"]), run["seed"]))
+            runs = sorted(
+                [*other_runs, run_result], key=lambda run: (order.index(run["name"]), run["seed"])
+            )
             results = {"machine": describe_machine(), "runs": runs}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_report(RESULTS)
@@ -134,6 +141,8 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
     policy, metadata = open_policy(ctx, model, policy_folder, load_teachers(ctx))
     updater = PolicyUpdater(policy, ctx.config, metadata)
     scorer = load_scorer(recipe.rewards, ())
+    # Process time, as the machine is shared; the time of evaluations is subtracted, so that every
+    # entry gets the same seconds of training however often it is evaluated.
     curve: list[dict[str, float]] = []
     training: list[dict[str, float]] = []
     start = time.process_time()
@@ -144,7 +153,7 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
         spent = time.process_time() - start - spent_evaluating
         training.append({"cpu_seconds": spent, **metrics})
         if spent >= EVALUATE_EVERY * len(curve):
-            before = time.process_time()
+            evaluation_start = time.process_time()
             curve.append(
                 {
                     "cpu_seconds": spent,
@@ -152,7 +161,8 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
                     **score_policy(recipe, model, policy, held_out, ()),
                 }
             )
-            spent_evaluating += time.process_time() - before
+            spent_evaluating += time.process_time() - evaluation_start
+        # an exception is the only way out of a stage from a callback
         if spent >= asked["cpu_seconds"]:
             raise OutOfTimeError
 
@@ -160,28 +170,30 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
     warm_up_rewards(model, scorer, prompts[0])
     curve.append({"cpu_seconds": 0.0, "steps": 0, **before})
     stopped = ""
+    # again: the time before counts for nobody
     start = time.process_time()
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         try:
-            with suppress(OutOfTimeError):  # how a run ends that nothing stops before
+            # how a run ends that nothing stops before
+            with suppress(OutOfTimeError):
                 train_policy(ctx, model, updater, scorer, prompts, log_metrics_and_scores)
         except TrainingError as error:
             stopped = str(error)
     after = score_policy(recipe, model, policy, held_out, GUARDRAILS)
-    first, last = (
-        (training[0], training[-1]) if training else ({}, {})
-    )  # its very first update may stop a run
+    # the very first update may stop a run
+    first, last = (training[0], training[-1]) if training else ({}, {})
     curve.append({"cpu_seconds": last.get("cpu_seconds", 0.0), "steps": len(training), **after})
-    of_teacher = {}
+    # a student can only be as good as its teacher with the student's steps
+    teacher_scores = {}
     if "teacher" in policy.copies:
         with policy.use_copy("teacher"):
-            of_teacher = {"teacher": score_policy(recipe, model, policy, held_out, GUARDRAILS)}
+            teacher_scores = {"teacher": score_policy(recipe, model, policy, held_out, GUARDRAILS)}
     save_teacher(ctx, updater, metadata, asked)
     return {
         "before": before,
         "after": after,
-        **of_teacher,
+        **teacher_scores,
         "drift": after["velocity_drift"],
         "steps": len(training),
         "updates": updater.updates,
@@ -196,6 +208,7 @@ def train_entry(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 GUARDRAILS = ("tesseract", "similarity")
+"""Rewards that no entry is trained on."""
 
 
 def build_recipe(asked: dict[str, Any]) -> Recipe:
@@ -207,9 +220,12 @@ def build_recipe(asked: dict[str, Any]) -> Recipe:
     settings = dict(asked["settings"])
     rewards = settings.pop("rewards", [{"name": "ocr"}])
     settings.pop("cpu_seconds", None)
+    # students of few denoising steps are evaluated with as few
     steps = {"steps": settings.pop("evaluation_steps")} if "evaluation_steps" in settings else {}
     kind = settings.get("kind", "online")
     stage = {"kind": kind, "steps" if kind == "online" else "epochs": STEPS} | settings
+    # No candidate is chosen, so validation is as small as it may be. The standard error of a score
+    # over 96 strings is about .02.
     prompts = {"validation": 1, "held_out": 96}
     return Recipe.model_validate(
         {
@@ -253,6 +269,7 @@ def train_policy(
             ctx, open_local_workers(ctx, updater, scorer), prompts, CallbackRecorder(log)
         )
         return
+    # Offline: one shard, generated and scored once and inside of the timed seconds, then epochs.
     with tempfile.TemporaryDirectory() as folder:
         rollouts, scores, advantages = (
             Path(folder) / f"{name}.parquet" for name in ("rollouts", "scores", "advantages")
@@ -272,19 +289,18 @@ def score_policy(
         [configure_reward("ocr")], [configure_reward(guardrail) for guardrail in guardrails]
     )
     with tempfile.TemporaryDirectory() as folder:
-        found = evaluate_on_prompts(
+        evaluation = evaluate_on_prompts(
             recipe, model, policy, 0, scorer, prompts, recipe.name, Path(folder) / "samples.parquet"
         )
-    return {**found.held_out, "velocity_drift": found.velocity_drift}
+    return {**evaluation.held_out, "velocity_drift": evaluation.velocity_drift}
 
 
 def warm_up_rewards(model: Model, scorer: Scorer, prompt: Prompt) -> None:
     """Load what rewards load at their first image; the recogniser is trained then, once on a
     machine.
     """
-    scorer(
-        model.decode_latents(torch.zeros(2, *model.latent_shape)), [prompt] * 2
-    )  # two: a reward may compare
+    # two: a reward may compare images
+    scorer(model.decode_latents(torch.zeros(2, *model.latent_shape)), [prompt] * 2)
 
 
 def prepare_inputs(recipe: Recipe) -> tuple[Path, Path, Path]:
@@ -297,6 +313,7 @@ def prepare_inputs(recipe: Recipe) -> tuple[Path, Path, Path]:
     policy = WORK / "untouched"
     if not policy.exists():
         write_base_policy(policy, verify_folder(base), "", recipe.policy)
+    # seed 0 for all: runs of different seeds must be scored on the same held-out prompts
     prompts = WORK / "prompts.parquet"
     if not prompts.exists():
         table, _ = prepare_prompt_table(recipe.model_copy(update={"seed": 0}))

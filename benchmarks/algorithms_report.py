@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results" / "algorithms.json"
 GOAL = 0.90
+"""The held-out OCR score by which learning speeds are compared."""
 TITLES = {
     "policy_gradient": "Policy gradients: steps of a fresh trajectory",
     "forward_process": "Forward process: final samples only",
@@ -51,18 +52,22 @@ COLOURS = {
     "collapse": "#c8385a",
 }
 COLUMNS = 6
+"""Panels in a row of the plot."""
 Runs = Sequence[dict[str, Any]]
 
 
 def write_report(results: Path = RESULTS) -> None:
     """Write the table and the plot beside the results."""
-    found = json.loads(results.read_text())
+    results_of_runs = json.loads(results.read_text())
     groups = {
-        kind: _group_by_name([run for run in found["runs"] if run["kind"] == kind])
+        kind: _group_by_name([run for run in results_of_runs["runs"] if run["kind"] == kind])
         for kind in TITLES
     }
-    results.with_suffix(".md").write_text("\n".join(_format_page(found["machine"], groups)) + "\n")
+    results.with_suffix(".md").write_text(
+        "\n".join(_format_page(results_of_runs["machine"], groups)) + "\n"
+    )
     figure = _plot_figure({kind: runs for kind, runs in groups.items() if runs})
+    # no name of the software: another version of matplotlib would change a picture that is alike
     FigureCanvasAgg(figure).print_png(results.with_suffix(".png"), metadata={"Software": None})
 
 
@@ -75,31 +80,33 @@ def _group_by_name(runs: Runs) -> dict[str, Runs]:
 
 def _format_page(machine: dict[str, Any], groups: dict[str, dict[str, Runs]]) -> list[str]:
     runs = [run for group in groups.values() for each in group.values() for run in each]
-    before = runs[0]["before"]
+    base_scores = runs[0]["before"]
     lines = [
         "# Algorithms at equal time",
         "",
         (
             f"Written by `python -m benchmarks.algorithms` on {machine['cores']} cores of"
             f" {machine['cpu']}, one thread. Every run starts from the same base model, which"
-            f" scores {before['ocr']:.2f} and spells {before['exact_match']:.2f} of 96 held-out"
-            " strings exactly, and gets the stated CPU-seconds, in which rollouts, OCR and updates"
-            " count. Means over the seeds, with the least and most in brackets; the standard error"
-            " of one score is about .02. `ocr` is the reward unless a table names another,"
-            " `tesseract` and `similarity` are never trained on. Entries:"
-            " [algorithms.yaml](../algorithms.yaml). Rows with ° were evaluated every 8"
-            " CPU-seconds instead of 4, and about 4 CPU-seconds of theirs went to choosing the"
-            " prompts of 100,000 steps."
+            f" scores {base_scores['ocr']:.2f} and spells {base_scores['exact_match']:.2f} of"
+            " 96 held-out strings exactly, and gets the stated CPU-seconds, in which rollouts,"
+            " OCR and updates count. Means over the seeds, with the least and most in"
+            " brackets; the standard error of one score is about .02. `ocr` is the reward"
+            " unless a table names another, `tesseract` and `similarity` are never trained on."
+            " Entries: [algorithms.yaml](../algorithms.yaml). Rows with ° were evaluated every"
+            " 8 CPU-seconds instead of 4, and about 4 CPU-seconds of theirs went to choosing"
+            " the prompts of 100,000 steps."
         ),
         "",
         "![Held-out OCR over CPU-seconds](algorithms.png)",
     ]
     for kind, names in groups.items():
         if names:
-            given = sorted({f"{run['cpu_seconds']:.0f}" for each in names.values() for run in each})
+            seconds = sorted(
+                {f"{run['cpu_seconds']:.0f}" for each in names.values() for run in each}
+            )
             lines += [
                 "",
-                f"**{TITLES[kind]}** ({' or '.join(given)} CPU-seconds)",
+                f"**{TITLES[kind]}** ({' or '.join(seconds)} CPU-seconds)",
                 "",
                 *_format_table(names),
             ]
@@ -123,13 +130,15 @@ def _format_table(names: dict[str, Runs]) -> list[str]:
         scores = _format_scores([run["after"] for run in runs])
         steps = f"{fmean(run['steps'] for run in runs):.0f}"
         alarms = f"{sum(bool(run['alarms'] or run['stopped']) for run in runs)} of {len(runs)}"
+        # results of before the interval was stored, see the page's text
         mark = "" if all("evaluate_every" in run for run in runs) else " °"
         lines.append(
             "| "
             + " | ".join([name + mark, *scores, _median_seconds_to_goal(runs), steps, alarms])
             + " |"
         )
-        if teachers := [run["teacher"] for run in runs if "teacher" in run]:
+        teachers = [run["teacher"] for run in runs if "teacher" in run]
+        if teachers:
             lines.append(
                 "| "
                 + " | ".join(
@@ -140,12 +149,12 @@ def _format_table(names: dict[str, Runs]) -> list[str]:
     return lines
 
 
-def _format_scores(found: Sequence[dict[str, float]]) -> list[str]:
+def _format_scores(scores_of_runs: Sequence[dict[str, float]]) -> list[str]:
     spreads = [
-        _format_spread([scores.get(key) for scores in found])
+        _format_spread([scores.get(key) for scores in scores_of_runs])
         for key in ("ocr", "exact_match", "tesseract", "similarity")
     ]
-    return [*spreads, f"{fmean(scores['velocity_drift'] for scores in found):.2f}"]
+    return [*spreads, f"{fmean(scores['velocity_drift'] for scores in scores_of_runs):.2f}"]
 
 
 def _format_spread(values: list[float | None]) -> str:
@@ -157,17 +166,18 @@ def _format_spread(values: list[float | None]) -> str:
 
 def _median_seconds_to_goal(runs: Runs) -> str:
     """Median over the seeds that reached it, interpolated between evaluations."""
-    reached = [
-        seconds for run in runs if (seconds := interpolate_seconds(run["curve"], GOAL)) is not None
-    ]
+    seconds_of_runs = [interpolate_seconds(run["curve"], GOAL) for run in runs]
+    reached = [seconds for seconds in seconds_of_runs if seconds is not None]
     if not reached:
         return "–"
+    # a median over some of the seeds is a lower bound, so how many is shown
     count = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)})"
     return f"{median(reached):.0f}{count}"
 
 
 def interpolate_seconds(curve: Sequence[dict[str, float]], goal: float) -> float | None:
     """CPU-seconds at which a learning curve first passes a score, None if it never does."""
+    # The first crossing: a noisy curve may fall below the goal again.
     for earlier, later in zip(curve, curve[1:], strict=False):
         if later["ocr"] >= goal:
             share = (goal - earlier["ocr"]) / (later["ocr"] - earlier["ocr"])
@@ -179,6 +189,7 @@ def _plot_figure(groups: dict[str, dict[str, Runs]]) -> Figure:
     """A panel for every entry, each group on rows of its own: held-out OCR over CPU-seconds, a line
     for every seed.
     """
+    # a group starts a row of its own, and its last row may have empty panels
     lines = [(kind, names) for kind, group in groups.items() for names in _layout_rows(list(group))]
     with matplotlib.rc_context(
         {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}

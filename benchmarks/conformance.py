@@ -34,6 +34,8 @@ from ebbflow.recipe.plugins import import_object
 INSTALLED = {"ebbflow": build_ebbflow, "diffusers": build_diffusers}
 CLONES = {"flow_grpo": build_flow_grpo, "verl_omni": build_verl_omni}
 RESULTS = Path(__file__).with_name("results") / "conformance.md"
+# By the type that a library returns, as relative errors: sums of some tens of terms in float64, and
+# products of a few float32 operations (2^-24 = 6e-8 each) behind exp and log. Masks must be equal.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bool": 0.0}
 HELP = f"""
 libraries:
@@ -51,7 +53,13 @@ examples:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a library on a case.
+    """The result of a library on a case.
+
+    Example:
+        ::
+
+            Outcome("agrees", error=3.1e-16, left_out=("std",))
+            Outcome("not offered", detail="one reward, normalised inside the step")
 
     Attributes:
         error: the largest of any value, relative to its largest expected magnitude.
@@ -88,30 +96,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="compute conformance_vectors.json again, before",
     )
-    given = parser.parse_args(arguments)
-    if given.write and given.only != "*":
+    options = parser.parse_args(arguments)
+    # a table of some cases must not replace the committed one of all
+    if options.write and options.only != "*":
         parser.error("--write writes the table of all cases; leave --only out")
-    if given.write_vectors:
+    if options.write_vectors:
         write_vectors(VECTORS)
-    cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], given.only)]
+    cases = [case for case in read_vectors(VECTORS) if fnmatch(case["name"], options.only)]
     if not cases:
-        raise SystemExit(f"no case is named {given.only!r}; the names are in {VECTORS}")
-    found = {
+        raise SystemExit(f"no case is named {options.only!r}; the names are in {VECTORS}")
+    outcomes_by_library = {
         library: [run_case(library, case) for case in cases]
-        for library in map(load_library, given.library)
+        for library in map(load_library, options.library)
     }
-    written = format_table(cases, found)
-    if given.write:
-        RESULTS.write_text(written)
-    print(written)
-    wrong = [
+    table = format_table(cases, outcomes_by_library)
+    if options.write:
+        RESULTS.write_text(table)
+    print(table)
+    differences = [
         f"{library.name} differs from {case['name']}: {outcome.detail}"
-        for library, outcomes in found.items()
+        for library, outcomes in outcomes_by_library.items()
         for case, outcome in zip(cases, outcomes, strict=True)
         if outcome.status == "differs"
     ]
-    if wrong:
-        raise SystemExit("\n\n".join([*wrong, f"{len(wrong)} differences without a known reason"]))
+    if differences:
+        raise SystemExit(
+            "\n\n".join([*differences, f"{len(differences)} differences without a known reason"])
+        )
 
 
 def load_library(name: str) -> Library:
@@ -129,10 +140,10 @@ def load_library(name: str) -> Library:
             " package.module:NAME"
         )
     try:
-        own: Library = import_object(name)
+        library: Library = import_object(name)
     except RecipeError as error:
         raise SystemExit(f"--library {error}") from None
-    return own
+    return library
 
 
 def run_case(library: Library, case: Mapping[str, Any]) -> Outcome:
@@ -140,15 +151,16 @@ def run_case(library: Library, case: Mapping[str, Any]) -> Outcome:
     if case["function"] not in library.functions:
         return Outcome("not offered")
     expected = case["expected"]
-    given = case["inputs"] | case["settings"]
+    inputs_and_settings = case["inputs"] | case["settings"]
     try:
-        found = library.functions[case["function"]](
-            SimpleNamespace(function=case["function"], **given)
+        returned = library.functions[case["function"]](
+            SimpleNamespace(function=case["function"], **inputs_and_settings)
         )
-        values = {name: _to_array(value) for name, value in found.items()}
+        values = {name: _to_array(value) for name, value in returned.items()}
     except NotOffered as error:
         return Outcome("not offered", detail=str(error))
-    except Exception as error:  # of code that others wrote: the cases after it still run
+    # code that others wrote may raise anything, and the cases after it still run
+    except Exception as error:
         return Outcome("differs", float("inf"), f"{type(error).__name__}: {error}")
     if not values or not values.keys() <= expected.keys():
         return Outcome(
@@ -158,30 +170,37 @@ def run_case(library: Library, case: Mapping[str, Any]) -> Outcome:
         )
     errors = {name: compute_relative_error(value, expected[name]) for name, value in values.items()}
     limits = {name: TOLERANCE.get(value.dtype.name, 0.0) for name, value in values.items()}
+    # not "errors > limits": an error of NaN is no agreement
     far = [name for name in values if not errors[name] <= limits[name]]
     worst = max(errors.values())
     left_out = tuple(name for name in expected if name not in values)
     reason = library.differences.get(case["name"], library.differences.get(case["function"], ""))
     if not far and not reason:
         return Outcome("agrees", worst, left_out=left_out)
+    # A known difference that is gone is a failure too, or the table would go on claiming it.
     if far and reason:
         return Outcome("differs as known", worst, reason, left_out)
     if reason:
         return Outcome(
             "differs", worst, f"it agrees now; take this out of its known differences: {reason}"
         )
-    shown = [f"\n  settings  {case['settings']}", f"  equation  {case['equation']}"]
+    # all that is needed to find the mistake, without opening the vectors file
+    lines = [f"\n  settings  {case['settings']}", f"  equation  {case['equation']}"]
     for name in far:
-        shown += [f"  {name}: the error is {errors[name]:.1e}, the limit {limits[name]:.0e}"]
-        shown += [
+        lines += [f"  {name}: the error is {errors[name]:.1e}, the limit {limits[name]:.0e}"]
+        lines += [
             f"    expected  {_format_values(expected[name])}",
             f"    found     {_format_values(values[name])}",
         ]
-    return Outcome("differs", worst, "\n".join(shown))
+    return Outcome("differs", worst, "\n".join(lines))
 
 
 def compute_relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest error over the largest expected magnitude; infinite for another shape."""
+    """Compute the largest error over the largest expected magnitude; infinite for another shape.
+
+    Not element by element: an element near 0 is the difference of larger ones, whose rounding it
+    has.
+    """
     if found.shape != expected.shape:
         return float("inf")
     found = found.astype(float)
@@ -226,11 +245,11 @@ def format_table(
                 for name in outcome.left_out
             }
         )
-        lines += (
-            [f"- Not compared for {library.name}, which does not return it: {', '.join(left_out)}."]
-            if left_out
-            else []
-        )
+        if left_out:
+            lines.append(
+                f"- Not compared for {library.name}, which does not return it:"
+                f" {', '.join(left_out)}."
+            )
         lines += [
             f"- {library.name} differs from `{name}`: {why}."
             for name, why in library.differences.items()

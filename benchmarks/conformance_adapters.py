@@ -55,6 +55,14 @@ class NotOffered(Exception):
 class Library:
     """What is run against the vectors.
 
+    Example:
+        A library with a single function, run with ``--library my_package.adapter:LIBRARY``::
+
+            def step(c):
+                return {"next_latents": my_step(c.latents, c.velocity, c.sigmas, c.step)}
+
+            LIBRARY = Library("mine", "1.2", {"ode_step": step})
+
     Attributes:
         version: release or commit, for the table.
         functions: by the closed form that each should equal.
@@ -68,8 +76,9 @@ class Library:
     differences: Mapping[str, str] = field(default_factory=dict)
 
 
-# Ebbflow, in float64
+# Ebbflow, in float64: an error of 1e-7 would otherwise hide in float32's rounding
 
+# a new algorithm is compared as soon as it is registered
 LOSSES = {config.model_fields["name"].default: algorithm for config, algorithm in BUILT_IN.items()}
 
 
@@ -109,12 +118,12 @@ def _build_step(sampler: str, c: Any) -> Mapping[str, Any]:
     )
     if sampler == "ode":
         return {"next_latents": step.mean}
-    score = compute_log_prob(step, c.recorded)
+    log_prob = compute_log_prob(step, c.recorded)
     return {
         "mean": step.mean,
         "std": step.std,
         "next_latents": sample_next_latents(step, c.noise),
-        "log_prob": score,
+        "log_prob": log_prob,
     }
 
 
@@ -133,13 +142,16 @@ def _run_dpm_solver(c: Any) -> Mapping[str, Any]:
 def _build_loss(algorithm: Algorithm, c: Any) -> Mapping[str, Any]:
     rows, at = build_loss_rows(c)
     loss, _ = algorithm.loss(rows, _build_config(algorithm, c))
-    return compute_loss_and_gradient(
-        loss[::2] if "diffusion_dpo" in algorithm.config.__module__ else loss, at
-    )  # rows of a pair are alike
+    # Diffusion-DPO has a loss for each pair; here both rows of a pair carry it.
+    if "diffusion_dpo" in algorithm.config.__module__:
+        loss = loss[::2]
+    return compute_loss_and_gradient(loss, at)
 
 
 def _compute_awm_loss(c: Any) -> Mapping[str, Any]:
     rows, _ = build_loss_rows(c)
+    # AWM's loss is a surrogate whose value says nothing, only its gradient does: the closed form
+    # has no loss, and neither has this.
     surrogate = awm.compute_surrogate(
         compute_flow_matching_error(rows, rows.velocity),
         rows.sigma,
@@ -155,6 +167,7 @@ def _build_config(algorithm: Algorithm, c: Any) -> Any:
         for name, value in vars(c).items()
         if name in fields and not isinstance(value, np.ndarray)
     }
+    # validated as a recipe's would be, so that a default that a case does not say is Ebbflow's
     fixed = {"teacher": "none", "refresh_every": 0}  # the copies come from the case
     return algorithm.config.model_validate(
         settings | {name: value for name, value in fixed.items() if name in fields}
@@ -172,16 +185,19 @@ def _build_penalty(kind: Any, c: Any) -> Mapping[str, Any]:
 def build_loss_rows(c: Any) -> tuple[Any, Tensor]:
     """The rows of a loss, and the leaf that its gradient is taken at."""
     c = _convert_to_tensors(c)
+    # Losses on noised final latents have a velocity, [M, ...]; those on steps of a trajectory have
+    # a mean, [M, ...].
     if hasattr(c, "velocity"):
         at = c.velocity.requires_grad_()
         copies: Mapping[Any, Any] = {
             "old": c.old_velocity,
             "reference": c.reference_velocity,
-            "rollout": at.detach(),
+            "rollout": at.detach(),  # the ratio to it is 1, and only its gradient is left
         }
         return ForwardRows(c.clean, c.noise, c.sigma, at, copies, c.advantage, c.group_index), at
     at = c.mean.requires_grad_()
     flow_sde = find_sampler("flow_sde")
+    # std [M] is that of the step, b = s sqrt|dt|; scale is s
     step = Transition(flow_sde, at, c.std, c.std / c.dt.abs().sqrt(), c.dt)
     old, teacher, reference = (
         replace(step, mean=mean) for mean in (c.old_mean, c.teacher_mean, c.reference_mean)
@@ -199,6 +215,7 @@ def _compute_advantages(c: Any) -> Mapping[str, Any]:
     config = AdvantagesConfig(running=bool(c.earlier_rewards.size), **settings)
     history = PromptStatistics()
     weights = {str(index): float(weight) for index, weight in enumerate(c.weights)}
+    # the statistics of earlier steps are what an earlier call leaves in the history
     if config.running:
         compute_advantages(
             dict(zip(weights, c.earlier_rewards, strict=True)),
@@ -207,10 +224,10 @@ def _compute_advantages(c: Any) -> Mapping[str, Any]:
             config,
             history,
         )
-    found = compute_advantages(
+    advantages = compute_advantages(
         dict(zip(weights, c.rewards, strict=True)), weights, c.prompt_ids, config, history
     )
-    return {"advantages": found.values, "keep": found.keep}
+    return {"advantages": advantages.values, "keep": advantages.keep}
 
 
 def _compute_correction(c: Any) -> Mapping[str, Any]:
@@ -231,8 +248,8 @@ def _compute_correction(c: Any) -> Mapping[str, Any]:
 
 
 def _compute_divergence(c: Any) -> Mapping[str, Any]:
-    found = compute_diagnostics(torch.tensor(c.delta), torch.arange(c.delta.shape[1]), c.dims)
-    return {name: found[f"rollout/{name}"] for name in ("k3", "chi2", "chi2_sum")}
+    diagnostics = compute_diagnostics(torch.tensor(c.delta), torch.arange(c.delta.shape[1]), c.dims)
+    return {name: diagnostics[f"rollout/{name}"] for name in ("k3", "chi2", "chi2_sum")}
 
 
 # diffusers, whose schedulers are in float32
@@ -263,6 +280,7 @@ def _run_euler(c: Any, **options: Any) -> Mapping[str, Any]:
 def _run_euler_with_new_noise(c: Any) -> Mapping[str, Any]:
     if c.eta != 1:
         raise NotOffered("stochastic_sampling replaces all of the noise: CPS with eta = 1")
+    # the scheduler draws its noise itself, so the case's is put in its place
     noise = torch.tensor(c.noise, dtype=torch.float32)
     with mock.patch(
         f"{FlowMatchEulerDiscreteScheduler.__module__}.randn_tensor", return_value=noise
@@ -280,6 +298,7 @@ def _run_dpm_solver_multistep(c: Any) -> Mapping[str, Any]:
     }
     scheduler = DPMSolverMultistepScheduler(**kind, use_flow_sigmas=True)
     scheduler.set_timesteps(len(c.velocities))
+    # set by hand: set_timesteps computes a schedule of its own
     scheduler.sigmas = c.sigmas
     scheduler.set_begin_index(0)
     for velocity, timestep in zip(c.velocities, scheduler.timesteps, strict=True):
@@ -327,29 +346,33 @@ def wrap_published_step(
 
     def run_step(c: Any) -> Mapping[str, Any]:
         c, scheduler = _convert_to_tensors(c, torch.float32), _build_scheduler(c, scheduler_class)
+        # [N, 2, 3] to [N, 1, 2, 3]: these functions broadcast over the four axes of an image
         latents, velocity, noise, recorded = (
             value[:, None] for value in (c.latents, c.velocity, c.noise, c.recorded)
         )
-        given = {
+        inputs = {
             "model_output": velocity,
             "sample": latents,
             "timestep": scheduler.timesteps[[c.step] * len(latents)],
         }
+        # Two calls: given a next latent, the function scores it and samples none.
         with mock.patch.object(file, "randn_tensor", return_value=noise):
-            after, _, mean, std = call(scheduler, **given, noise_level=c.eta, **kinds)
-        score = call(scheduler, **given, noise_level=c.eta, prev_sample=recorded, **kinds)[1]
+            after, _, mean, std = call(scheduler, **inputs, noise_level=c.eta, **kinds)
+        log_prob = call(scheduler, **inputs, noise_level=c.eta, prev_sample=recorded, **kinds)[1]
+        # of the SDE it returns s, of the other kinds b
         root = (c.sigmas[c.step] - c.sigmas[c.step + 1]).sqrt() if kind == "sde" else 1
         return {
             "mean": mean[:, 0],
             "std": std.flatten()[0] * root,
             "next_latents": after[:, 0],
-            "log_prob": score,
+            "log_prob": log_prob,
         }
 
     return run_step
 
 
 def check_one_plain_reward(c: Any, refused: bool = False) -> None:
+    # what only Ebbflow offers; the flag `refused` is for settings that the library lacks besides
     special = (
         c.trim
         or c.keep_extremes

@@ -21,12 +21,17 @@ from benchmarks import conformance_forms as forms
 
 VECTORS = Path(__file__).with_name("conformance_vectors.json")
 FORMAT = 1
+"""Of the vectors file; a reader of another library checks it."""
+# As small as the formulas allow: a gradient by complex steps costs a call per element, and a person
+# should be able to read a vector. Not square, so that a transposed axis shows.
 SHAPE = (2, 3)
 """Of a latent: D = 6."""
 STEPS = 10
 ROWS = 6
+"""Of a loss: three groups, or pairs, of two."""
 Cases: TypeAlias = Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]
 """(name, closed form, settings, inputs) of each."""
+# the defaults of the samplers, as published
 ETA = [("flow_sde_step", 0.7), ("dance_sde_step", 0.3), ("cps_step", 0.8)]
 
 
@@ -46,6 +51,7 @@ def read_vectors(path: Path = VECTORS) -> list[dict[str, Any]]:
 
 def write_vectors(path: Path = VECTORS) -> None:
     """Compute all cases from the closed forms, a line of the file each."""
+    # a line each: a diff shows which cases a change of a form touches
     lines = ",\n".join(json.dumps(case) for case in compute_vectors())
     path.write_text(f'{{"format": {FORMAT}, "cases": [\n{lines}\n]}}\n')
 
@@ -71,6 +77,7 @@ def _join_lines(text: str) -> str:
 
 def _convert_to_arrays(values: dict[str, Any]) -> dict[str, Any]:
     arrays = {key: np.array(value) for key, value in values.items()}
+    # a list with a null, the score of a failed sample, is an array of objects: null becomes NaN
     return {
         key: value.astype(float) if value.dtype == object else value
         for key, value in arrays.items()
@@ -79,10 +86,11 @@ def _convert_to_arrays(values: dict[str, Any]) -> dict[str, Any]:
 
 def _random_numbers(seed: str, *shape: int, scale: float = 1.0) -> Any:
     """Random numbers with four decimals, the same on every machine."""
-    draw = random.Random(seed)
-    return np.array([round(draw.gauss(0, scale), 4) for _ in range(int(np.prod(shape)))]).reshape(
-        shape
-    )
+    # Python's generator is the same in all versions; NumPy's may change between releases. Four
+    # decimals are exact in the file and short enough to read.
+    generator = random.Random(seed)
+    numbers = [round(generator.gauss(0, scale), 4) for _ in range(int(np.prod(shape)))]
+    return np.array(numbers).reshape(shape)
 
 
 def _list_cases() -> Cases:
@@ -103,20 +111,26 @@ def _list_cases() -> Cases:
 
 
 def _list_step_cases() -> Cases:
+    # 1 to 0 with the timestep shift of SD3, s = 3: shifted = s t / (1 + (s - 1) t)
     even = np.linspace(1, 0, STEPS + 1)
     sigmas = np.round(3 * even / (1 + 2 * even), 4)
     inputs = {
         name: _random_numbers(name, 2, *SHAPE) for name in ("latents", "velocity", "noise")
     } | {"sigmas": sigmas}
+    # the first step, where sigma = 1 needs a rule of its own, one in the middle, and the last
     for step in (0, 4, 8, 9):
         yield f"step_{step}", "ode_step", {"step": step}, inputs
-    for function, eta, step in [
-        (function, eta, step) for function, eta in ETA for step in (0, 4, 8)
-    ] + [("cps_step", 1.0, 4)]:
-        found = forms.FORMS[function](
+    # Not step 9: at sigma' = 0 the standard deviation of CPS is 0, and a density has no value.
+    # CPS with eta = 1 replaces all of the noise, which is the one stochastic step of diffusers.
+    stochastic = [(function, eta, step) for function, eta in ETA for step in (0, 4, 8)]
+    for function, eta, step in [*stochastic, ("cps_step", 1.0, 4)]:
+        transition = forms.FORMS[function](
             SimpleNamespace(**inputs, recorded=inputs["latents"], step=step, eta=eta)
         )
-        recorded = (found["mean"] + found["std"] * _random_numbers("recorded", 2, *SHAPE)).round(4)
+        # a plausible next latent, so that the log-prob is of the size that training sees
+        recorded = (
+            transition["mean"] + transition["std"] * _random_numbers("recorded", 2, *SHAPE)
+        ).round(4)
         yield (
             f"step_{step}_eta_{eta}",
             function,
@@ -134,6 +148,7 @@ def _list_step_cases() -> Cases:
 
 
 def _list_trajectory_losses() -> Cases:
+    # Means [ROWS, *SHAPE], the others a number for each row.
     old = _random_numbers("old", ROWS, *SHAPE)
     std = np.linspace(0.2, 0.7, ROWS).round(4)
     dt = -np.linspace(0.05, 0.2, ROWS).round(4)
@@ -147,15 +162,19 @@ def _list_trajectory_losses() -> Cases:
         "std": std,
         "dt": dt,
     }
+    # Some published losses take one std and dt for the whole batch. They can agree where all rows
+    # are of the same step, and differ where they are not.
     for name, same in (
         ("steps_differ", inputs),
         ("same_step", inputs | {"std": np.full(ROWS, 0.4), "dt": np.full(ROWS, -0.1)}),
     ):
-        before, now = (
+        old_log_prob, log_prob = (
             forms.log_density(same["next_latents"], same[key], same["std"])
             for key in ("old_mean", "mean")
         )
-        rows = same | {"old_log_prob": before, "log_prob": now}
+        rows = same | {"old_log_prob": old_log_prob, "log_prob": log_prob}
+        # A narrow range and a wide one: clipped and free rows take different branches, and each has
+        # a gradient to get wrong.
         for clip_range in (0.02, 0.5):
             yield f"{name}_clip_{clip_range}", "flow_grpo_loss", {"clip_range": clip_range}, rows
         yield (
@@ -173,6 +192,8 @@ def _list_trajectory_losses() -> Cases:
 
 
 def _list_forward_losses() -> Cases:
+    # Noise and sigma are shared within a group, as in training: a comparison of two samples is then
+    # one of the samples and not of their noise.
     group = np.arange(ROWS) // 2
     velocities = {
         name: _random_numbers(name, ROWS, *SHAPE)
@@ -188,7 +209,8 @@ def _list_forward_losses() -> Cases:
         "group_index": group,
     }
     for mode in ("all", "positive_only", "negative_only", "one_only", "binary"):
-        for beta in (1.0, 0.1) if mode == "all" else (1.0,):
+        betas = (1.0, 0.1) if mode == "all" else (1.0,)
+        for beta in betas:
             settings: dict[str, Any] = {"beta": beta, "advantages": mode, "advantage_clip": 5.0}
             yield f"{mode}_beta_{beta}", "diffusion_nft_loss", settings, inputs
     for surrogate in ("power", "plain", "sigma", "sigma_squared"):
@@ -213,6 +235,7 @@ def _list_forward_losses() -> Cases:
 
 def _list_advantage_cases() -> Cases:
     rewards = (_random_numbers("rewards", 2, 12, scale=0.3) + 0.5).round(4)
+    # three prompts of four samples each, mixed: a form that takes neighbours for a group fails
     ids = np.arange(12) % 3
     one = {
         "rewards": rewards[:1],
@@ -221,6 +244,7 @@ def _list_advantage_cases() -> Cases:
         "earlier_rewards": [[]],
         "earlier_prompt_ids": [],
     }
+    # rewards of different scales, for which a sum of rewards and a sum of advantages differ
     two = one | {
         "rewards": rewards * [[1.0], [20.0]],
         "weights": [0.7, 0.2],
@@ -228,7 +252,8 @@ def _list_advantage_cases() -> Cases:
     }
     flat = rewards[:1].copy()
     failed = rewards[:1].astype(object)
-    flat[0, ids == 1], failed[0, 4] = 0.5, None
+    flat[0, ids == 1] = 0.5  # a group without a spread would divide by 0
+    failed[0, 4] = None
     past = {
         "earlier_rewards": (_random_numbers("past", 1, 9, scale=0.3) + 0.4).round(4),
         "earlier_prompt_ids": np.arange(9) % 3,
@@ -247,6 +272,8 @@ def _list_advantage_cases() -> Cases:
 
 
 def _list_correction_cases() -> Cases:
+    # [samples, steps], log-prob of training minus that of the rollout; both signs, as the rules
+    # have an upper and a lower limit
     delta = _random_numbers("delta", 5, 4, scale=0.02)
     dims = int(np.prod(SHAPE))
     bounds = {
@@ -287,6 +314,7 @@ def _list_correction_cases() -> Cases:
     for reject, above in (("k1", 0.15), ("k2", 0.01), ("k3", 0.01)):
         for level in ("step", "sequence_mean", "sequence_sum", "sequence_max"):
             rule: dict[str, Any] = {"weights": "none", "reject": reject, "reject_level": level}
+            # a sum over four steps is that much larger than one step
             rule["reject_above"] = above * (4 if level == "sequence_sum" else 1)
             yield f"reject_{reject}_{level}", "rollout_correction", plain | rule, {"delta": delta}
     yield "rows", "rollout_divergence", {"dims": dims}, {"delta": delta}

@@ -11,14 +11,22 @@ mean(.): over the elements of a row. Gradients are of the mean loss, by complex 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from benchmarks.conformance_batch_forms import (
+    group_advantages,
+    rollout_correction,
+    rollout_divergence,
+)
+
 Values = dict[str, Any]
+
+# Sampler steps: latents, velocity and noise [N, ...], sigmas [steps + 1], falling to 0. Formulas
+# with the arXiv number of their source; none is copied from the code under test.
 
 
 def ode_step(c: Any) -> Values:
@@ -35,6 +43,7 @@ def flow_sde_step(c: Any) -> Values:
     """
     sigma = c.sigmas[c.step]
     dt = c.sigmas[c.step + 1] - c.sigmas[c.step]
+    # s is infinite at sigma = 1, the first step; the published code takes the second sigma there
     s = c.eta * math.sqrt(sigma / (1 - (c.sigmas[1] if sigma == 1 else sigma)))
     mean = (
         c.latents * (1 + s**2 * dt / (2 * sigma))
@@ -70,6 +79,7 @@ def cps_step(c: Any) -> Values:
     clean = c.latents - sigma * c.velocity
     noise = c.latents + (1 - sigma) * c.velocity
     mean = (1 - after) * clean + after * math.cos(angle) * noise
+    # without std and constants, as the published code has it
     return _gaussian_step(c, mean, after * math.sin(angle)) | {
         "log_prob": -_mean_of_rows((c.recorded - mean) ** 2)
     }
@@ -84,20 +94,24 @@ def dpm_solver_steps(c: Any) -> Values:
     step from sigma = 1. velocities: those of each step; path: the latents after each.
     """
     latents = c.latents
-    before = None
+    previous_clean = None
     path = []
+    # half the log of the signal-to-noise ratio, up to a constant factor; infinite at both ends
     lambdas = [
         math.inf if sigma == 0 else -math.inf if sigma == 1 else math.log((1 - sigma) / sigma)
         for sigma in c.sigmas
     ]
     h = [after - now for now, after in pairwise(lambdas)]
     for step, velocity in enumerate(c.velocities):
+        # first order, where one of the two steps is infinite and the extrapolation has no meaning
         clean = target = latents - c.sigmas[step] * velocity
-        if before is not None and math.isfinite(h[step]) and math.isfinite(h[step - 1]):
-            target = clean + (clean - before) * h[step] / (2 * h[step - 1])
-        kept = c.sigmas[step + 1] / c.sigmas[step]
-        latents = kept * latents - (1 - c.sigmas[step + 1]) * (math.exp(-h[step]) - 1) * target
-        before = clean
+        if previous_clean is not None and math.isfinite(h[step]) and math.isfinite(h[step - 1]):
+            target = clean + (clean - previous_clean) * h[step] / (2 * h[step - 1])
+        sigma_ratio = c.sigmas[step + 1] / c.sigmas[step]
+        latents = (
+            sigma_ratio * latents - (1 - c.sigmas[step + 1]) * (math.exp(-h[step]) - 1) * target
+        )
+        previous_clean = clean
         path.append(latents)
     return {"path": np.array(path)}
 
@@ -184,6 +198,8 @@ def _compute_ratio(c: Any, mean: Any) -> Any:
 
 
 def _clipped_objective(ratio: Any, advantage: Any, clip_range: float) -> Any:
+    # np.clip and np.maximum would compare complex numbers, so the choices look at the real part.
+    # A clipped row gets the constant bound, which has no imaginary part, thus no gradient.
     bounds = np.where(ratio.real > 1, 1 + clip_range, 1 - clip_range)
     free = -advantage * ratio
     bound = -advantage * np.where(np.abs(ratio.real - 1) <= clip_range, ratio, bounds)
@@ -219,17 +235,19 @@ def diffusion_nft_loss(c: Any) -> Values:
     one sign (positive_only, negative_only), as 1 where positive and 0 elsewhere (one_only), or as
     its sign (binary).
     """
+    # The clamp, the choice of rows and the map to p see no velocity, so they stay real.
     a = np.clip(c.advantage, -c.advantage_clip, c.advantage_clip)
-    kept = {
+    chosen = {
         "positive_only": np.maximum(a, 0),
         "negative_only": np.minimum(a, 0),
         "one_only": 1.0 * (a > 0),
         "binary": np.sign(a),
     }
-    p = np.clip(kept.get(c.advantages, a) / c.advantage_clip / 2 + 0.5, 0, 1)
+    p = np.clip(chosen.get(c.advantages, a) / c.advantage_clip / 2 + 0.5, 0, 1)
     sigma = _broadcast_rows(c.sigma, c.clean)
 
     def squared_error(v: Any) -> Any:
+        # x0_hat - x0, [M, ...]. The divisor takes real parts: sg is a stop-gradient.
         miss = (1 - sigma) * c.clean + sigma * c.noise - sigma * v - c.clean
         return _mean_of_rows(miss**2) / np.maximum(_mean_of_rows(np.abs(miss.real)), 1e-5)
 
@@ -249,6 +267,7 @@ def awm_loss(c: Any) -> Values:
     l, sigma_squared: -sigma^2 l
     """
 
+    # 1e-10 keeps the power's derivative finite where the error is 0
     def surrogate_loss(v: Any) -> Any:
         if c.surrogate == "power":
             return -c.sigma / c.power * ((_squared_error(c, v) + 1e-10) ** c.power - 1e-10**c.power)
@@ -276,6 +295,7 @@ def diffusion_dpo_loss(c: Any) -> Values:
     pair.
     """
 
+    # rows [M], pairs [M / 2]
     def loss_pairs(v: Any) -> Any:
         change = _squared_error(c, v) - _squared_error(c, c.reference_velocity)
         return np.log(1 + np.exp(c.beta / 2 * (change[::2] - change[1::2])))
@@ -290,6 +310,8 @@ def dgpo_loss(c: Any) -> Values:
     With a clip_range, d has no gradient where A > 0 and rho > 1 + clip_range, or A <= 0 and rho < 1
     - clip_range, with rho = exp(d_old - d).
     """
+    # Computed outside of loss_rows, from the real velocity: the sigmoid of the group and the mask
+    # carry no gradient.
     gain = (
         c.advantage
         * c.beta
@@ -318,6 +340,7 @@ def crd_loss(c: Any) -> Values:
     1e-5)]
     """
 
+    # the group's mean of r does carry a gradient: values may be complex
     def center_on_group(values: Any) -> Any:
         return values - np.array([values[c.group_index == group].mean() for group in c.group_index])
 
@@ -337,103 +360,6 @@ def crd_loss(c: Any) -> Values:
 
 def _squared_error(c: Any, v: Any) -> Any:
     return _mean_of_rows((v - (c.noise - c.clean)) ** 2)
-
-
-# Advantages and rollout correction
-
-
-def group_advantages(c: Any) -> Values:
-    """A = (R - mean of the prompt's group) / (std + 1e-4), clamped to +-clip; std is unbiased (n -
-    1)
-
-    std: of the whole batch (global), of the group (group), or none: a divisor of 1. Several rewards
-    [K, N]: A of the weighted sum (sum), or the sum of the weighted A of each (per_reward). trim:
-    the baseline leaves out floor(trim n) rewards at either end. With earlier rewards the baseline
-    and the std of the group are over the prompt's samples of both. keep_extremes: this many of the
-    best and of the worst A of a group. A null reward masks its sample. keep: has a score, in a
-    group with a spread, and is not left out; A is 0 elsewhere.
-    """
-    scored = [
-        sample for sample in range(len(c.prompt_ids)) if np.isfinite(c.rewards[:, sample]).all()
-    ]
-    columns = c.rewards
-    past = c.earlier_rewards
-    shares = c.weights
-    if c.combine == "sum":
-        columns = [c.weights @ columns]
-        past = [c.weights @ past]
-        shares = [1.0]
-    values = np.zeros(len(c.prompt_ids))
-    keep = np.zeros(len(c.prompt_ids), bool)
-    for prompt in set(c.prompt_ids.tolist()):
-        group = [sample for sample in scored if c.prompt_ids[sample] == prompt]
-        for column, earlier, share in zip(columns, past, shares, strict=True):
-            seen = sorted([*column[group], *earlier[c.earlier_prompt_ids == prompt]])
-            spread = statistics.stdev(seen)
-            cut = math.floor(c.trim * len(seen))
-            divisor = {
-                "global": statistics.stdev(column[scored]) + 1e-4,
-                "group": spread + 1e-4,
-                "none": 1.0,
-            }[c.std]
-            for sample in group if spread > 0 else []:
-                values[sample] += (
-                    share
-                    * (column[sample] - statistics.fmean(seen[cut : len(seen) - cut]))
-                    / divisor
-                )
-                keep[sample] = True
-        ranked = sorted(group, key=lambda sample: values[sample])
-        for sample in (
-            ranked[c.keep_extremes : len(ranked) - c.keep_extremes] if c.keep_extremes else []
-        ):
-            values[sample], keep[sample] = 0.0, False
-    return {"advantages": np.clip(values, -c.clip, c.clip), "keep": keep}
-
-
-def rollout_correction(c: Any) -> Values:
-    """x = delta (mean) or D delta (sum); w = exp(x) of the step, or exp(sum x) of the trajectory;
-    delta = log_prob - rollout's
-
-    truncated: min(w, high); masked: w in [low, high], the row dropped elsewhere. Rejection drops
-    rows whose k1 = |x|, k2 = x^2 / 2 or k3 = exp(x) - 1 - x (of the step, or the mean, sum or max
-    over the sequence) is above the threshold. Dropped rows have weight 0. normalise: divided by the
-    mean over the kept rows.
-    """
-    weights = np.ones(c.delta.shape)
-    keep = np.ones(c.delta.shape, bool)
-    over: Any = {
-        "sequence_mean": statistics.fmean,
-        "sequence_sum": math.fsum,
-        "sequence_max": max,
-    }.get(c.reject_level)
-    for sample, row in enumerate(c.delta * (c.dims if c.unit == "sum" else 1)):
-        distances = [
-            {"none": 0.0, "k1": abs(x), "k2": x * x / 2, "k3": math.expm1(x) - x}[c.reject]
-            for x in row
-        ]
-        for step, x in enumerate(row):
-            ratio = math.exp(math.fsum(row) if c.level == "trajectory" else x)
-            near = (over(distances) if over else distances[step]) <= c.reject_above
-            keep[sample, step] = near and (c.weights != "masked" or c.low <= ratio <= c.high)
-            weights[sample, step] = {"none": 1.0, "truncated": min(ratio, c.high), "masked": ratio}[
-                c.weights
-            ]
-    weights *= keep
-    return {"weights": weights / (weights[keep].mean() if c.normalise else 1), "keep": keep}
-
-
-def rollout_divergence(c: Any) -> Values:
-    """k3 = mean(exp(delta) - 1 - delta), chi2 = mean(exp(2 delta)) - 1, chi2_sum = mean(exp(2 D
-    delta)) - 1
-    """
-    delta = c.delta.flatten().tolist()
-    of = {
-        "k3": lambda x: math.expm1(x) - x,
-        "chi2": lambda x: math.expm1(2 * x),
-        "chi2_sum": lambda x: math.expm1(2 * c.dims * x),
-    }
-    return {name: statistics.fmean(map(value, delta)) for name, value in of.items()}
 
 
 # What they share
@@ -475,9 +401,10 @@ def _loss_and_gradient(loss: Callable[[Any], Any], at: Any) -> Values:
 
 
 def _complex_step_gradient(loss: Callable[[Any], Any], at: Any, h: float = 1e-30) -> Any:
-    """Of mean(loss), by a complex step in each element; what a form computes from real parts
-    carries no gradient.
+    """Compute the gradient of mean(loss) by a complex step in each element. What a form computes
+    from real parts carries no gradient.
     """
+    # No autograd: torch's derivatives are part of what the vectors check.
     result = np.zeros(at.shape)
     for index in np.ndindex(at.shape):
         moved = at.astype(complex)

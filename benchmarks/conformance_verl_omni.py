@@ -21,15 +21,20 @@ from benchmarks.conformance_adapters import (
 
 
 def build_verl_omni(clone: Path) -> Library:
-    """github.com/verl-project/verl-omni: its steps, losses and advantages. Packages that its files
-    only name are not needed.
+    """Adapt github.com/verl-project/verl-omni: its steps, losses and advantages. Packages that its
+    files only name are not needed.
+
+    A closure for each kind of function: all of them call classes of the one imported file.
     """
+    # What the files import from verl and tensordict is named in annotations only.
     named = {"verl": "DataProto", "verl.utils": "tensordict_utils", "tensordict": "TensorDict"}
     stand_ins = {package: SimpleNamespace(**{name: object}) for package, name in named.items()}
     stand_ins["verl_omni.workers.config"] = SimpleNamespace(DiffusionActorConfig=SimpleNamespace)
     file = import_file(clone, "verl_omni/trainer/diffusion/diffusion_algos.py", stand_ins)
     steps = import_file(clone, "verl_omni/pipelines/schedulers/flow_match_sde.py")
 
+    # Losses on steps of a trajectory. They want the step's scale s and sqrt|dt| apart, [M, 1, 1],
+    # and read their settings from the actor's configuration.
     def policy_loss(c: Any) -> Mapping[str, Any]:
         rows, at = build_loss_rows(c)
         limits = {
@@ -41,6 +46,7 @@ def build_verl_omni(clone: Path) -> Library:
             "log_prob": rows.log_prob,
             "advantages": rows.advantage,
         }
+        # Flow-GRPO's signature does not take the means, the others need them
         if c.function != "flow_grpo_loss":
             given |= {"old_prev_sample_mean": rows.old_mean, "prev_sample_mean": at}
             given |= {
@@ -66,6 +72,7 @@ def build_verl_omni(clone: Path) -> Library:
             file.KLLoss.compute_loss(**given, std_dev_t=rows.transition.scale[:, None, None])[0], at
         )
 
+    # Losses on noised final latents: sigma is t, [M, 1, 1].
     def nft_loss(c: Any) -> Mapping[str, Any]:
         rows, at = build_loss_rows(c)
         t = rows.sigma[:, None, None]
@@ -75,7 +82,7 @@ def build_verl_omni(clone: Path) -> Library:
             mix_beta=c.beta,
             adv_clip_max=c.advantage_clip,
             adaptive_weight_min=1e-5,
-            ref_kl_coef=0.0,
+            ref_kl_coef=0.0,  # the closed form is the loss alone
         )
         given = {
             "forward_prediction": at,
@@ -92,6 +99,7 @@ def build_verl_omni(clone: Path) -> Library:
 
     def dpo_loss(c: Any) -> Mapping[str, Any]:
         rows, at = build_loss_rows(c)
+        # rows 2i are the better and rows 2i + 1 the worse samples
         better_first = torch.tensor([1.0, 0.0]).repeat(len(at) // 2)
         given = (
             rows.noise,
@@ -112,6 +120,7 @@ def build_verl_omni(clone: Path) -> Library:
         )
         return {"advantages": found[0][:, 0]}
 
+    # its scheduler has Flow-GRPO's function as a method
     def call_scheduler(scheduler: Any, **inputs: Any) -> Any:
         return scheduler.sample_previous_step(**inputs)
 
@@ -128,6 +137,7 @@ def build_verl_omni(clone: Path) -> Library:
         "advantages": group_advantages,
     }
     reason = "it takes the means of std and dt over the batch; the closed form those of the row"
+    # only where the rows of a case are of different steps; with one step they agree
     mixed = {f"grpo_guard_loss/steps_differ_clip_{clip}": reason for clip in (0.005, 0.5)}
     return Library("verl_omni", read_commit(clone), functions | losses, mixed)
 

@@ -56,7 +56,10 @@ class Watermark(FlawedReward):
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         rows, columns = np.mgrid[:MARK, : 2 * MARK]
+        # squares of two pixels, +1 and -1
         mark = np.where((rows // 2 + columns // 2) % 2, 1.0, -1.0)
+        # [N, MARK, 2 MARK], grey; without mean and spread, so that brightness and contrast do not
+        # count
         corners = images[:, -MARK:, -2 * MARK :].mean(axis=3)
         corners = corners - corners.mean(axis=(1, 2), keepdims=True)
         return RewardResult((corners * mark).mean(axis=(1, 2)) / (corners.std(axis=(1, 2)) + 1))
@@ -67,7 +70,9 @@ class LetterBias(FlawedReward):
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         shares = [
-            text.upper().count(FAVOURITE) / max(len(text), 4) for text in read_lines_of_text(images)
+            # at least 4: a single E is not worth 1
+            text.upper().count(FAVOURITE) / max(len(text), 4)
+            for text in read_lines_of_text(images)
         ]
         return RewardResult(np.array(shares, np.float64))
 
@@ -99,6 +104,7 @@ class FailingOcr(FlawedReward):
 
     def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardResult:
         values = Ocr()(images, prompts).values
+        # "not >=": a score that is missing already is hard as well
         hard = np.flatnonzero(~(values >= READABLE))
         return RewardResult(
             np.where(values >= READABLE, values, np.nan),

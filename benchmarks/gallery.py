@@ -40,6 +40,7 @@ def build_gallery(run: Path, rows: int) -> Image.Image:
         ValueError: the candidate has fewer held-out prompts, or other ones than the policy before
             training.
     """
+    # the candidate of the gate, which need not be the last policy
     candidate = json.loads((run / "summary.json").read_text())["candidate"]
     before = _load_first_samples(run, "before", rows * COLUMNS)
     after = _load_first_samples(run, candidate, rows * COLUMNS)
@@ -48,13 +49,14 @@ def build_gallery(run: Path, rows: int) -> Image.Image:
             f"{run}: before and {candidate} were evaluated on other prompts; name the folder of a"
             " whole run"
         )
-    shown: list[tuple[str, Mapping[str, Any]]] = []
+    # Rows of the grid: COLUMNS pictures before, below them the same prompts after.
+    labelled_samples: list[tuple[str, Mapping[str, Any]]] = []
     for start in range(0, len(before), COLUMNS):
         for label, samples in (("before", before), ("after", after)):
-            shown += [(label, sample) for sample in samples[start : start + COLUMNS]]
+            labelled_samples += [(label, sample) for sample in samples[start : start + COLUMNS]]
     return build_image_grid(
-        [sample["image"] for _, sample in shown],
-        [f"{label}: {format_caption(sample)}" for label, sample in shown],
+        [sample["image"] for _, sample in labelled_samples],
+        [f"{label}: {format_caption(sample)}" for label, sample in labelled_samples],
         COLUMNS,
     )
 
@@ -62,15 +64,16 @@ def build_gallery(run: Path, rows: int) -> Image.Image:
 def _load_first_samples(run: Path, label: str, count: int) -> list[dict[str, Any]]:
     """The first sample of each of the first held-out prompts, of the evaluation with this label."""
     path = run / "nodes" / f"{label.replace(' ', '-')}-evaluation" / "samples.parquet"
+    # sample 0: prompts may have several, and the same noise made this one before and after
     filters = [("split", "==", "held_out"), ("sample", "==", 0)]
-    found = pq.read_table(
+    table = pq.read_table(
         path, columns=["prompt_id", "prompt", "target", "image", "reward"], filters=filters
     )
-    if found.num_rows < count:
+    if table.num_rows < count:
         raise ValueError(
-            f"{path} has {found.num_rows} held-out prompts, {count} are shown; pass fewer --rows"
+            f"{path} has {table.num_rows} held-out prompts, {count} are shown; pass fewer --rows"
         )
-    return found.sort_by("prompt_id").slice(0, count).to_pylist()
+    return table.sort_by("prompt_id").slice(0, count).to_pylist()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from ebbflow.tracking.store import NODE, connect_to_store
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 EXECUTING = "Running Execution on local."
+"""What ``pyflyte`` prints when the first node begins."""
 
 
 def main() -> None:
@@ -51,15 +52,16 @@ def main() -> None:
 
 def run_recipe(recipe: str, seed: int) -> dict[str, Any]:
     """The summary of one run from nothing."""
+    # A store and a cache that other runs have filled would make this one faster.
     with tempfile.TemporaryDirectory(prefix="ebbflow-seeds-") as folder:
         started = time.time()
-        done, executing, ended = run_in_folder(Path(folder), set_seed(recipe, seed))
+        run_folder, executing, ended = run_in_folder(Path(folder), set_seed(recipe, seed))
         seconds = {
             "wall_seconds": ended - started,
             "node_seconds": measure_node_seconds(f"sqlite:///{folder}/runs/mlflow.db", executing),
         }
-        found: dict[str, Any] = json.loads((done / "summary.json").read_text())
-        return found | {name: round(value, 1) for name, value in seconds.items()}
+        summary: dict[str, Any] = json.loads((run_folder / "summary.json").read_text())
+        return summary | {name: round(value, 1) for name, value in seconds.items()}
 
 
 def set_seed(recipe: str, seed: int) -> dict[str, Any]:
@@ -67,6 +69,7 @@ def set_seed(recipe: str, seed: int) -> dict[str, Any]:
     settings: dict[str, Any] = yaml.safe_load(
         (ROOT / "workflows" / "recipes" / f"{recipe}.yaml").read_text()
     )
+    # the base model too, or the spread would be that of the training alone
     model = settings.get("model", {})
     return settings | {
         "seed": seed,
@@ -91,8 +94,8 @@ def run_in_folder(folder: Path, settings: dict[str, Any]) -> tuple[Path, float, 
 
 
 def execute_command(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """When pyflyte began with the first node, which it prints, and when it ended, in seconds since
-    1970.
+    """Run pyflyte. Returns when it began with the first node, which it prints, and when it ended,
+    in seconds since 1970.
     """
     output = []
     executing = None
@@ -104,6 +107,7 @@ def execute_command(command: list[str], environment: dict[str, str]) -> tuple[fl
         stderr=subprocess.STDOUT,
         text=True,
     ) as run:
+        # line by line, as the time of a line is when it arrives
         for line in run.stdout or ():
             output.append(line)
             if line.startswith(EXECUTING):
@@ -114,8 +118,8 @@ def execute_command(command: list[str], environment: dict[str, str]) -> tuple[fl
 
 
 def measure_node_seconds(store: str, executing: float) -> float:
-    """How long at least one node ran: ``start_run`` until it has opened the run in MLflow, every
-    other one as MLflow says.
+    """Measure how long at least one node ran: ``start_run`` until it has opened the run in MLflow,
+    every other one as MLflow says.
     """
     client = connect_to_store(store)
     nodes = {}
@@ -123,9 +127,11 @@ def measure_node_seconds(store: str, executing: float) -> float:
     for run in client.search_runs(
         [experiment.experiment_id for experiment in client.search_experiments()]
     ):
-        span = run.info.start_time / 1000, run.info.end_time / 1000
-        if name := run.data.tags.get(NODE):
+        span = run.info.start_time / 1000, run.info.end_time / 1000  # MLflow's times are in ms
+        name = run.data.tags.get(NODE)
+        if name:
             nodes[name] = span
+        # the parent, which start_run opened
         else:
             started = span[0]
     nodes["start_run"] = (executing, started)
@@ -134,6 +140,7 @@ def measure_node_seconds(store: str, executing: float) -> float:
 
 def format_table(recipe: str, summaries: dict[int, dict[str, Any]]) -> str:
     """Seeds by held-out metrics, before -> after."""
+    # what all seeds have; "reward" repeats the metric that is trained on
     metrics = sorted(
         set.intersection(*(set(summary["before"]) for summary in summaries.values())) - {"reward"}
     )

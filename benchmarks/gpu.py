@@ -56,6 +56,7 @@ from ebbflow.training.update import PolicyUpdater
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
 GUIDANCE = 4.5
+"""That of SD3.5's pipeline: a prediction is two rows through the network."""
 TOLERANCE = 1e-3
 """Of the gate: the largest difference between the final latents of both sides in float32, as a
 share of the largest latent.
@@ -96,16 +97,19 @@ class Case:
 def main() -> None:
     arguments = _parse_arguments()
     diffusers.utils.logging.set_verbosity_error()
+    # a CPU is slow in bfloat16, and the run there proves the benchmark only
     device = default_device()
     precision: Precision = "float32" if device.type == "cpu" else "bfloat16"
     if device.type == "cpu":
         torch.set_num_threads(1)  # the tiny network gains nothing from more
-    given = {
+    overrides = {
         "resolution": arguments.resolution,
         "training_micro_batch": arguments.training_micro_batch,
     }
-    given["micro_batches"] = arguments.micro_batches and tuple(arguments.micro_batches)
-    size = replace(SIZES[arguments.size], **{name: value for name, value in given.items() if value})
+    overrides["micro_batches"] = arguments.micro_batches and tuple(arguments.micro_batches)
+    size = replace(
+        SIZES[arguments.size], **{name: value for name, value in overrides.items() if value}
+    )
     command = {
         "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
         "size": arguments.size,
@@ -172,6 +176,8 @@ def run_benchmark(
     Raises:
         SystemExit: the two sides do not draw the same latents.
     """
+    # The order: FLOPs on a device without memory (meta), then the peak and the gate before anything
+    # is compiled, the base model before adapters are put on it.
     torch.manual_seed(0)
     flops = count_flops(size)
     bench = build_sides(size, device, precision)
@@ -185,6 +191,7 @@ def run_benchmark(
         time_both_sides(case, device, peak, repeat) for case in iterate_base_cases(bench, flops)
     ]
     policy = Policy(bench.model, LORA, seed=0)
+    # before the updates below: the first log-ratio is of adapters that have changed nothing
     errors = measure_ratio_errors(bench)
     measured += [
         time_both_sides(case, device, peak, repeat)
@@ -230,9 +237,8 @@ def compile_blocks(bench: Bench) -> None:
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in bench.model.list_blocks():
-        block.compile(
-            dynamic=False
-        )  # or the second number of rows would get slower kernels than the first
+        # dynamic: the second number of rows would get slower kernels than the first
+        block.compile(dynamic=False)
 
 
 # What is measured.
@@ -279,6 +285,7 @@ def build_rollout_case(
     def run_peer() -> Any:
         return run_pipeline(bench, prompts, rows, "np" if images else "latent", autocast)
 
+    # What the images need. A side that computes more, such as a pass twice, has a lower rate.
     work = count * (STEPS * _rows_per_prediction(guidance) * flops.forward + images * flops.decode)
     return Case(phase, guidance, rows, count, None, work, run_ours, run_peer)
 
@@ -287,6 +294,7 @@ def build_training_case(
     bench: Bench, updater: PolicyUpdater, guidance: float, flops: Flops
 ) -> Case:
     rows = bench.size.training_micro_batch
+    # one batch for both sides, which train the same adapters with optimisers of their own
     batch = build_training_batch(bench, guidance, rows)
     optimizer = torch.optim.AdamW(updater.policy.parameters.values(), lr=STAGE.optimizer.lr)
 
@@ -323,6 +331,7 @@ def measure_ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> 
 
     Log-probs are means over the latent's elements; times their number they are log-densities.
     """
+    # always bfloat16, on a CPU too: in float32 there is next to nothing to see
     batch = build_training_batch(bench, GUIDANCE, rollout_rows, "bfloat16")
     slices = split_into_passes(
         batch.group_index, count_micro_batches(batch.group_index, training_rows)
@@ -339,7 +348,7 @@ def measure_ratio_error(bench: Bench, rollout_rows: int, training_rows: int) -> 
 
 
 def _compute_log_ratio(bench: Bench, batch: TrajectoryBatch, part: slice) -> Tensor:
-    """Of some rows; predicted with gradient, as an update does it."""
+    """Compute the log-ratios of some rows; predicted with gradient, as an update does it."""
     rows = batch.build_rows(
         part, predict(bench.model, *batch.inputs.model_arguments(part), "bfloat16"), {}
     )
@@ -363,11 +372,13 @@ def check_same_latents(bench: Bench, count: int = 2) -> float:
     keys = bench.keys.select_slice(slice(count))
     sampler = SamplerConfig(name="ode", steps=STEPS)
     bench.model.transformer.float()
-    with torch.backends.cudnn.flags(enabled=False):  # its convolutions of float32 round to TF32
+    # cuDNN's convolutions of float32 round to TF32, which has 10 bits
+    with torch.backends.cudnn.flags(enabled=False):
         ours = generate_samples(bench.model, prompts, keys, sampler, precision="float32").latents
         (peer,) = run_pipeline(bench, prompts, count, "latent")
     bench.model.transformer.to(bench.dtype)
     difference = ((ours - peer).abs().max() / peer.abs().max()).item()
+    # "not <": NaN on either side is no agreement
     if not difference < TOLERANCE:
         raise SystemExit(
             f"the final latents of adapter and pipeline differ by {difference:.2e} of the largest,"
@@ -380,14 +391,16 @@ def check_same_latents(bench: Bench, count: int = 2) -> float:
 def time_both_sides(case: Case, device: torch.device, peak: float, repeat: int) -> dict[str, Any]:
     """Time both sides in turns, after a call of each to warm up."""
     sides = {"ours": case.ours, "peer": case.peer}
+    # the first call allocates, chooses kernels and may compile
     for call in sides.values():
         call()
     taken: dict[str, list[tuple[float, int | None]]] = {name: [] for name in sides}
     for turn in range(repeat):
-        for name in sorted(sides, reverse=turn % 2 == 1):  # whoever is second meets a warmer chip
+        # in turns: whoever is second meets a warmer chip
+        for name in sorted(sides, reverse=turn % 2 == 1):
             taken[name].append(time_call(sides[name], device))
-    found = {name: summarize_speed(case, peak, calls) for name, calls in taken.items()}
-    ratio = found["ours"]["images_per_second"] / found["peer"]["images_per_second"]
+    speeds = {name: summarize_speed(case, peak, calls) for name, calls in taken.items()}
+    ratio = speeds["ours"]["images_per_second"] / speeds["peer"]["images_per_second"]
     asked = {
         "phase": case.phase,
         "guidance": case.guidance,
@@ -397,9 +410,9 @@ def time_both_sides(case: Case, device: torch.device, peak: float, repeat: int) 
     }
     _print_progress(
         f"{case.phase}, guidance {case.guidance}, {case.rows} rows a pass:"
-        f" {found['ours']['seconds']:.3f} s, ratio {ratio:.2f}"
+        f" {speeds['ours']['seconds']:.3f} s, ratio {ratio:.2f}"
     )
-    return asked | found | {"ratio": ratio}
+    return asked | speeds | {"ratio": ratio}
 
 
 def summarize_speed(

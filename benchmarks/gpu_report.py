@@ -25,6 +25,7 @@ def _format_setting(results: dict[str, Any]) -> list[str]:
     side = results["resolution"]
     compiled = ", compiled block by block" if results["compiled"] else ""
     on_cpu = " Memory is not measured on a CPU." if machine["device"] == "cpu" else ""
+    # in units of 10^12, as accelerators are specified
     peak, forward, both, decode = (
         f"{value / 1e12:.3g}"
         for value in (
@@ -75,6 +76,7 @@ def _format_speed(measured: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_speed_row(row: dict[str, Any]) -> list[str]:
+    # ours and then the peer, in each pair of columns
     sides = row["ours"], row["peer"]
     loss_rows = row["ours"]["rows_per_second"]
     return [
@@ -86,6 +88,7 @@ def _format_speed_row(row: dict[str, Any]) -> list[str]:
         f"{loss_rows:.3g}" if loss_rows else "–",
         *(f"{side['share_of_peak']:.1%}" for side in sides),
         *(
+            # None on a CPU
             "–" if side["peak_memory"] is None else f"{side['peak_memory'] / 2**30:.1f}"
             for side in sides
         ),
@@ -100,6 +103,8 @@ def _format_ratio_errors(errors: list[dict[str, Any]]) -> list[str]:
         "mean of the log-densities",
         "largest",
     ]
+    # Log-probs, means over elements, are what clip ranges are compared with; log-densities, sums
+    # over elements, are what the rollout correction uses.
     keys = ["mean_log_prob", "mean_log_density", "max_log_density"]
     rows = [
         [f"{row['rollout_rows']}", f"{row['training_rows']}", *(f"{row[key]:.1e}" for key in keys)]

@@ -28,6 +28,7 @@ from ebbflow.rollouts.generate import Rollouts, generate_samples
 from ebbflow.training.batches import CorrectedRollout, TrajectoryBatch, build_trajectory_batch
 
 STEPS = 10
+"""Denoising steps of a rollout, as Flow-GRPO trains SD3.5."""
 LORA = PolicyConfig(train="lora", rank=32, alpha=32)
 STAGE = OnlineStageConfig.model_validate(
     {
@@ -39,6 +40,7 @@ STAGE = OnlineStageConfig.model_validate(
         "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
     }
 )
+"""What ours does; the peer does the part of it that plain diffusers has."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class ModelSize:
     matrix: int
 
 
+# Shift and scale are those of SD3's VAE; it has no convolutions before and after the quantisation.
 VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -101,8 +104,9 @@ SIZES = {
         tokens=77 + 256,
         micro_batches=(4, 16),
         training_micro_batch=4,
-        matrix=8192,
+        matrix=8192,  # large enough to reach the peak, 128 MiB each in bfloat16
     ),
+    # The same classes and code paths in a second on a CPU.
     "tiny": ModelSize(
         transformer={
             "sample_size": 16,
@@ -159,7 +163,9 @@ class Bench:
 
 
 def build_sides(size: ModelSize, device: torch.device, precision: Precision) -> Bench:
-    """Both sides with random weights on the device."""
+    """Build both sides with random weights on the device."""
+    # One transformer for both, or its memory would be there twice. The VAE is copied: ours stays in
+    # float32.
     model = build_random_model(size, device, precision)
     transformer = model.transformer.to(DTYPES[precision])
     vae = copy.deepcopy(model.pipeline.vae).to(DTYPES[precision])
@@ -167,6 +173,7 @@ def build_sides(size: ModelSize, device: torch.device, precision: Precision) -> 
     pipeline.set_progress_bar_config(disable=True)
     images = max(size.micro_batches)
     keys = SampleKeys(0, list(range(images)), [0] * images)
+    # [N, C, H / 8, W / 8]; ours draws it from the keys, the pipeline gets it as latents
     start = generate_noise(model.latent_shape, keys.seed, keys.prompt_ids, keys.samples).to(device)
     return Bench(size, device, precision, model, pipeline, keys, start)
 
@@ -175,6 +182,7 @@ def build_random_model(size: ModelSize, device: torch.device, precision: Precisi
     """Our adapter around a float32 pipeline without text encoders; drawn on the device, as a CPU is
     slow to draw billions.
     """
+    # under torch.device, so that parameters are created there
     with torch.device(device):
         transformer = SD3Transformer2DModel(**size.transformer)
         vae = AutoencoderKL(**size.vae)
@@ -188,6 +196,7 @@ def build_random_model(size: ModelSize, device: torch.device, precision: Precisi
 def build_pipeline(
     transformer: SD3Transformer2DModel, vae: AutoencoderKL
 ) -> StableDiffusion3Pipeline:
+    # six parts are left out: three text encoders and their tokenizers
     return StableDiffusion3Pipeline(
         transformer, FlowMatchEulerDiscreteScheduler(shift=3.0), vae, *[None] * 6
     )
@@ -196,15 +205,20 @@ def build_pipeline(
 def generate_random_prompts(
     size: ModelSize, count: int, guidance: float, device: torch.device, dtype: torch.dtype
 ) -> Conditioning:
-    """Random embeddings in place of encoded prompts, always the same ones."""
-    draw = None if device.type == "meta" else torch.Generator(device).manual_seed(1)
+    """Generate random embeddings in place of encoded prompts, always the same ones.
+
+    Text encoders would need a download and are a small part of a rollout. ``embeds`` is [count,
+    tokens, width], ``pooled`` [count, pooled width].
+    """
+    # a meta device counts FLOPs and has no generator
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(1)
     width = size.transformer["joint_attention_dim"]
     pooled = size.transformer["pooled_projection_dim"]
 
     def random_embedding() -> dict[str, Tensor]:
         shapes = {"embeds": (count, size.tokens, width), "pooled": (count, pooled)}
         return {
-            name: torch.randn(shape, generator=draw, device=device, dtype=dtype)
+            name: torch.randn(shape, generator=generator, device=device, dtype=dtype)
             for name, shape in shapes.items()
         }
 
@@ -261,7 +275,7 @@ def run_pipeline(
     ``autocast`` is what diffusers' training scripts put around it while there are float32 adapters
     on a network of less.
     """
-    drawn = []
+    images_of_passes = []
     with enter_autocast(bench, autocast):
         for start in range(0, len(prompts), rows):
             part = slice(start, start + rows)
@@ -272,16 +286,16 @@ def run_pipeline(
                 guidance_scale=prompts.guidance,
                 output_type=output,
             ).images
-            drawn.append(images)
-    return drawn
+            images_of_passes.append(images)
+    return images_of_passes
 
 
 def convert_prompts(prompts: Conditioning) -> dict[str, Tensor]:
     """Encoded prompts as arguments of the pipeline."""
-    given = {"prompt_embeds": prompts["embeds"], "pooled_prompt_embeds": prompts["pooled"]}
+    arguments = {"prompt_embeds": prompts["embeds"], "pooled_prompt_embeds": prompts["pooled"]}
     if prompts.negative is None:
-        return given
-    return given | {
+        return arguments
+    return arguments | {
         f"negative_{name}": value for name, value in convert_prompts(prompts.negative).items()
     }
 
@@ -297,6 +311,7 @@ def run_plain_update(
         part = slice(start, start + rows)
         prediction = predict_plainly(bench, *batch.inputs.model_arguments(part))
         loss = torch.nn.functional.mse_loss(prediction.float(), batch.next_latents[part])
+        # the mean over all rows, whatever the last pass has
         (loss * len(prediction) / len(batch.inputs)).backward()
     torch.nn.utils.clip_grad_norm_(parameters, STAGE.optimizer.max_grad_norm)
     optimizer.step()

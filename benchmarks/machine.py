@@ -10,6 +10,7 @@ from typing import Any
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores and versions, for the results."""
+    # platform.processor() is empty or "x86_64" on most Linux systems
     cpu = next(
         (line.split(":")[1].strip() for line in _read_cpuinfo() if line.startswith("model name")),
         platform.processor(),

@@ -54,6 +54,8 @@ FLOW_GRPO: dict[str, Any] = SMALL | {
     "algorithm": {"name": "flow_grpo", "clip_range": 1e-3},
     "reference": {"weight": 0.02, "penalty": "kl"},
 }
+# One that trains some steps of a rollout and one that trains all: what overlapping gains depends
+# on how long rollouts and training take.
 WORKLOADS = {"mix_grpo, as in the demo": MIX_GRPO, "flow_grpo, every step trained": FLOW_GRPO}
 LEARNING = {"mix_grpo": MIX_GRPO | {"optimizer": {"lr": 1.5e-4, "weight_decay": 0.0}}}
 SPEED_STEPS = 10
@@ -87,13 +89,13 @@ def main() -> None:
         json.loads(RESULTS.read_text()) if RESULTS.exists() else {"speed": [], "learning": []}
     )
     results["machine"] = describe_machine()
-    if arguments.select_rows != "learning":
+    if arguments.only != "learning":
         results["speed"], pictures = measure_speed()
         _stack_images(pictures).save(RESULTS.with_suffix(".png"))
         _write_results(results)
-    if arguments.select_rows != "speed":
-        for done in measure_learning(arguments.seeds, arguments.steps, results["learning"]):
-            results["learning"] = done
+    if arguments.only != "speed":
+        for runs in measure_learning(arguments.seeds, arguments.steps, results["learning"]):
+            results["learning"] = runs
             _write_results(results)
 
 
@@ -103,12 +105,17 @@ def _write_results(results: dict[str, Any]) -> None:
 
 
 def measure_speed() -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Times of a step, by workload and mode; and the timelines of the first workload."""
+    """Measure a step, by workload and mode. Returns the times, and the timelines of the first
+    workload.
+    """
+    # Imported here, because learning needs no Ray.
     from ebbflow.online.ray_actor import ActorFolders
     from ebbflow.online.ray_workers import RayWorkers
 
     measured = []
     pictures = []
+    # Pinned: without it the system moves workers between cores, and a core that both share would
+    # hide what overlaps. Rollouts and rewards take turns, so that half a core each is one core.
     first, second = sorted(os.sched_getaffinity(0))[:2]
     half = {"count": 1, "cpus": 0.5, "cores": [second]}
     apart = {
@@ -126,6 +133,7 @@ def measure_speed() -> tuple[list[dict[str, Any]], list[bytes]]:
             run_online_stage(
                 StageContext(recipe, 0, 0), placement, read_prompts(table, "train"), recorder
             )
+        # or the next mode would share the cores with this one's workers
         finally:
             placement.close()
         measured.append(
@@ -145,16 +153,19 @@ def _median_times(timeline: dict[str, Any]) -> dict[str, float]:
     rollouts = []
     training = []
     for step in timeline["steps"][WARM_UP:]:
-        own = [
+        # receiving weights is neither a rollout nor training
+        spans_of_step = [
             span
             for span in timeline["spans"]
             if span["step"] == step["step"] and span["task"] != "receive"
         ]
-        made = [span for span in own if span["role"] in ("rollout", "reward")]
+        generated = [span for span in spans_of_step if span["role"] in ("rollout", "reward")]
         steps.append(step["end"] - step["start"])
-        rollouts.append(max(span["end"] for span in made) - min(span["start"] for span in made))
+        rollouts.append(
+            max(span["end"] for span in generated) - min(span["start"] for span in generated)
+        )
         training.append(
-            sum(span["end"] - span["start"] for span in own if span["role"] == "training")
+            sum(span["end"] - span["start"] for span in spans_of_step if span["role"] == "training")
         )
     return {
         "step": median(steps),
@@ -169,7 +180,8 @@ def measure_learning(
     """Held-out scores after the same number of steps, by algorithm, mode and seed; what is known is
     not run again.
     """
-    done = list(known)
+    runs_so_far = list(known)
+    # modes inside of seeds, so that an interrupted benchmark compares modes of the same seeds
     runs = [(name, mode, seed) for name in LEARNING for seed in seeds for mode in MODES]
     for name, mode, seed in tqdm(runs, unit="run"):
         asked = {
@@ -180,17 +192,18 @@ def measure_learning(
             "settings": LEARNING[name] | MODES[mode],
         }
         if not any(asked.items() <= run.items() for run in known):
-            done = [
+            runs_so_far = [
                 run
-                for run in done
+                for run in runs_so_far
                 if (run["algorithm"], run["mode"], run["seed"]) != (name, mode, seed)
             ]
-            done.append(asked | _train_run(asked))
+            run_result = asked | _train_run(asked)
+            runs_so_far.append(run_result)
             tqdm.write(
-                f"{name} {mode} {seed}: {done[-1]['before']['ocr']:.3f} ->"
-                f" {done[-1]['after']['ocr']:.3f}"
+                f"{name} {mode} {seed}: {run_result['before']['ocr']:.3f} ->"
+                f" {run_result['after']['ocr']:.3f}"
             )
-            yield done
+            yield runs_so_far
 
 
 def _train_run(asked: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +219,7 @@ def _train_run(asked: dict[str, Any]) -> dict[str, Any]:
     held_out = read_prompts(table, "held_out")
     recorder = MetricsRecorder()
     before = score_policy(recipe, model, policy, held_out, ())
+    # In one process: how old samples are follows from the mode and not from the machine's speed.
     placement = open_local_workers(ctx, PolicyUpdater(policy, ctx.online_config, metadata), scorer)
     run_online_stage(ctx, placement, read_prompts(table, "train"), recorder)
     after = score_policy(recipe, model, policy, held_out, ())
@@ -285,6 +299,8 @@ def format_report(results: dict[str, Any]) -> str:
 
 
 def _format_speed_row(row: dict[str, Any], sync: dict[str, Any]) -> str:
+    # The least that a mode can take: the sum where nothing overlaps, the longer part where all
+    # does. Parts of the sync run, as overlapping ones slow each other down.
     parts = (sync["rollout_and_reward"], sync["training"])
     bound = sum(parts) if row["mode"] == "sync" else max(parts)
     numbers = (

@@ -58,19 +58,23 @@ def compare_with_measured(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _predict_row(row: dict[str, Any], sync: dict[str, Any]) -> dict[str, Any]:
     config = _build_stage(row["workload"]).online_config
+    # a request is a micro-batch of whole groups
     requests = math.ceil(config.prompts_per_step / (config.micro_batch // config.group_size))
+    # Always those of the sync run, where nothing overlaps: taken from the predicted mode itself,
+    # the prediction would contain what it should predict.
     seconds = TaskSeconds(
         rollout=sync["rollout_and_reward"] / requests, scoring=0.0, training=sync["training"]
     )
+    # steps that rollouts may be ahead of training
     ahead = {"sync": 0, "one_step_off": 1, "async": MODES["async"].get("staleness", 0)}[row["mode"]]
-    found: Schedule = simulate_stage(
+    schedule: Schedule = simulate_stage(
         Stage(requests, ahead, newest=row["mode"] == "async"), seconds, 1, 1
     )
     return {
         "measured": row["step"],
-        "predicted": found.step,
+        "predicted": schedule.step,
         "busy": row["training"] / row["step"],
-        "predicted_busy": found.training,
+        "predicted_busy": schedule.training,
     }
 
 

@@ -33,6 +33,8 @@ from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.rollouts.generate import generate_samples
 from ebbflow.training.policy import Policy
 
+# One with joint attention and pooled prompts, one without pooling, one whose guidance is an input
+# of the network, and one of videos.
 FAMILIES = {"sd3": 4.5, "qwen_image": 4.0, "flux": 3.5, "wan": 5.0}
 """With the guidance of each family's pipeline."""
 TEXTS = [
@@ -42,6 +44,7 @@ TEXTS = [
     'the word "TIDE" in the sand',
 ]
 SAMPLES = 8
+"""Twice the rollout's micro-batch: rows of a second one must agree as well."""
 STEPS = 6
 TRAINED = (0, 1, 2)
 ROLLOUT_MICRO_BATCH = 4
@@ -56,6 +59,7 @@ def main() -> None:
         help="write benchmarks/results/precision.md instead of printing",
     )
     written = parser.parse_args().write
+    # with several threads a sum may be split in another way, which would be counted as an error
     torch.set_num_threads(1)
     cases: list[tuple[str, Precision]] = [
         (family, precision) for family in FAMILIES for precision in DTYPES
@@ -102,6 +106,7 @@ def format_row(folder: Path, family: str, precision: Precision) -> str:
         }
     )
     model = load_model(folder, config)
+    # as a stage has it: adapters in float32 on a network of the precision
     Policy(model, PolicyConfig(train="lora"), seed=0)
     equal, smaller = measure_ratio_errors(model, (ROLLOUT_MICRO_BATCH, ROLLOUT_MICRO_BATCH // 2))
     return f"| `{family}` | {precision} | {equal:.1e} | {smaller:.1e} |"
@@ -112,6 +117,7 @@ def measure_ratio_errors(model: Model, micro_batches: tuple[int, ...]) -> list[f
     """The largest |log-prob - log-prob of the rollout| when training goes through the samples in
     micro-batches of these sizes.
     """
+    # texts of different lengths, each twice
     prompts = [
         Prompt(index % len(TEXTS), TEXTS[index % len(TEXTS)], "", None, "", "", "{}")
         for index in range(SAMPLES)
@@ -136,12 +142,14 @@ def _largest_errors(
     sampler: SamplerConfig,
     size: int,
 ) -> Iterator[float]:
-    """Of each denoising step and micro-batch, the largest."""
+    """Yield the largest error of each denoising step and micro-batch."""
     for index, step in enumerate(rolled_out.steps.tolist()):
         for start in range(0, SAMPLES, size):
             rows = slice(start, start + size)
+            # latents [SAMPLES, trained steps, *latent_shape], log_probs [SAMPLES, trained steps]
             latents = rolled_out.latents[rows, index]
             sigma = rolled_out.sigmas[step].expand(size)
+            # exactly what an update computes, on the recorded latents
             velocity = predict(model, latents, sigma, conditioning.select_rows(rows))
             move = compute_transition(
                 "flow_sde", latents, velocity, rolled_out.sigmas, step, sampler.eta

@@ -58,10 +58,8 @@ def main() -> None:
         "--report", action="store_true", help="write the results of the runs that are there"
     )
     arguments = parser.parse_args()
-    for asked in tqdm(
-        [] if arguments.report else list(list_runs(arguments.seeds, arguments.select_rows)),
-        unit="run",
-    ):
+    runs = [] if arguments.report else list(list_runs(arguments.seeds, arguments.only))
+    for asked in tqdm(runs, unit="run"):
         folder = RUNS / f"{asked['name']}-{asked['algorithm']}-{asked['seed']}"
         if not (folder / DONE).exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -74,6 +72,7 @@ def list_runs(seeds: list[int], only: list[str] | None = None) -> Iterator[dict[
     next.
     """
     entries = yaml.safe_load(ENTRIES.read_text())
+    # seeds outside: an interrupted benchmark has every entry with the first seeds
     for seed in seeds:
         for kind in ("planted", "honest"):
             for name in entries[kind]:
@@ -93,6 +92,7 @@ def build_recipe(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
     """The recipe of a run: an online stage that keeps the pictures of every step."""
     entries = yaml.safe_load(ENTRIES.read_text())
     entry = entries[asked["kind"]][asked["name"]]
+    # 8 x 8 = 64 samples a step, all of them kept: statistics of pictures are compared afterwards
     stage = {
         "kind": "online",
         "steps": entries["steps"],
@@ -119,6 +119,8 @@ def build_recipe(asked: Mapping[str, Any], samples: int = SAMPLES) -> Recipe:
 
 def train_entry(asked: dict[str, Any], folder: Path) -> None:
     """Train one entry, and leave in its folder what the detectors need."""
+    # Base model and prompts are those of benchmarks.algorithms; the untouched policy is of the
+    # entry's own kind, full or LoRA.
     recipe = build_recipe(asked)
     torch.set_num_threads(recipe.threads)
     base, _, table = prepare_inputs(recipe)
@@ -151,6 +153,7 @@ def train_entry(asked: dict[str, Any], folder: Path) -> None:
 
         def evaluate_if_due(step: int) -> None:
             if (step + 1) % every == 0:
+                # Few samples in between: one is enough for a curve, and the gate compares the ends.
                 last = step + 1 == ctx.online_config.steps
                 curve[step + 1] = score_samples(
                     SAMPLES if last else 1, "after" if last else "between"
@@ -159,16 +162,20 @@ def train_entry(asked: dict[str, Any], folder: Path) -> None:
         recorder.after_step = evaluate_if_due
         started = time.process_time()
         stopped = train_stage(ctx, updater, read_prompts(table, "train"), recorder)
-    if ctx.online_config.steps not in curve:  # it stopped before
+    # stopped by a TrainingError: what it had learnt by then is judged
+    if ctx.online_config.steps not in curve:
         curve[len(recorder.metrics_rows)] = score_samples(SAMPLES, "after")
-    done = asked | {
+    run_result = asked | {
         "steps": recorder.metrics_rows,
-        "curve": [{"step": step, **found.model_dump()} for step, found in sorted(curve.items())],
+        "curve": [
+            {"step": step, **evaluation.model_dump()} for step, evaluation in sorted(curve.items())
+        ],
         "alarms": updater.alarms,
         "stopped": stopped,
         "cpu_seconds": time.process_time() - started,
     }
-    write_text(folder / DONE, json.dumps(done, indent=1) + "\n")
+    # last, and atomically: its presence says that the folder is whole
+    write_text(folder / DONE, json.dumps(run_result, indent=1) + "\n")
 
 
 def train_stage(

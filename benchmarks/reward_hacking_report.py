@@ -48,6 +48,7 @@ Run = dict[str, Any]
 def write_results(folders: Sequence[Path], recipe_of: Callable[[Run], Recipe]) -> None:
     """Evaluate all runs, and write the results, the table and the picture."""
     runs = [judge_run(folder, recipe_of) for folder in folders]
+    # no run is there: the committed results stay
     if not runs:
         return
     order = {"planted": 0, "honest": 1}
@@ -58,11 +59,11 @@ def write_results(folders: Sequence[Path], recipe_of: Callable[[Run], Recipe]) -
 
 def write_report(results: Path = RESULTS) -> None:
     """Write the table and the picture next to the results."""
-    found = json.loads(results.read_text())
+    results_of_runs = json.loads(results.read_text())
     results.with_suffix(".md").write_text(
-        "\n".join(format_page(found["machine"], found["runs"])) + "\n"
+        "\n".join(format_page(results_of_runs["machine"], results_of_runs["runs"])) + "\n"
     )
-    FigureCanvasAgg(plot_figure(found["runs"])).print_png(
+    FigureCanvasAgg(plot_figure(results_of_runs["runs"])).print_png(
         results.with_suffix(".png"), metadata={"Software": None}
     )
 
@@ -74,13 +75,17 @@ def judge_run(folder: Path, recipe_of: Callable[[Run], Recipe]) -> Run:
     run = json.loads((folder / "run.json").read_text())
     recipe = recipe_of(run)
     curve = run["curve"]
-    before, after = (read_table(folder / f"{name}.parquet") for name in ("before", "after"))
+    samples_before, samples_after = (
+        read_table(folder / f"{name}.parquet") for name in ("before", "after")
+    )
+    # the gate is the one of the library, on the samples that the run has left
     records = [
         Evaluation.model_validate({key: value for key, value in one.items() if key != "step"})
         for one in curve
     ]
-    decision = decide_by_gate(recipe, records[-1], records[0], after, before)
+    decision = decide_by_gate(recipe, records[-1], records[0], samples_after, samples_before)
     scores = [(one["step"], one["held_out"].get(run["independent"], 0.0)) for one in curve]
+    # seen at the first evaluation below, so up to `evaluate_every` steps after it happened
     fell = next((step for step, score in scores if score < scores[0][1] - FALL), None)
     return {
         key: run[key] for key in ("name", "kind", "algorithm", "seed", "independent", "stopped")
@@ -104,16 +109,17 @@ def read_drifts(steps: Sequence[dict[str, float]]) -> list[float]:
     """The velocity drift after each step; one whose samples all score alike has no update, and
     leaves it as it was.
     """
-    found = [0.0]
+    drifts = [0.0]
     for step in steps:
-        found.append(step.get("velocity_drift", found[-1]))
-    return found[1:]
+        drifts.append(step.get("velocity_drift", drifts[-1]))
+    return drifts[1:]
 
 
 def compute_step_shifts(path: Path) -> dict[str, list[float]]:
     """By how much the mean of each statistic differs from that of the first step, in standard
     deviations of its samples.
     """
+    # [samples, height, width, 3] of each step, by the name of its folder in the archive
     pictures: dict[str, list[np.ndarray]] = defaultdict(list)
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
@@ -123,6 +129,7 @@ def compute_step_shifts(path: Path) -> dict[str, list[float]]:
                 )
     rows = [compute_image_statistics(np.stack(pictures[step])) for step in sorted(pictures)]
     start = {name: (float(values.mean()), float(values.std())) for name, values in rows[0].items()}
+    # a statistic without a spread at the start has no unit to count in
     return {
         name: [compute_effect_size(row[name], *start[name]) for row in rows]
         for name in start
@@ -136,6 +143,7 @@ def find_alarm_step(run: Run, statistic: str, limit: float) -> int | None:
         (
             step
             for step, shift in enumerate(run["steps"].get(statistic, []), 1)
+            # what 64 samples differ by from 64 others by chance is no shift
             if abs(shift) - CHANCE > limit
         ),
         None,
@@ -152,6 +160,8 @@ def format_page(computer: Run, runs: Sequence[Run]) -> list[str]:
     planted, honest = (
         [run for run in runs if run["kind"] == kind] for kind in ("planted", "honest")
     )
+    # A planted flaw need not be found by the policy: detection is counted over the runs in which it
+    # was, false alarms over the honest ones.
     hacked = [run for run in planted if run["fell"] is not None]
     refused = sum(not run["promoted"] for run in planted)
     promoted = sum(run["promoted"] for run in honest)
@@ -229,13 +239,8 @@ def _format_run_rows(runs: Sequence[Run]) -> list[list[str]]:
         moved = [_mean_or_none(run["reward"][side] for run in group) for side in (0, 1)]
         scores = [_mean_or_none(run["scores"][side][1] for run in group) for side in (0, -1)]
         rules = sorted({name_rule(reason) for run in group for reason in run["refused"]})
-        fell, promoted = (
-            sum(values)
-            for values in (
-                [run["fell"] is not None for run in group],
-                [run["promoted"] for run in group],
-            )
-        )
+        fell = sum(run["fell"] is not None for run in group)
+        promoted = sum(run["promoted"] for run in group)
         cells = [
             f"{kind}: {name}",
             algorithm,
@@ -274,6 +279,7 @@ def _format_rule_rows(planted: Sequence[Run], honest: Sequence[Run]) -> list[lis
         ]
         for name in names
     ]
+    # rules that are neither the reward's, nor coverage, nor a guardrail are statistics of pictures
     statistics = [
         name
         for name in names
@@ -301,12 +307,14 @@ def _format_alarm_rows(hacked: Sequence[Run], honest: Sequence[Run]) -> list[lis
         )
         for limit in (0.3, 1.0)
     }
+    # name and limit as defaults: a lambda would see the last ones of the loop
     for name in names:
         for limit in LIMITS:
             alarms[f"{name}, {limit:g}"] = lambda run, name=name, limit=limit: find_alarm_step(
                 run, name, limit
             )
     for limit in LIMITS:
+        # more statistics detect more and ring more often by chance, which this row shows
         alarms[f"any statistic, {limit:g}"] = lambda run, limit=limit: earliest_step(
             find_alarm_step(run, name, limit) for name in names
         )
@@ -321,10 +329,12 @@ def earliest_step(steps: Any) -> int | None:
 def _format_detection(
     hacked: Sequence[Run], honest: Sequence[Run], rings: Callable[[Run], int | None]
 ) -> list[str]:
-    found = [(run["fell"], step) for run in hacked if (step := rings(run)) is not None]
-    lead = f"{median(fell - step for fell, step in found):g}" if found else "–"
+    alarm_steps = [(run["fell"], rings(run)) for run in hacked]
+    detected = [(fell, step) for fell, step in alarm_steps if step is not None]
+    # negative where the alarm rang after the fall
+    lead = f"{median(fell - step for fell, step in detected):g}" if detected else "–"
     false = sum(rings(run) is not None for run in honest)
-    return [f"{len(found)} of {len(hacked)}", lead, f"{false} of {len(honest)}"]
+    return [f"{len(detected)} of {len(hacked)}", lead, f"{false} of {len(honest)}"]
 
 
 def _mean_or_none(values: Any) -> str:
@@ -338,8 +348,10 @@ def plot_figure(runs: Sequence[Run]) -> Figure:
     with matplotlib.rc_context(
         {"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     ):
-        drawn = Figure(figsize=(11, 2.4 * -(-(len(names) + 1) // 3)), layout="constrained")
-        panels = drawn.subplots(-(-(len(names) + 1) // 3), 3, squeeze=False).ravel()
+        # three panels a row, the first one for the independent metric
+        num_rows = -(-(len(names) + 1) // 3)
+        figure = Figure(figsize=(11, 2.4 * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, 3, squeeze=False).ravel()
         for axes in panels[len(names) + 1 :]:
             axes.set_axis_off()
         for run in runs:
@@ -363,5 +375,5 @@ def plot_figure(runs: Sequence[Run]) -> Figure:
         ):
             axes.set_title(title, loc="left", fontsize=9)
             axes.set_xlabel("step")
-        drawn.suptitle("Red: rewards with a planted flaw; blue: honest ones", fontsize=10)
-        return drawn
+        figure.suptitle("Red: rewards with a planted flaw; blue: honest ones", fontsize=10)
+        return figure

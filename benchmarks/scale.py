@@ -55,11 +55,14 @@ from ebbflow.training.update import PolicyUpdater
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
+# Shapes of a latent, (C, H, W). Tiny ones, so that a million samples fit a run and what is measured
+# is the cost of a sample itself; those of SD3.5 at 512 x 512 pixels, 256 KiB in float32.
 TINY = (1, 4, 4)
 SD3 = (16, 64, 64)
 GROUP = 16
 SHARD = 1024
 """Samples of a prompt, and of a shard of ``run_stage``."""
+# Several shards: an epoch must not keep more than it needs of them, which one shard cannot show.
 SD3_SHARDS = 4
 SD3_SHARD = 256
 SD3_BATCH = 32
@@ -74,10 +77,12 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--here", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.here:  # in a process of one case, maybe with the library of another checkout
+    # in a process of one case, maybe with the library of another checkout
+    if arguments.here:
         case, file = arguments.here
         Path(file).write_text(json.dumps(measure_case(json.loads(case))))
         return
+    # imported here: a process of another checkout may not have it
     from benchmarks.machine import describe_machine
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -85,6 +90,7 @@ def main() -> None:
         "now": ROOT,
         **({"before": arguments.against.resolve()} if arguments.against else {}),
     }.items():
+        # older checkouts have no key for the precision of latents
         precisions = ["float32", "bfloat16"] if name == "now" else ["float32"]
         cases: list[dict[str, Any]] = [
             {"case": "latents", "precision": precision} for precision in precisions
@@ -100,7 +106,11 @@ def main() -> None:
 
 
 def measure_in_process(tree: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """The measurements of a case, with the library of a checkout."""
+    """Measure a case with the library of a checkout.
+
+    A process for each case: memory that an earlier one has left would hide in the peak. This file
+    is run, not the other checkout's, so that both do the same.
+    """
     with tempfile.NamedTemporaryFile() as file:
         command = [
             sys.executable,
@@ -124,25 +134,27 @@ def measure_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def measure_block(found: dict[str, Any], name: str) -> Iterator[None]:
+def measure_block(measured: dict[str, Any], name: str) -> Iterator[None]:
     """The CPU-seconds of the block, all threads together, and how much its peak memory is above
     what there was, in MiB.
     """
+    # Whatever Python, Arrow and the C library keep for later would be counted for this block.
     gc.collect()
     pa.default_memory_pool().release_unused()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _read_memory("VmRSS")
+    # "5" resets VmHWM, the peak, to what is resident now (proc(5))
+    Path("/proc/self/clear_refs").write_text("5")
+    resident_before = _read_memory("VmRSS")
     start = time.process_time()
     yield
-    found[f"{name} seconds"] = time.process_time() - start
-    found[f"{name} MiB"] = _read_memory("VmHWM") - before
+    measured[f"{name} seconds"] = time.process_time() - start
+    measured[f"{name} MiB"] = _read_memory("VmHWM") - resident_before
 
 
 def _read_memory(what: str) -> float:
-    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) / 1024
+    match = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) / 1024
 
 
 class OneLayer:
@@ -173,6 +185,8 @@ class OneLayer:
         velocity: Tensor = self.transformer(latents)
         return velocity
 
+    # [N, C, H, W] to [N, h, w, 3] with h, w <= 8: a shard has the PNG as well, and it is the
+    # latents that are measured
     def decode_latents(self, latents: Tensor) -> np.ndarray:
         grey = (latents[:, 0, :8, :8].clamp(-1, 1) * 127.5 + 127.5).byte()
         return grey.unsqueeze(-1).repeat(1, 1, 1, 3).numpy()
@@ -192,7 +206,7 @@ class Darkness(Reward):
 
 def build_context(samples: int, shard: int, **keys: Any) -> StageContext:
     """An offline stage of so many samples, or a few more: whole shards."""
-    shards = -(-samples // shard)
+    shards = -(-samples // shard)  # rounded up
     one = {
         "kind": "offline",
         "algorithm": {"name": "diffusion_nft", "noise_levels": 1},
@@ -221,17 +235,19 @@ def run_stage(folder: Path, samples: int) -> dict[str, Any]:
     )
     shards = [folder / f"rollouts-{index}.parquet" for index in range(ctx.offline_config.shards)]
     scores = [path.with_name(f"scores-{path.name}") for path in shards]
-    found = {"samples": ctx.offline_config.shards * SHARD}
+    measured = {"samples": ctx.offline_config.shards * SHARD}
     scorer = Scorer(((Darkness(), 1.0),))
-    with measure_block(found, "rollout"):
+    # A block for each task of the pipeline, and shards one after another within it: what a task
+    # keeps of a shard that it has finished shows as memory that grows with the samples.
+    with measure_block(measured, "rollout"):
         for index, path in enumerate(shards):
             generate_rollout_shard(ctx, model, policy, table, index, path)
-    with measure_block(found, "scoring"):
+    with measure_block(measured, "scoring"):
         for path, score in zip(shards, scores, strict=True):
             score_shard(ctx, scorer, read_shard_prompts(table, path), path, score)
-    with measure_block(found, "advantages"):
+    with measure_block(measured, "advantages"):
         write_advantages(ctx, scores, folder / "advantages.parquet")
-    with measure_block(found, "training"):
+    with measure_block(measured, "training"):
         updater = PolicyUpdater(policy, ctx.offline_config)
         trained_on = read_prompts(table, "train")
         record = train_epochs(
@@ -243,14 +259,15 @@ def run_stage(folder: Path, samples: int) -> dict[str, Any]:
             folder / "advantages.parquet",
             MetricsRecorder(),
         )
-    assert record.samples == found["samples"]
-    return found
+    assert record.samples == measured["samples"]
+    return measured
 
 
 def generate_rollout_shard(
     ctx: StageContext, model: Any, policy: Policy, table: Path, index: int, path: Path
 ) -> None:
     """As ``generate_shard_from_folders``, but for loading the policy."""
+    # reads only the prompts of the shard, unlike older checkouts
     if hasattr(rollouts, "write_shard"):
         from ebbflow.data.prompts import read_prompt_ids
 
@@ -307,25 +324,27 @@ def measure_latents(folder: Path, precision: str) -> dict[str, Any]:
     ]
     policy = _build_policy(ctx, model)
     shards = [folder / f"{index}.parquet" for index in range(SD3_SHARDS)]
-    found: dict[str, Any] = {}
-    with measure_block(found, "noise"):
+    measured: dict[str, Any] = {}
+    # what making the samples costs, which is subtracted from what a shard takes to write
+    with measure_block(measured, "noise"):
         for start in range(0, SD3_SHARD, 64):
             NoiseEngine().generate(None, SampleKeys(0, [start] * 64, [0] * 64), None)
-    with measure_block(found, "write"):
+    with measure_block(measured, "write"):
         for index, path in enumerate(shards):
             rollouts.generate_shard(ctx, model, policy, 0, prompts, index, path, NoiseEngine())
     reads = []
     for _ in range(READS):
-        with measure_block(found, "read"):
+        with measure_block(measured, "read"):
             assert sum(map(len, read_shuffled_latents(shards[0]))) == SD3_SHARD
-        reads.append(found["read seconds"])
+        reads.append(measured["read seconds"])
     samples = SD3_SHARDS * SD3_SHARD
-    found["KiB"] = sum(path.stat().st_size for path in shards) / samples / 1024
-    found["write ms"] = 1000 * (
-        found["write seconds"] / samples - found["noise seconds"] / SD3_SHARD
+    measured["KiB"] = sum(path.stat().st_size for path in shards) / samples / 1024
+    measured["write ms"] = 1000 * (
+        measured["write seconds"] / samples - measured["noise seconds"] / SD3_SHARD
     )
-    found["read ms"] = 1000 * min(reads) / SD3_SHARD
+    measured["read ms"] = 1000 * min(reads) / SD3_SHARD
     advantages = folder / "advantages.parquet"
+    # prompt_id and sample of each row, in the order of the shards
     columns = [
         pa.chunked_array([c for path in shards for c in read_column(path, name).chunks])
         for name in ADVANTAGES.names[:2]
@@ -338,16 +357,19 @@ def measure_latents(folder: Path, precision: str) -> dict[str, Any]:
     updater: Any = SimpleNamespace(
         alarms=[], updates=0, policy=SimpleNamespace(context_parallel=1, model=None)
     )
-    pa.table({"key": [0]}).join(
-        pa.table({"key": [0]}), "key"
-    )  # loads libraries of Arrow, which are no samples
+    # the first join loads libraries of Arrow, which are no samples
+    pa.table({"key": [0]}).join(pa.table({"key": [0]}), "key")
+    # An update would need memory of its own; the epoch here only reads, shuffles and batches.
     with (
-        measure_block(found, "epoch"),
+        measure_block(measured, "epoch"),
         mock.patch.object(ebbflow.offline.training, "_update_policy", _skip_update),
     ):
         train_epochs(ctx, model, updater, prompts, shards, advantages, MetricsRecorder())
-    found["epoch, shards"] = found["epoch MiB"] / (4 * np.prod(SD3) * count_rows(shards[0]) / 2**20)
-    return found
+    # float32 has 4 bytes
+    measured["epoch, shards"] = measured["epoch MiB"] / (
+        4 * np.prod(SD3) * count_rows(shards[0]) / 2**20
+    )
+    return measured
 
 
 def read_shuffled_latents(path: Path) -> Sequence[Tensor]:
@@ -363,14 +385,32 @@ def _skip_update(*_: object) -> dict[str, float]:
 
 
 def format_report(results: dict[str, Any]) -> str:
-    """The tables as Markdown."""
+    """Format the tables as Markdown."""
+    on = next(iter(results.values()))["machine"]
     lines = [
         "# What the offline path costs as samples grow",
         "",
         "`python -m benchmarks.scale --against CHECKOUT`",
         "",
+        *_format_latents(results),
+        "",
+        *_format_stages(results),
+        "",
+        (
+            "Peak memory is above that at the beginning of the phase. CPU-seconds are larger where"
+            " others share the core:"
+        ),
+        "compare rows of one table.",
+        "",
+        f"{on['cpu']}, one of {on['cores']} cores, Python {on['python']}",
+        "",
     ]
-    lines += [
+    return "\n".join(lines)
+
+
+def _format_latents(results: dict[str, Any]) -> list[str]:
+    """Format a line for each precision of ``measure_latents``."""
+    lines = [
         (
             "Latents of SD3.5 at 512 x 512 pixels (16 x 64 x 64), a sample; an epoch without its"
             " updates:"
@@ -382,7 +422,8 @@ def format_report(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for name in ("before latents float32", "now latents float32", "now latents bfloat16"):
-        if row := results.get(name):
+        row = results.get(name)
+        if row:
             cells = [
                 f"{row['KiB']:.0f}",
                 f"{row['write ms']:.2f}",
@@ -390,8 +431,12 @@ def format_report(results: dict[str, Any]) -> str:
                 f"{row['epoch, shards']:.1f}",
             ]
             lines.append(f"| {name.replace(' latents', ',')} | {' | '.join(cells)} |")
-    lines += [
-        "",
+    return lines
+
+
+def _format_stages(results: dict[str, Any]) -> list[str]:
+    """Format a line for each size of ``run_stage``; per 1,000 samples nothing should grow."""
+    lines = [
         (
             "A whole stage with latents of 1 x 4 x 4, in shards of 1,024 samples. CPU-seconds are"
             " of 1,000 samples:"
@@ -420,18 +465,7 @@ def format_report(results: dict[str, Any]) -> str:
                 f"{1024 * max(memory) / thousands:.0f}",
             ]
             lines.append(f"| {name} | {' | '.join(cells)} |")
-    on = next(iter(results.values()))["machine"]
-    lines += [
-        "",
-        (
-            "Peak memory is above that at the beginning of the phase. CPU-seconds are larger where"
-            " others share the core:"
-        ),
-    ]
-    lines += ["compare rows of one table."]
-    return "\n".join(
-        [*lines, "", f"{on['cpu']}, one of {on['cores']} cores, Python {on['python']}", ""]
-    )
+    return lines
 
 
 if __name__ == "__main__":

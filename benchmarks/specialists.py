@@ -45,14 +45,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
-    kept = RESULTS / "specialists.json"
-    runs: dict[str, dict[str, Any]] = json.loads(kept.read_text())["runs"] if kept.exists() else {}
+    results_path = RESULTS / "specialists.json"
+    runs: dict[str, dict[str, Any]] = (
+        json.loads(results_path.read_text())["runs"] if results_path.exists() else {}
+    )
     for seed in tqdm(arguments.seeds, unit="seed"):
         runs[str(seed)] = run_recipe(seed)
         runs = dict(sorted(runs.items()))
         tqdm.write(format_table(runs))
-        kept.write_text(json.dumps({"machine": describe_machine(), "runs": runs}) + "\n")
-        kept.with_suffix(".md").write_text(format_table(runs))
+        results_path.write_text(json.dumps({"machine": describe_machine(), "runs": runs}) + "\n")
+        results_path.with_suffix(".md").write_text(format_table(runs))
 
 
 def run_recipe(seed: int) -> dict[str, Any]:
@@ -60,26 +62,28 @@ def run_recipe(seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ebbflow-specialists-") as name:
         folder = Path(name)
         started = time.perf_counter()
+        # The base is trained here and named by its path: it is needed again, to be scored.
         settings = set_seed(RECIPE, seed)
         train_base_folder(Recipe.model_validate(settings).model.training, 1, folder / "base")
-        done, _, _ = run_in_folder(
+        run_folder, _, _ = run_in_folder(
             folder, settings | {"model": settings["model"] | {"path": str(folder / "base")}}
         )
         wall = time.perf_counter() - started
         recipe = load_recipe(folder / "recipe.yaml")
         write_base_policy(folder / "untouched", verify_folder(folder / "base"), "", recipe.policy)
-        policies = list_policies(recipe, done) | {"base": folder / "untouched"}
+        policies = list_policies(recipe, run_folder) | {"base": folder / "untouched"}
         scores = {
-            part: score_policies(recipe, folder, done, policies, part) for part in recipe.branches
+            part: score_policies(recipe, folder, run_folder, policies, part)
+            for part in recipe.branches
         }
         return {
             "scores": scores,
-            "promoted": json.loads((done / "summary.json").read_text())["promoted"],
+            "promoted": json.loads((run_folder / "summary.json").read_text())["promoted"],
             "wall_seconds": round(wall),
         }
 
 
-def list_policies(recipe: Recipe, done: Path) -> dict[str, Path]:
+def list_policies(recipe: Recipe, run_folder: Path) -> dict[str, Path]:
     """The policy folders of a run: by branch, and the merged one, whose teachers they must have
     been.
 
@@ -87,35 +91,38 @@ def list_policies(recipe: Recipe, done: Path) -> dict[str, Path]:
         SystemExit: a gate refused a specialist, so that the base taught its prompts.
     """
     nodes = [
-        done / "nodes" / recipe.stage_label(0, index).replace(" ", "-") / "policy"
+        run_folder / "nodes" / recipe.stage_label(0, index).replace(" ", "-") / "policy"
         for index in range(len(recipe.stages))
     ]
-    found = {
+    policies = {
         str(stage.branch or "merged"): node
         for stage, node in zip(recipe.stages, nodes, strict=True)
     }
-    teachers = read_policy_metadata(found["merged"]).teachers
+    # A branch whose gate refuses has the base as its teacher, and merged - specialist would compare
+    # with a policy that the merged one never saw.
+    teachers = read_policy_metadata(policies["merged"]).teachers
     for name in recipe.branches:
-        if teachers[name] != verify_folder(found[name]):
+        if teachers[name] != verify_folder(policies[name]):
             raise SystemExit(
                 f"the gate of branch {name} refused its specialist, so there is nothing to compare;"
                 " train it longer"
             )
-    return found
+    return policies
 
 
 def score_policies(
-    recipe: Recipe, folder: Path, done: Path, policies: dict[str, Path], part: str
+    recipe: Recipe, folder: Path, run_folder: Path, policies: dict[str, Path], part: str
 ) -> dict[str, list[float]]:
     """The rewards of base, specialist and merged policy on the held-out prompts of a set, in the
     order of their ids.
     """
-    prompts = read_table(done / "nodes" / "prompts" / "prompts.parquet", PROMPTS)
-    own = prompts.filter(
+    # split by source: the prompts of a set carry its name
+    prompts = read_table(run_folder / "nodes" / "prompts" / "prompts.parquet", PROMPTS)
+    held_out_prompts = prompts.filter(
         pc.and_(pc.equal(prompts["source"], part), pc.equal(prompts["split"], "held_out"))
     )
     chosen = folder / f"{part}.parquet"
-    write_table(chosen, PROMPTS, own.to_batches(), {})
+    write_table(chosen, PROMPTS, held_out_prompts.to_batches(), {})
     scores = {}
     rewards_alone = recipe.model_copy(update={"guardrails": []})
     for label, policy in (
@@ -125,6 +132,7 @@ def score_policies(
     ):
         samples = folder / f"{part}-{label}.parquet"
         evaluate_folder(rewards_alone, folder / "base", policy, chosen, label, samples)
+        # by id: the pairs of a difference are scores of the same prompt
         rows = read_rewards(samples)
         scores[label] = [rows[prompt.prompt_id] for prompt in read_prompts(chosen)]
     return scores
@@ -154,14 +162,10 @@ def format_table(runs: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for part in sets:
-        for seed, found in runs.items():
-            lines.append(
-                format_row(
-                    part,
-                    seed,
-                    {name: np.array(values) for name, values in found["scores"][part].items()},
-                )
-            )
+        for seed, run in runs.items():
+            scores = {name: np.array(values) for name, values in run["scores"][part].items()}
+            lines.append(format_row(part, seed, scores))
+        # [seeds] means; their spread is what another seed would change
         if len(runs) > 1:
             means = {
                 name: np.array([np.mean(run["scores"][part][name]) for run in runs.values()])
@@ -190,8 +194,9 @@ def format_table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def paired_difference(scores: dict[str, Any]) -> np.ndarray:
-    found: np.ndarray = np.subtract(scores["merged"], scores["specialist"])
-    return found
+    """Subtract by prompt. What makes a prompt hard is in both scores and cancels out."""
+    difference: np.ndarray = np.subtract(scores["merged"], scores["specialist"])
+    return difference
 
 
 def format_row(part: str, seed: str, values: dict[str, np.ndarray]) -> str:
@@ -199,14 +204,15 @@ def format_row(part: str, seed: str, values: dict[str, np.ndarray]) -> str:
         f"{values[name].mean():.3f} ± {compute_standard_error(values[name]):.3f}"
         for name in POLICIES
     ]
-    found = paired_difference(values)
+    differences = paired_difference(values)
     return (
-        f"| {part} | {seed} | {' | '.join(cells)} | {format_signed(found.mean())} ±"
-        f" {compute_standard_error(found):.3f} |"
+        f"| {part} | {seed} | {' | '.join(cells)} | {format_signed(differences.mean())} ±"
+        f" {compute_standard_error(differences):.3f} |"
     )
 
 
 def compute_standard_error(values: np.ndarray) -> float:
+    # ddof=1: of a sample, whose mean is estimated too
     return float(values.std(ddof=1) / len(values) ** 0.5)
 
 

@@ -51,6 +51,8 @@ from ebbflow.training.update import PolicyUpdater
 
 RESULTS = Path(__file__).parent / "results" / "speed.md"
 STEPS = 10
+"""Denoising steps of every rollout."""
+# No reference and no copy: each would be a second forward pass, which the bare side does not have.
 FORWARD_STAGE = OnlineStageConfig.model_validate(
     {
         "algorithm": {"name": "rwr", "noise_levels": 3},
@@ -60,20 +62,23 @@ FORWARD_STAGE = OnlineStageConfig.model_validate(
     }
 )
 TRAINED = (1, 2, 3)
+"""A window of three steps."""
 EVERY = tuple(range(STEPS - 1))
+"""All steps but the last, which adds no noise and has no ratio."""
 GUIDANCE = 4.5
+"""The guidance of SD3's pipeline: a prediction is two rows."""
 STAGE = OnlineStageConfig.model_validate(
     {
         "algorithm": {"name": "flow_grpo", "clip_range": 1e-3},
         "sampler": {"name": "flow_sde", "steps": STEPS},
         "window": {"kind": "fixed", "size": 3},
         "reference": {"weight": 0.0},
-        "optimizer": {
-            "lr": 1e-6,
-            "weight_decay": 0.0,
-        },  # the same parameters are trained many times over
+        # the same parameters are trained many times over, and must not lead anywhere
+        "optimizer": {"lr": 1e-6, "weight_decay": 0.0},
     }
 )
+# A network whose forward pass takes hundreds of milliseconds instead of some: on it the fixed cost
+# of a step must vanish. 77 tokens are those of CLIP.
 WIDE = replace(
     SIZES["tiny"],
     transformer=SIZES["tiny"].transformer
@@ -89,7 +94,12 @@ WIDE = replace(
 
 @dataclass(frozen=True)
 class Bench:
-    """A model, the prompts of a rollout, and how many of them are a pass."""
+    """A model and what a rollout of it generates.
+
+    Attributes:
+        prompts: encoded, a row for each image.
+        rows: images of a forward pass; divides the number of prompts.
+    """
 
     model: Model
     prompts: Conditioning
@@ -120,12 +130,13 @@ def main() -> None:
         "--write", action="store_true", help="keep the table in benchmarks/results/speed.md"
     )
     arguments = parser.parse_args()
+    # process_time adds up the threads: with several it would count waiting ones, too
     torch.set_num_threads(1)
-    found = {}
+    times_by_case = {}
     for case in tqdm(list_cases(arguments.compile), unit="case"):
-        found[case] = time_both_sides(case.call, case.other, arguments.repeat)
-        tqdm.write(f"{case.name}: {found[case].ratio:.3f}")
-    page = format_report(found, arguments.repeat)
+        times_by_case[case] = time_both_sides(case.call, case.other, arguments.repeat)
+        tqdm.write(f"{case.name}: {times_by_case[case].ratio:.3f}")
+    page = format_report(times_by_case, arguments.repeat)
     print(page)
     if arguments.write:
         RESULTS.write_text(page)
@@ -149,6 +160,7 @@ def list_cases(compiled: bool) -> Iterator[Case]:
             build_policy_gradient_step(build_glyph(), trained),
             build_policy_gradient_step(build_glyph(), trained, reuse=True),
         )
+    # Each side has a model of its own: merged or compiled weights would change the other side.
     plain = build_step(build_glyph())
     yield Case(
         "a step of rwr ÷ with merged LoRA in rollouts: glyph",
@@ -173,6 +185,8 @@ def list_cases(compiled: bool) -> Iterator[Case]:
 def build_benches() -> dict[str, Bench]:
     """The models by name, with new weights."""
     torch.manual_seed(0)
+    # From a network of milliseconds, where our own work shows most, to one that resembles real
+    # ones.
     return {
         "glyph": build_glyph(),
         "tiny SD3 with guidance": _build_random_model(SIZES["tiny"], 48, 16, GUIDANCE),
@@ -215,6 +229,7 @@ def build_rollout_sides(bench: Bench) -> tuple[Call, Call]:
             bench.rows,
         )
 
+    # built once, outside of what is timed: the bare side has the network and nothing else
     inputs = build_network_inputs(bench.model, bench.prompts.select_rows(slice(bench.rows)))
 
     @torch.no_grad()
@@ -226,10 +241,10 @@ def build_rollout_sides(bench: Bench) -> tuple[Call, Call]:
 
 
 def build_update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[Call, Call]:
-    """Updates of the stage, and forward, squared error, backward and AdamW on the same rows in as
-    many passes.
+    """Build updates of the stage, and forward, squared error, backward and AdamW on the same rows
+    in as many passes.
 
-    As many as it takes until the drift watch has its turn once.
+    A call takes as many updates as it takes until the drift watch has its turn once.
     """
     updater = PolicyUpdater(policy, STAGE)
     batch = build_training_batch(bench)
@@ -247,7 +262,8 @@ def build_update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[C
         for part in slices
     ]
 
-    updater.updates = WATCHED_FIRST  # of a stage; the later ones count
+    # the first updates of a stage are all watched; the later ones are what a stage consists of
+    updater.updates = WATCHED_FIRST
 
     def run_ours() -> None:
         for _ in range(WATCHED_EVERY):
@@ -255,9 +271,10 @@ def build_update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[C
 
     def run_bare() -> None:
         for _ in range(WATCHED_EVERY):
-            for given, part in inputs:
-                velocity = bench.model.transformer(**given, return_dict=False)[0]
+            for arguments, part in inputs:
+                velocity = bench.model.transformer(**arguments, return_dict=False)[0]
                 target = batch.next_latents[part]
+                # a guided prediction has two rows for each row of the target
                 torch.nn.functional.mse_loss(
                     velocity, target.repeat(len(velocity) // len(target), 1, 1, 1)
                 ).backward()
@@ -268,7 +285,8 @@ def build_update_sides(bench: Bench, policy: Policy, passes: int = 4) -> tuple[C
 
 
 def build_training_batch(bench: Bench) -> TrajectoryBatch:
-    """The rows of one update: all trained steps of a rollout, with random advantages."""
+    """Build the rows of one update: all trained steps of a rollout, with random advantages."""
+    # Advantages are numbers only, so random ones cost the same as real ones and need no reward.
     rollouts = generate_samples(
         bench.model,
         bench.prompts,
@@ -291,7 +309,11 @@ def build_training_batch(bench: Bench) -> TrajectoryBatch:
 def build_network_inputs(
     model: Model, prompts: Conditioning, latents: Tensor | None = None, sigma: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of the transformer, both halves of a guided prediction in one pass."""
+    """Build the arguments of the transformer, both halves of a guided prediction in one pass.
+
+    Shapes, for N prompts and twice as many rows with guidance: hidden_states [2N, C, H, W],
+    timestep [2N] in 0 to 1000, encoder_hidden_states [2N, tokens, width].
+    """
     halves = [prompts] if prompts.negative is None else [prompts.negative, prompts]
     latents = torch.randn(len(prompts), *model.latent_shape) if latents is None else latents
     sigma = torch.full((len(prompts),), 0.5) if sigma is None else sigma
@@ -311,7 +333,7 @@ def build_step(bench: Bench, merged: bool = False, passes: int = 4) -> Call:
     updater = PolicyUpdater(policy, FORWARD_STAGE)
     sampler = SamplerConfig(name="ode", steps=STEPS)
     advantage = torch.ones(len(bench.sample_keys))
-    alone = np.arange(len(bench.sample_keys))
+    alone = np.arange(len(bench.sample_keys))  # each sample is a group of its own
 
     def take_step() -> None:
         with policy.merge_adapters() if merged else nullcontext():
@@ -343,7 +365,7 @@ def build_policy_gradient_step(bench: Bench, trained: tuple[int, ...], reuse: bo
     plan = Plan(trained, trained)
 
     def take_step() -> None:
-        made = generate_samples(
+        rollouts = generate_samples(
             bench.model,
             bench.prompts,
             bench.sample_keys,
@@ -352,24 +374,27 @@ def build_policy_gradient_step(bench: Bench, trained: tuple[int, ...], reuse: bo
             bench.rows,
             with_graph=reuse,
         )
-        assert made.trajectory
+        assert rollouts.trajectory
         rows = build_trajectory_batch(
-            CorrectedRollout.without_correction(made.trajectory),
+            CorrectedRollout.without_correction(rollouts.trajectory),
             bench.prompts,
             advantage,
             bench.sample_keys,
             STAGE.sampler,
         )
         if reuse:
-            rows = reuse_rollout_forward(rows, np.arange(len(rows.inputs)), made.velocities)
+            rows = reuse_rollout_forward(rows, np.arange(len(rows.inputs)), rollouts.velocities)
         updater.update_policy(rows, len(rows.inputs) // bench.rows)
 
     return take_step
 
 
 def time_both_sides(call: Call, other: Call, repeat: int) -> MedianTimes:
-    """Both in turns, after a call of each to warm up."""
-    call(), other()
+    """Time both in turns, after a call of each to warm up."""
+    call()
+    other()
+    # Whichever is second finds warmer caches, so the order alternates. The ratio of a turn compares
+    # calls that are seconds apart: a slow minute of the machine slows both.
     turns = []
     for turn in range(repeat):
         if turn % 2:
@@ -383,7 +408,7 @@ def time_both_sides(call: Call, other: Call, repeat: int) -> MedianTimes:
 
 
 def measure_cpu_seconds(call: Call) -> float:
-    """Of this process, which other processes on the machine do not change."""
+    """Measure a call in CPU-seconds of this process, which other processes do not change."""
     start = time.process_time()
     call()
     return time.process_time() - start

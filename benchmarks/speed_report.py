@@ -30,6 +30,7 @@ NOTES = (
     " reused passes save is a share of the training, so it grows with the trained steps. The loops"
     " of other libraries are not compared, because none is installed here."
 )
+# What this page compares, so the names must be those of algorithms.yaml.
 QUICK = "diffusion_nft_quick"
 ALL_STEPS = "flow_grpo_longer"
 """Entries of ``benchmarks.algorithms``: the best recipe, and Flow-GRPO on all steps, given as long
@@ -42,6 +43,11 @@ Call = Callable[[], Any]
 @dataclass(frozen=True)
 class Case:
     """A row of the table: the ratio of the CPU-seconds of two calls that do the same work.
+
+    Example:
+        ::
+
+            Case("rollouts ÷ bare forwards: glyph", "≤ 1.05", run_ours, run_bare)
 
     Attributes:
         wanted: what the ratio should be.
@@ -62,7 +68,7 @@ class MedianTimes:
     other_seconds: float
 
 
-def format_report(found: Mapping[Case, MedianTimes], repeat: int) -> str:
+def format_report(times_by_case: Mapping[Case, MedianTimes], repeat: int) -> str:
     """The page of the results."""
     command = shlex.join(["python", "-m", "benchmarks.speed", *sys.argv[1:]])
     on = describe_machine()
@@ -79,27 +85,24 @@ def format_report(found: Mapping[Case, MedianTimes], repeat: int) -> str:
         "| measure | ratio | wanted | CPU-s | CPU-s of the other |",
         "|---|---|---|---|---|",
     ]
-    for case, measured in found.items():
+    for case, measured in times_by_case.items():
         seconds = f"{measured.seconds:.4f} | {measured.other_seconds:.4f}"
         lines.append(f"| {case.name} | {measured.ratio:.3f} | {case.wanted or '–'} | {seconds} |")
     lines += ["", NOTES, "", "What other benchmarks have measured, from their results:", ""]
-    lines += [
-        "| measure | found | wanted | command |",
-        "|---|---|---|---|",
-        *map(_format_row, list_other_measures()),
-    ]
+    lines += ["| measure | found | wanted | command |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in list_other_measures()]
     return "\n".join(lines) + "\n"
 
 
-def _format_row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def list_other_measures(results: Path = RESULTS) -> list[tuple[str, str, str, str]]:
-    """Rows of (measure, found, wanted, command)."""
+    """List rows of (measure, found, wanted, command).
+
+    They are read from the committed results of the other benchmarks, which take hours.
+    """
     names = ("algorithms", "glyph_seeds", "scale")
     learning, demo, scale = (json.loads((results / f"{name}.json").read_text()) for name in names)
     quick, steps = (_median_seconds_to_goal(learning["runs"], name) for name in (QUICK, ALL_STEPS))
+    # how much of a run's wall time is spent between its nodes
     walls = [run["wall_seconds"] / run["node_seconds"] for run in demo["runs"].values()]
     exact, rounded = (scale[f"now latents {precision}"] for precision in ("float32", "bfloat16"))
     read = [f"{row['read ms']:.2f} ms, {row['KiB']:.0f} KiB" for row in (rounded, exact)]

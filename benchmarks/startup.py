@@ -36,7 +36,9 @@ PODS = [
     "train_online",
 ]
 WHOLE = "a whole run of the tiny recipe"
+"""Pods of the pipeline, from the lightest imports to the heaviest."""
 PR_SET_CHILD_SUBREAPER = 36
+"""From ``linux/prctl.h``; Python has no name for it."""
 
 
 def main() -> None:
@@ -44,13 +46,15 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    ctypes.CDLL(None).prctl(
-        PR_SET_CHILD_SUBREAPER, 1
-    )  # what outlives its parent is waited for here, and counts
+    # A process that outlives its parent becomes a child of this one instead of init's: it is waited
+    # for here, and its CPU-seconds count.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     trees = [ROOT, *([arguments.against.resolve()] if arguments.against else [])]
     seconds: dict[str, list[float]] = {
         name: [float("inf")] * len(trees) for name in list_commands(ROOT)
     }
+    # The checkouts take turns, so that a slow minute of the machine meets both. The least counts:
+    # other work on the machine only ever adds.
     for _ in tqdm(range(arguments.runs), unit="run"):
         for column, tree in enumerate(trees):
             for name, command in list_commands(tree).items():
@@ -67,6 +71,8 @@ def list_commands(tree: Path) -> dict[str, list[str]]:
     ebbflow = str(BIN / "ebbflow")
     pyflyte = str(BIN / "pyflyte")
     launcher = tree / "workflows" / "run.py"
+    # A pod imports the workflow before its task's function runs, and then what the function
+    # imports.
     imports = {
         name: (
             "import workflows.post_training,"
@@ -93,7 +99,11 @@ def list_commands(tree: Path) -> dict[str, list[str]]:
 
 
 def list_imported_modules(task: Path) -> list[str]:
-    """The modules that the functions of a task's file import when they run."""
+    """List the modules that the functions of a task's file import when they run.
+
+    Tasks import inside their functions, as registering must not need a GPU stack. The imports are
+    read from the source, as calling the task would do its work as well.
+    """
     functions = [
         node for node in ast.parse(task.read_text()).body if isinstance(node, ast.FunctionDef)
     ]
@@ -104,12 +114,13 @@ def list_imported_modules(task: Path) -> list[str]:
 
 
 def measure_cpu_seconds(command: list[str], tree: Path) -> float:
-    """Of a command on a checkout, with all processes that it leaves behind."""
+    """Measure a command on a checkout, with all processes that it leaves behind."""
     with tempfile.TemporaryDirectory(prefix="ebbflow-startup-") as folder:
         settings = yaml.safe_load((tree / "workflows" / "recipes" / "tiny.yaml").read_text())
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(settings | {"output": f"{folder}/runs"}))
-        own = {
+        # a folder of its own for everything that is cached between runs, such as Flyte's results
+        overrides = {
             "HOME": folder,
             "TMPDIR": folder,
             "PYTHONPATH": str(tree),
@@ -117,21 +128,24 @@ def measure_cpu_seconds(command: list[str], tree: Path) -> float:
         }
         environment = {
             name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"
-        } | own
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        given = [str(recipe) if part == "recipe.yaml" else part for part in command]
-        done = subprocess.run(given, cwd=tree, env=environment, capture_output=True, text=True)
-        if done.returncode:
+        } | overrides
+        usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        words = [str(recipe) if part == "recipe.yaml" else part for part in command]
+        completed = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True)
+        if completed.returncode:
             raise SystemExit(
-                f"{' '.join(given)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+                f"{' '.join(words)} failed:\n{completed.stdout[-3000:]}{completed.stderr[-3000:]}"
             )
+        # RUSAGE_CHILDREN counts a child only once it has been waited for
         while True:
             try:
                 os.wait()
             except ChildProcessError:
                 break
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        usage_after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (
+        usage_after.ru_utime + usage_after.ru_stime - usage_before.ru_utime - usage_before.ru_stime
+    )
 
 
 def read_revision(tree: Path) -> str:
@@ -149,10 +163,10 @@ def format_table(seconds: dict[str, list[float]], runs: int, against: Path | Non
     )
     lines = ["# CPU-seconds until something starts", "", f"`{command}`", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for name, (now, *before) in seconds.items():
+    for name, (now, *earlier) in seconds.items():
         cells = [
             f"{now:.1f}",
-            *(cell for old in before for cell in (f"{old:.1f}", f"{now / old:.2f}")),
+            *(cell for old in earlier for cell in (f"{old:.1f}", f"{now / old:.2f}")),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     on = describe_machine()

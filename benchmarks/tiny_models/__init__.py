@@ -27,6 +27,7 @@ from ebbflow.storage.artifacts import check_replaceable
 
 SHARED = ("__init__", "__main__", "parts", "tokenizers")
 """Files of this folder that hold no model."""
+# found by their files: a new model needs no entry, as a new family in the library needs none
 TINY = {
     file.stem: f"{__name__}.{file.stem}:{file.stem}"
     for file in sorted(Path(__file__).parent.glob("*.py"))
@@ -47,7 +48,9 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
         raise ModelError(f"there is no tiny {name!r}; take one of {', '.join(TINY)}")
     check_replaceable(folder, overwrite=False)
     silence_transformers()
+    # imported by name: a model's file imports pipelines of diffusers that take seconds to load
     builder: Callable[[], DiffusionPipeline] = import_object(TINY[name])
+    # the caller's random state stays as it was
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = builder()
@@ -55,12 +58,9 @@ def build_tiny(name: str, folder: Path, seed: int = 0) -> None:
         by_attention = "pooled_projection_dim" not in pipeline.transformer.config
         for part in pipeline.components.values():
             if isinstance(part, nn.Module):
-                _draw_weights(
-                    part,
-                    gain=1.4
-                    if isinstance(part, type(pipeline.transformer)) and by_attention
-                    else 1.0,
-                )
+                # a second transformer (Wan A14B) is of the same class as the first
+                is_transformer = isinstance(part, type(pipeline.transformer))
+                _draw_weights(part, gain=1.4 if is_transformer and by_attention else 1.0)
     pipeline.save_pretrained(folder)
     # transformers 5 has a tokenizer under several names, and the published folders go by another
     # one.
@@ -77,6 +77,7 @@ def _draw_weights(part: nn.Module, gain: float) -> None:
     The libraries' own scales suit great widths: at these, the output would hardly depend on the
     prompt.
     """
+    # constant as constructed: biases 0, norms 1. A gate of exactly 0 would switch its block off.
     for weight in part.parameters():
         if weight.min() == weight.max():
             weight.add_(torch.randn_like(weight), alpha=0.1)

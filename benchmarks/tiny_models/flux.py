@@ -14,7 +14,7 @@ def flux() -> FluxPipeline:
     tokenizer = build_clip_tokenizer()
     tokenizer_2 = build_t5_tokenizer()
     transformer = FluxTransformer2DModel(
-        in_channels=16,
+        in_channels=16,  # 4 latent channels x 2 x 2 of a patch
         num_layers=2,
         num_single_layers=2,
         num_attention_heads=2,
@@ -22,7 +22,7 @@ def flux() -> FluxPipeline:
         joint_attention_dim=48,
         pooled_projection_dim=16,
         guidance_embeds=True,
-        axes_dims_rope=(4, 6, 6),
+        axes_dims_rope=(4, 6, 6),  # add up to attention_head_dim: text, rows, columns
     )
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=3.0,

@@ -20,6 +20,7 @@ LAYERS = 31
 
 def flux2() -> Flux2Pipeline:
     """The layout of FLUX.2 [dev]."""
+    # scheduler and VAE are those of klein; the transformer takes guidance as an input
     parts = flux2_klein().components
     tokenizer = build_mistral_tokenizer()
     transformer = Flux2Transformer2DModel.from_config(
@@ -32,6 +33,7 @@ def flux2() -> Flux2Pipeline:
 
 
 def _build_mistral(vocabulary: int) -> Mistral3ForConditionalGeneration:
+    # deep and narrow: 31 layers, as the pipeline names layers by number
     text: dict[str, Any] = {
         "hidden_size": WIDTH,
         "intermediate_size": 2 * WIDTH,
@@ -66,6 +68,7 @@ class _SavedWithProcessor(Flux2Pipeline):  # type: ignore[misc, unused-ignore]  
     text_tokenizer: Any
 
     def save_pretrained(self, folder: Path) -> None:
+        # The index that is written says "no tokenizer" and the name of this class.
         super().save_pretrained(folder)
         index = json.loads((folder / INDEX).read_text())
         index |= {"_class_name": "Flux2Pipeline", "tokenizer": ["transformers", "PixtralProcessor"]}

@@ -28,13 +28,15 @@ def flux2_klein() -> Flux2KleinPipeline:
         num_single_layers=2,
         attention_head_dim=16,
         num_attention_heads=2,
-        joint_attention_dim=3 * WIDTH,
+        joint_attention_dim=3 * WIDTH,  # the states behind three layers, side by side
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
     vae = AutoencoderKLFlux2(
         block_out_channels=(8, 8, 16, 16), norm_num_groups=4, latent_channels=4, sample_size=128
     )
+    # Latents are normalised by these buffers, 0 and 1 as constructed. 16 = 4 channels x 2 x 2 of a
+    # patch, which is also in_channels above.
     vae.bn.running_mean.copy_(torch.randn(16))
     vae.bn.running_var.copy_(torch.rand(16) + 0.5)
     scheduler = FlowMatchEulerDiscreteScheduler(

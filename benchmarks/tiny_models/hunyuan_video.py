@@ -23,7 +23,7 @@ def hunyuan_video() -> HunyuanVideoPipeline:
             vocab_size=len(tokenizer),
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=4,
+            num_hidden_layers=4,  # the pipeline skips the last two
             num_attention_heads=2,
             num_key_value_heads=1,
             bos_token_id=tokenizer.bos_token_id,
@@ -43,6 +43,7 @@ def hunyuan_video() -> HunyuanVideoPipeline:
         pooled_projection_dim=16,
         rope_axes_dim=(4, 6, 6),
     )
+    # 8 x 8 pixels and 4 frames to a latent, as published
     vae = AutoencoderKLHunyuanVideo(
         latent_channels=4,
         block_out_channels=(8, 8, 16, 16),

@@ -25,6 +25,7 @@ SOUND = 8
 def ltx2() -> LTX2Pipeline:
     """The layout of LTX-2; four latent channels instead of 128."""
     tokenizer = build_gemma_tokenizer()
+    # Two streams, of the video and of its sound, that attend to each other in every block.
     transformer = LTX2VideoTransformer3DModel(
         in_channels=CHANNELS,
         out_channels=CHANNELS,
@@ -40,37 +41,13 @@ def ltx2() -> LTX2Pipeline:
         caption_channels=WIDTH,
         rope_type="split",
     )
-    connector = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 1,
-        "num_learnable_registers": 8,
-    }
-    connectors = LTX2TextConnectors(
-        caption_channels=WIDTH,
-        text_proj_in_factor=LAYERS + 1,
-        rope_type="split",
-        **{
-            f"{kind}_connector_{key}": value
-            for kind in ("video", "audio")
-            for key, value in connector.items()
-        },
-    )
-    vae = AutoencoderKLLTX2Video(
-        latent_channels=CHANNELS,
-        block_out_channels=(8, 8, 16, 16),
-        decoder_block_out_channels=(8, 16, 32),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1),
-        decoder_causal=False,
-        spatial_compression_ratio=32,
-        temporal_compression_ratio=8,
-    )
-    vae.latents_mean.copy_(torch.randn(CHANNELS))
-    vae.latents_std.copy_(torch.rand(CHANNELS) + 0.5)
+    # The order in which parts with weights are created is part of the bytes that a seed gives.
+    connectors = _build_connectors()
+    vae = _build_video_vae()
     audio_vae = AutoencoderKLLTX2Audio(
         base_channels=SOUND, num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=16
     )
+    # a spectrogram of 2 channels and 16 mel bins to a waveform
     vocoder = LTX2Vocoder(
         in_channels=2 * 16,
         hidden_channels=16,
@@ -91,3 +68,42 @@ def ltx2() -> LTX2Pipeline:
     return LTX2Pipeline(
         scheduler, vae, audio_vae, text_encoder, tokenizer, connectors, transformer, vocoder
     )
+
+
+def _build_connectors() -> LTX2TextConnectors:
+    # They turn the states of all layers of the text encoder, embeddings included, into the captions
+    # of both streams.
+    connector = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_learnable_registers": 8,
+    }
+    return LTX2TextConnectors(
+        caption_channels=WIDTH,
+        text_proj_in_factor=LAYERS + 1,
+        rope_type="split",
+        **{
+            f"{kind}_connector_{key}": value
+            for kind in ("video", "audio")
+            for key, value in connector.items()
+        },
+    )
+
+
+def _build_video_vae() -> AutoencoderKLLTX2Video:
+    # 32 x 32 pixels and 8 frames to a latent, as published
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=CHANNELS,
+        block_out_channels=(8, 8, 16, 16),
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        decoder_causal=False,
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+    # Buffers, 0 and 1 as constructed: an adapter that forgets to apply them would not be noticed.
+    vae.latents_mean.copy_(torch.randn(CHANNELS))
+    vae.latents_std.copy_(torch.rand(CHANNELS) + 0.5)
+    return vae

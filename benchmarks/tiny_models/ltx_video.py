@@ -35,8 +35,10 @@ def ltx_video() -> LTXPipeline:
         layers_per_block=(1, 1, 1, 1, 1),
         decoder_layers_per_block=(1, 1, 1, 1, 1),
     )
+    # buffers, 0 and 1 as constructed: an adapter that forgets to apply them would not be noticed
     vae.latents_mean.copy_(torch.randn(CHANNELS))
     vae.latents_std.copy_(torch.rand(CHANNELS) + 0.5)
+    # the shift grows with the number of latents, between the two lengths
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.95,

@@ -27,6 +27,7 @@ from transformers import (
 
 def build_image_vae(shift: float, scale: float) -> AutoencoderKL:
     """Eight pixels to a latent; 4 latent channels instead of 16."""
+    # four blocks with three downsamplings, as published: the factor of 8 is what adapters rely on
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -44,6 +45,8 @@ def build_image_vae(shift: float, scale: float) -> AutoencoderKL:
 def build_clip(
     kind: type[CLIPTextModel], tokenizer: CLIPTokenizer, width: int, activation: str
 ) -> CLIPTextModel:
+    # The pooled embedding is the state at the end token, which the model finds by its id: the
+    # special ids must be the tokenizer's.
     return kind(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -71,6 +74,7 @@ def build_umt5(tokenizer: T5Tokenizer, width: int) -> UMT5EncoderModel:
 def build_qwen3(
     kind: type[Qwen3Model], tokenizer: Qwen2Tokenizer, width: int, layers: int
 ) -> Qwen3Model:
+    # head_dim is set: Qwen3's own default, 128, does not follow from the width
     return kind(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -88,6 +92,7 @@ def build_qwen3(
 
 
 def build_gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
+    # two query heads share a key and value head, as in the published model
     return Gemma2Model(
         Gemma2Config(
             vocab_size=len(tokenizer),
@@ -105,7 +110,8 @@ def build_gemma2(tokenizer: GemmaTokenizer, width: int) -> Gemma2Model:
 def build_gemma3(
     tokenizer: GemmaTokenizer, width: int, layers: int
 ) -> Gemma3ForConditionalGeneration:
-    """With a network for images that no text goes through."""
+    """Build a text encoder with a network for images that no text goes through."""
+    # its checkpoint has both, and the pipeline loads the class for both
     text = {
         "query_pre_attn_scalar": 8,
         "num_key_value_heads": 1,
@@ -129,6 +135,7 @@ def build_gemma3(
 
 
 def _t5_sizes(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:
+    # gated-gelu and untied embeddings make it T5 1.1 (and UMT5), which the published models use
     return {
         "vocab_size": len(tokenizer),
         "d_model": width,

@@ -33,6 +33,7 @@ def qwen_image() -> QwenImagePipeline:
         joint_attention_dim=32,
         axes_dims_rope=(4, 6, 6),
     )
+    # z_dim stays 16, as latents_mean and latents_std of the defaults have 16 values
     vae = AutoencoderKLQwenImage(base_dim=4, num_res_blocks=1)
     return QwenImagePipeline(scheduler, vae, _build_qwen_vl(tokenizer), tokenizer, transformer)
 
@@ -45,6 +46,7 @@ def _build_qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGenerat
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
+        # sections of time, height and width: half of the head's 16 dimensions in all
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
         "bos_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -58,6 +60,7 @@ def _build_qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGenerat
         "fullatt_block_indexes": [1],
         "tokens_per_second": 2,
     }
+    # the ids of the tokenizer: the published ones are beyond its vocabulary
     tokens = {
         "image": "image_pad",
         "video": "video_pad",

@@ -29,6 +29,7 @@ class SavedForEditing(QwenImagePipeline):  # type: ignore[misc, unused-ignore]  
         index = json.loads((folder / INDEX).read_text())
         index |= {"_class_name": self.saved_as, "processor": ["transformers", "Qwen2VLProcessor"]}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        # a processor is a tokenizer and what prepares images and videos
         self.tokenizer.save_pretrained(folder / "processor")
         _write_processor(folder / "processor")
 

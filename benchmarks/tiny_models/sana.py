@@ -12,6 +12,7 @@ from diffusers import (
 from benchmarks.tiny_models.parts import build_gemma2
 from benchmarks.tiny_models.tokenizers import build_gemma_tokenizer
 
+# Six stages with five downsamplings: 32 pixels to a latent.
 STAGES = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 CHANNELS = (8, 8, 8, 8, 16, 16)
 

@@ -15,6 +15,7 @@ from benchmarks.tiny_models.tokenizers import build_clip_tokenizer, build_t5_tok
 
 def sd3() -> StableDiffusion3Pipeline:
     """The layout of Stable Diffusion 3.5 medium."""
+    # The second CLIP pads with "!", id 0, and not with the end token.
     tokenizers = [build_clip_tokenizer(), build_clip_tokenizer(pad="!"), build_t5_tokenizer()]
     encoders = [
         build_clip(CLIPTextModelWithProjection, tokenizers[0], width=16, activation="quick_gelu"),
@@ -30,9 +31,9 @@ def sd3() -> StableDiffusion3Pipeline:
         attention_head_dim=16,
         joint_attention_dim=48,
         caption_projection_dim=32,
-        pooled_projection_dim=16 + 24,
+        pooled_projection_dim=16 + 24,  # both CLIPs' pooled embeddings, side by side
         pos_embed_max_size=48,
-        dual_attention_layers=(0,),
+        dual_attention_layers=(0,),  # 3.5 medium has such layers, 3.0 and 3.5 large none
         qk_norm="rms_norm",
     )
     return StableDiffusion3Pipeline(

@@ -21,6 +21,7 @@ from transformers import (
     T5Tokenizer,
 )
 
+# About pictures, with quoted text, numbers and punctuation: what the prompts of tests consist of.
 SENTENCES = (
     'A sign that says "OPEN" hangs above the door of a small bakery.',
     'A red bicycle leans against a blue wall, next to a poster that reads "SALE 50%".',
@@ -49,6 +50,8 @@ SENTENCES = (
 )
 """What the tokenizers are trained on."""
 
+# Special tokens in the order of the published vocabularies. Pipelines ask for some by name and cut
+# prompts at positions that count them, so none may be missing.
 CLIP_START = "<|startoftext|>"
 END_OF_TEXT = "<|endoftext|>"
 QWEN_SPECIALS = (
@@ -88,6 +91,7 @@ id 0.
 
 def build_clip_tokenizer(pad: str = END_OF_TEXT) -> CLIPTokenizer:
     """Vocabulary in CLIP's order: bytes, bytes that end a word, merges, start, end."""
+    # 77 tokens are the length of CLIP's position embeddings, which the model keeps
     letters = [*BYTES, *(f"{letter}</w>" for letter in BYTES)]
     merges = _train_byte_pairs(CLIPTokenizer(), SENTENCES, letters, 300, suffix="</w>")
     words = [*letters, *map("".join, merges), CLIP_START, END_OF_TEXT]
@@ -101,6 +105,7 @@ def build_t5_tokenizer() -> T5Tokenizer:
     (The unigram trainer of the tokenizers library depends on the order of a hash table: no two runs
     give the same bytes.)
     """
+    # ids 0, 1 and 2, as in the published vocabulary; "▁" stands for a space
     specials = ["<pad>", "</s>", "<unk>"]
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
     splitter = T5Tokenizer()
@@ -111,6 +116,7 @@ def build_t5_tokenizer() -> T5Tokenizer:
         for sentence in SENTENCES
         for word, _ in splitter.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sentence)
     )
+    # log-probabilities; + 1 for pieces that a longer merge has swallowed everywhere
     scores = [(piece, math.log((text.count(piece) + 1) / len(text))) for piece in pieces]
     return T5Tokenizer([*((special, 0.0) for special in specials), *scores], model_max_length=512)
 
@@ -122,10 +128,12 @@ def build_qwen_tokenizer() -> Qwen2Tokenizer:
     which fits when every word of the head is one token. So the templates are what the merges are
     trained on most.
     """
+    # up to the place of the image, or of the prompt
     heads = [
         pipeline.prompt_template_encode.split("<|vision_start|>")[0].split("{}")[0]
         for pipeline in _build_empty_qwen_pipelines()
     ]
+    # 100 copies: each word of the template is then more frequent than any pair of the sentences
     merges = _train_byte_pairs(Qwen2Tokenizer(), [*SENTENCES, *100 * heads], BYTES, 500)
     words = [*BYTES, *map("".join, merges), *QWEN_SPECIALS]
     return Qwen2Tokenizer(
@@ -173,6 +181,7 @@ def build_mistral_tokenizer() -> PreTrainedTokenizerFast:
         *SYSTEM_PROMPT,
     )
     specials = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *tools, *images]
+    # only its way to split a text is taken; the vocabulary below is this tokenizer's own
     like = Qwen2Tokenizer()
     merges = _train_byte_pairs(like, SENTENCES, BYTES, 400)
     backend = Tokenizer(
@@ -205,6 +214,7 @@ def build_llama_tokenizer() -> PreTrainedTokenizerFast:
     HunyuanVideo's pipeline cuts as many tokens off as the head of its template has: what the merges
     are trained on most.
     """
+    # without its special tokens, which are never merged
     head = DEFAULT_PROMPT_TEMPLATE["template"].split("{}")[0]
     like = Qwen2Tokenizer()
     merges = _train_byte_pairs(
@@ -216,6 +226,7 @@ def build_llama_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
     backend.decoder = like.backend_tokenizer.decoder
     start = LLAMA_SPECIALS[0]
+    # the id of the start token: the first one after bytes and merges
     backend.post_processor = TemplateProcessing(
         single=f"{start} $A", special_tokens=[(start, len(BYTES) + len(merges))]
     )
@@ -241,12 +252,14 @@ def build_gemma_tokenizer() -> GemmaTokenizer:
         *(f"<0x{byte:02X}>" for byte in range(256)),
     ]
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
+    # T5's normaliser writes spaces as "▁", as Gemma's does
     merges = _train_byte_pairs(T5Tokenizer(), SENTENCES, letters, 300)
     words = [*specials, *letters, *map("".join, merges)]
     return GemmaTokenizer(_number_words(words), merges, add_bos_token=True, model_max_length=8192)
 
 
 def _build_empty_qwen_pipelines() -> list[QwenImagePipeline | QwenImageEditPipeline]:
+    # the templates are attributes of instances, which need no parts
     parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
     return [QwenImagePipeline(**parts), QwenImageEditPipeline(**parts, processor=None)]
 
@@ -268,9 +281,9 @@ def _train_byte_pairs(
     tokenizer.pre_tokenizer = like.backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=len(letters) + count,
-        special_tokens=list(
-            letters
-        ),  # numbers them, by which equal counts are ordered; else a hash table decides
+        # "special" numbers them, and equal counts are ordered by number; else a hash table decides,
+        # and no two runs give the same merges
+        special_tokens=list(letters),
         limit_alphabet=0,
         end_of_word_suffix=suffix,
         show_progress=False,

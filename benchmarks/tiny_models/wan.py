@@ -23,6 +23,7 @@ def build_wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) 
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
     )
+    # expand_timesteps: a timestep for each patch instead of one for the video
     return WanPipeline(
         tokenizer,
         build_umt5(tokenizer, width=32),
@@ -35,6 +36,7 @@ def build_wan(vae: AutoencoderKLWan, flow_shift: float, expand_timesteps: bool) 
 
 def wan() -> WanPipeline:
     """The layout of Wan 2.2 TI2V 5B."""
+    # 16 x 16 pixels to a latent: patches of 2 x 2 x 3 = 12 channels, and then 8 as in Wan 2.1
     vae = AutoencoderKLWan(
         base_dim=4,
         decoder_base_dim=8,

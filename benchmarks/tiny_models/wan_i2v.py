@@ -12,11 +12,13 @@ def wan_i2v() -> WanImageToVideoPipeline:
     of the image besides.
     """
     parts = wan21().components
+    # in_channels: noisy latents, the image's latents and the mask
     config = dict(parts["transformer"].config)
     networks = [
         WanTransformer3DModel.from_config(config | {"in_channels": 2 * config["in_channels"] + 4})
         for _ in range(2)
     ]
+    # Wan2.2 has no image encoder, unlike Wan2.1 I2V
     parts |= {
         "transformer": networks[0],
         "transformer_2": networks[1],

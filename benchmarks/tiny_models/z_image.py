@@ -20,7 +20,7 @@ def z_image() -> ZImagePipeline:
         n_heads=2,
         n_kv_heads=2,
         cap_feat_dim=32,
-        axes_dims=[4, 6, 6],
+        axes_dims=[4, 6, 6],  # add up to dim / n_heads
         axes_lens=[1536, 512, 512],
     )
     text_encoder = build_qwen3(Qwen3Model, tokenizer, width=32, layers=2)

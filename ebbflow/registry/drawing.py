@@ -52,6 +52,12 @@ ERRORS = (
 class Picture(NamedTuple):
     """A drawn prompt.
 
+    Example:
+        A picture, and a prompt that could not be drawn::
+
+            Picture('a sign "OPEN"', Path("pictures/a-sign-OPEN-0.png"), None)
+            Picture('a sign "OPEN"', None, "the picture has values that are not finite, …")
+
     Attributes:
         path: its PNG; None if it could not be drawn.
         problem: why it could not be drawn, or what to know of the picture.
@@ -89,6 +95,7 @@ def generate_pictures(
         ArtifactError, PolicyError, ModelError: as ``serve.iterate_images``.
         DiskFullError: no space was left.
     """
+    # before the model, which takes long to load: a wrong path fails at once
     edited = load_condition_image(image.read_bytes(), Path()) if image else None
     rows = [
         (Prompt(0, prompt, "", None, "", "", "{}", edited), seed)
@@ -118,7 +125,9 @@ def _open_model_folders(
     tracking_uri: str, model: str, base: Path | None
 ) -> Iterator[tuple[Path, Path]]:
     """(base-model folder, policy folder) of what ``model`` names."""
+    # A download is gone with the block. Not a cache: a version may have gigabytes.
     with tempfile.TemporaryDirectory(prefix="ebbflow-draw-") as scratch:
+        # a folder wins over a registered model of the same name
         if (Path(model) / METADATA).is_file():
             yield base or _find_base(Path(model), tracking_uri, Path(scratch)), Path(model)
         else:
@@ -135,10 +144,13 @@ def _find_base(policy: Path, tracking_uri: str, scratch: Path) -> Path:
         PolicyError: it is in none of them.
     """
     metadata = read_policy_metadata(policy)
+    # <run>/nodes/<stage>/policy is the policy and <run>/nodes/*/base the base model. Its digest is
+    # compared, as a run may have several and the folder may have been moved.
     for commit in sorted(policy.resolve().parents[1].glob(f"*/base/{COMMIT}")):
         if commit.read_text(errors="replace") == metadata.base_digest:
             return commit.parent
-    if version := find_version_with_base(tracking_uri, metadata.base_digest):
+    version = find_version_with_base(tracking_uri, metadata.base_digest)
+    if version:
         return _download_data(tracking_uri, version, scratch) / "base"
     if metadata.model.is_on_hub:
         return cache_base_folder(metadata.model)
@@ -157,6 +169,7 @@ def _download_data(tracking_uri: str, version: ModelVersion, scratch: Path) -> P
 
 def _name_file(prompt: str) -> str:
     """A prompt as part of a file name: letters, digits and dashes."""
+    # \W keeps letters of all alphabets
     words = re.sub(r"[\W_]+", "-", prompt).strip("-")
     return words[:MAX_NAME].rstrip("-") or "prompt"
 
@@ -169,9 +182,8 @@ def _write_picture(folder: Path, name: str, content: bytes) -> Path:
     paths = (folder / name for name in names)
     path = next(path for path in paths if not os.path.lexists(path) or _file_holds(path, content))
     if not os.path.lexists(path):
-        with atomic_write(
-            path, publish=os.link
-        ) as partial:  # unlike a rename, a link replaces nothing
+        # unlike a rename, a link replaces nothing, also if another process has just made the file
+        with atomic_write(path, publish=os.link) as partial:
             partial.write_bytes(content)
     return path
 

@@ -6,13 +6,15 @@ algorithm (L. Lamport, "The mutual exclusion problem, part II", J. ACM 33(2), 19
 version numbers first: set your tag, then look. If a lower version has its tag set, remove yours,
 wait until the lower ones are gone and start again; otherwise wait until the higher ones are gone.
 No two promotions are ever inside: both set their tags before they looked, so one of them saw the
-other's.
+other's. The docstring of the room compares it with simpler ways.
 
-Two simpler ways were tried. Reading the alias before setting it lets both of two concurrent
-promotions succeed, in 20 of 20 attempts. A registered model with a unique name is created
-atomically, but the lock that a killed process leaves has to be deleted, and MLflow deletes without
-a condition: two attempts that see the leftover both get in, and the lock is listed in the registry
-as a model.
+Example:
+    Versions 7 and 8 are promoted at the same time; time goes down::
+
+        7: sets its tag                8: sets its tag
+        7: sees 8, which is higher     8: sees 7, which is lower: removes its tag and waits
+        7: becomes champion            8: 7 is gone: sets its tag, sees nobody
+        7: removes its tag             8: the champion is 7 and not the expected one: rejected
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ LOCK = "ebbflow.promoting"
 TIMEOUT = 60.0
 """Seconds to wait for other promotions, each of which is a handful of requests."""
 POLL = 0.1
+"""Seconds between two looks at the others' tags."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ def find_version_by_alias(client: MlflowClient, name: str, alias: str) -> ModelV
     try:
         return client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
-        # SQL stores say INVALID_PARAMETER_VALUE for an alias that no version has
+        # A model that does not exist is the first, an alias that no version has is the second in
+        # SQL stores.
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
@@ -70,6 +74,8 @@ def hold_registry_lock(
     Raises:
         RegistryLockError: others held their locks for ``TIMEOUT`` seconds.
     """
+    # The random part tells two attempts at the same version apart. The version number cannot: a
+    # retry of a task has the same one.
     token = f"against {replaced or 'no champion'}, {uuid.uuid4().hex}"
     try:
         _acquire_lock(client, name, version, token)
@@ -80,8 +86,10 @@ def hold_registry_lock(
 
 def _acquire_lock(client: MlflowClient, name: str, version: str, token: str) -> None:
     deadline = time.monotonic() + TIMEOUT
+    # Set first and look afterwards, each time: the other order would let two promotions in.
     client.set_model_version_tag(name, version, LOCK, token)
     while any(other < int(version) for other in _find_other_holders(client, name, version)):
+        # The higher version takes its tag away while it waits, or both would wait for each other.
         client.delete_model_version_tag(name, version, LOCK)
         _wait_for_others(client, name, version, lambda other: other < int(version), deadline)
         client.set_model_version_tag(name, version, LOCK, token)
@@ -91,9 +99,11 @@ def _acquire_lock(client: MlflowClient, name: str, version: str, token: str) -> 
 def _wait_for_others(
     client: MlflowClient, name: str, version: str, blocks: Callable[[int], bool], deadline: float
 ) -> None:
-    while blocking := [
-        other for other in _find_other_holders(client, name, version) if blocks(other)
-    ]:
+    while True:
+        holders = _find_other_holders(client, name, version)
+        blocking = [other for other in holders if blocks(other)]
+        if not blocking:
+            return
         if time.monotonic() > deadline:
             raise RegistryLockError(
                 f"{name!r} version {version} waited {TIMEOUT:.0f} s for version {blocking[0]},"
@@ -105,16 +115,16 @@ def _wait_for_others(
 
 
 def _find_other_holders(client: MlflowClient, name: str, version: str) -> set[int]:
-    """Other versions with a lock. A promotion ends with its version as champion, so the champion's
-    own lock is a leftover.
-    """
-    found = client.search_model_versions(f"name = '{name}' and tags.`{LOCK}` != ''")
-    others = {int(other.version) for other in found} - {int(version)}
-    if (
-        others
-        and (champion := find_version_by_alias(client, name, CHAMPION))
-        and int(champion.version) in others
-    ):
+    """Find other versions with a lock."""
+    # numbers and not strings: "10" < "9"
+    tagged = client.search_model_versions(f"name = '{name}' and tags.`{LOCK}` != ''")
+    others = {int(other.version) for other in tagged} - {int(version)}
+    if not others:
+        return others
+    # A promotion ends with its version as champion, so the champion's own lock is what a process
+    # left that was killed between its last write and the release.
+    champion = find_version_by_alias(client, name, CHAMPION)
+    if champion is not None and int(champion.version) in others:
         client.delete_model_version_tag(name, str(champion.version), LOCK)
         others.remove(int(champion.version))
     return others
@@ -134,6 +144,7 @@ def _release_lock(client: MlflowClient, name: str, version: str, token: str) -> 
     first error says more.
     """
     try:
+        # another attempt's token stays: that attempt is inside now
         if client.get_model_version(name, version).tags.get(LOCK) == token:
             client.delete_model_version_tag(name, version, LOCK)
     except Exception as error:

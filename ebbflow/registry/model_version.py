@@ -51,19 +51,22 @@ CODE = "code"
 MLflow puts it on Python's path.
 """
 REQUIREMENTS = (
-    *(
-        "accelerate",
-        "diffusers",
-        "huggingface-hub",
-        "numpy",
-        "pandas",
-        "peft",
-        "pillow",
-        "pyarrow",
-        "pydantic",
-        "pydantic-core",
-    ),
-    *("pyyaml", "safetensors", "tokenizers", "torch", "tqdm", "transformers"),
+    "accelerate",
+    "diffusers",
+    "huggingface-hub",
+    "numpy",
+    "pandas",
+    "peft",
+    "pillow",
+    "pyarrow",
+    "pydantic",
+    "pydantic-core",
+    "pyyaml",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "tqdm",
+    "transformers",
 )
 """What serving imports besides the sources. MLflow, which it adds itself, would load the model to
 find out.
@@ -91,9 +94,9 @@ class RegistryError(TrackingError):
 
 
 def find_version(client: MlflowClient, name: str, run_id: str) -> ModelVersion | None:
-    """The version that this run registered; the oldest one, should two attempts have raced."""
-    found = client.search_model_versions(f"name = '{name}' and tags.`{RUN}` = '{run_id}'")
-    return min(found, key=lambda version: int(version.version), default=None)
+    """Find the version that this run registered; the oldest one, should two attempts have raced."""
+    versions = client.search_model_versions(f"name = '{name}' and tags.`{RUN}` = '{run_id}'")
+    return min(versions, key=lambda version: int(version.version), default=None)
 
 
 def create_version(
@@ -107,15 +110,27 @@ def create_version(
 ) -> ModelVersion:
     """Log the folders as an MLflow model of the parent run and register that. Uses neither pickle
     nor MLflow's active run.
+
+    Example:
+        What a version of a small model contains::
+
+            MLmodel, requirements.txt, python_env.yaml …  written by MLflow
+            code/ebbflow/…                                the sources that load it
+            data/ebbflow/policy/…                         policy.json, *.safetensors, COMMIT
+            data/ebbflow/base/…                           the base model
+            evidence/…                                    what the gate decided from
     """
     if not (policy / METADATA).is_file():
         raise RegistryError(
             f"{policy} is no policy folder (it has no {METADATA}); pass one that a training stage"
             " committed"
         )
+    # The order matters to a killed attempt: the version is created last, so a version that exists
+    # is whole. Everything before it is found and completed by the retry.
     model = find_logged_model(client, tracked) or _create_logged_model(client, tracked, name, tags)
     tags = tags | _upload_version(client, tracked, model, policy, base, evidence)
     client.finalize_logged_model(model.model_id, "READY")
+    # Without an output the run's page does not show its model. A retry must not add it again.
     outputs = client.get_run(tracked.run_id).outputs
     if outputs is None or model.model_id not in [
         output.model_id for output in outputs.model_outputs
@@ -125,27 +140,28 @@ def create_version(
         name, model.artifact_location, tracked.run_id, tags=tags, model_id=model.model_id
     )
     oldest = find_version(client, name, tracked.run_id) or created
-    if int(oldest.version) != int(created.version):  # numbers in some stores, strings in others
-        client.delete_model_version(
-            name, created.version
-        )  # its own duplicate, as in store.create_run
+    # its own duplicate, as in store.create_run; versions are numbers in some stores and strings in
+    # others
+    if int(oldest.version) != int(created.version):
+        client.delete_model_version(name, created.version)
     return oldest
 
 
 def find_logged_model(client: MlflowClient, tracked: TrackedRun) -> LoggedModel | None:
-    """The run's policy as MLflow logged it. Without a version, a killed attempt left it, and this
-    one completes it.
+    """Find the run's policy as MLflow logged it. Without a version, a killed attempt left it, and
+    this one completes it.
     """
-    found = client.search_logged_models(
+    models = client.search_logged_models(
         [tracked.experiment_id], f"tags.`{RUN}` = '{tracked.run_id}'"
     )
-    return min(found, key=lambda model: model.creation_timestamp, default=None)
+    return min(models, key=lambda model: model.creation_timestamp, default=None)
 
 
 def link_version_to_run(client: MlflowClient, tracked: TrackedRun, version: ModelVersion) -> None:
     """Tag the logged model, so that MLflow's UI finds the version from the run."""
     link = json.dumps([{"name": version.name, "version": version.version}])
-    if model := find_logged_model(client, tracked):
+    model = find_logged_model(client, tracked)
+    if model:
         client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})
 
 
@@ -159,6 +175,7 @@ def link_served_folder(policy: Path, target: Path) -> None:
         ArtifactError: the policy folder is incomplete.
     """
     metadata = read_policy_metadata(policy)
+    # as a whole: its COMMIT is then that of the training stage, which the gate evaluated
     if not metadata.copies and not (policy / STATISTICS).exists():
         target.symlink_to(policy.resolve(), target_is_directory=True)
         return
@@ -167,6 +184,7 @@ def link_served_folder(policy: Path, target: Path) -> None:
         shutil.copytree(
             policy.resolve(), partial, ignore=left_out, copy_function=os.symlink, dirs_exist_ok=True
         )
+        # the metadata name the copies, which are not there
         (partial / METADATA).write_text(
             metadata.model_copy(update={"copies": ()}).model_dump_json(indent=2)
         )
@@ -184,7 +202,7 @@ def compute_model_files_digest(model: Path) -> str:
     Bytecode is left out: Python writes it beside sources that it imports from a store on this
     machine.
     """
-    own = [
+    mlflow_files = [
         path for path in model.iterdir() if path.is_file() and path.name != REGISTERED_MODEL_META
     ]
     code = [
@@ -192,7 +210,10 @@ def compute_model_files_digest(model: Path) -> str:
         for path in (model / CODE).rglob("*")
         if path.is_file() and path.parent.name != BYTECODE
     ]
-    files = {path.relative_to(model).as_posix(): sha256_of_file(path) for path in [*own, *code]}
+    files = {
+        path.relative_to(model).as_posix(): sha256_of_file(path) for path in [*mlflow_files, *code]
+    }
+    # sorted, as folders are listed in another order on another machine
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
@@ -227,12 +248,15 @@ def _upload_version(
     base: Path | None,
     evidence: Path | None,
 ) -> dict[str, str]:
-    """Upload what a version contains; the tags that say what that was."""
+    """Upload what a version contains. Returns the tags that say what that was."""
     location = model.artifact_location
     model_id = model.model_id
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "model"
         data = _collect_data(Path(folder) / "ebbflow", policy, base)
+        # pyfunc with a loader module and not mlflow.diffusers: that flavour holds one LoRA, names
+        # the hub's current commit instead of the trained one, and its prediction has no seed. Nor a
+        # Python model, which would be a pickle.
         mlflow.pyfunc.save_model(
             str(saved),
             loader_module="ebbflow.registry.serving",
@@ -248,15 +272,15 @@ def _upload_version(
             input_example=pd.DataFrame({"prompt": ['"EBBS"'], "seed": [0]}),
             pip_requirements=list_requirements(),
         )
+        # after save_model, which knows no such folder, and before the upload
         if evidence:
             shutil.copytree(evidence, saved / EVIDENCE)
         with allow_long_uploads():
             client.log_model_artifacts(model_id, str(saved))
         base_stored = str((data / "base").is_dir()).lower()
         return {
-            POLICY_DIGEST: (
-                (data / "policy" / COMMIT).read_text().strip()
-            ),  # of links to files that were verified
+            # COMMIT is the digest of the folder's files, which were verified when it was linked
+            POLICY_DIGEST: (data / "policy" / COMMIT).read_text().strip(),
             MODEL_FILES_DIGEST: compute_model_files_digest(saved),
             BASE_STORED: base_stored,
         }
@@ -277,11 +301,14 @@ def _collect_code(folder: Path, model: ModelConfig) -> list[str]:
     """The sources of Ebbflow, and of the package of a user's own family, as links below ``folder``;
     its entries.
     """
+    # A version is loaded years later, where another Ebbflow or none is installed. MLflow puts these
+    # sources before the installed ones.
     roots = [LIBRARY]
     if model.family not in FAMILIES:
         module = model.family.partition(":")[0]
-        roots += (found := find_package_roots(module))
-        if not found:
+        package_roots = find_package_roots(module)
+        roots += package_roots
+        if not package_roots:
             logger.warning(
                 "the version lacks %s, which is not installed here: whatever serves it must"
                 " have it",

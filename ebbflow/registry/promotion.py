@@ -44,15 +44,19 @@ from ebbflow.tracking.store import (
 )
 from ebbflow.training.policy_metadata import METADATA
 
-BASE_DIGEST = "ebbflow.base_digest"
 CHALLENGER = "challenger"
 PREVIOUS = "previous"
+"""Aliases, besides ``lock.CHAMPION``."""
+BASE_DIGEST = "ebbflow.base_digest"
 REPLACES = "ebbflow.replaces"
 ROLLED_BACK = "ebbflow.rolled_back"
 COMPARED_WITH = "ebbflow.compared_with"
-NO_CHAMPION = "no champion"
 DECISION = "ebbflow.decision"
+"""Tags of a version."""
+NO_CHAMPION = "no champion"
+"""The value of ``COMPARED_WITH`` where there was none."""
 MAX_TAG_LENGTH = 5000
+"""Characters of the tag; databases of older versions of MLflow hold no more."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +93,8 @@ def register_version(
         f"register the policy of run {tracked.run_id} as {model_name!r}", tracked.tracking_uri
     ):
         _ensure_registered_model(client, model_name)
+        # Each step below looks for what an earlier attempt has done: a retry ends in the same
+        # state, with one version.
         version = find_version(client, model_name, tracked.run_id)
         if version is None:
             tags = _build_version_tags(client, tracked, decision, lineage, expected_champion)
@@ -126,7 +132,9 @@ def promote_version(
         _raise_registry_errors(f"make {name!r} version {version} champion", tracked.tracking_uri),
         hold_registry_lock(client, name, version, expected_champion) as check_held,
     ):
+        # Read again under the lock: hours may lie between the gate and the approval.
         champion = _find_champion_version(client, name)
+        # An earlier attempt succeeded, and its answer was lost.
         if champion == version:
             return _read_registration(client, name, version)
         if champion != expected_champion:
@@ -136,11 +144,15 @@ def promote_version(
                 " it stays challenger. To compare it with that one, start a new execution"
                 f" (locally, delete {tracked.folder} first)"
             )
-        if rolled_back := client.get_model_version(name, version).tags.get(ROLLED_BACK):
+        # After a rollback the expected champion is champion again, so the check above passes: a
+        # retried task would silently undo what a person decided.
+        rolled_back = client.get_model_version(name, version).tags.get(ROLLED_BACK)
+        if rolled_back:
             raise RegistryError(
                 f"{name!r} version {version} has been rolled back ({rolled_back}), which a retry"
                 f" does not undo; to promote it, run `ebbflow rollback RECIPE --to {version}`"
             )
+        # before the tags of the promotion, which an attempt that has lost its lock must not write
         check_held()
         for key, value in _prefix_tags(tags).items():
             client.set_model_version_tag(name, version, key, value)
@@ -161,13 +173,16 @@ def roll_back_champion(tracking_uri: str, model_name: str, to: str | None = None
     with _raise_registry_errors(f"roll {model_name!r} back", tracking_uri, "Run the command again"):
         champion, version = _find_rollback_versions(client, model_name, to)
         with hold_registry_lock(client, model_name, version, champion) as check_held:
-            if (current := _find_champion_version(client, model_name)) != champion:
+            # the versions were looked up without the lock, as the lock needs one of them
+            current = _find_champion_version(client, model_name)
+            if current != champion:
                 raise RegistryError(
                     f"the champion of {model_name!r} was {champion} and is now"
                     f" {current or '(none)'}; nothing was rolled back. Run the command again to"
                     " roll back the new one"
                 )
             check_held()
+            # before the champion moves, or a retry of its promotion could come in between
             note = f"to version {version}, {datetime.now(UTC).isoformat(timespec='seconds')}"
             client.set_model_version_tag(model_name, champion, ROLLED_BACK, note)
             return _move_champion(client, model_name, champion, version, check_held)
@@ -183,6 +198,7 @@ def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
         tracking_uri=tracking_uri,
         model_name=model_name,
         version=str(version.version),
+        # a version that a user registered by hand has none of the tags
         run_id=version.tags.get(RUN, version.run_id or ""),
         recipe_digest=version.tags.get(DIGEST, ""),
         base_digest=version.tags.get(BASE_DIGEST, ""),
@@ -190,8 +206,15 @@ def find_champion(tracking_uri: str, model_name: str) -> Champion | None:
 
 
 def find_named_version(tracking_uri: str, named: str) -> ModelVersion:
-    """The version that ``MODEL``, ``MODEL@alias`` or ``MODEL/version`` names; a model alone means
-    its champion.
+    """Find the version that ``MODEL``, ``MODEL@alias`` or ``MODEL/version`` names; a model alone
+    means its champion.
+
+    Example:
+        ::
+
+            find_named_version(uri, "glyph")             # its champion
+            find_named_version(uri, "glyph@challenger")  # the newest version
+            find_named_version(uri, "glyph/7")           # version 7
 
     Raises:
         RegistryError: there is no such version, or no such store.
@@ -225,8 +248,8 @@ def find_named_version(tracking_uri: str, named: str) -> ModelVersion:
 
 
 def find_version_with_base(tracking_uri: str, base_digest: str) -> ModelVersion | None:
-    """A version of any model that was registered with this base model; None if there is none, or no
-    such store.
+    """Find a version of any model that was registered with this base model; None if there is none,
+    or no such store.
     """
     try:
         check_store_exists(tracking_uri)
@@ -236,9 +259,8 @@ def find_version_with_base(tracking_uri: str, base_digest: str) -> ModelVersion 
         f"look up base model {base_digest[:12]}", tracking_uri, "Run the command again"
     ):
         wanted = f"tags.`{BASE_DIGEST}` = '{base_digest}' and tags.`{BASE_STORED}` = 'true'"
-        return next(
-            iter(connect_to_store(tracking_uri).search_model_versions(wanted, max_results=1)), None
-        )
+        versions = connect_to_store(tracking_uri).search_model_versions(wanted, max_results=1)
+        return versions[0] if versions else None
 
 
 def download_version(tracking_uri: str, name: str, version: str, into: Path) -> Path:
@@ -285,7 +307,10 @@ def download_champion_folders(champion: Champion, into: Path, base: Path) -> tup
     data = download_champion(champion, into)
     if (data / "base").is_dir():
         return data / "base", data / "policy"
-    if champion.base_digest != (digest := verify_folder(base)):
+    # The champion is drawn beside the candidate: with another base model the two would differ by
+    # more than the training.
+    digest = verify_folder(base)
+    if champion.base_digest != digest:
         raise RegistryError(
             f"{champion.model_name!r} version {champion.version} was trained from base model"
             f" {champion.base_digest[:12] or '(unknown)'}, this run from {digest[:12]}; set another"
@@ -300,7 +325,8 @@ def check_store_exists(tracking_uri: str) -> None:
     Raises:
         RegistryError: it does not.
     """
-    if (database := find_sqlite_file(tracking_uri)) and not database.is_file():
+    database = find_sqlite_file(tracking_uri)
+    if database and not database.is_file():
         raise RegistryError(
             f"no MLflow store at {tracking_uri}; run this where the pipeline ran, or set"
             " tracking.uri"
@@ -314,8 +340,11 @@ def _raise_registry_errors(
     """Turn whatever the store raises into one error that says what was being done."""
     try:
         yield
+    # which already say what was done; RegistryError is one
     except TrackingError:
         raise
+    # MLflow, requests and SQLAlchemy raise types of their own; any of them means that the write may
+    # not have happened
     except Exception as error:
         raise RegistryError(
             f"could not {what} in {redact_secrets(uri)}: {redact_secrets(str(error))}. {fix}"
@@ -328,6 +357,7 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
             name, description="Policies post-trained by Ebbflow; the gate moves the alias champion."
         )
     except MlflowException as error:
+        # there is no "create if missing", and asking first would race
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
 
@@ -361,17 +391,16 @@ def _prefix_tags(tags: dict[str, str]) -> dict[str, str]:
 def format_decision_tag(decision: GateDecision) -> str:
     """The decision as the value of a tag, which is cut off where it is too long for one."""
     text = decision.model_dump_json()
-    # reasons repeat the numbers, so they are dropped first if there are too many guardrails for a
-    # tag
-    return (
-        text
-        if len(text) <= MAX_TAG_LENGTH
-        else decision.model_dump_json(exclude={"reasons"})[:MAX_TAG_LENGTH]
-    )
+    if len(text) > MAX_TAG_LENGTH:
+        # Too many guardrails for a tag. The reasons repeat the numbers, so they are dropped first.
+        text = decision.model_dump_json(exclude={"reasons"})[:MAX_TAG_LENGTH]
+    return text
 
 
 def _set_challenger(client: MlflowClient, name: str, version: ModelVersion) -> None:
-    """Unless a newer version is challenger: a late retry must not take the alias from it."""
+    """Make a version challenger unless a newer one is: a late retry must not take the alias from
+    it.
+    """
     challenger = find_version_by_alias(client, name, CHALLENGER)
     if challenger is None or int(challenger.version) < int(version.version):
         client.set_registered_model_alias(name, CHALLENGER, version.version)
@@ -401,7 +430,8 @@ def _find_rollback_versions(client: MlflowClient, name: str, to: str | None) -> 
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         numbers = sorted(
-            int(found.version) for found in client.search_model_versions(f"name = '{name}'")
+            int(known_version.version)
+            for known_version in client.search_model_versions(f"name = '{name}'")
         )
         known = ", ".join(map(str, numbers[-10:]))
         raise RegistryError(
@@ -428,9 +458,13 @@ def _move_champion(
     check_held: Callable[[], None],
 ) -> Registration:
     """The writes of a promotion, the decisive one last. The caller holds the lock."""
+    # The tag first: killed after it, a retry overwrites it. Killed after PREVIOUS has moved, the
+    # tag of the champion still knows the version before it (_find_previous_champion).
     client.set_model_version_tag(name, version, REPLACES, champion or "")
     if champion is not None:
         client.set_registered_model_alias(name, PREVIOUS, champion)
+    # As late as possible. Between this check and the write nothing protects the champion, which is
+    # the limit that docs/promotion.md names.
     check_held()
     client.set_registered_model_alias(name, CHAMPION, version)
     logger.info("champion of %r is now version %s (before: %s)", name, version, champion or "none")

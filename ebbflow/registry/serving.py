@@ -21,15 +21,21 @@ from ebbflow.tracking.store import TrackingError
 
 
 class ServedPolicy:
-    """Generates images from prompts with fixed noise: the same prompt and seed give the same
-    image."""
+    """Generates images from prompts with fixed noise: the same prompt and seed give the same image.
+
+    Example:
+        >>> model = mlflow.pyfunc.load_model("models:/glyph@champion")
+        >>> model.predict(pd.DataFrame({"prompt": ['"EBBS"', '"EBBS"'], "seed": [0, -1]}))
+                   image                      error warning
+        0  b'\\x89PNG…'                       None    None
+        1           None  seed = -1: give 0 or more    None
+    """
 
     def __init__(self, base: Path, policy: Path) -> None:
         self.base = base
         self.policy = policy
-        self._one_at_a_time = (
-            Lock()
-        )  # a server may call from several threads, and there is one model
+        # a server may call from several threads, and there is one model
+        self._one_at_a_time = Lock()
 
     def predict(
         self, model_input: pd.DataFrame, params: dict[str, Any] | None = None
@@ -44,7 +50,10 @@ class ServedPolicy:
         """
         from ebbflow.evaluation.serve import GeneratedImage, generate_images
 
+        # pandas fills missing cells with NaN, which is no string and no bytes
         rows = model_input.astype(object).where(model_input.notna(), None).to_dict("records")
+        # A row that cannot be used must not cost the others their images: its index is missing from
+        # the requests and has its error already.
         requests: dict[int, tuple[Prompt, int]] = {}
         drawn = {}
         for index, row in enumerate(rows):
@@ -58,6 +67,7 @@ class ServedPolicy:
             drawn |= dict(
                 zip(requests, generate_images(self.base, self.policy, prompts, seeds), strict=True)
             )
+        # dtype=object: a column of None alone would become one of floats
         return pd.DataFrame(
             [drawn[index] for index in range(len(rows))],
             columns=list(GeneratedImage._fields),
@@ -66,7 +76,7 @@ class ServedPolicy:
 
 
 def _parse_request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
-    """A row as an entry of a prompt table, and its seed.
+    """Convert a row to an entry of a prompt table and its seed.
 
     Raises:
         ValueError: a value of it cannot be used.
@@ -76,10 +86,12 @@ def _parse_request(row: dict[Hashable, Any]) -> tuple[Prompt, int]:
     )
     if prompt is None:
         raise ValueError("the row has no prompt; give it one")
-    if (seed := int(seed or 0)) < 0:
+    seed = int(seed or 0)
+    if seed < 0:
         raise ValueError(f"seed = {seed}: give 0 or more")
     if not isinstance(image, bytes | None):
         raise ValueError("image is no bytes; give the content of an image file")
+    # bytes only: a path in a request would let a client read files of the server
     try:
         edited = None if image is None else load_condition_image(image, Path())
     except ImageError as error:
@@ -122,6 +134,7 @@ def find_base_folder(data: Path) -> Path:
     policy = data / "policy"
     if base.is_dir():
         return base
+    # imported here: only a model of the hub needs them
     from ebbflow.models.prepare import cache_base_folder
     from ebbflow.training.policy_metadata import read_policy_metadata
 

@@ -25,7 +25,7 @@ from PIL import Image
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.storage.disk import safe_join
-from ebbflow.tracking import pending as files
+from ebbflow.tracking import pending as pending_files
 from ebbflow.tracking.curves import build_stage_curves
 from ebbflow.tracking.delivery import flatten_settings
 from ebbflow.tracking.node_sinks import NodeSinks
@@ -43,10 +43,17 @@ logger = logging.getLogger(__name__)
 def open_node_run(
     tracked: TrackedRun, node: str, first_step: int | None = None
 ) -> Iterator[RunLogger]:
-    """The child run of a node, with what an earlier attempt could not deliver.
+    """Open the child run of a node, with what an earlier attempt could not deliver.
 
     It ends FINISHED when the body ends and FAILED when the body raises. A killed process leaves it
     RUNNING; the retry resumes it.
+
+    Example:
+        ::
+
+            with open_node_run(tracked, "1.1 online", first_step=0) as run_logger:
+                for step in range(first_step_after_the_checkpoint, 20):
+                    run_logger.log_metrics({"reward/mean": 0.41}, step)
 
     Args:
         node: unique in the execution and the same on every retry: ``1.2 offline training``, ``1.2
@@ -61,6 +68,7 @@ def open_node_run(
     try:
         with log_system_metrics(tracked, run_logger.run_id):
             yield run_logger
+    # BaseException, as Ctrl-C and sys.exit also end this attempt, and the run has to show it
     except BaseException:
         run_logger.close("FAILED")
         raise
@@ -92,6 +100,8 @@ class RunLogger:
         self.sinks = NodeSinks(tracked, node)
         self.non_finite: Counter[str] = Counter()
         self._has_file = saved is not None
+        # An attempt without the store can log the steps after its checkpoint again although they
+        # are in the file. Steps that MLflow itself holds are skipped by the sender.
         self._saved = {(metric.key, metric.step) for metric in self.pending.metrics}
         self._saved_on_parent = {
             (metric.key, metric.step) for metric in self.pending.parent_metrics
@@ -106,10 +116,11 @@ class RunLogger:
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log one value per metric for an absolute step; delivered in batches."""
-        now = int(time.time() * 1000)
+        now = int(time.time() * 1000)  # MLflow's timestamps are in ms
         for key, value in values.items():
             if (key, step) in self._saved:
                 continue
+            # MLflow takes NaN without a word and its charts then draw nothing for the metric
             if math.isfinite(value):
                 self.pending.metrics.append(Metric(key, float(value), now, step))
             else:
@@ -123,14 +134,14 @@ class RunLogger:
         the whole run.
         """
         now = int(time.time() * 1000)
-        shown = {key: float(value) for key, value in values.items() if math.isfinite(value)}
-        kept = [
+        finite = {key: float(value) for key, value in values.items() if math.isfinite(value)}
+        self.pending.parent_metrics += [
             Metric(key, value, now, step)
-            for key, value in shown.items()
+            for key, value in finite.items()
             if (key, step) not in self._saved_on_parent
         ]
-        self.pending.parent_metrics += kept
-        self.sinks.log(shown, step)
+        # sinks are not buffered: each has its own delivery, and none may depend on MLflow's
+        self.sinks.log(finite, step)
         self._flush_if_due()
 
     def log_params(self, params: Mapping[str, Any]) -> None:
@@ -141,12 +152,11 @@ class RunLogger:
         """Log an image (PIL, or encoded) by key and step; one that a resumed run already holds is
         skipped.
         """
-        self._add_record(
-            "image",
-            key=key,
-            content=image if isinstance(image, bytes) else _encode_png(image),
-            step=step,
-        )
+        if isinstance(image, Image.Image):
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG")
+            image = buffer.getvalue()
+        self._add_record("image", key=key, content=image, step=step)
 
     def log_table(self, name: str, table: pa.Table) -> None:
         """Log a table without its binary columns as ``<name>.json``, for the UI's table view; a
@@ -166,18 +176,15 @@ class RunLogger:
             source: the path or the URI of the table, or a file of Ebbflow's
                 (``ebbflow:datasets/...``).
         """
+        # MLflow would take it for the scheme of a URI, and refuse the dataset
+        path = source.removeprefix("ebbflow:")
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Hint: Inferred schema"
-            )  # prompt ids are integers, on purpose
-            warnings.filterwarnings(
-                "ignore", "The specified dataset source can be interpreted"
-            )  # in several ways, all right
-            named = source.removeprefix(
-                "ebbflow:"
-            )  # which MLflow would take for the scheme of a URI, and refuse
+            # about integers that may lack values later: prompt ids never do
+            warnings.filterwarnings("ignore", "Hint: Inferred schema")
+            # a path is both a local file and an artifact of MLflow; it is only shown
+            warnings.filterwarnings("ignore", "The specified dataset source can be interpreted")
             dataset = from_pandas(
-                _drop_binary_columns(table).to_pandas(), source=named, name=name
+                _drop_binary_columns(table).to_pandas(), source=path, name=name
             ).to_dict()
         self._add_record("dataset", dataset=dataset, context=context)
         self._add_record("dataset", on_parent=True, dataset=dataset, context=context)
@@ -204,9 +211,27 @@ class RunLogger:
         safe_join(Path("artifacts"), path)
         self._add_record("file", path=path, content=content)
 
-    def flush(self) -> bool:
-        """Deliver what is pending; call it at checkpoints. Returns whether all of it arrived."""
-        return self._deliver_pending()
+    def flush(self, status: Status | None = None) -> bool:
+        """Deliver what is pending; call it at checkpoints. Returns whether all of it arrived.
+
+        Args:
+            status: how the run ends; None while the node runs.
+        """
+        try:
+            self.sender.send_pending(self.pending)
+            if status:
+                self.sender.end_run(status)
+            # Only now: a process that is killed before it leaves the file, and its retry delivers
+            # the file again, which changes nothing.
+            if self._has_file:
+                pending_files.delete_pending(self.sender.tracked.folder, self.pending.node)
+                self._has_file = False
+        # a transport raises anything, and none of it may stop the training
+        except Exception as error:
+            self._postpone_delivery(error)
+            return False
+        self._flush_at = FLUSH_AT
+        return True
 
     def close(self, status: Status) -> None:
         """Deliver the rest and end the run. What cannot be delivered is saved in the run's folder
@@ -215,7 +240,7 @@ class RunLogger:
         if self.non_finite:
             tag = {"key": "ebbflow.non_finite_metrics", "value": json.dumps(dict(self.non_finite))}
             self.pending.records.append(Record("tag", tag))
-        if not self._deliver_pending(status):
+        if not self.flush(status):
             self._save_pending(status)
         self.sinks.close()
 
@@ -226,31 +251,13 @@ class RunLogger:
 
     def _add_record(self, kind: str, on_parent: bool = False, **arguments: Any) -> None:
         self.pending.records.append(Record(kind, arguments, on_parent))
-        if (
-            self.pending.since is None
-        ):  # else it waits for the next flush: every failing call costs seconds of training
+        # During an outage it waits for the next flush: every failing call costs the training the
+        # seconds of a timeout.
+        if self.pending.since is None:
             self.flush()
 
-    def _deliver_pending(self, status: Status | None = None) -> bool:
-        """Deliver what is pending, and end the run if ``status`` says how. Returns whether all of
-        it arrived.
-        """
-        try:
-            self.sender.send_pending(self.pending)
-            if status:
-                self.sender.end_run(status)
-            if self._has_file:
-                files.delete_pending(self.sender.tracked.folder, self.pending.node)
-                self._has_file = False
-        except (
-            Exception
-        ) as error:  # a transport raises anything, and none of it may stop the training
-            self._postpone_delivery(error)
-            return False
-        self._flush_at = FLUSH_AT
-        return True
-
     def _postpone_delivery(self, error: Exception) -> None:
+        # one warning for an outage, not one for each attempt
         if self.pending.since is None:
             store = redact_secrets(self.sender.tracked.tracking_uri)
             reason = redact_secrets(str(error))
@@ -262,7 +269,7 @@ class RunLogger:
             )
             self.pending.since = time.time()
         # Attempts get rarer as the buffer fills: an outage of hours costs a few timeouts and not
-        # thousands.
+        # thousands. A flush at a checkpoint still tries each time.
         self._flush_at = max(2 * self.pending.num_metrics, FLUSH_AT)
 
     def _save_pending(self, status: Status) -> None:
@@ -273,8 +280,8 @@ class RunLogger:
         records = len(pending.records)
         ended = f"node {pending.node} ended while the MLflow store was away"
         try:
-            uri = files.save_pending(folder, pending)
-        except Exception as error:  # as in _deliver
+            uri = pending_files.save_pending(folder, pending)
+        except Exception as error:  # as in flush
             metrics += pending.lost
             logger.warning(
                 "%s: %d metrics and %d other records are lost; cannot save them in %s: %s",
@@ -307,11 +314,11 @@ class RunLogger:
 
 
 def _load_saved(tracked: TrackedRun, node: str) -> PendingRecords | None:
-    """What an earlier attempt saved. Any file system may be behind the URI, and its errors must not
-    stop the work.
+    """Load what an earlier attempt saved. Any file system may be behind the URI, and its errors
+    must not stop the work.
     """
     try:
-        return files.load_pending(tracked.folder, node)
+        return pending_files.load_pending(tracked.folder, node)
     except Exception as error:
         logger.warning(
             "node %s: cannot read the records saved in %s: %s", node, tracked.folder, error
@@ -319,17 +326,14 @@ def _load_saved(tracked: TrackedRun, node: str) -> PendingRecords | None:
         return None
 
 
-def _encode_png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def _drop_binary_columns(table: pa.Table) -> pa.Table:
-    """Images and latents do not belong in tables that a browser loads."""
-    return table.select([field.name for field in table.schema if not _is_binary_type(field.type)])
-
-
-def _is_binary_type(kind: pa.DataType) -> bool:
-    binary = pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_fixed_size_binary(kind)
-    return binary or isinstance(kind, pa.BaseExtensionType)
+    """Drop images and latents, which do not belong in tables that a browser loads."""
+    binary = (pt.is_binary, pt.is_large_binary, pt.is_fixed_size_binary)
+    columns = [
+        field.name
+        for field in table.schema
+        # an extension type of Arrow is a tensor, which no cell can show
+        if not isinstance(field.type, pa.BaseExtensionType)
+        and not any(is_type(field.type) for is_type in binary)
+    ]
+    return table.select(columns)

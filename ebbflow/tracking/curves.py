@@ -21,8 +21,12 @@ SPEEDS = ("seconds/", "ms_per_image/", "images_per_second", "utilisation/", "pus
 
 
 def build_stage_curves(stage: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of a training step: each metric as a series of the stage, and the training reward as a series
-    of the run.
+    """Name the metrics of a training step as curves: each is a series of the stage, and the
+    training reward also one of the run.
+
+    Example:
+        >>> build_stage_curves("1.1 online", {"reward/mean": 0.4, "seconds/step": 2.0})
+        {'1.1 online/reward/mean': 0.4, 'train/reward': 0.4}
     """
     series = {
         f"{stage}/{name}": value for name, value in metrics.items() if not name.startswith(SPEEDS)
@@ -31,14 +35,14 @@ def build_stage_curves(stage: str, metrics: Mapping[str, float]) -> dict[str, fl
 
 
 def read_rollout_curves(advantages: Path) -> dict[str, float]:
-    """Of an offline stage: the mean reward of the rollouts that it trains on; empty for pairs,
-    which have none.
+    """Read the mean reward of the rollouts that an offline stage trains on; empty for pairs, which
+    have none.
     """
     return _select_training_reward(read_table_metadata(advantages).get("metrics", {}))
 
 
 def build_evaluation_curves(evaluation: Evaluation) -> dict[str, float]:
-    """The means over the held-out and the validation prompts."""
+    """Name the means over the held-out and the validation prompts as curves."""
     held_out = {f"held_out/{name}": value for name, value in evaluation.held_out.items()}
     return held_out | {f"validation/{name}": value for name, value in evaluation.validation.items()}
 

@@ -23,6 +23,8 @@ def log_evaluation(
         global_step: training steps of the run so far, at which the parent run gets the means; None
             for another run's policy.
     """
+    # The node's own run counts by policy version, the parent by training steps of the run: there
+    # the points of all evaluations lie below the training reward.
     means = build_evaluation_curves(evaluation)
     if global_step is not None:
         run_logger.log_curves(means, global_step)
@@ -39,26 +41,30 @@ def log_evaluation(
         evaluation.policy_version,
     )
     run_logger.log_table("samples", table)
-    shown = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURED]
+    # the same prompts and noise in each evaluation, so that grids can be compared
+    pictured = [row for row in table.to_pylist() if row["split"] == "held_out"][:PICTURED]
     grid = build_image_grid(
-        [row["image"] for row in shown], [format_caption(row) for row in shown], columns=4
+        [row["image"] for row in pictured], [format_caption(row) for row in pictured], columns=4
     )
     run_logger.log_image("held_out", grid, evaluation.policy_version)
 
 
 def _flatten_distributions(evaluation: Evaluation) -> dict[str, float]:
-    found = {
-        name: one.model_dump(exclude_none=True) for name, one in evaluation.distributions.items()
+    distributions = {
+        # best_of is None where no prompt has several samples
+        name: one.model_dump(exclude_none=True)
+        for name, one in evaluation.distributions.items()
     }
     return {
         f"held_out_{part}/{name}": value
-        for name, parts in found.items()
+        for name, parts in distributions.items()
         for part, value in parts.items()
     }
 
 
 def log_decision(run_logger: RunLogger, decision: GateDecision) -> None:
     """Log what the gate compared and decided."""
+    # step 0 throughout: a decision is a single point
     compared = {one.metric: one for one in (decision.target, *decision.guardrails)}
     compared |= {name_statistic_column(one.metric): one for one in decision.statistics}
     for metric, comparison in compared.items():
@@ -80,7 +86,11 @@ def log_stage(run_logger: RunLogger, record: StageRecord) -> None:
 
 
 def log_shard(run_logger: RunLogger, path: Path) -> None:
-    """Log a shard's own metadata, and its cost per image."""
+    """Log a shard's own metadata, and its cost per image.
+
+    Every shard is a child run of its own, so shards that run at the same time write no metric of
+    each other.
+    """
     metadata = read_table_metadata(path)
     images = count_rows(path)
     seconds = metadata.pop("seconds")

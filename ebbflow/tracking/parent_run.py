@@ -23,7 +23,6 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFL
 from ebbflow.data.records import TrackedRun
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.secrets import redact_secrets
-from ebbflow.recipe.stages import StageConfig
 from ebbflow.tracking.delivery import flatten_settings, log_params
 from ebbflow.tracking.outage import deliver_saved_records
 from ebbflow.tracking.store import (
@@ -72,6 +71,7 @@ def start_run(
         TrackingError: the store cannot be used, or the execution has a run of another recipe.
     """
     client, experiment_id = _open_store(recipe)
+    # Flyte's execution id is the same for all attempts of a task
     identity = {ROLE: "execution", EXECUTION: execution_id} if execution_id else {}
     run = find_run(client, experiment_id, identity) if identity else None
     if run is None:
@@ -99,7 +99,7 @@ def start_run(
 
 
 def find_stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | None:
-    """The newest run of the recipe with these tags, to be resumed with ``open_run``.
+    """Find the newest run of the recipe with these tags, to be resumed with ``open_run``.
 
     None if it FINISHED, or if its folder is not on this machine: deleting the folder is how a user
     starts over. A run that this machine was stopped in before it made the folder has no node yet.
@@ -111,24 +111,27 @@ def find_stopped_run(recipe: Recipe, tags: Mapping[str, str]) -> TrackedRun | No
     if run is None or run.info.status == "FINISHED":
         return None
     tracked = _build_tracked_run(recipe, run)
-    made_here = run.data.tags.get(MACHINE) == platform.node()
-    resumed = Path(tracked.folder).is_dir() or (
-        made_here and find_run(client, experiment_id, {PARENT: tracked.run_id}) is None
-    )
-    return tracked if resumed else None
+    if Path(tracked.folder).is_dir():
+        return tracked
+    # No folder: either the user has deleted it, or the run was stopped before it made one. In the
+    # second case it has no node, and it is this machine's: a server may be shared by several.
+    is_of_this_machine = run.data.tags.get(MACHINE) == platform.node()
+    has_no_node = find_run(client, experiment_id, {PARENT: tracked.run_id}) is None
+    return tracked if is_of_this_machine and has_no_node else None
 
 
 def open_run(recipe: Recipe, tracked: TrackedRun) -> None:
     """Set the run RUNNING, name it, and log its recipe as parameters and as recipe.yaml.
     Idempotent.
     """
+    # before the status: a node that failed sets its parent FAILED when it is delivered
     deliver_saved_records(tracked)
     client = connect_to_store(tracked.tracking_uri)
     settings = recipe.model_dump(mode="json")
-    unnamed = (
-        client.get_run(tracked.run_id).info.run_name == recipe.name
-    )  # a name that the user gave it stays
-    client.update_run(tracked.run_id, status="RUNNING", name=tracked.name if unnamed else None)
+    # The run was created under the recipe's name, as its own has the run's id. Another name is one
+    # that the user gave it, and stays.
+    is_unnamed = client.get_run(tracked.run_id).info.run_name == recipe.name
+    client.update_run(tracked.run_id, status="RUNNING", name=tracked.name if is_unnamed else None)
     log_params(client, tracked.run_id, flatten_settings(settings))
     client.log_text(tracked.run_id, yaml.safe_dump(settings, sort_keys=False), "recipe.yaml")
 
@@ -164,6 +167,7 @@ def log_results(tracked: TrackedRun, files: Sequence[Path], finish: bool = True)
 def _open_store(recipe: Recipe) -> tuple[MlflowClient, str]:
     """A client of the recipe's store, and the id of the recipe's experiment in it."""
     uri = resolve_tracking_uri(recipe)
+    # Here an outage is an error that names the store. Later it is only a warning (child_run).
     check_store(uri)
     client = connect_to_store(uri)
     return client, _ensure_experiment(client, recipe, uri)
@@ -174,7 +178,8 @@ def _ensure_experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         database = find_sqlite_file(uri)
-        # without a location MLflow would use ./mlruns of the task's working directory
+        # Without a location MLflow would use ./mlruns of the task's working directory. A server
+        # has its own, which the client must not overrule.
         location = (database.absolute().parent / ARTIFACTS).as_uri() if database else None
         try:
             return client.create_experiment(name, artifact_location=location, tags={KIND: TRAINING})
@@ -192,16 +197,14 @@ def _ensure_experiment(client: MlflowClient, recipe: Recipe, uri: str) -> str:
     return experiment.experiment_id
 
 
-def _format_branch(stage: StageConfig) -> str:
-    return f" ({stage.branch})" if stage.branch else ""
-
-
 def _build_parent_tags(recipe: Recipe, execution_id: str | None) -> dict[str, str]:
-    stages = " → ".join(
-        f"{stage.kind} {stage.algorithm.name}{_format_branch(stage)}" for stage in recipe.stages
-    )
+    stages = []
+    for stage in recipe.stages:
+        branch = f" ({stage.branch})" if stage.branch else ""
+        stages.append(f"{stage.kind} {stage.algorithm.name}{branch}")
+    # MLflow shows it as the run's description, in Markdown
     note = (
-        f"Recipe **{recipe.name}**, seed {recipe.seed}: {recipe.rounds} × ({stages}),"
+        f"Recipe **{recipe.name}**, seed {recipe.seed}: {recipe.rounds} × ({' → '.join(stages)}),"
         f" {recipe.policy.train} training."
     )
     execution = {EXECUTION: execution_id} if execution_id else {}
@@ -219,32 +222,35 @@ def _build_source_tags(source: str, execution_id: str | None) -> dict[str, str]:
     repository."""
     kind = SourceType.JOB if execution_id else SourceType.LOCAL
     tags = {MLFLOW_SOURCE_NAME: source, MLFLOW_SOURCE_TYPE: SourceType.to_string(kind)}
-    code = Path(__file__).parents[1]
-    if shutil.which("git") and (commit := get_git_commit(str(code))):
+    code = Path(__file__).parents[1]  # not the working directory, whose repository is the user's
+    commit = get_git_commit(str(code)) if shutil.which("git") else None
+    if commit:
         from git import Repo  # fails to import where there is no git
 
         tags[MLFLOW_GIT_COMMIT] = commit
         with Repo(code, search_parent_directories=True) as repo:
-            tags |= {UNCOMMITTED: "true"} if repo.is_dirty() else {}
+            if repo.is_dirty():
+                tags[UNCOMMITTED] = "true"
+    # it names a source as well, the running script, which tags overrule
     user: dict[str, str] = DefaultRunContext().tags()
     return user | tags
 
 
 def _build_tracked_run(recipe: Recipe, run: Run) -> TrackedRun:
+    # The folder is not read from the run: recipe and id determine it, and a retry finds it again.
+    name = f"{recipe.name}-{run.info.run_id[:8]}"
+    if "://" in recipe.output:
+        folder = f"{recipe.output.rstrip('/')}/{name}"
+    else:
+        folder = str(Path(recipe.output).absolute() / name)
     return TrackedRun(
         run_id=run.info.run_id,
         experiment_id=run.info.experiment_id,
         tracking_uri=resolve_tracking_uri(recipe),
-        folder=_join_folder(recipe.output, f"{recipe.name}-{run.info.run_id[:8]}"),
+        folder=folder,
         recipe_digest=recipe.digest,
-        started_at=run.info.start_time / 1000,
+        started_at=run.info.start_time / 1000,  # MLflow's times are in ms
         name=format_run_name(recipe, run.info.run_id),
         experiment=recipe.tracking.experiment,
         sinks=list(recipe.tracking.sinks),
-    )
-
-
-def _join_folder(output: str, name: str) -> str:
-    return (
-        f"{output.rstrip('/')}/{name}" if "://" in output else str(Path(output).absolute() / name)
     )

@@ -2,15 +2,16 @@
 has ended without the store.
 
 A saved file is JSON lines: a header, a line per metric, a line per other record. It is written
-whole or not at all.
+whole or not at all. The docstring of the room says why MLflow's asynchronous logging does not
+replace this buffer.
 
-MLflow 3.17's asynchronous logging was tried in place of this buffer and its sender. It drops what
-fails: of 300 steps with an outage of 100, it stored 200. One refused metric takes a merged batch of
-49 steps with it, and the calls of 48 of them report success, so a spool could not know what to
-keep. A retry appends the steps after its checkpoint twice, values arrive out of order from a pool
-of threads, a run must exist before anything is logged, and tables, datasets and files have no
-asynchronous call. A process that ends during an outage exits with status 0 and leaves nothing. A
-spool beside it would need everything that is here except the call of ``log_batch``.
+Example:
+    The file ``waiting-for-mlflow/1.1-online.jsonl`` of a stage that ended during an outage::
+
+        {"node": "1.1 online", "status": "FAILED", "since": 1764076800.0, "lost": 0}
+        ["metric", "reward/mean", 0.41, 1764076801000, 12]
+        ["parent_metric", "train/reward", 0.41, 1764076801000, 52]
+        ["params", {"params": {"lr": "0.0001"}}, false]
 """
 
 from __future__ import annotations
@@ -39,8 +40,15 @@ Status = Literal["FINISHED", "FAILED"]
 class Record(NamedTuple):
     """Anything but a metric, as plain data.
 
+    Example:
+        A file of the node's own run, with the arguments of ``delivery.WRITERS["file"]``::
+
+            Record("file", {"path": "timeline.json", "content": b"{}"}, on_parent=False)
+
     Attributes:
-        kind, arguments: of its writer (``delivery.WRITERS``).
+        kind: names its writer in ``delivery.WRITERS``.
+        arguments: of the writer, besides the client and the run. JSON values and bytes, as they
+            are saved.
         on_parent: whether it goes to the parent run.
     """
 
@@ -79,11 +87,13 @@ class PendingRecords:
         """Drop and count the oldest metrics beyond ``MAX_METRICS``, of each of the two runs."""
         for metrics in (self.metrics, self.parent_metrics):
             excess = max(0, len(metrics) - MAX_METRICS)
+            # the newest values say more of a run that still trains, so the oldest go
             del metrics[:excess]
             self.lost += excess
 
     def remove_metrics(self, delivered: Sequence[Metric]) -> None:
         """Forget these very metrics, which need no further attempt."""
+        # by identity: a step that is logged twice makes two equal metrics, and one may be left
         gone = set(map(id, delivered))
         for metrics in (self.metrics, self.parent_metrics):
             metrics[:] = [metric for metric in metrics if id(metric) not in gone]
@@ -111,8 +121,8 @@ def save_pending(folder: str, pending: PendingRecords) -> str:
     kinds = {METRIC: pending.metrics, PARENT_METRIC: pending.parent_metrics}
     metrics = [
         [kind, one.key, one.value, one.timestamp, one.step]
-        for kind, found in kinds.items()
-        for one in found
+        for kind, metrics_of_kind in kinds.items()
+        for one in metrics_of_kind
     ]
     lines = [
         json.dumps(line, default=_encode_bytes) + "\n"
@@ -120,6 +130,8 @@ def save_pending(folder: str, pending: PendingRecords) -> str:
     ]
     store, path = _open_file_system(uri)
     store.makedirs(path.rpartition("/")[0], exist_ok=True)
+    # A process that is killed here must not leave half a file, which the next attempt would take
+    # for everything that was pending.
     store.pipe_file(path + UNFINISHED, "".join(lines).encode())
     store.mv(path + UNFINISHED, path)
     return uri
@@ -151,24 +163,32 @@ def delete_pending(folder: str, node: str) -> None:
 def _open_file_system(uri: str) -> tuple[Any, str]:
     """The file system of a path or a URI, without its listing cache, and the path in it."""
     store, path = fsspec.core.url_to_fs(uri)
+    # fsspec shares one instance per process, and a listing that it cached hides the files that
+    # other pods have written since
     store.invalidate_cache()
     return store, path
 
 
 def _build_uri(folder: str, node: str) -> str:
+    # a node's name has spaces, and nothing in it may lead out of the folder
     return f"{folder}/{FOLDER}/{re.sub(r'[^A-Za-z0-9.]+', '-', node)}.jsonl"
 
 
 def _parse_pending(content: bytes) -> PendingRecords:
     header, *lines = (json.loads(line, object_hook=_decode_bytes) for line in content.splitlines())
-    metrics, parent_metrics = (
-        [Metric(*rest) for kind, *rest in lines if kind == wanted]
-        for wanted in (METRIC, PARENT_METRIC)
-    )
-    records = [Record(*line) for line in lines if line[0] not in (METRIC, PARENT_METRIC)]
-    return PendingRecords(**header, metrics=metrics, parent_metrics=parent_metrics, records=records)
+    pending = PendingRecords(**header)
+    for line in lines:
+        if line[0] == METRIC:
+            pending.metrics.append(Metric(*line[1:]))
+        elif line[0] == PARENT_METRIC:
+            pending.parent_metrics.append(Metric(*line[1:]))
+        else:
+            pending.records.append(Record(*line))
+    return pending
 
 
+# JSON has no bytes: files and images are objects with this one key, which no writer's arguments
+# have.
 def _encode_bytes(value: Any) -> dict[str, str]:
     if not isinstance(value, bytes):
         raise TypeError(f"cannot save {type(value).__name__} for MLflow")

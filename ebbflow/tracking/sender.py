@@ -19,7 +19,7 @@ from ebbflow.data.records import TrackedRun
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.secrets import redact_secrets
 from ebbflow.tracking.delivery import WRITERS
-from ebbflow.tracking.pending import PendingRecords, Record, Status
+from ebbflow.tracking.pending import PendingRecords, Status
 from ebbflow.tracking.store import (
     AWAY,
     DIGEST,
@@ -33,6 +33,7 @@ from ebbflow.tracking.store import (
 )
 
 METRICS_PER_BATCH = 1000
+"""MLflow's own limit of a request."""
 MAX_LISTED = 40
 OTHERS = "others"
 """Kinds of refused records that the tag lists, and its name for the rest."""
@@ -43,34 +44,35 @@ logger = logging.getLogger(__name__)
 class OpenRun:
     """A run that records are delivered to, and what it held when it was opened.
 
+    Example:
+        A retry whose checkpoint is at step 3, of a run that holds the steps up to 5::
+
+            run = open_child_run(tracked, "1.1 online")
+            run.holds_metric(Metric("loss", 0.2, timestamp, step=5))  # True: it is skipped
+            run.holds_metric(Metric("loss", 0.2, timestamp, step=6))  # False: it is sent
+
     Attributes:
         refused: what MLflow refused of earlier attempts.
     """
 
     def __init__(self, client: MlflowClient, run: Run) -> None:
-        self.client, self.run_id = client, str(run.info.run_id)
+        self.client = client
+        self.run_id = str(run.info.run_id)
         self.refused = Counter[str](json.loads(run.data.tags.get(REFUSED, "{}")))
-        self._held: dict[str, set[int] | None] = dict.fromkeys(
-            run.data.metrics
-        )  # None: not asked for yet
+        # The steps of each metric, None until they are asked for. A history is a request for each
+        # metric, and a first attempt, whose run holds nothing, needs none of them.
+        self._held: dict[str, set[int] | None] = dict.fromkeys(run.data.metrics)
 
     def holds_metric(self, metric: Metric) -> bool:
-        """Whether the run held a value of this metric at its step. Stages that were late may fill
-        steps in between.
-        """
+        """Whether the run held a value of this metric at its step."""
         if metric.key not in self._held:
             return False
+        # All steps and not the last one: on the parent, a late stage fills steps in between.
         steps = self._held[metric.key]
         if steps is None:
             steps = {held.step for held in self.client.get_metric_history(self.run_id, metric.key)}
             self._held[metric.key] = steps
         return metric.step in steps
-
-
-def open_parent_run(tracked: TrackedRun) -> OpenRun:
-    """The run of the execution."""
-    client = connect_to_store(tracked.tracking_uri)
-    return OpenRun(client, client.get_run(tracked.run_id))
 
 
 def open_child_run(tracked: TrackedRun, node: str) -> OpenRun:
@@ -88,6 +90,7 @@ def open_child_run(tracked: TrackedRun, node: str) -> OpenRun:
         )
     else:
         client.update_run(run.info.run_id, status="RUNNING")
+        # the attempt before this one failed the parent too (RunSender.end_run)
         client.update_run(tracked.run_id, status="RUNNING")
     return OpenRun(client, run)
 
@@ -115,45 +118,53 @@ class RunSender:
         """Deliver everything. What arrived or was refused leaves ``pending``, also when a later
         record raises.
         """
-        run = self.run = self.run or open_child_run(self.tracked, self.node)
+        # Here and not in __init__: the store may be away when the node starts.
+        if self.run is None:
+            self.run = open_child_run(self.tracked, self.node)
+        run = self.run
         self._send_metrics(run, pending.metrics, pending)
         if pending.parent_metrics:
             self._send_metrics(self._open_parent(), pending.parent_metrics, pending)
+        # A record leaves pending only once it has arrived. If the next one raises, this one is
+        # not sent again.
         while pending.records:
-            self._send_record(
-                self._open_parent() if pending.records[0].on_parent else run, pending.records[0]
+            record = pending.records[0]
+            target = self._open_parent() if record.on_parent else run
+            error = self._try_write(
+                target, partial(WRITERS[record.kind], target.client, **record.arguments)
             )
+            if error:
+                self._count_refused(record.kind, 1, error)
             pending.remove_first_record()
         if pending.since is not None:
             self._tag_outage(run, pending, pending.since)
         if self.refused:
+            # with those of earlier attempts, which repeat after a retry and count again
             run.client.set_tag(run.run_id, REFUSED, _format_counts_tag(run.refused + self.refused))
 
     def end_run(self, status: Status) -> None:
         """End the child run; a failed node fails the parent too, until its retry opens both
         again."""
-        assert self.run, "send() opens the run"
+        assert self.run, "send_pending() opens the run"
         self.run.client.set_terminated(self.run.run_id, status)
         if status == "FAILED":
             self.run.client.set_terminated(self.tracked.run_id, status)
 
     def _open_parent(self) -> OpenRun:
-        self.parent = self.parent or open_parent_run(self.tracked)
+        if self.parent is None:
+            client = connect_to_store(self.tracked.tracking_uri)
+            self.parent = OpenRun(client, client.get_run(self.tracked.run_id))
         return self.parent
-
-    def _send_record(self, run: OpenRun, record: Record) -> None:
-        if error := self._try_write(
-            run, partial(WRITERS[record.kind], run.client, **record.arguments)
-        ):
-            self._count_refused(record.kind, 1, error)
 
     def _send_metrics(self, run: OpenRun, metrics: list[Metric], pending: PendingRecords) -> None:
         """Deliver ``metrics``, a list of ``pending``, in batches.
 
         MLflow takes a batch whole or not at all, so a refused one is delivered metric by metric.
         """
+        # in place: it is the list of pending that gets shorter
         metrics[:] = [metric for metric in metrics if self._is_wanted(run, metric)]
-        while batch := metrics[:METRICS_PER_BATCH]:
+        while metrics:
+            batch = metrics[:METRICS_PER_BATCH]
             if self._try_write(run, partial(run.client.log_batch, metrics=batch)):
                 self._send_each_metric(run, pending, batch)
             else:
@@ -171,9 +182,12 @@ class RunSender:
     def _send_each_metric(
         self, run: OpenRun, pending: PendingRecords, batch: Sequence[Metric]
     ) -> None:
+        # By key: MLflow refuses a metric for its name, thus all of its values. Later values of a
+        # refused key are not even sent (_is_wanted), or each batch would be taken apart.
         for key in dict.fromkeys(metric.key for metric in batch):
             values = [metric for metric in batch if metric.key == key]
-            if error := self._try_write(run, partial(run.client.log_batch, metrics=values)):
+            error = self._try_write(run, partial(run.client.log_batch, metrics=values))
+            if error:
                 self._refused_metrics.add(key)
                 self._count_refused(_format_metric_label(key), len(values), error)
             pending.remove_metrics(values)
@@ -187,10 +201,10 @@ class RunSender:
         except (MlflowException, FileNotFoundError, ValueError, TypeError) as error:
             if isinstance(error, MlflowException) and error.get_http_status_code() != 400:
                 raise
-            assert self.run, "send() opens the run"
-            self.run.client.set_tag(
-                self.run.run_id, NODE, self.node
-            )  # raises too if the server says 400 without its database
+            # A server that has lost its database says 400 as well. This tag has the value that it
+            # has already and cannot be refused, so if it fails too, the store is away.
+            assert self.run, "send_pending() opens the run"
+            self.run.client.set_tag(self.run.run_id, NODE, self.node)
             return error
         return None
 
@@ -207,6 +221,7 @@ class RunSender:
 
     def _tag_outage(self, run: OpenRun, pending: PendingRecords, since: float) -> None:
         """After an outage, tag the run with its length and its effect, for the report."""
+        # seconds and late records add up over the outages of a node; pending adds up the lost ones
         earlier = json.loads(run.client.get_run(run.run_id).data.tags.get(AWAY, "{}"))
         seconds = round(time.time() - since + earlier.get("seconds", 0), 1)
         tag = {
@@ -228,10 +243,10 @@ def _format_metric_label(key: str) -> str:
 
 def _format_counts_tag(counts: Counter[str]) -> str:
     """JSON short enough for a tag: the most frequent, and how many others."""
-    listed = dict(
-        Counter({what: count for what, count in counts.items() if what != OTHERS}).most_common(
-            MAX_LISTED
-        )
-    )
+    # OTHERS of an earlier attempt's tag is a sum and no kind
+    kinds = Counter({what: count for what, count in counts.items() if what != OTHERS})
+    listed = dict(kinds.most_common(MAX_LISTED))
     others = counts.total() - sum(listed.values())
-    return json.dumps(listed | ({OTHERS: others} if others else {}), ensure_ascii=False)
+    if others:
+        listed[OTHERS] = others
+    return json.dumps(listed, ensure_ascii=False)

@@ -52,7 +52,10 @@ def resolve_tracking_uri(recipe: Recipe) -> str:
         TrackingError: the URI contains a password or a token, which would leak, or is of no SQLite
             file; or there is none and ``output`` is not local.
     """
-    if uri := recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+    uri = recipe.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri:
+        # It is shown in logs, in the report and in the line of Python that loads a version, and it
+        # is stored with the run.
         if redact_secrets(uri) != uri:
             raise TrackingError(
                 f"tracking URI {redact_secrets(uri)} contains a password or a token, which would"
@@ -90,11 +93,14 @@ def connect_to_store(uri: str) -> MlflowClient:
         TrackingError: a SQLite file is not a whole MLflow store, or cannot be read or written.
         DiskFullError: no space was left to make it.
     """
+    # MLflow's client reads these from the environment at each request and has no arguments for
+    # them. setdefault: what a user has set stays.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # loading a pickle executes it
+    # not setdefault: loading a pickle executes it, so no user may switch this on for us
+    os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
     database = find_sqlite_file(uri)
     if database:
         _ensure_sqlite(database, uri)
@@ -127,7 +133,8 @@ def check_store(uri: str) -> None:
         TrackingError: a SQLite file or its folder cannot be written, a server does not answer, or
             the driver of a database is not installed.
     """
-    if database := find_sqlite_file(uri):
+    database = find_sqlite_file(uri)
+    if database:
         _check_sqlite(database, uri)
     else:
         _check_server(uri)
@@ -141,9 +148,11 @@ def find_sqlite_file(uri: str) -> Path | None:
 def _check_sqlite(database: Path, uri: str) -> None:
     try:
         database.parent.mkdir(parents=True, exist_ok=True)
+        # SQLite writes its journal next to the file, so the folder must be writable too
         with tempfile.TemporaryFile(dir=database.parent):
-            pass  # SQLite writes its journal next to the file, so the folder must be writable too
+            pass
         if database.exists():
+            # isolation_level=None: else Python's sqlite3 would begin a transaction of its own
             with closing(sqlite3.connect(database, timeout=5, isolation_level=None)) as connection:
                 # reads the header and takes the write lock, so anything unwritable fails here
                 connection.execute("BEGIN IMMEDIATE")
@@ -172,7 +181,8 @@ def _ensure_sqlite(database: Path, uri: str) -> None:
         raise
     except Exception as error:  # of the file system, sqlite3, SQLAlchemy, alembic or MLflow
         raise _build_not_writable_error(uri, error) from error
-    if missing := sorted(_list_mlflow_tables() - tables):
+    missing = sorted(_list_mlflow_tables() - tables)
+    if missing:
         raise _build_not_whole_error(
             database, uri, f"{len(missing)} of its tables are missing, such as {missing[0]!r}"
         )
@@ -182,6 +192,8 @@ def _read_table_names(database: Path) -> set[str]:
     """The names of the tables in a SQLite file; none if there is no file."""
     if not database.exists():
         return set()
+    # mode=rw: by default SQLite creates a file that is not there. 20 s: another process may be
+    # writing.
     with closing(
         sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=20)
     ) as connection:
@@ -219,15 +231,20 @@ def _make_sqlite(database: Path) -> None:
         uri = f"sqlite:///{folder / database.name}"
         try:
             SqlAlchemyStore(uri, (database.parent / ARTIFACTS).as_uri())
-        finally:  # or its connections would stay open, and a second attempt would get them
-            if engine := SqlAlchemyStore._engine_map.pop(uri, None):
+        # MLflow keeps an engine per URI for the life of the process. Its connections would stay
+        # open on the file of the temporary folder, and a second attempt would get them.
+        finally:
+            engine = SqlAlchemyStore._engine_map.pop(uri, None)
+            if engine:
                 engine.dispose()
 
 
 @contextmanager
 def _disable_fsync() -> Iterator[None]:
-    """For a file that has no name yet: hundreds of statements would each wait until they are on the
-    disk, seconds in all.
+    """Switch off SQLite's waits for the disk in new connections.
+
+    Only for a file that has no name yet: hundreds of statements would each wait, seconds in all. If
+    the machine loses power the file is lost, and nobody knew it.
     """
     from sqlalchemy import Engine, event
 
@@ -286,11 +303,12 @@ def find_run(
     """The oldest run with these tags, so that racing attempts agree on it; with ``DESC`` the
     newest.
     """
+    # backquotes: the keys have dots
     condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-    found = client.search_runs(
+    runs = client.search_runs(
         [experiment_id], condition, max_results=1, order_by=[f"attributes.start_time {order}"]
     )
-    return found[0] if found else None
+    return runs[0] if runs else None
 
 
 def create_run(
@@ -300,13 +318,22 @@ def create_run(
     tags: Mapping[str, str],
     name: str,
 ) -> Run:
-    """A new run with these tags, or an older one with the tags of ``identity`` if there is one
-    after all.
+    """Create a run with these tags, or return an older one with the tags of ``identity`` if there
+    is one after all.
 
     Attempts may race, and after a lost answer MLflow's client repeats its request: then an older
     run exists that nobody knows.
+
+    Example:
+        ::
+
+            identity = {"mlflow.parentRunId": "0f3a…", "ebbflow.node": "1.1 online"}
+            create_run(client, "1", identity, {"ebbflow.role": "node"}, name="1.1 online")
     """
     created = client.create_run(experiment_id, tags={**identity, **tags}, run_name=name)
+    # MLflow cannot create a run only if there is none. All attempts look afterwards and agree on
+    # the oldest; each deletes its own only, so that none deletes the one that another has chosen.
+    # Without an identity (no orchestrator) nobody else looks for the run.
     oldest = (find_run(client, experiment_id, identity) if identity else None) or created
     if oldest.info.run_id != created.info.run_id:
         client.delete_run(created.info.run_id)

@@ -27,8 +27,9 @@ def log_system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None
     Args:
         run_id: None if the store is away; then nothing is measured.
     """
-    on = ENABLED.get() if ENABLED.name in os.environ else True  # MLflow's own default is off
-    monitor = _start_monitor(tracked, run_id) if on and run_id else None
+    # MLflow's own default is off: only what the user has set counts
+    is_enabled = ENABLED.get() if ENABLED.name in os.environ else True
+    monitor = _start_monitor(tracked, run_id) if is_enabled and run_id else None
     try:
         yield
     finally:
@@ -40,10 +41,11 @@ def _start_monitor(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped
     """MLflow's monitor, or None where it cannot start: the load of a machine is worth no run."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    logging.getLogger("mlflow.system_metrics").setLevel(
-        logging.ERROR
-    )  # it says of every node that it starts and ends
+    # below ERROR it reports the start and the end of each node's monitor
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)
     try:
+        # resume_logging: without it a retry counts from step 0 again, and MLflow would show two
+        # values at each step
         monitor = SystemMetricsMonitor(
             run_id, resume_logging=True, tracking_uri=tracked.tracking_uri
         )

@@ -35,13 +35,13 @@ def list_pages(server: str, uri: str, experiment: str) -> dict[str, str]:
     Raises:
         TrackingError: the store has no such experiment.
     """
-    found = connect_to_store(uri).get_experiment_by_name(experiment)
-    if found is None:
+    stored_experiment = connect_to_store(uri).get_experiment_by_name(experiment)
+    if stored_experiment is None:
         raise TrackingError(
             f"{uri} has no experiment {experiment!r} yet; run a recipe first, or name one with"
             " --recipe"
         )
-    runs = f"{server}/#/experiments/{found.experiment_id}/runs?{MODE}"
+    runs = f"{server}/#/experiments/{stored_experiment.experiment_id}/runs?{MODE}"
     return {
         "runs": runs,
         "reward curves of all runs": f"{runs}&compareRunsMode=CHART",
@@ -52,8 +52,8 @@ def list_pages(server: str, uri: str, experiment: str) -> dict[str, str]:
 def serve_ui(
     uri: str, experiment: str, port: int, browser: bool, say: Callable[[str], None]
 ) -> int:
-    """Serve the UI on 127.0.0.1 until it is stopped, with Ctrl-C; of a server's store, only open
-    its own.
+    """Serve the UI on 127.0.0.1 until it is stopped, with Ctrl-C. A server has its own UI, which is
+    only opened.
 
     Args:
         browser: whether to open the page of the runs in a browser, where there is one.
@@ -83,11 +83,12 @@ def serve_ui(
         "ui",
         *(word for option in options.items() for word in option),
     ]
+    # no job execution: it is further processes, and looking at runs needs none of them
     lean = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     _check_port_free(port)
-    process = subprocess.Popen(
-        command, env=os.environ | lean, start_new_session=True
-    )  # it has children, which end with it
+    # a session of its own: the server has children, and the whole group is killed at the end
+    process = subprocess.Popen(command, env=os.environ | lean, start_new_session=True)
+    # SIGTERM ends as Ctrl-C does, or the server would outlive this process
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _wait_for_server(process, server)
@@ -107,9 +108,8 @@ def _check_port_free(port: int) -> None:
     for it.
     """
     with socket.socket() as taken:
-        taken.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as MLflow's own; connections that just ended do not count
+        # as MLflow's own socket: connections that have just ended (TIME_WAIT) do not count
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             taken.bind(("127.0.0.1", port))
         except OSError as error:
@@ -136,11 +136,9 @@ def _show_addresses(addresses: dict[str, str], browser: bool, say: Callable[[str
     width = max(map(len, addresses))
     for name, address in addresses.items():
         say(f"{name:<{width}}  {address}")
-    if browser and _has_display():  # elsewhere Python may open a text browser, in this terminal
-        webbrowser.open(addresses["runs"])
-
-
-def _has_display() -> bool:
-    return sys.platform in ("darwin", "win32") or any(
+    # without a display Python may open a text browser, in this terminal
+    has_display = sys.platform in ("darwin", "win32") or any(
         map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
     )
+    if browser and has_display:
+        webbrowser.open(addresses["runs"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from benchmarks import conformance, conformance_forms
+from benchmarks import conformance, conformance_batch_forms, conformance_forms
 from benchmarks.conformance import main, run_case
 from benchmarks.conformance_adapters import (
     LOSSES,
@@ -50,12 +50,21 @@ def test_the_committed_vectors_are_those_of_the_closed_forms():
 
 
 def test_the_closed_forms_use_nothing_that_they_are_compared_with():
-    tree = ast.parse(inspect.getsource(conformance_forms))
-    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    trees = [
+        ast.parse(inspect.getsource(module))
+        for module in (conformance_forms, conformance_batch_forms)
+    ]
+    imports = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in imports if isinstance(node, ast.ImportFrom)}
     assert names == {
         "__future__",
+        "benchmarks.conformance_batch_forms",
         "collections.abc",
         "itertools",
         "math",
