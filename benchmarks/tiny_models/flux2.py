@@ -60,7 +60,8 @@ def _build_mistral(vocabulary: int) -> Mistral3ForConditionalGeneration:
     )
 
 
-class _SavedWithProcessor(Flux2Pipeline):  # type: ignore[misc, unused-ignore]  # mypy cannot follow diffusers' lazy modules
+# mypy cannot follow diffusers' lazy modules.
+class _SavedWithProcessor(Flux2Pipeline):  # type: ignore[misc, unused-ignore]
     """Writes the processor's files by hand: its class needs torchvision, for images that nobody
     shows it.
     """

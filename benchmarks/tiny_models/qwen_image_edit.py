@@ -17,7 +17,8 @@ def qwen_image_edit() -> QwenImagePipeline:
     return SavedForEditing(**qwen_image().components)
 
 
-class SavedForEditing(QwenImagePipeline):  # type: ignore[misc, unused-ignore]  # mypy cannot follow diffusers' lazy modules
+# mypy cannot follow diffusers' lazy modules.
+class SavedForEditing(QwenImagePipeline):  # type: ignore[misc, unused-ignore]
     """Writes the processor's files by hand: its class needs torchvision, for videos that nobody
     shows it.
     """

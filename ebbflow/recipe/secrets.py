@@ -33,11 +33,13 @@ ORACLE = re.compile(r"(jdbc:oracle:\w{1,20}:)[^\s/@]{1,300}/[^\s@]{1,300}@")
 PARAMETER = re.compile(r"([?&#])([\w.%-]{1,100})=([^&\s'\"]+)")
 """A parameter of a query or a fragment."""
 PARAMETER_NAME = re.compile(
-    r"token(?!iz)|secret|passw|pwd|key(?!word)|signature|(?:^|[_.-])sig$|credential|auth(?!ors?$)|(?:^|[_.-])pass$|^code$",
+    r"token(?!iz)|secret|passw|pwd|key(?!word)|signature|(?:^|[_.-])sig$|credential"
+    r"|auth(?!ors?$)|(?:^|[_.-])pass$|^code$",
     re.IGNORECASE,
 )
 SETTING = re.compile(
-    r"(?<![\w.%?&#-])([\w.%-]{1,100})=(\{[^{}]*\}|'[^']*'|\"[^\"]*\"|(?:(?!,[\w.%-]{1,100}=)[^\s;'\"])+)"
+    r"(?<![\w.%?&#-])([\w.%-]{1,100})=(\{[^{}]*\}|'[^']*'|\"[^\"]*\""
+    r"|(?:(?!,[\w.%-]{1,100}=)[^\s;'\"])+)"
 )
 """A setting of a connection string, between semicolons, commas or blanks."""
 MAX_DECODED = 2
@@ -56,7 +58,8 @@ ISSUED = re.compile(
     r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
     r"|hf_[A-Za-z0-9]{20,}|r8_[A-Za-z0-9]{30,}|nvapi-[\w-]{20,}|gsk_[A-Za-z0-9]{20,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{35}|ya29\.[\w-]{20,}"  # AWS, Google
-    r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{20,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|dapi[0-9a-f]{32}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{20,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}"
+    r"|dapi[0-9a-f]{32}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON web token
     r"|(?i:bearer)\s(?=[^\s\d]{0,200}\d)[\w.~+/-]{16,}=*"
     r")"
@@ -68,10 +71,14 @@ PRIVATE_KEY = re.compile(
 )
 
 OPTION = re.compile(
-    r"(?:^|_)(?:secrets?|passw(?:or)?ds?|passphrases?|passcodes?|pwds?|credentials?|authorization|bearer|cookies?|dsns?|jwts?"
-    r"|(?:access|api|auth|bearer|id|refresh|session)?tokens?|(?:basic|http|proxy)_auth|conn(?:ection)?_?str(?:ing)?s?"
-    r"|(?:access|account|admin|api|auth|client|encryption|license|master|private|sas|secret|service|shared|signing|ssh|storage"
-    r"|subscription|anthropic|aws|azure|cohere|gcp|gemini|github|gitlab|google|groq|hf|hugging_?face|mistral|mlflow|nvidia|openai"
+    r"(?:^|_)(?:secrets?|passw(?:or)?ds?|passphrases?|passcodes?|pwds?|credentials?"
+    r"|authorization|bearer|cookies?|dsns?|jwts?"
+    r"|(?:access|api|auth|bearer|id|refresh|session)?tokens?|(?:basic|http|proxy)_auth"
+    r"|conn(?:ection)?_?str(?:ing)?s?"
+    r"|(?:access|account|admin|api|auth|client|encryption|license|master|private|sas"
+    r"|secret|service|shared|signing|ssh|storage"
+    r"|subscription|anthropic|aws|azure|cohere|gcp|gemini|github|gitlab|google|groq|hf"
+    r"|hugging_?face|mistral|mlflow|nvidia|openai"
     r"|openrouter|replicate|together|wandb)_?keys?"
     r"|(?:admin|db|database|http|login|proxy|root|smtp|user)_?pass)$|^pass$"
 )
@@ -82,7 +89,8 @@ PASSWORD = re.compile(r"(?:^|_)(?:secret|passw(?:or)?d|passphrase|passcode|pwd)$
 """Names of options whose value is a secret even if it is a number. Under other names, such as
 ``max_tokens``, a number counts something."""
 OF_WORDS = re.compile(
-    r"(?:^|_)(?:additional|answer|bos|class|cls|completion|end|eos|ignore|image|input|mask|max|min|negative|new|num|output|pad|positive"
+    r"(?:^|_)(?:additional|answer|bos|class|cls|completion|end|eos|ignore|image|input"
+    r"|mask|max|min|negative|new|num|output|pad|positive"
     r"|prompt|sep|special|start|stop|text|total|trigger|unk|video)_tokens?$"
 )
 """Names of options about the tokens that a language model reads, which are no secrets."""

@@ -29,4 +29,5 @@ Gotchas
       and stops the run.
 """
 
-import ebbflow.recipe  # noqa: F401  first: it imports the files in built_in, which need its base classes
+# First: it imports the files in built_in, which need its base classes.
+import ebbflow.recipe  # noqa: F401

@@ -37,7 +37,8 @@ def log_system_metrics(tracked: TrackedRun, run_id: str | None) -> Iterator[None
             monitor.finish()
 
 
-def _start_monitor(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped-def]  # MLflow has no types here
+# Without a return type: MLflow has no types here.
+def _start_monitor(tracked: TrackedRun, run_id: str):  # type: ignore[no-untyped-def]
     """MLflow's monitor, or None where it cannot start: the load of a machine is worth no run."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 

@@ -37,7 +37,8 @@ FLUX2_DEV = {
 }
 
 
-class TextProcessor(ProcessorMixin):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
+# mypy cannot follow transformers' lazy modules.
+class TextProcessor(ProcessorMixin):  # type: ignore[misc, unused-ignore]
     """The text encoder's processor without its part for images, which none is shown and which would
     need torchvision.
     """

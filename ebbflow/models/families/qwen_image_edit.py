@@ -25,7 +25,8 @@ PIXELS_PER_TOKEN = 28 * 28
 """Qwen2.5-VL (2502.13923) makes a token of a square of 28 pixels."""
 
 
-class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc, unused-ignore]  # mypy cannot follow transformers' lazy modules
+# mypy cannot follow transformers' lazy modules.
+class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc, unused-ignore]
     """The text encoder's processor without its part for videos, which none is shown and which would
     need torchvision.
     """
