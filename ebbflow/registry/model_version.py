@@ -323,7 +323,8 @@ def _link_sources(root: Path, target: Path) -> None:
     """Links to the sources at ``root``, a folder or a file. What else lies in a user's package may
     be large, or secret.
     """
-    for path in [root] if root.is_file() else root.rglob("*"):
+    paths = [root] if root.is_file() else list(root.rglob("*"))
+    for path in paths:
         if path.suffix in SOURCE_SUFFIXES and path.is_file():
             link = target / path.relative_to(root)
             link.parent.mkdir(parents=True, exist_ok=True)
