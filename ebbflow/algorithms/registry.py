@@ -21,5 +21,6 @@ BUILT_IN: dict[type[AlgorithmConfig], Algorithm] = {
 def find_algorithm(config: AlgorithmConfig | CustomAlgorithmConfig) -> Algorithm:
     """Return the algorithm that a stage's ``algorithm`` key asks for."""
     if isinstance(config, CustomAlgorithmConfig):
-        return config.load_algorithm()[0]
+        algorithm: Algorithm = config.load_algorithm()[0]
+        return algorithm
     return BUILT_IN[type(config)]
