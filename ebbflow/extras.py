@@ -21,6 +21,7 @@ EXTRAS = {
     "kubernetes": "flyte",
     "matplotlib": "evaluation",
     "mlflow": "mlflow",
+    "msgpack": "flyte",
     "omegaconf": "ocr",
     "onnxruntime": "ocr",
     "pandas": "evaluation",
