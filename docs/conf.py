@@ -187,7 +187,8 @@ def as_restructured_text(
         len(lines)
     ]
     in_block = False
-    for number, line in enumerate(lines):
+    # The closing quotes on a line of their own leave blanks behind, which are no indented block.
+    for number, line in enumerate(text.rstrip() for text in lines):
         if rulers[0] <= number <= rulers[-1]:
             written += ["::", ""] if number == rulers[0] else []
             written.append(f"    {line}")
