@@ -89,6 +89,7 @@ class StageContext:
 
     @property
     def online_config(self) -> OnlineStageConfig:
+        # Callers know the kind of their stage; the assert tells mypy.
         assert isinstance(self.config, OnlineStageConfig)
         return self.config
 
@@ -114,6 +115,7 @@ class StageContext:
         becomes (``teacher_copy_name``).
         """
         hyper = self.config.hyper_parameters
+        # Only the hyper-parameters of algorithms that learn from teachers have these keys.
         one = getattr(hyper, "teacher", None)
         several = getattr(hyper, "teachers", {})
         if one:
@@ -142,6 +144,7 @@ class StageContext:
     @property
     def stage_seed(self) -> int:
         """Seed of all noise of the stage; two stages never share a draw."""
+        # By round and place, not by name: the same stage of another round must see other noise.
         return derive_seed(self.recipe.seed, "stage", self.round, self.stage)
 
     @property
@@ -154,6 +157,7 @@ class StageContext:
         """Samples of a prompt with successive numbers that share their noise, by its step index
         (``SampleKeys.num_leaves_sharing_noise``).
         """
+        # The entry at index 0 is x_T; the noise of denoising step i is at index i + 1.
         first = self.config.group_size if self.config.shared_initial_noise else 1
         if not self.tree:
             return (first,)
@@ -169,6 +173,8 @@ class StageContext:
         window = self.config.window
         if not window:
             return None
+        # A tree can only split where noise makes the branches differ, so its splits are stochastic
+        # in every window.
         splits = self.tree.splits if self.tree else ()
         return plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
 
@@ -235,6 +241,8 @@ class MetricsRecorder:
         return list(self.rows.values())
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        # A step may be logged in parts, such as its training and its validation: one row has them
+        # all.
         self.rows.setdefault(step, {"step": step}).update(values)
         if self.metrics_logger:
             self.metrics_logger.log_metrics(values, step)
@@ -258,6 +266,7 @@ class MetricsRecorder:
         What the recorder has already, it leaves out.
         """
         for row in rows:
+            # ``step`` is the key of the row and no metric.
             values = {name: value for name, value in row.items() if name != "step"}
             self.log_metrics(values, int(row["step"]))
 

@@ -93,6 +93,8 @@ class TrainingWorker:
         """The updates of a step, on the rollouts of all its requests."""
         model = self.updater.policy.model
         with (
+            # The model's size is set for the step: a stage may train on images of several sizes in
+            # turn.
             self.timer.time_task("training", batch.step, batch.profiled),
             generate_in_size(model, batch.size),
         ):
@@ -112,6 +114,7 @@ class TrainingWorker:
             copy: of the policy; left out, the one that the algorithm rolls out.
         """
         policy = self.updater.policy
+        # Some algorithms generate with a copy that follows the policy, such as ``old``.
         generates = copy or self.updater.algorithm.generates
         values = policy.parameters if generates == "current" else policy.copies[generates]
         whole: Tensors = {}
@@ -128,6 +131,7 @@ class TrainingWorker:
             return WeightsVersion(version)
         return WeightsVersion(
             version,
+            # The digest travels with the weights, and every rollout worker compares what arrived.
             compute_checksum(whole),
             tuple(split_into_buckets(whole)),
             sum(value.nbytes for value in whole.values()),
@@ -146,6 +150,8 @@ class TrainingWorker:
         assert trajectory is not None, "the samples of the parity gate are recorded"
         bar = compute_parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
         micro_batch = self.ctx.config.micro_batch
+        # The engine has the weights of this copy (``publish``), which need not be those in
+        # training.
         with policy.use_copy(self.updater.algorithm.generates):
             return measure_parity(
                 policy, trajectory, conditioning, request.keys, request.sampler, bar, micro_batch
@@ -160,6 +166,8 @@ class TrainingWorker:
             self.metadata,
             record,
             folder,
+            # All ranks call it: gathering a sharded policy is a collective, though one rank alone
+            # writes.
             write=self.rank == 0,
             history=history,
         )

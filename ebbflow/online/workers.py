@@ -116,6 +116,7 @@ class LocalWorker:
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
+        # By name, not ``method(self.target)``: it must run what a subclass overrides, as on Ray.
         result: Result = getattr(self.target, method.__name__)(*arguments, **keywords)
         return result
 
@@ -207,19 +208,25 @@ class WorkerPool:
         await self.turn.acquire()
         worker = self.idle.popleft()
         try:
+            # Attempts keep the worker, or its replacement: the call does not go back to the end of
+            # the line.
             for _ in range(self.max_attempts):
                 try:
                     async with asyncio.timeout(self.timeout) as deadline:
                         return await call(worker)
                 except Exception as error:
+                    # The call may raise a TimeoutError of its own, such as a reward whose server
+                    # did not answer. Only the pool's own deadline means that the worker hangs.
                     hung = isinstance(error, TimeoutError) and deadline.expired()
                     if not hung and not self.retry_on(error):
                         raise
                     last = TimeoutError(f"no answer after {self.timeout:g} s") if hung else error
+                    # Replaced after the last attempt, too: other calls need the worker.
                     if hung or isinstance(error, WorkerDied):
                         worker = await self._replace_worker(worker, last)
             raise CallFailed(last, self.max_attempts) from last
         finally:
+            # Idle again before the turn is released: who gets the turn takes a worker at once.
             self.idle.append(worker)
             self.turn.release()
 
@@ -229,6 +236,7 @@ class WorkerPool:
             "%s worker %d %s; another is started (%s)", self.role, worker.index, what, error
         )
         worker.stop()
+        # The replacement has the same number, so the timeline shows one row for both.
         replacement = await self.start_worker(worker.index)
         self.num_replaced += 1
         logger.info("%s worker %d is replaced; its work is repeated", self.role, worker.index)
@@ -363,6 +371,8 @@ class TrainingGroup:
         ]
         try:
             _, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            # A StageError already says what happened and what to do, so the others are not waited
+            # for.
             explained = any(isinstance(error, StageError) for error in _collect_errors(calls))
             if running and not explained:
                 # A rank whose peer died fails with an error of the collective. The peer's own
