@@ -14,6 +14,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
+from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.seeding import derive_seed
 
 if TYPE_CHECKING:  # scoring and advantages know their stage and do without torch
@@ -23,34 +24,6 @@ if TYPE_CHECKING:  # scoring and advantages know their stage and do without torc
     from ebbflow.algorithms.base import Algorithm, FollowingName
     from ebbflow.flow.noise import SampleKeys
     from ebbflow.flow.windows import Plan
-
-
-WATCHED_ROWS = 17
-"""Every so many rows are compared with the base model where nothing else does. It is prime: every
-noise level has its turn.
-"""
-WATCHED_FIRST = 8
-WATCHED_EVERY = 4
-"""So many updates of a stage are watched one by one, then every so many: on a small network another
-pass is felt.
-"""
-
-
-def teacher_copy_name(prompt_set: str) -> str:
-    """The policy copy that is the teacher of a prompt set; the teacher of all prompts is the copy
-    ``teacher``.
-    """
-    return f"teacher:{prompt_set}"
-
-
-def choose_drift_stride(updates: int, passes: int) -> int | None:
-    """Every how many rows of an update, which follows ``updates`` others, the drift is measured;
-    None: at none of them.
-
-    They are few enough for one pass, where the rows take ``passes``.
-    """
-    watched = updates < WATCHED_FIRST or updates % WATCHED_EVERY == 0
-    return max(WATCHED_ROWS, passes | 1) if watched else None
 
 
 class MetricsLogger(Protocol):

@@ -113,8 +113,8 @@ def open_workers(
 
         same_paths = ActorFolders.from_paths(folders.base, folders.policy, folders.teachers)
         return RayWorkers(ctx, actors or same_paths)
-    # Only validations score guardrails; without one their networks need no memory.
     policy, metadata = load_policy(ctx, folders.base, folders.policy, folders.teachers)
+    # Only validations score guardrails; without one their networks need no memory.
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
     scorer = load_scorer(ctx.branch_recipe.rewards, guardrails)
     trainer = TrainingWorker(

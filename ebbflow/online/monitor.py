@@ -77,8 +77,8 @@ class StageMonitor:
         ahead = count_steps_ahead(self.ctx.online_config)
         self.timeline.steps[version] = (start, end)
         self.add_spans()
-        # JSON has no NaN: a sample without an advantage has null.
         if config.dumps and version % config.dumps.every == 0:
+            # JSON has no NaN: a sample without an advantage has null.
             rows = [
                 row | {"advantage": _number_or_none(value)}
                 for row, value in zip(build_sample_rows(batch.parts), advantages, strict=True)
