@@ -87,17 +87,6 @@ class RolloutReport:
 
 
 @dataclass(frozen=True)
-class RewardReport:
-    """A reward worker's answer: the scores of a request, and the statistics of its images
-    (``image_statistics``).
-    """
-
-    scores: ScoreTable
-    spans: list[TraceSpan]
-    statistics: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
 class TrainingReport:
     """A training rank's answer: metrics averaged over the updates of a step, optimiser steps of the
     stage so far, all alarms.

@@ -44,7 +44,6 @@ from ebbflow.models.base import Size
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
     Handle,
-    RewardReport,
     RolloutBatch,
     RolloutReport,
     RolloutRequest,
@@ -319,7 +318,7 @@ class RolloutQueue:
         try:
             # Rollouts are large: they travel to a reward worker only if a reward scores latents.
             latents = rollouts if self.workers.reads_latents else None
-            scored = await self.workers.reward.score(
+            scores, statistics, spans = await self.workers.reward.score(
                 request, images, latents, with_guards, profiled
             )
         except ResultLost as lost:
@@ -329,19 +328,19 @@ class RolloutQueue:
             return await self.generate_and_score(request, weights, with_guards)
         except CallFailed as failure:
             # The samples stay, without scores: they are masked and counted.
-            unscored = ScoreTable.create_failed(
+            scores = ScoreTable.create_failed(
                 len(request), list(self.workers.reward_weights), str(failure)
             )
-            scored = RewardReport(unscored, [], create_missing_statistics(len(request)))
-        self.spans += scored.spans
+            statistics = create_missing_statistics(len(request))
+            spans = []
+        self.spans += spans
         # A sample that is not finite has pixels all the same, and a reward may have scored them.
-        scores = scored.scores.fail_broken_latents(report.finite)
+        scores = scores.fail_broken_latents(report.finite)
         statistics = {
-            name: np.where(report.finite, values, np.nan)
-            for name, values in scored.statistics.items()
+            name: np.where(report.finite, values, np.nan) for name, values in statistics.items()
         }
         return ScoredRollouts(
-            request, rollouts, images, report, scores, report.spans + scored.spans, statistics
+            request, rollouts, images, report, scores, report.spans + spans, statistics
         )
 
     async def generate_request(

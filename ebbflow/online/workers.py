@@ -24,20 +24,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import numpy as np
+
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
     Handle,
-    RewardReport,
     RolloutReport,
     RolloutRequest,
     TrainingReport,
 )
 from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.tracing import TraceSpan
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe.online import Role, ScoringConfig
 from ebbflow.rewards.base import RewardError
+from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.weights import WeightsVersion
 
 logger = logging.getLogger(__name__)
@@ -296,8 +299,10 @@ class RewardPool(WorkerPool):
         rollouts: Handle | None = None,
         with_guards: bool = False,
         profiled: bool = False,
-    ) -> RewardReport:
-        """Score the images of a request; the arguments are those of ``RewardWorker.score``."""
+    ) -> tuple[ScoreTable, dict[str, np.ndarray], list[TraceSpan]]:
+        """Score the images of a request; arguments and result are those of
+        ``RewardWorker.score``.
+        """
         return await self.run(
             lambda worker: worker.call(
                 RewardWorker.score,
