@@ -236,8 +236,9 @@ class RolloutQueue:
         if prompts is None:
             prompts = self.sampler.sample_batch(step)
         # One plan for the whole step: the trajectories of a batch are stacked, so all have the same
-        # W steps.
-        plan = chosen or self._plan_window(step)
+        # W steps. A moving window goes on where the same algorithm left it in an earlier stage of
+        # the policy.
+        plan = chosen or self.ctx.plan_window(self.workers.steps_before + step)
         profiled = self.ctx.online_config.is_profiled("rollout", step)
         requests = []
         for part in self._split_prompts(prompts, self.ctx.config.group_size):
@@ -253,6 +254,7 @@ class RolloutQueue:
         """
         # The number of a sample decides its noise: no training step may get the same noise again.
         first_number = self.ctx.online_config.steps * self.ctx.config.group_size
+        plan = self.ctx.plan_window(self.workers.steps_before)
         requests = []
         for part in self._split_prompts(prompts, samples):
             repeated = [prompt for prompt in part for _ in range(samples)]
@@ -264,7 +266,7 @@ class RolloutQueue:
                 # The initial noise is shared as in a step; the later sharing of a tree is not.
                 self.ctx.noise_sharing[:1],
             )
-            requests.append(self._build_request(0, part, repeated, keys, self._plan_window(0)))
+            requests.append(self._build_request(0, part, repeated, keys, plan))
         return requests
 
     def _split_prompts(self, prompts: Sequence[Prompt], samples: int) -> list[list[Prompt]]:
@@ -419,11 +421,6 @@ class RolloutQueue:
                 if part.report.version < oldest:
                     step.num_dropped += len(part.request)
                     step.tasks[index] = self._start_request(part.request, step.weights)
-
-    def _plan_window(self, step: int) -> Plan | None:
-        # A moving window goes on where the same algorithm left it in an earlier stage of the
-        # policy.
-        return self.ctx.plan_window(self.workers.steps_before + step)
 
 
 def _warn_of_loss(request: RolloutRequest, lost: ResultLost) -> None:
