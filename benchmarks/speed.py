@@ -36,7 +36,6 @@ from ebbflow.recipe.model import GlyphTrainingConfig
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
-from ebbflow.stage import WATCHED_EVERY, WATCHED_FIRST
 from ebbflow.training.batches import (
     CorrectedRollout,
     TrajectoryBatch,
@@ -44,6 +43,7 @@ from ebbflow.training.batches import (
     build_trajectory_batch,
     split_into_passes,
 )
+from ebbflow.training.drift import WATCHED_EVERY, WATCHED_FIRST
 from ebbflow.training.optimizer import build_optimizer
 from ebbflow.training.policy import Policy
 from ebbflow.training.rollout_forward import reuse_rollout_forward

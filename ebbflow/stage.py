@@ -14,6 +14,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.choices import TreeConfig
 from ebbflow.recipe.stages import CustomStageConfig, OfflineStageConfig, OnlineStageConfig
+from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.seeding import derive_seed
 
 if TYPE_CHECKING:  # scoring and advantages know their stage and do without torch
@@ -23,34 +24,6 @@ if TYPE_CHECKING:  # scoring and advantages know their stage and do without torc
     from ebbflow.algorithms.base import Algorithm, FollowingName
     from ebbflow.flow.noise import SampleKeys
     from ebbflow.flow.windows import Plan
-
-
-WATCHED_ROWS = 17
-"""Every so many rows are compared with the base model where nothing else does. It is prime: every
-noise level has its turn.
-"""
-WATCHED_FIRST = 8
-WATCHED_EVERY = 4
-"""So many updates of a stage are watched one by one, then every so many: on a small network another
-pass is felt.
-"""
-
-
-def teacher_copy_name(prompt_set: str) -> str:
-    """The policy copy that is the teacher of a prompt set; the teacher of all prompts is the copy
-    ``teacher``.
-    """
-    return f"teacher:{prompt_set}"
-
-
-def choose_drift_stride(updates: int, passes: int) -> int | None:
-    """Every how many rows of an update, which follows ``updates`` others, the drift is measured;
-    None: at none of them.
-
-    They are few enough for one pass, where the rows take ``passes``.
-    """
-    watched = updates < WATCHED_FIRST or updates % WATCHED_EVERY == 0
-    return max(WATCHED_ROWS, passes | 1) if watched else None
 
 
 class MetricsLogger(Protocol):
@@ -89,6 +62,7 @@ class StageContext:
 
     @property
     def online_config(self) -> OnlineStageConfig:
+        # Callers know the kind of their stage; the assert tells mypy.
         assert isinstance(self.config, OnlineStageConfig)
         return self.config
 
@@ -114,6 +88,7 @@ class StageContext:
         becomes (``teacher_copy_name``).
         """
         hyper = self.config.hyper_parameters
+        # Only the hyper-parameters of algorithms that learn from teachers have these keys.
         one = getattr(hyper, "teacher", None)
         several = getattr(hyper, "teachers", {})
         if one:
@@ -142,6 +117,7 @@ class StageContext:
     @property
     def stage_seed(self) -> int:
         """Seed of all noise of the stage; two stages never share a draw."""
+        # By round and place, not by name: the same stage of another round must see other noise.
         return derive_seed(self.recipe.seed, "stage", self.round, self.stage)
 
     @property
@@ -154,6 +130,7 @@ class StageContext:
         """Samples of a prompt with successive numbers that share their noise, by its step index
         (``SampleKeys.num_leaves_sharing_noise``).
         """
+        # The entry at index 0 is x_T; the noise of denoising step i is at index i + 1.
         first = self.config.group_size if self.config.shared_initial_noise else 1
         if not self.tree:
             return (first,)
@@ -169,6 +146,8 @@ class StageContext:
         window = self.config.window
         if not window:
             return None
+        # A tree can only split where noise makes the branches differ, so its splits are stochastic
+        # in every window.
         splits = self.tree.splits if self.tree else ()
         return plan_steps(window, self.config.sampler.steps, step, self.stage_seed, splits)
 
@@ -235,6 +214,8 @@ class MetricsRecorder:
         return list(self.rows.values())
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        # A step may be logged in parts, such as its training and its validation: one row has them
+        # all.
         self.rows.setdefault(step, {"step": step}).update(values)
         if self.metrics_logger:
             self.metrics_logger.log_metrics(values, step)
@@ -258,6 +239,7 @@ class MetricsRecorder:
         What the recorder has already, it leaves out.
         """
         for row in rows:
+            # ``step`` is the key of the row and no metric.
             values = {name: value for name, value in row.items() if name != "step"}
             self.log_metrics(values, int(row["step"]))
 

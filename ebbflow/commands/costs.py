@@ -39,6 +39,7 @@ def estimate(recipe: Path, processes: int, tflops: float | None, context_paralle
     from ebbflow.estimate.run import estimate_from_sizes, measure_sizes
     from ebbflow.estimate.text import describe_estimate
 
+    # A mistake in the options alone, so it is reported before the recipe is read.
     if processes % context_parallel:
         raise click.ClickException(
             f"--context-parallel {context_parallel} does not divide --processes {processes}; change"
@@ -97,6 +98,7 @@ def plan(
 
     try:
         resolved = load_recipe(recipe)
+        # A plan covers online stages: the sizes of an evaluation play no part.
         sizes, sample, _ = measure_sizes(resolved, measure_cached)
         # For one process: the plan itself divides the work between processes.
         result = estimate_from_sizes(resolved, 1, sizes, sample)

@@ -12,6 +12,7 @@ def _count_processes_of_all_nodes() -> str:
     """Count the training processes as local runs and registering take them from the environment:
     processes of a node, times nodes.
     """
+    # click calls this for the default, so the environment is read when the command runs.
     per_node = os.environ.get("EBBFLOW_TRAIN_PROCESSES", "2")
     nodes = os.environ.get("EBBFLOW_TRAIN_NODES", "1")
     if per_node.isdigit() and nodes.isdigit():

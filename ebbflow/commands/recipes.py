@@ -44,6 +44,7 @@ def check(recipe: Path, processes: int) -> None:
     except import_model_error() as error:
         sys.exit(str(error))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
+    # A comment of YAML, so that the output is a recipe that can be saved and run.
     click.echo(f"# digest {resolved.digest}")
 
 
@@ -170,6 +171,7 @@ def _iterate_field(
         yield f"{key}{many}", None, meaning
     for choice in inner:
         summary = " ".join((choice.__doc__ or "").split())
+        # A key that may hold one of several models lists each, with the class as its tag.
         tag = ""
         if len(inner) > 1:
             tag = f"({choice.__name__.removesuffix('Config')})"
@@ -189,4 +191,6 @@ def _list_models(annotation: Any) -> list[type[BaseModel]]:
 def _describe_default(field: FieldInfo) -> str:
     if field.is_required():
         return "(required)"
+    # pydantic wants the values of the other keys for factories that read them; a default shown here
+    # is that of a recipe without any.
     return str(field.get_default(call_default_factory=True, validated_data={}))

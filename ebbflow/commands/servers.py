@@ -112,6 +112,7 @@ def label(
     from ebbflow.storage.tables import TableError
 
     try:
+        # Sources are read before the page is served: a mistake in them ends the command at once.
         task = load_label_task(sources, stage, prompts, max_pairs, seed)
         with open_session(
             task, folder, Settings(seed, max_pairs, error_rate), all_pairs
@@ -120,6 +121,8 @@ def label(
                 f"{len(task.pairs)} pairs; the results go to {folder} when you stop this with"
                 " Ctrl-C. For raters:"
             )
+            # Blocks until Ctrl-C. The folder stays locked meanwhile, so that no other server writes
+            # answers.
             run_label_server(session, host, port, click.echo)
     except (LabelError, TableError, PromptError, FolderInUseError, DiskFullError) as error:
         sys.exit(str(error))

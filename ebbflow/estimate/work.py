@@ -13,7 +13,8 @@ from ebbflow.data.model_sizes import BYTES, ModelSizes, SampleSize
 from ebbflow.flow.windows import Plan, count_samples_per_prediction, count_tail_steps
 from ebbflow.recipe.model import Precision
 from ebbflow.recipe.stages import resolve_correction
-from ebbflow.stage import StageContext, choose_drift_stride
+from ebbflow.stage import StageContext
+from ebbflow.training.drift import choose_drift_stride
 
 PNG_BYTES_PER_PIXEL = 3
 """Upper bound, which images of noise reach; photographs take about half."""

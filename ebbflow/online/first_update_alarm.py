@@ -36,9 +36,11 @@ def find_first_update_alarms(
         dims: D, the elements of a latent.
     """
     alarms = []
+    # Losses without a ratio report neither; then only the last alarm can go off.
     deviation = metrics.get("ratio/first_deviation", 0.0)
     dead = metrics.get("ratio/first_dead_share", 0.0)
     clip_range = stage.hyper_parameters.ratio_range(dims)
+    # With one of these a ratio off 1 is expected, or is what the correction is for.
     known = stage.correction or stage.rollout_precision or stage.engine != "diffusers"
     if not known and deviation > (
         MAX_DEVIATION * clip_range if clip_range else MAX_UNCLIPPED_DEVIATION

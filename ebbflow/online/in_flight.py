@@ -30,11 +30,14 @@ HEADER = "in_flight"
 
 async def save_in_flight(folder: Path, queue: RolloutQueue) -> None:
     """Wait for the rollouts in flight, and write them with their images and scores."""
+    # A checkpoint has no half-made samples: one part that is missing would have to be generated
+    # with weights that are gone.
     await queue.wait_until_done()
     tensors: dict[str, Tensor] = {}
     steps: list[dict[str, Any]] = []
     for step in queue.in_flight:
         parts = []
+        # Part by part: on Ray each is fetched from another machine, or made again if it is gone.
         for index in range(len(step.tasks)):
             part, rollouts, images = await queue.fetch_part(step, index)
             tensors |= {
@@ -60,19 +63,24 @@ def load_in_flight(folder: Path, queue: RolloutQueue) -> None:
     with safe_open(folder / FILE, "pt") as file:
         header = json.loads(file.metadata()[HEADER])
         names = list(file.keys())
+        # Names are "step/request/column", such as "12/0/trajectory/log_probs".
         tensors = {name: file.get_tensor(name) for name in names}
     for saved in header["steps"]:
         step = saved["step"]
         tasks = []
         # The prompts are saved: a curriculum that has learnt since would choose others.
         prompts = queue.sampler.find_prompts(saved["prompts"])
+        # Requests are not stored: seed, step and prompts determine them, noise keys included.
         for index, request in enumerate(queue.build_requests(step, prompts=prompts)):
             columns = _select_prefix(f"{step}/{index}/", tensors)
             part = _unpack_part(queue, request, columns, saved["parts"][index])
             task: asyncio.Future[ScoredRollouts] = asyncio.get_running_loop().create_future()
+            # A future that is done stands for the task, so the queue treats it like one that has
+            # just ended.
             task.set_result(part)
             tasks.append(task)
         queue.in_flight.append(StepInFlight(step, tasks, saved["num_dropped"]))
+    # Steps before "next" are in flight or were trained on.
     while queue.pending and queue.pending[0] != header["next"]:
         queue.pending.popleft()
 
@@ -106,6 +114,7 @@ def _unpack_part(
     images = tensors["images"].numpy()
     statistics = {
         name: np.where(rollouts.finite_samples, values, np.nan)
+        # Computed again rather than stored: they follow from the images.
         for name, values in compute_image_statistics(images).items()
     }
     return ScoredRollouts(request, put(rollouts), put(images), report, scores, [], statistics)

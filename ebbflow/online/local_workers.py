@@ -63,17 +63,21 @@ class LocalWorkers:
             ThreadWorker(RewardWorker(scorer, index), index)
             for index in range(config.resources.reward.count)
         ]
+        # One rank and one rollout worker, which take turns. Rewards run in threads, so that images
+        # are scored while the next request generates and the policy trains.
         self.training = TrainingGroup([LocalWorker(trainer)])
         self.rollout = RolloutPool([LocalWorker(self.rollout_worker)], start_rollout_worker)
         self.reward = RewardPool(rewards, start_reward_worker, config.scoring)
 
     async def publish_weights(self, version: int, copy: str | None = None) -> WeightsVersion:
+        # Even in one process another engine gets copies of the weights, with their digest.
         if not self.shares_weights:
             return self.trainer.publish(version, copy)
         engine = self.rollout_worker.engine
         assert isinstance(engine, Diffusers), (
             "only the engine of this process shares the trainer's weights"
         )
+        # Nothing is sent. Choosing the copy is all there is to publish.
         engine.generates = copy or self.trainer.updater.algorithm.generates
         return WeightsVersion(version)
 

@@ -84,11 +84,15 @@ def train_online_folder(
     """
     validation = read_validation_prompts(ctx, folders.prompts)
     training = read_prompts(folders.prompts, "train")
+    # Models take minutes to load, so a SIGTERM counts from here on. Workers are closed after an
+    # error, too: Ray actors would keep their GPUs.
     with handle_sigterm(), closing(open_workers(ctx, folders, actors)) as workers:
         metadata = read_policy_metadata(folders.policy)
         state = StageState(read_prompt_statistics(ctx, metadata, folders.policy))
         loop = OnlineLoop(ctx, workers, training, recorder, state, validation, checkpoints)
 
+        # One event loop for both: on Ray the policy folder comes from rank 0 by calls that are
+        # awaited like those of the steps.
         async def run_and_save() -> StageRecord:
             record = await loop.run()
             await workers.save_policy(folders.output, record, state.history)
@@ -110,12 +114,15 @@ def open_workers(
         same_paths = ActorFolders.from_paths(folders.base, folders.policy, folders.teachers)
         return RayWorkers(ctx, actors or same_paths)
     policy, metadata = load_policy(ctx, folders.base, folders.policy, folders.teachers)
+    # Only validations score guardrails; without one their networks need no memory.
     guardrails = ctx.recipe.guardrails if ctx.online_config.validation else ()
     scorer = load_scorer(ctx.branch_recipe.rewards, guardrails)
     trainer = TrainingWorker(
         ctx, PolicyUpdater(policy, ctx.online_config, metadata), metadata, scorer=scorer
     )
     rollout_worker = None
+    # Another engine holds weights of its own. The reference engine has none: ``LocalWorkers`` lets
+    # it generate with the trainer's.
     if ctx.online_config.engine != "diffusers":
         rollout_worker = RolloutWorker(open_engine(ctx, folders.base))
     return LocalWorkers(trainer, scorer, rollout_worker)
@@ -173,6 +180,8 @@ class OnlineLoop:
         """
         with handle_sigterm():
             await self._open_stage()
+            # Closed in the order that an error needs: first the timeline is logged, then what is in
+            # flight is given up, before the caller ends the workers.
             async with aclosing(self.queue):
                 with closing(self.monitor):
                     await self._filter_prompts()
@@ -198,11 +207,15 @@ class OnlineLoop:
         loop = self.loop
         for step in loop.iterate_steps():
             start = time.time()
+            # The gate comes after the push, because it measures the engine with the weights that it
+            # is about to generate with.
             pushed = await self._publish_weights(step) | await check_parity(
                 self.ctx, queue, step, loop.first_step
             )
             # The time of validation and checkpoints is not the step's: its start moves by it.
             start += await monitor.validate_policy(step)
+            # After the validation, whose score goes into the checkpoint: the best one is chosen by
+            # it.
             start += await self._save_due_checkpoint(step)
 
             await queue.start_rollouts()
@@ -220,9 +233,12 @@ class OnlineLoop:
                 | {"updates": report.updates}
                 | _measure_freshness(batch, step)
             )
+            # Last, because it reads the clock: what stands above is the step's own time.
             metrics |= await self._measure_step(batch, advantages, report, step, start)
             # A batch may hold the graphs of its rollouts, whose memory the next step needs.
             del batch
+            # ``finish_step`` counts the step, so a checkpoint of a preempted stage below begins
+            # with the next.
             loop.finish_step(
                 metrics | pushed, reward=f"{metrics.get('reward/mean', float('nan')):.3f}"
             )
@@ -244,8 +260,11 @@ class OnlineLoop:
         if newest:
             folder, saved = newest
             await self.workers.load_checkpoint(folder)
+            # In place: the sampler and the caller hold the same state.
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
         with clock.measure_phase("encoding"):
+            # All at once, before the first step: embeddings wait in memory-mapped files, and no
+            # step encodes.
             prompts = self.sampler.list_possible_prompts()
             embeddings = await self.workers.training.encode(prompts)
             # Validation prompts are encoded apart: prompts are padded to the longest of those
@@ -253,6 +272,8 @@ class OnlineLoop:
             validation_embeddings = None
             if self.validation:
                 validation_embeddings = await self.workers.training.encode(self.validation)
+        # What the timeline does not know: earlier attempts, and the encoding, which is no task of a
+        # step.
         self.seconds_before = _add_seconds(self.state.seconds, clock.seconds)
         self.queue = RolloutQueue(ctx, self.workers, self.sampler, embeddings, self.state.step)
         self.monitor = StageMonitor(
@@ -262,6 +283,7 @@ class OnlineLoop:
         if newest:
             load_in_flight(newest[0], self.queue)
         ahead = count_steps_ahead(self.config)
+        # Only now: the loop begins at the step that the checkpoint has put into the state.
         self.loop = StageLoop(
             ctx,
             self.state,
@@ -283,6 +305,7 @@ class OnlineLoop:
         config = self.config.prompt_filter
         if config is None or self.state.kept_prompts is not None:
             return
+        # No step has published weights yet, and another engine generates nothing without them.
         await self._publish_weights(0)
         await check_parity(self.ctx, self.queue, 0, 0)
         requests = self.queue.build_filter_requests(self.sampler.prompts, config.samples)
@@ -294,6 +317,7 @@ class OnlineLoop:
             tables += await asyncio.gather(*map(self._score_request, part))
         scores = ScoreTable.concatenate(tables)
         require_scored_share(scores, self.ctx.recipe.max_failed_share)
+        # One id for each sample, [N], in the order of the requests and so of the scores.
         prompt_ids = np.array(
             [prompt.prompt_id for request in requests for prompt in request.prompts]
         )
@@ -323,6 +347,8 @@ class OnlineLoop:
         """The rollouts of a step, with other prompts' in place of groups that say nothing, once
         enough of them are scored.
         """
+        # Asked first: where a reward is down no group varies, and refills would generate for
+        # nothing.
         require_scored_share(batch.scores, self.ctx.recipe.max_failed_share)
         for _ in range(self.config.refill_rounds):
             varied = find_varied_prompts(
@@ -342,6 +368,8 @@ class OnlineLoop:
     def _compute_advantages(self, batch: RolloutBatch) -> AdvantageResult:
         config = self.config.advantages
         scored = batch.scores.scored_rows
+        # Leaves of a tree share steps, so each of their W steps gets an advantage of its own, [N,
+        # W].
         if self.config.tree:
             return compute_tree_advantages(
                 *self._select_rewards(batch), batch.prompt_ids, config, batch.tree_nodes, scored
@@ -370,8 +398,12 @@ class OnlineLoop:
         )
         # Put once: every rank gets the same handle, and Ray stores the batch only once.
         handle = self.workers.put_value(training_batch)
+        # Handles: the samples go from rollout workers to the ranks without passing through this
+        # process.
         rollouts = [part.rollouts for part in batch.parts]
         reports = await self.workers.training.train(handle, *rollouts)
+        # Ranks agree on metrics, updates and alarms, because these are averaged or counted over the
+        # group; spans are each rank's own.
         self.state.samples += len(advantages.values)
         self.state.updates = reports[0].updates
         self.state.training_alarms = reports[0].alarms
@@ -392,6 +424,7 @@ class OnlineLoop:
         replaced = self.workers.rollout.num_replaced + self.workers.reward.num_replaced
         metrics = compute_score_means(batch.scores) | {"workers/replaced": replaced}
         if self.config.refill_rounds:
+            # Prompts beyond those of a step came in refill rounds.
             metrics["group/refilled"] = len(batch.distinct_prompts) - self.config.prompts_per_step
         if batch.size:
             metrics |= dict(zip(("size/height", "size/width"), batch.size, strict=True))
@@ -399,8 +432,11 @@ class OnlineLoop:
         metrics |= _measure_speed(
             [*batch.spans, *report.spans], len(advantages.values), end - start
         )
+        # The monitor drains the queue's spans into the timeline; those of rollouts and rewards are
+        # there already.
         self.queue.spans += report.spans
         metrics |= await self.monitor.record_step(batch, advantages.values, step, start, end)
+        # Kept in the state, so that the next checkpoint has it.
         self.state.seconds = self._sum_seconds()
         return metrics
 
@@ -409,6 +445,7 @@ class OnlineLoop:
         score; seconds it took.
         """
         new = step > self.loop.first_step or self.monitor.score is not None
+        # No weight has moved before step 0, so a checkpoint there would only repeat the start.
         if not self.checkpoints or step == 0 or not new or not self.checkpoints.is_due(step):
             return 0.0
         start = time.time()
@@ -419,6 +456,7 @@ class OnlineLoop:
         """Save where the stage stands. ``score``: of a validation of the policy as it is."""
         if not self.checkpoints:
             return
+        # Committed when the block ends: a stage that dies in it resumes from the checkpoint before.
         with self.checkpoints.save_step(
             self.state.step, self.loop.build_checkpoint_state(), score
         ) as folder:

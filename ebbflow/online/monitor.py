@@ -72,10 +72,13 @@ class StageMonitor:
             advantages: of its samples.
         """
         config = self.ctx.online_config
+        # Rollouts of later steps overlap this one, and their spans come when they are done. So the
+        # step that is reported is as many steps back as the queue runs ahead.
         ahead = count_steps_ahead(self.ctx.online_config)
         self.timeline.steps[version] = (start, end)
         self.add_spans()
         if config.dumps and version % config.dumps.every == 0:
+            # JSON has no NaN: a sample without an advantage has null.
             rows = [
                 row | {"advantage": _number_or_none(value)}
                 for row, value in zip(build_sample_rows(batch.parts), advantages, strict=True)
@@ -101,6 +104,7 @@ class StageMonitor:
         Returns:
             seconds that it took.
         """
+        # The score is of the policy as it is: after the next training step it is no longer known.
         self.score = None
         if not self.is_validation_due(version, last):
             return 0.0
@@ -128,6 +132,7 @@ class StageMonitor:
         """The validation prompts, sampled and scored by the stage's own workers, guardrails
         included.
         """
+        # With an average of the policy, that is what the stage leaves behind and what is served.
         served = "ema" if self.ctx.recipe.policy.ema else "current"
         rolled_out = self.ctx.algorithm.generates
         weights = (
@@ -143,6 +148,8 @@ class StageMonitor:
         ]
         parts = await asyncio.gather(*samples)
         if served != rolled_out:
+            # Back to the copy that rolls out: the engine of this process switches copies when it is
+            # told.
             self.queue.weights = await self.workers.publish_weights(version)
         return parts
 
@@ -160,6 +167,7 @@ class StageMonitor:
         spans = self.queue.spans
         self.queue.spans = []
         for span in spans:
+            # Emptied below: a profile is megabytes, and the timeline keeps all spans of the stage.
             for suffix, content in span.files.items():
                 self.metrics_logger.log_file(
                     f"profile/{_format_step(span.step)}/{span.role}-{span.worker}.{suffix}", content
@@ -187,6 +195,8 @@ class StageMonitor:
     async def _iterate_pngs(self, parts: Sequence[ScoredRollouts]) -> AsyncIterator[bytes]:
         """The PNG of each sample; the images of a part are fetched when it is their turn."""
         for part in parts:
+            # One part at a time, as all images of a step may not fit into the memory of this
+            # process.
             for image in await self.workers.fetch_value(part.images):
                 for png in encode_pngs(image[None]):
                     yield png

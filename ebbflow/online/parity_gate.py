@@ -21,6 +21,8 @@ async def check_parity(
     Raises:
         ParityError: its log-probs are not those of the training policy.
     """
+    # The reference is what others are compared with. A stage that resumes is gated again: its
+    # engine is a new one.
     if ctx.online_config.engine == "diffusers" or step > first_step + 1:
         return {}
     request = _build_parity_request(ctx, queue, step)
@@ -33,6 +35,7 @@ def _build_parity_request(ctx: StageContext, queue: RolloutQueue, step: int) -> 
     of the step's own rollouts.
     """
     sampler, plan = plan_parity_samples(ctx.config.sampler)
+    # The noise keys are those of the step itself, so the gate looks at samples that count.
     request = queue.build_requests(step, plan)[0]
     some = slice(0, ctx.online_config.parity.samples)
     prompts = request.prompts[some]

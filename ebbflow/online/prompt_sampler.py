@@ -47,6 +47,8 @@ class PromptSampler:
         Raises:
             SamplingError: there are too few.
         """
+        # A curriculum orders all prompts anew in each step, by weights. Otherwise steps walk
+        # through a permutation, so that a prompt comes at most once in an epoch.
         if self.config.curriculum:
             return [
                 prompt
@@ -73,6 +75,7 @@ class PromptSampler:
         replacements = []
         # Set by set, so that the mixture of a step stays what the recipe says.
         for part, count in self._list_prompt_sets():
+            # Only groups that vary count: the others stay in the batch but teach nothing.
             missing = count - sum(prompt.prompt_id in varied for prompt in part)
             unused = [
                 prompt for prompt in self._order_prompts(part, step) if prompt.prompt_id not in used
@@ -100,6 +103,7 @@ class PromptSampler:
         """
         config = self.config.prompt_filter
         assert config is not None
+        # Means and standard deviations are those of each prompt's samples, [P] each.
         low = -np.inf if config.min_reward is None else config.min_reward
         high = np.inf if config.max_reward is None else config.max_reward
         fits = (
@@ -121,6 +125,7 @@ class PromptSampler:
                 f"prompt_filter leaves {found}. The first pass found {seen} and standard deviations"
                 f" of at most {moments.std.max():.4g}; widen min_reward, max_reward or min_std"
             )
+        # The first pass is a first look at the rewards, so the curriculum need not begin blind.
         self.update_curriculum(prompt_ids, moments)
 
     def update_curriculum(self, prompt_ids: np.ndarray, moments: Moments) -> None:
@@ -163,14 +168,18 @@ def compute_curriculum_weights(
     config: CurriculumConfig, prompt_ids: Sequence[int], state: StageState
 ) -> np.ndarray:
     """How much each prompt counts when those of a step are drawn, float64 [N] in [floor, 1]."""
+    # "spread" prefers prompts whose samples differ; otherwise the weight is the distance to the
+    # best mean reward, so that hard prompts come more often.
     best = max((mean for mean, _ in state.prompt_rewards.values()), default=0.0)
     known = {
         prompt: std if config.weight == "spread" else best - mean
         for prompt, (mean, std) in state.prompt_rewards.items()
     }
     largest = max((known[prompt] for prompt in prompt_ids if prompt in known), default=0.0)
+    # Nothing is known yet, or all prompts are alike: a division by zero otherwise.
     if largest == 0:
         return np.ones(len(prompt_ids))
+    # A prompt that was never sampled weighs as much as the heaviest one, so that it comes soon.
     return np.array([known.get(prompt, largest) / largest for prompt in prompt_ids]).clip(
         min=config.floor
     )

@@ -86,12 +86,15 @@ class WorkerActor:
     def rendezvous(self) -> str:
         """Where the ranks of a training group rendezvous: a free port of this machine."""
         host = ray.util.get_node_ip_address()
+        # Port 0 lets the system choose. The port is free again after the block, until rank 0 binds
+        # it.
         with socket.socket() as free:
             free.bind((host, 0))
             return f"tcp://{host}:{free.getsockname()[1]}"
 
     def open(self, make: Callable[..., Any], ctx: StageContext, *arguments: Any) -> None:
         try:
+            # Before anything of torch runs: it sets threads and determinism for this process.
             set_up_process(ctx.recipe)
             self._claim_resources()
             self.opened = make(ctx, *arguments)
@@ -139,6 +142,7 @@ class RayTrainingWorker(TrainingWorker):
 
     def publish(self, version: int, copy: str | None = None) -> WeightsVersion:
         weights = super().publish(version, copy)
+        # Put by the rank itself: a returned value would pass through the stage's own process.
         return replace(weights, buckets=tuple(ray.put(bucket) for bucket in weights.buckets))
 
     def write(self, method: str, *arguments: Any) -> list[tuple[str, int]]:
@@ -148,6 +152,8 @@ class RayTrainingWorker(TrainingWorker):
         folder.mkdir()
         getattr(self, method)(folder, *arguments)
         return [
+            # Names and sizes only; the stage then reads the files in chunks, none of them whole in
+            # memory.
             (path.relative_to(folder).as_posix(), path.stat().st_size)
             for path in folder.rglob("*")
             if path.is_file()
@@ -168,6 +174,7 @@ class RayTrainingWorker(TrainingWorker):
             self.received = tempfile.TemporaryDirectory(prefix="ebbflow-")
         path = safe_join(Path(self.received.name), name)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Chunks come in their order: the caller waits for each before it sends the next.
         with path.open("ab") as file:
             file.write(chunk.data)
 
@@ -185,6 +192,7 @@ class RayTrainingWorker(TrainingWorker):
 def open_training_worker(
     ctx: StageContext, folders: ActorFolders, rank: int, rendezvous: str
 ) -> RayTrainingWorker:
+    # A group of one needs no process group, and its policy is not sharded.
     world = ctx.online_config.resources.training.count
     if world > 1:
         backend = distributed.choose_backend(ctx.recipe.model.cpu_offload)

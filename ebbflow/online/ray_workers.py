@@ -103,6 +103,7 @@ class RayWorker:
         bundle = workers.bundle_index(role, index)
         self.opened: ray.ObjectRef[None]
         self.placed: ray.ObjectRef[bool]
+        # An actor is created at once and placed by Ray later, so all workers start side by side.
         self.actor = Actor.options(
             num_cpus=config.cpus,
             num_gpus=config.gpus,

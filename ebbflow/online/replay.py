@@ -134,6 +134,7 @@ class _ReplayLoop(OnlineLoop):
             for image in await self.workers.fetch_value(part.images)
             for png in encode_pngs(image[None])
         ]
+        # An exception ends the loop from within a step: the loop needs no branch for replays.
         raise _ReachedError(
             ReplayedStep(rows, pngs, advantages.metrics | compute_score_means(batch.scores))
         )

@@ -9,9 +9,8 @@ import numpy as np
 
 from ebbflow.data.prompts import Prompt
 from ebbflow.evaluation.image_statistics import compute_image_statistics
-from ebbflow.online.messages import RewardReport
-from ebbflow.online.tracing import TaskTimer
-from ebbflow.rewards.combine import Scorer
+from ebbflow.online.tracing import TaskTimer, TraceSpan
+from ebbflow.rewards.combine import Scorer, ScoreTable
 from ebbflow.rollouts.generate import Rollouts
 
 
@@ -30,8 +29,9 @@ class RewardWorker:
         with_guards: bool = False,
         profiled: bool = False,
         rollouts: Rollouts | None = None,
-    ) -> RewardReport:
-        """Score images [N, ...], each against its prompt.
+    ) -> tuple[ScoreTable, dict[str, np.ndarray], list[TraceSpan]]:
+        """Score images [N, ...], each against its prompt: (scores, statistics of the images
+        (``image_statistics``), spans).
 
         Args:
             with_guards: score as a validation does, which has an image of each prompt: with the
@@ -48,4 +48,4 @@ class RewardWorker:
             # Before the rewards: a user's reward may write into its images.
             statistics = compute_image_statistics(images)
             scores = scorer(images, prompts, rollouts.latents.numpy() if rollouts else None)
-        return RewardReport(scores, self.timer.drain_spans(), statistics)
+        return scores, statistics, self.timer.drain_spans()

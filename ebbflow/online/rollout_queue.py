@@ -44,7 +44,6 @@ from ebbflow.models.base import Size
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
     Handle,
-    RewardReport,
     RolloutBatch,
     RolloutReport,
     RolloutRequest,
@@ -115,6 +114,8 @@ class RolloutQueue:
         self.max_steps_ahead = count_steps_ahead(ctx.online_config)
         self.weights = WeightsVersion(0)
         self.spans: list[TraceSpan] = []
+        # Steps that are not started yet. With those in flight it is all that a checkpoint has to
+        # know.
         self.pending = deque(range(first_step, ctx.online_config.steps))
         self.in_flight: list[StepInFlight] = []
 
@@ -124,6 +125,7 @@ class RolloutQueue:
         Workers of other processes only get their requests here. The worker of this process has
         generated all samples when this returns; only their scoring is still under way.
         """
+        # ``<=``: the step that trains next is in flight, too, besides those ahead of it.
         while self.pending and len(self.in_flight) <= self.max_steps_ahead:
             step = self.pending.popleft()
             self.in_flight.append(self._start_step(step, self.build_requests(step)))
@@ -153,12 +155,17 @@ class RolloutQueue:
             self.ctx.online_config.placement == "ray" and self.ctx.online_config.mode == "async"
         )
         while True:
+            # In every turn: a step that ended while others were waited for may hold samples that
+            # are too old.
             self._regenerate_stale(version)
             candidates = self.in_flight if overtaking else self.in_flight[:1]
             for step in candidates:
+                # A step whose rollouts are gone is in flight again after this, and is waited for
+                # below.
                 if step.is_done and await self._receive_step(step):
                     self.in_flight.remove(step)
                     return step.build_batch()
+            # There is at least one: a candidate that was done and received has been returned.
             running = [task for step in candidates for task in step.tasks if not task.done()]
             done, _ = await asyncio.wait(
                 running, timeout=SAY_EVERY_SECONDS, return_when=asyncio.FIRST_COMPLETED
@@ -181,6 +188,8 @@ class RolloutQueue:
         # In flight, so that ``aclose`` gives them up with the others if one of them fails.
         self.in_flight.append(further)
         await asyncio.gather(*further.tasks)
+        # As in ``next_batch``, what was lost with a machine is generated again until the ranks have
+        # it.
         while not await self._receive_step(further):
             await asyncio.gather(*further.tasks)
         self.in_flight.remove(further)
@@ -208,6 +217,8 @@ class RolloutQueue:
     async def aclose(self) -> None:
         """Give up what is in flight."""
         tasks = [task for step in self.in_flight for task in step.tasks]
+        # Cancelling ends the waiting alone; the caller ends the workers. The gather keeps tasks
+        # from being destroyed while they are pending.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -224,7 +235,10 @@ class RolloutQueue:
         """
         if prompts is None:
             prompts = self.sampler.sample_batch(step)
-        plan = chosen or self._plan_window(step)
+        # One plan for the whole step: the trajectories of a batch are stacked, so all have the same
+        # W steps. A moving window goes on where the same algorithm left it in an earlier stage of
+        # the policy.
+        plan = chosen or self.ctx.plan_window(self.workers.steps_before + step)
         profiled = self.ctx.online_config.is_profiled("rollout", step)
         requests = []
         for part in self._split_prompts(prompts, self.ctx.config.group_size):
@@ -240,6 +254,7 @@ class RolloutQueue:
         """
         # The number of a sample decides its noise: no training step may get the same noise again.
         first_number = self.ctx.online_config.steps * self.ctx.config.group_size
+        plan = self.ctx.plan_window(self.workers.steps_before)
         requests = []
         for part in self._split_prompts(prompts, samples):
             repeated = [prompt for prompt in part for _ in range(samples)]
@@ -251,7 +266,7 @@ class RolloutQueue:
                 # The initial noise is shared as in a step; the later sharing of a tree is not.
                 self.ctx.noise_sharing[:1],
             )
-            requests.append(self._build_request(0, part, repeated, keys, self._plan_window(0)))
+            requests.append(self._build_request(0, part, repeated, keys, plan))
         return requests
 
     def _split_prompts(self, prompts: Sequence[Prompt], samples: int) -> list[list[Prompt]]:
@@ -298,32 +313,36 @@ class RolloutQueue:
             weights: evaluated when a worker takes the request.
             with_guards: also score with the guardrail metrics, as a validation does.
         """
+        # Rollout worker and reward worker are taken one after the other, so a rollout worker is
+        # free for the next request while these images are scored.
         rollouts, images, report = await self.generate_request(request, weights)
         profiled = self.ctx.online_config.is_profiled("reward", request.step) and not with_guards
         try:
             # Rollouts are large: they travel to a reward worker only if a reward scores latents.
             latents = rollouts if self.workers.reads_latents else None
-            scored = await self.workers.reward.score(
+            scores, statistics, spans = await self.workers.reward.score(
                 request, images, latents, with_guards, profiled
             )
         except ResultLost as lost:
             _warn_of_loss(request, lost)
+            # The same keys give the same noise. Only newer weights, where the mode allows them,
+            # change the samples.
             return await self.generate_and_score(request, weights, with_guards)
         except CallFailed as failure:
             # The samples stay, without scores: they are masked and counted.
-            unscored = ScoreTable.create_failed(
+            scores = ScoreTable.create_failed(
                 len(request), list(self.workers.reward_weights), str(failure)
             )
-            scored = RewardReport(unscored, [], create_missing_statistics(len(request)))
-        self.spans += scored.spans
+            statistics = create_missing_statistics(len(request))
+            spans = []
+        self.spans += spans
         # A sample that is not finite has pixels all the same, and a reward may have scored them.
-        scores = scored.scores.fail_broken_latents(report.finite)
+        scores = scores.fail_broken_latents(report.finite)
         statistics = {
-            name: np.where(report.finite, values, np.nan)
-            for name, values in scored.statistics.items()
+            name: np.where(report.finite, values, np.nan) for name, values in statistics.items()
         }
         return ScoredRollouts(
-            request, rollouts, images, report, scores, report.spans + scored.spans, statistics
+            request, rollouts, images, report, scores, report.spans + spans, statistics
         )
 
     async def generate_request(
@@ -335,6 +354,7 @@ class RolloutQueue:
             StageError: several workers died over it.
         """
         try:
+            # An engine's own error is not caught: it would come again on another worker.
             rollouts, images, report = await self.workers.rollout.generate(request, weights)
         except CallFailed as failure:
             raise StageError(
@@ -349,6 +369,8 @@ class RolloutQueue:
         """A step in flight. Its weights are those of now, or in mode ``async`` the newest when a
         worker takes a request.
         """
+        # Fixed now in the other modes: rollouts that are made again use the weights of their step,
+        # so the version of a sample does not depend on what was lost.
         weights = None if self.ctx.online_config.mode == "async" else self.weights
         return StepInFlight(
             step, [self._start_request(request, weights) for request in requests], weights=weights
@@ -387,6 +409,7 @@ class RolloutQueue:
         """Generate those requests of finished steps again that are too old for a policy of
         ``version``.
         """
+        # In the other modes the age is known: 0 steps, or 1.
         if self.ctx.online_config.mode != "async":
             return
         oldest = version - self.ctx.online_config.staleness
@@ -398,9 +421,6 @@ class RolloutQueue:
                 if part.report.version < oldest:
                     step.num_dropped += len(part.request)
                     step.tasks[index] = self._start_request(part.request, step.weights)
-
-    def _plan_window(self, step: int) -> Plan | None:
-        return self.ctx.plan_window(self.workers.steps_before + step)
 
 
 def _warn_of_loss(request: RolloutRequest, lost: ResultLost) -> None:

@@ -57,6 +57,8 @@ class RolloutWorker:
         report = RolloutReport(
             weights.version, receive_seconds, rollouts.finite_samples, self.timer.drain_spans()
         )
+        # Rollouts may wait for training for some steps, and the device needs the room for the next
+        # ones.
         return rollouts.move_to(torch.device("cpu")), images, report
 
     def close(self) -> None:
@@ -74,6 +76,7 @@ class RolloutWorker:
         """Bring the engine to these weights; seconds that it took. Without a digest the engine
         shares the trainer's.
         """
+        # The digest as well: a validation sends another copy of the policy under the same version.
         if not weights.digest or (weights.version, weights.digest) == self.loaded:
             return 0.0
         with self.timer.time_task("receive", step):

@@ -23,6 +23,7 @@ class Timeline:
     """
 
     def __init__(self, resources: ResourcesConfig) -> None:
+        # Busy seconds are divided by it: two workers that are busy all the time are 1, not 2.
         self.num_workers = {role: getattr(resources, role).count for role in ROLES}
         self.spans: list[TraceSpan] = []
         self.steps: dict[int, tuple[float, float]] = {}

@@ -62,6 +62,7 @@ class TaskTimer:
 
     @contextmanager
     def time_task(self, name: str, step: int, profiled: bool = False) -> Iterator[None]:
+        # One profile for each step and worker, however many requests of the step it gets.
         first = profiled and step not in self.profiled_steps
         profiler: AbstractContextManager[dict[str, bytes]] = (
             profile_block() if first else nullcontext({})

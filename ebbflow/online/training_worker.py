@@ -93,6 +93,8 @@ class TrainingWorker:
         """The updates of a step, on the rollouts of all its requests."""
         model = self.updater.policy.model
         with (
+            # The model's size is set for the step: a stage may train on images of several sizes in
+            # turn.
             self.timer.time_task("training", batch.step, batch.profiled),
             generate_in_size(model, batch.size),
         ):
@@ -112,6 +114,7 @@ class TrainingWorker:
             copy: of the policy; left out, the one that the algorithm rolls out.
         """
         policy = self.updater.policy
+        # Some algorithms generate with a copy that follows the policy, such as ``old``.
         generates = copy or self.updater.algorithm.generates
         values = policy.parameters if generates == "current" else policy.copies[generates]
         whole: Tensors = {}
@@ -128,6 +131,7 @@ class TrainingWorker:
             return WeightsVersion(version)
         return WeightsVersion(
             version,
+            # The digest travels with the weights, and every rollout worker compares what arrived.
             compute_checksum(whole),
             tuple(split_into_buckets(whole)),
             sum(value.nbytes for value in whole.values()),
@@ -146,6 +150,8 @@ class TrainingWorker:
         assert trajectory is not None, "the samples of the parity gate are recorded"
         bar = compute_parity_bar(self.ctx.config, trajectory.latents[0, 0].numel())
         micro_batch = self.ctx.config.micro_batch
+        # The engine has the weights of this copy (``publish``), which need not be those in
+        # training.
         with policy.use_copy(self.updater.algorithm.generates):
             return measure_parity(
                 policy, trajectory, conditioning, request.keys, request.sampler, bar, micro_batch
@@ -160,6 +166,8 @@ class TrainingWorker:
             self.metadata,
             record,
             folder,
+            # All ranks call it: gathering a sharded policy is a collective, though one rank alone
+            # writes.
             write=self.rank == 0,
             history=history,
         )
@@ -189,36 +197,8 @@ def train_on_batch(
         metrics averaged over the updates, and ``skipped_updates``: those for which no sample was
             left to train on.
     """
-    # One row per prompt; ``batch.sample_index`` has the row of each sample.
-    conditioning = batch.conditioning.to(device_of(updater.policy.model))
     updater.start_rollout()
-    if not ctx.config.guidance_in_loss:
-        conditioning = conditioning.without_guidance()
-    trajectory: CorrectedRollout | None = None
-    metrics: dict[str, float] = {}
-    if rollouts.trajectory is not None:
-        sample_index = torch.from_numpy(batch.sample_index)
-        trajectory, metrics = apply_rollout_correction(
-            updater.policy, ctx.config, rollouts.trajectory, conditioning, batch.keys, sample_index
-        )
-        if batch.step_advantages is not None:
-            # In a tree, a step that several samples share is trained once: NaN marks the others.
-            trained = torch.from_numpy(~np.isnan(batch.step_advantages))
-            trajectory = replace(
-                trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device)
-            )
-    step = StepSamples(
-        updater=updater,
-        keys=batch.keys,
-        prompts=batch.prompts,
-        conditioning=conditioning,
-        sample_index=batch.sample_index,
-        advantages=batch.advantages if batch.step_advantages is None else batch.step_advantages,
-        latents=rollouts.latents,
-        trajectory=trajectory,
-        velocities=rollouts.velocities,
-        scorer=scorer,
-    )
+    step, metrics = _build_step_samples(ctx, updater, batch, rollouts, scorer)
     kind = trainable_kind(ctx.config.hyper_parameters.kind)
     updates: list[dict[str, float]] = []
     for selected in _split_groups_over_updates(ctx, batch):
@@ -241,7 +221,7 @@ def train_on_batch(
     if updates:
         metrics |= kind.summarise_first_update(updates[0])
     # Only before the first update of a stage should the ratio be 1: no weight has moved.
-    if updater.steps == 0 and trajectory is not None:
+    if updater.steps == 0 and step.trajectory is not None:
         updater.alarms += find_first_update_alarms(
             ctx.online_config, updater.policy.model.precision, metrics, rollouts.latents[0].numel()
         )
@@ -250,6 +230,48 @@ def train_on_batch(
         | _average_metrics(updates)
         | {"skipped_updates": ctx.online_config.updates_per_step - len(updates)}
     )
+
+
+def _build_step_samples(
+    ctx: StageContext,
+    updater: PolicyUpdater,
+    batch: TrainingBatch,
+    rollouts: Rollouts,
+    scorer: Scorer | None,
+) -> tuple[StepSamples, dict[str, float]]:
+    """The samples of a step as its updates train on them, with the rollout correction applied; and
+    the metrics of the correction.
+    """
+    # One row per prompt; ``batch.sample_index`` has the row of each sample.
+    conditioning = batch.conditioning.to(device_of(updater.policy.model))
+    if not ctx.config.guidance_in_loss:
+        conditioning = conditioning.without_guidance()
+    trajectory: CorrectedRollout | None = None
+    metrics: dict[str, float] = {}
+    if rollouts.trajectory is not None:
+        sample_index = torch.from_numpy(batch.sample_index)
+        trajectory, metrics = apply_rollout_correction(
+            updater.policy, ctx.config, rollouts.trajectory, conditioning, batch.keys, sample_index
+        )
+        if batch.step_advantages is not None:
+            # In a tree, a step that several samples share is trained once: NaN marks the others.
+            trained = torch.from_numpy(~np.isnan(batch.step_advantages))  # (N, W)
+            trajectory = replace(
+                trajectory, keep=trajectory.keep & trained.to(trajectory.keep.device)
+            )
+    step = StepSamples(
+        updater=updater,
+        keys=batch.keys,
+        prompts=batch.prompts,
+        conditioning=conditioning,
+        sample_index=batch.sample_index,
+        advantages=batch.advantages if batch.step_advantages is None else batch.step_advantages,
+        latents=rollouts.latents,
+        trajectory=trajectory,
+        velocities=rollouts.velocities,
+        scorer=scorer,
+    )
+    return step, metrics
 
 
 def _split_groups_over_updates(ctx: StageContext, batch: TrainingBatch) -> list[SampleGroups]:

@@ -24,20 +24,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import numpy as np
+
 from ebbflow.data.prompts import Prompt
 from ebbflow.models.encoding import Embeddings
 from ebbflow.online.messages import (
     Handle,
-    RewardReport,
     RolloutReport,
     RolloutRequest,
     TrainingReport,
 )
 from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
+from ebbflow.online.tracing import TraceSpan
 from ebbflow.online.training_worker import TrainingWorker
 from ebbflow.recipe.online import Role, ScoringConfig
 from ebbflow.rewards.base import RewardError
+from ebbflow.rewards.combine import ScoreTable
 from ebbflow.rollouts.weights import WeightsVersion
 
 logger = logging.getLogger(__name__)
@@ -116,6 +119,7 @@ class LocalWorker:
         *arguments: Arguments.args,
         **keywords: Arguments.kwargs,
     ) -> Result:
+        # By name, not ``method(self.target)``: it must run what a subclass overrides, as on Ray.
         result: Result = getattr(self.target, method.__name__)(*arguments, **keywords)
         return result
 
@@ -207,19 +211,25 @@ class WorkerPool:
         await self.turn.acquire()
         worker = self.idle.popleft()
         try:
+            # Attempts keep the worker, or its replacement: the call does not go back to the end of
+            # the line.
             for _ in range(self.max_attempts):
                 try:
                     async with asyncio.timeout(self.timeout) as deadline:
                         return await call(worker)
                 except Exception as error:
+                    # The call may raise a TimeoutError of its own, such as a reward whose server
+                    # did not answer. Only the pool's own deadline means that the worker hangs.
                     hung = isinstance(error, TimeoutError) and deadline.expired()
                     if not hung and not self.retry_on(error):
                         raise
                     last = TimeoutError(f"no answer after {self.timeout:g} s") if hung else error
+                    # Replaced after the last attempt, too: other calls need the worker.
                     if hung or isinstance(error, WorkerDied):
                         worker = await self._replace_worker(worker, last)
             raise CallFailed(last, self.max_attempts) from last
         finally:
+            # Idle again before the turn is released: who gets the turn takes a worker at once.
             self.idle.append(worker)
             self.turn.release()
 
@@ -229,6 +239,7 @@ class WorkerPool:
             "%s worker %d %s; another is started (%s)", self.role, worker.index, what, error
         )
         worker.stop()
+        # The replacement has the same number, so the timeline shows one row for both.
         replacement = await self.start_worker(worker.index)
         self.num_replaced += 1
         logger.info("%s worker %d is replaced; its work is repeated", self.role, worker.index)
@@ -288,8 +299,10 @@ class RewardPool(WorkerPool):
         rollouts: Handle | None = None,
         with_guards: bool = False,
         profiled: bool = False,
-    ) -> RewardReport:
-        """Score the images of a request; the arguments are those of ``RewardWorker.score``."""
+    ) -> tuple[ScoreTable, dict[str, np.ndarray], list[TraceSpan]]:
+        """Score the images of a request; arguments and result are those of
+        ``RewardWorker.score``.
+        """
         return await self.run(
             lambda worker: worker.call(
                 RewardWorker.score,
@@ -363,6 +376,8 @@ class TrainingGroup:
         ]
         try:
             _, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            # A StageError already says what happened and what to do, so the others are not waited
+            # for.
             explained = any(isinstance(error, StageError) for error in _collect_errors(calls))
             if running and not explained:
                 # A rank whose peer died fails with an error of the collective. The peer's own

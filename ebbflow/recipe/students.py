@@ -12,6 +12,13 @@ from ebbflow.recipe.model import ModelConfig
 from ebbflow.recipe.stages import StageConfig
 
 
+def teacher_copy_name(prompt_set: str) -> str:
+    """Return the policy copy that is the teacher of a prompt set; the teacher of all prompts is the
+    copy ``teacher``.
+    """
+    return f"teacher:{prompt_set}"
+
+
 def check_teachers_of_prompt_sets(
     index: int, stage: StageConfig, prompt_sets: Sequence[str]
 ) -> None:

@@ -89,6 +89,8 @@ class Replay:
 
 def write_table_of_samples(path: Path, recipe: Recipe, replay: Replay) -> None:
     """Write a row per sample, with its picture, scores, advantage and whether it was trained on."""
+    # A dictionary keeps the order of the first row that has each: columns are the same in every
+    # run.
     scores = list(dict.fromkeys(name for row in replay.samples.rows for name in row["scores"]))
     schema = pa.schema(
         [
@@ -159,6 +161,7 @@ def _group_by_prompt(replay: Replay) -> list[Group]:
         scored = [row["reward"] for row, _ in samples if row["reward"] is not None]
         mean = fmean(scored) if scored else None
         groups.append(Group(first["prompt"], first["target"], mean, samples))
+    # Sorted is stable: groups with the same mean stay in the order of their prompts.
     return sorted(groups, key=lambda group: -_or_minus_infinity(group.mean))
 
 

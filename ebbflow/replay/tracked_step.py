@@ -107,6 +107,7 @@ def replay_step(
             samples = replay_offline_step(
                 ctx, base, folder, prompts, step, processes, Path(scratch)
             )
+    # Read after the replay: where the run still trains, it may have logged the step meanwhile.
     logged = _read_logged_metrics(run, ctx, step)
     replay = Replay(run.run.info.run_id, ctx.stage_label, step, samples, logged)
     check_replaceable(target, overwrite=False)
@@ -150,6 +151,7 @@ def _find_run_by_id(client: MlflowClient, run_id: str) -> Run:
         raise ReplayError(
             f"{run_id!r} is neither a folder nor a run of this MLflow store; see --recipe"
         ) from error
+    # Runs of nodes are children of the run of a recipe, and only the parent has logged the recipe.
     if run.data.tags.get(ROLE) != "execution":
         raise ReplayError(
             f"MLflow run {run_id} is no run of a recipe; give its parent run, or the run's folder"
@@ -225,6 +227,7 @@ def _find_policy_before(run: TrackedFolder, ctx: StageContext) -> tuple[Path, Po
     # COMMIT is written last, so what has it is whole.
     for folder in _list_node_outputs(run, f"policy/{COMMIT}"):
         with _skip_damaged_folder(folder.parent):
+            # Labels alone would also fit the policy of another recipe with the same stages.
             metadata = read_policy_metadata(folder.parent)
             if (metadata.stages, metadata.recipe_digest) == (labels, run.recipe.digest):
                 return folder.parent, metadata
@@ -275,6 +278,7 @@ def _iterate_base_candidates(
     """
     yield from (path.parent for path in _list_node_outputs(run, f"base/{COMMIT}"))
     version = find_version(run.client, run.recipe.promotion.model_name, run.run.info.run_id)
+    # A registered version keeps the base model beside the policy, so it survives the run's folder.
     if version:
         model = download_version(
             run.tracking_uri, version.name, str(version.version), scratch / "version"

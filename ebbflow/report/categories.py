@@ -63,6 +63,8 @@ def build_category_tables(before: Evaluation, after: Evaluation) -> dict[str, li
     tables = {}
     for column, sides in _group_categories(before, after).items():
         means_before = {category.value: category.means for category in sides["before"]}
+        # Of the categories that ``after`` has: one that the other side lacks keeps its line, with
+        # no mean there.
         rows = [
             CategoryRow(
                 category.value,

@@ -85,6 +85,7 @@ def _describe_ui(run: TrackedRun) -> str:
     """Describe where the run is in MLflow: its address, and of a store without a server also the
     command that serves it.
     """
+    # The part after # is a route of MLflow's page, the same for a server and for `ebbflow ui`.
     page = f"#/experiments/{run.experiment_id}/runs/{run.run_id}?{MODE}"
     if run.tracking_uri.startswith(("http://", "https://")):
         # An address may carry a password, and a terminal's output is often shared.

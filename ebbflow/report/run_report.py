@@ -305,6 +305,7 @@ def _compare_by_prompt(inputs: ReportInputs) -> dict[str, Any]:
         pq.read_table(path, columns=columns, filters=[HELD_OUT]) for _, path in (after, against)
     ]
     means = average_over_prompts("reward", *tables)
+    # Paired by prompt, [P]: each prompt has the same noise on both sides.
     differences = means["candidate"] - means["champion"]
     # Powers of two below the number of samples, and that number.
     samples = inputs.recipe.evaluation.samples
@@ -338,6 +339,7 @@ def _find_compared_sides(
     pairs = {
         evaluation.label: (evaluation, path) for evaluation, path in reversed(inputs.evaluations)
     }
+    # Where the run started from the champion, its first evaluation is the champion's.
     against = inputs.champion or inputs.first_evaluation
     return pairs[against.label], pairs[inputs.candidate_evaluation.label]
 
@@ -377,6 +379,7 @@ def _list_metrics(inputs: ReportInputs) -> list[str]:
     """
     trained = [reward.column for reward in inputs.recipe.rewards]
     metrics = [*trained, "exact_match", *_list_guardrails(inputs.recipe)]
+    # With one reward the sum is that reward, and a second equal column would only take room.
     if len(trained) > 1 or trained[0] not in inputs.first_evaluation.held_out:
         metrics.insert(0, "reward")
     # Guardrails that no evaluation could measure would be empty columns.

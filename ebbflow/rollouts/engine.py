@@ -66,6 +66,8 @@ def open_engine(ctx: StageContext, base: Path) -> Engine:
     # Another engine reads the folder by itself, past the check that ``load_model`` makes.
     verify_committed_folder(base)
     path = PATHS.get(ctx.config.engine, ctx.config.engine)
+    # Imported here alone: vLLM-Omni's module and a user's own may need packages that the stage's
+    # own process lacks.
     engine: Engine = import_object(path)(ctx, base)
     check_members(engine, ("load", "generate", "close"), path, "ebbflow.rollouts.engine.Engine")
     return engine
@@ -104,10 +106,12 @@ class Diffusers:
         plan: Plan | None = None,
     ) -> tuple[Rollouts, np.ndarray]:
         model = self.policy.model
+        # Requests carry their conditioning on the CPU, as they travel between processes.
         conditioning = conditioning.to(device_of(model))
         # A trajectory is compared with the predictions of training: it must come from the same
         # products.
         merged = nullcontext() if plan else self.policy.merge_adapters(self.precision)
+        # Read at every call, because a validation may have it generate with another copy.
         with self.policy.use_copy(self.generates), merged:
             rollouts = generate_samples(
                 model,

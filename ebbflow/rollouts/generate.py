@@ -139,6 +139,7 @@ def generate_samples(
         )
     precision = precision or model.precision
     sigmas = model.compute_sigmas(sampler.steps).to(conditioning.device)
+    # Chosen once, for all micro-batches: they are the same for every sample.
     steps = _choose_solvers(sigmas, sampler, plan)
     trained = plan.trained if plan else ()
     parts = []
@@ -160,6 +161,7 @@ def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     trajectories = [part.trajectory for part in parts if part.trajectory is not None]
     if not trajectories:
         return Rollouts(latents, None)
+    # ``sigmas`` and ``steps`` have no row per sample, so those of the first part stand for all.
     trajectory = replace(
         trajectories[0],
         latents=torch.cat([part.latents for part in trajectories]),
@@ -185,6 +187,8 @@ def _denoise_micro_batch(
     sigmas = steps.sigmas
     device = conditioning.device
     conditioning = conditioning.for_precision(precision)  # cast once for all steps
+    # For each denoising step, how many successive samples are equal before it. Few numbers differ,
+    # so the rows are found once for each number and not once for each step.
     samples_per_prediction = count_samples_per_prediction(
         keys.sharing, len(steps.solvers), steps.stochastic, trained
     )
@@ -206,6 +210,8 @@ def _denoise_micro_batch(
             velocity = prediction[distinct.row_of_sample]  # [N, ...]
 
         if step not in steps.stochastic:
+            # Deterministic steps draw no noise, so samples that are equal before one are equal
+            # after it.
             latents, history = solver.advance(latents, velocity, sigmas, step, history)
             continue
 
@@ -217,6 +223,7 @@ def _denoise_micro_batch(
             record.append((latents, next_latents, transition.mean, log_prob))
             if with_graph:
                 velocities.append(velocity)
+        # A multistep solver that takes the steps after the window needs the ones before.
         history = remember_step(latents, velocity, sigmas[step], history)
         latents = next_latents
 
@@ -246,9 +253,12 @@ def _choose_solvers(sigmas: Tensor, sampler: SamplerConfig, plan: Plan | None) -
     chosen = find_sampler(sampler.name)
     if not sampler.is_stochastic:
         return DenoisingSteps(sigmas, [chosen] * sampler.steps, frozenset())
+    # Without the last step, whose noise would stay in the image.
     stochastic = frozenset(plan.stochastic if plan else range(sampler.steps - 1))
     euler = find_sampler(EULER)
     solvers = [chosen if step in stochastic else euler for step in range(sampler.steps)]
+    # The steps after the last stochastic one are taken by a faster solver, on fewer sigmas. All the
+    # steps before keep their index and their sigma.
     if plan is not None and plan.tail is not None:
         end = plan.stochastic[-1] + 1
         tail = shorten_schedule(sigmas[end:], plan.tail)

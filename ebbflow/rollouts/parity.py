@@ -72,16 +72,20 @@ def measure_parity(
     Raises:
         ParityError: the noise, the schedule or the log-probs are others.
     """
+    # Before the log-probs: with other noise they would differ, too, and the error would send the
+    # reader to the weights.
     _check_same_start(policy, trajectory, keys, sampler)
     steps = trajectory.steps.tolist()
     deltas = []  # of each step, [N]
     shifts = []  # of each step, [N]
     for column, step in enumerate(steps):
         move = _replay_step(policy, trajectory, conditioning, column, step, sampler, micro_batch)
+        # log p of the recorded move under the policy, less what the engine said of it.
         deltas.append(
             compute_log_prob(move, trajectory.next_latents[:, column])
             - trajectory.log_probs[:, column]
         )
+        # In units of the step's own noise, b: 1 would be a shift as large as the noise.
         shifts.append(
             ((trajectory.means[:, column] - move.mean) / move.std)
             .flatten(1)
@@ -155,6 +159,7 @@ def _replay_step(
     """A recorded step under the policy."""
     latents = trajectory.latents[:, column]
     sigma = trajectory.sigmas[step]
+    # In micro-batches like the engine's, because their size can change the last bits.
     velocity: list[Tensor] = []
     for start in range(0, len(latents), micro_batch):
         part = slice(start, start + micro_batch)

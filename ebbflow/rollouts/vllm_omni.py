@@ -84,6 +84,8 @@ class VllmOmni:
         self._end = weakref.finalize(self, _end_process, self._socket, self._process)
         precision = ctx.config.rollout_precision or recipe.model.precision
         model = recipe.model.model_copy(update={"precision": precision}).model_dump(mode="json")
+        # The engine's process does not read the recipe: it gets what changes its arithmetic, and no
+        # more.
         process = {"threads": recipe.threads, "deterministic": recipe.deterministic}
         self._call_engine("open", {"base": str(base.absolute()), "model": model, **process})
 
@@ -94,6 +96,8 @@ class VllmOmni:
             EngineError: vLLM-Omni has refused them, or what it has read is not what was sent.
         """
         try:
+            # An adapter is small and goes in one file; full weights go in buckets, so that the file
+            # that hands them over never holds the whole model a second time.
             if self.policy.train == "lora":
                 self._push_weights(
                     "load_lora", weights, {"rank": self.policy.rank, "alpha": self.policy.alpha}
@@ -142,6 +146,7 @@ class VllmOmni:
             dir=_choose_exchange_folder(weights), suffix=".safetensors"
         ) as file:
             save_file(dict(weights), file.name)
+            # The file exists only during the call: the engine has read it when it answers.
             answer, _ = self._call_engine(call, header | {"file": file.name})
         arrived = answer["sha256"]
         sent = compute_checksum(weights)
@@ -198,6 +203,7 @@ def _find_interpreter() -> str:
 
 def _start_process(python: str, log: IO[bytes]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """The engine's process and the connection to it."""
+    # A pair without an address: no other process can connect, and no port can be taken.
     ours, theirs = socket.socketpair()
     with theirs:
         end = theirs.fileno()

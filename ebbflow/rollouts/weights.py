@@ -54,6 +54,8 @@ class WeightsVersion:
             TransferError: something was lost or changed on the way.
         """
         received: Tensors = {}
+        # One bucket after the other, so that only one is in transit beside the tensors that have
+        # come.
         for bucket in self.buckets:
             received |= fetch(bucket)
         arrived = compute_checksum(received)
@@ -71,6 +73,7 @@ def split_into_buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Ite
     bucket: Tensors = {}
     filled = 0
     for name, tensor in tensors.items():
+        # Never an empty bucket: a tensor that is larger than a bucket is one of its own.
         if bucket and filled + tensor.nbytes > size:
             yield bucket
             bucket = {}
@@ -97,6 +100,7 @@ def _compute_digest(tensors: Tensors) -> bytes:
     sha = hashlib.sha256()
     for name, value in tensors.items():
         tensor = value.detach().cpu().contiguous()
+        # Names, shapes and types are part of it: equal bytes under another name are other weights.
         sha.update(f"{name} {list(tensor.shape)} {tensor.dtype};".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.digest()

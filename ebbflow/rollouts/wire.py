@@ -37,6 +37,8 @@ Answer = Callable[[Header, Tensors], tuple[Header, Tensors]]
 
 def send_message(connection: socket.socket, header: Header, tensors: Tensors | None = None) -> None:
     """Send a message; tensors come from any device."""
+    # JSON and safetensors, no pickle: the environments have different versions of Python packages,
+    # and reading a message must not run code.
     head = json.dumps(header).encode()
     body = save(
         {name: values.detach().to(CPU).contiguous() for name, values in (tensors or {}).items()}

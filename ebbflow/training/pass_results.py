@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.algorithms.base import RowMetrics, mean_per_row
-from ebbflow.stage import teacher_copy_name
+from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import RowBatch
 from ebbflow.training.distributed import sum_over_processes
 from ebbflow.training.gradients import TrainingError

@@ -16,7 +16,8 @@ from ebbflow.models import Model, load_model
 from ebbflow.models.compile import compile_blocks
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.base import sanitize_text
-from ebbflow.stage import StageContext, teacher_copy_name
+from ebbflow.recipe.students import teacher_copy_name
+from ebbflow.stage import StageContext
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training.policy import Policy
 from ebbflow.training.policy_metadata import (

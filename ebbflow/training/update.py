@@ -22,9 +22,10 @@ from ebbflow.algorithms.registry import find_algorithm
 from ebbflow.flow.training_sigmas import list_schedule_points
 from ebbflow.models.base import predict, predict_checkpointed
 from ebbflow.recipe.stages import OnlineStageConfig, StageConfig
-from ebbflow.stage import choose_drift_stride, teacher_copy_name
+from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardInputs, RowBatch, split_into_passes
 from ebbflow.training.distributed import Ranks, all_reduce_max, sum_over_processes
+from ebbflow.training.drift import choose_drift_stride
 from ebbflow.training.fake_score import FakeScore
 from ebbflow.training.gradients import TrainingError, compute_gradient_norm
 from ebbflow.training.matching import MatchingBatch

@@ -14,7 +14,7 @@ import torch
 from benchmarks import speed, speed_report
 from benchmarks.gpu_sides import SIZES, build_random_model, generate_random_prompts
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.stage import WATCHED_ROWS
+from ebbflow.training.drift import WATCHED_ROWS
 from ebbflow.training.policy import Policy
 
 

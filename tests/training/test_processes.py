@@ -34,7 +34,7 @@ from ebbflow.data.prompts import Prompt
 from ebbflow.models import load_model, predict
 from ebbflow.recipe.model import FsdpConfig, ModelConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.stage import teacher_copy_name
+from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.storage.artifacts import verify_folder
 from ebbflow.training import sharding
 from ebbflow.training.distributed import Ranks, join_process_group

@@ -37,7 +37,7 @@ from ebbflow.models import load_model
 from ebbflow.models.base import predict
 from ebbflow.recipe.algorithms import ForwardConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.stage import teacher_copy_name
+from ebbflow.recipe.students import teacher_copy_name
 from ebbflow.training.batches import ForwardBatch, ForwardInputs, build_forward_batch
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.optimizer import build_optimizer
