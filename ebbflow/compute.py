@@ -51,20 +51,29 @@ def set_up_process(recipe: Recipe) -> None:
 
     Raises:
         RuntimeError: as ``use_deterministic_kernels``.
-        GpuError: as ``require_gpu``, where ``EBBFLOW_GPUS`` asks for GPUs.
+        GpuError: as ``require_requested_gpus``.
     """
     if recipe.deterministic:
         use_deterministic_kernels()
     import torch
 
     torch.set_num_threads(recipe.threads)
+    require_requested_gpus()
+
+
+def require_requested_gpus() -> None:
+    """Check that torch sees a GPU where ``EBBFLOW_GPUS`` asks for some.
+
+    Raises:
+        GpuError: as ``require_gpu``, or the variable is not a number.
+    """
     requested = os.environ.get(GPUS) or "0"
     if not requested.isdecimal():
         raise GpuError(f"{GPUS}={requested} is not a number; give the number of GPUs, or unset it")
     # Only where it is asked for: the question starts CUDA's driver, after which a Ray actor without
     # a GPU could no longer hide those of its machine.
     if int(requested):
-        require_gpu(f"{GPUS}={requested}, which the deployment's 'gpus' sets in its pods")
+        require_gpu(f"{GPUS}={requested}, which the deployment's 'gpus' sets in its pods,")
 
 
 def require_gpu(place: str) -> None:

@@ -220,25 +220,26 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
         with _name_lost_peers():
             store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
         naming_errors = _name_lost_peers(store, rank)
-    with naming_errors, _name_phase_of_timeout():
-        dist.init_process_group(
-            choose_backend(cpu_offload),
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=TIMEOUT,
-            # NCCL connects at once, and a rank that cannot says so here. Without it NCCL guesses
-            # the GPU of a rank from its number at the first barrier.
-            device_id=device,
-        )
-        watching_phase = _log_phase_before_abort() if device else nullcontext()
-        try:
-            with watching_phase:
+    try:
+        with naming_errors, _name_phase_of_timeout():
+            dist.init_process_group(
+                choose_backend(cpu_offload),
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=TIMEOUT,
+                # NCCL connects at once, and a rank that cannot says so here. Without it NCCL
+                # guesses the GPU of a rank from its number at the first barrier.
+                device_id=device,
+            )
+            with _log_phase_before_abort() if device else nullcontext():
                 yield Ranks.current()
-        except BaseException:
+            dist.destroy_process_group()
+    except BaseException:
+        # After ``naming_errors``: the others look for this error when their connections break.
+        if dist.is_initialized():
             leave_failed_group()
-            raise
-        dist.destroy_process_group()
+        raise
 
 
 def leave_failed_group() -> None:

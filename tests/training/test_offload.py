@@ -138,15 +138,13 @@ def test_shards_are_not_overwritten_while_the_device_may_still_read_them(
     policy = Policy(load_model(base_folder), FULL, 0, shard=True, cpu_offload=True)
     policy.snapshot_copy("old")
     policy.assign_parameters({name: 1.5 * p.detach() for name, p in policy.parameters.items()})
-    rows = forward_rows(policy.model, stage_of(NFT))
+    arguments = forward_rows(policy.model, stage_of(NFT)).inputs.model_arguments(slice(0, 6))
     predictions = {}
 
     def launch(name):
         def run():
             with torch.no_grad():
-                predictions[name] = predict(
-                    policy.model, rows.batch.latents, torch.full((6,), 0.5), rows.batch.conditioning
-                )
+                predictions[name] = predict(policy.model, *arguments)
 
         stream.launched.append(run)
 
