@@ -1,5 +1,5 @@
-"""A pretend CUDA device: ordinary code runs on "cuda" on a machine without a GPU, with the values of
-the CPU, and fails where a GPU would refuse tensors of two devices.
+"""A pretend CUDA device: ordinary code runs on "cuda" on a machine without a GPU, with the values
+of the CPU, and fails where a GPU would refuse tensors of two devices.
 
 Inside ``pretend_cuda()`` every tensor still lies in main memory, and the kernels are the CPU's. A
 table says which memory (which storage) is the device's. Two of torch's modes keep it:
@@ -84,7 +84,7 @@ class PretendDevice:
         kernels: started, by operation: ``{"aten::mul": 12}``. CUDA may fuse some and split others.
         host_to_device, device_to_host: copies, by the line of the repository that made them:
             ``{"ebbflow/models/base.py:301": 2}``.
-        synchronizations: how often the CPU waited for the device, without the copies to it, by line.
+        waits: how often the CPU waited for the device, copies to the CPU aside, by line.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -97,7 +97,7 @@ class PretendDevice:
 
     @property
     def synchronizations(self) -> int:
-        """How often the CPU waited for the device, the copies to it aside."""
+        """How often the CPU waited for the device, copies to the CPU aside."""
         return self.waits.total()
 
     def holds(self, tensor: Tensor) -> bool:
@@ -299,5 +299,9 @@ def pretend_cuda() -> Iterator[PretendDevice]:
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
     }
-    with patch.multiple(torch.cuda, **answers), _Functions(device), _Kernels(device):
+    # Optimisers ask the accelerator's stream, which needs a driver, whether it records a graph.
+    no_graphs = patch.object(
+        torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda optimizer: None
+    )
+    with patch.multiple(torch.cuda, **answers), no_graphs, _Functions(device), _Kernels(device):
         yield device

@@ -51,6 +51,13 @@ def nccl(launched, monkeypatch):
     return calls
 
 
+def fail(error: BaseException, phase: str = "starting") -> None:
+    """An error of this rank in a phase of its stage."""
+    with join_process_group():
+        enter_phase(phase)
+        raise error
+
+
 def test_nccl_knows_the_gpu_of_its_rank_and_finishes_what_is_in_flight(nccl):
     with join_process_group():
         pass
@@ -60,30 +67,30 @@ def test_nccl_knows_the_gpu_of_its_rank_and_finishes_what_is_in_flight(nccl):
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
 def test_nccl_is_aborted_after_an_error_and_not_flushed(nccl, error):
-    with pytest.raises(type(error)), join_process_group():
-        raise error
+    with pytest.raises(type(error)):
+        fail(error)
     assert nccl[2:] == ["abort"], "a flush waits for ranks in a collective that never ends"
 
 
 def test_a_group_of_cpus_is_left_after_an_error(launched):
-    with pytest.raises(ValueError, match="a bug"), join_process_group():
+    with join_process_group():
         assert dist.is_initialized()
-        raise ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        fail(ValueError("a bug"))
     assert not dist.is_initialized()
 
 
 def test_a_timeout_names_the_phase_and_the_minutes(launched):
-    with pytest.raises(RuntimeError) as error, join_process_group():
-        enter_phase("saving the checkpoint of step 40")
-        raise RuntimeError(TIMED_OUT)
+    with pytest.raises(RuntimeError) as error:
+        fail(RuntimeError(TIMED_OUT), "saving the checkpoint of step 40")
     (note,) = error.value.__notes__
     assert "within 30 minutes (TIMEOUT_MINUTES)" in note
     assert "while this one was saving the checkpoint of step 40" in note
 
 
 def test_other_errors_have_no_note(launched):
-    with pytest.raises(RuntimeError) as error, join_process_group():
-        raise RuntimeError("the reward server timed out")
+    with pytest.raises(RuntimeError) as error:
+        fail(RuntimeError("the reward server timed out"))
     assert not hasattr(error.value, "__notes__")
 
 
