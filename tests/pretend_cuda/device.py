@@ -46,8 +46,8 @@ ROOT = Path(__file__).parents[2]
 SWEEP_EVERY = 10_000
 """Entries of the table after which those of freed memory are removed."""
 
-COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
-"""Operations that may have operands on two devices: they are the transfers."""
+COPIES = {aten.copy_, aten._foreach_copy_}
+"""Operations that may have operands on two devices: transfers into memory that is there."""
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 """Operations whose indices may be in main memory: CUDA copies them to the device."""
 SCALAR_OPERANDS = {aten.where, aten.masked_fill, aten.masked_fill_, aten.fill_, aten.lerp}
@@ -139,6 +139,12 @@ def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+def _replace_cuda(value: Any) -> Any:
+    """Return the CPU in place of a CUDA device, and anything else as it is."""
+    is_device = isinstance(value, torch.device | str)
+    return torch.device("cpu") if is_device and _is_cuda(value) else value
+
+
 class _Functions(TorchFunctionMode):
     """Answers what Python asks of tensors, and makes transfers."""
 
@@ -185,7 +191,7 @@ class _Functions(TorchFunctionMode):
                 self.device.place(result, True)
             return result
         on_device = _is_cuda(target)
-        result = func(*args, **kwargs | {"device": torch.device("cpu")})
+        result = func(*args, **kwargs | {"device": _replace_cuda(target)})
         if on_device and func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             self.device.host_to_device[_find_line()] += 1  # values of Python come from the CPU
         return self.device.place(result, on_device)
@@ -194,21 +200,14 @@ class _Functions(TorchFunctionMode):
         self, tensor: Tensor, held: bool, func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Tensor:
         """Convert a tensor as ``Tensor.to``, and copy it where it changes the device."""
-        others = [*args[1:], *kwargs.values()]
         target = held
-        for other in others:
+        for other in [*args[1:], *kwargs.values()]:
             if isinstance(other, Tensor):
                 target = self.device.holds(other)
-            elif isinstance(other, torch.device) or (
-                isinstance(other, str) and other.startswith(("cuda", "cpu"))
-            ):
+            elif isinstance(other, torch.device | str):
                 target = _is_cuda(other)
-        on_cpu = lambda value: (  # noqa: E731
-            torch.device("cpu")
-            if isinstance(value, torch.device | str) and not isinstance(value, Tensor)
-            else value
-        )
-        result = func(*tree_map(on_cpu, tuple(args)), **{k: on_cpu(v) for k, v in kwargs.items()})
+        args, kwargs = tree_map(_replace_cuda, (tuple(args), kwargs))
+        result: Tensor = func(*args, **kwargs)
         if target == held:
             return result
         direction = self.device.host_to_device if target else self.device.device_to_host
