@@ -161,7 +161,7 @@ def _log_phase_before_abort() -> Iterator[None]:
             waited = time.monotonic() - phase.since
             if phase is not logged and waited > (TIMEOUT - WARN_BEFORE).total_seconds():
                 logged = phase
-                logger.error(
+                logger.warning(
                     "this rank has been %s for %d minutes; if it waits for another rank in a"
                     " collective, NCCL ends it at %d minutes (TIMEOUT_MINUTES)",
                     phase.name,

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,11 +151,12 @@ class _Functions(TorchFunctionMode):
     def __init__(self, device: PretendDevice) -> None:
         super().__init__()
         self.device = device
-        self.answers: dict[Any, Callable[[bool], Any]] = {
-            Tensor.device.__get__: lambda held: CUDA if held else torch.device("cpu"),
-            Tensor.is_cuda.__get__: lambda held: held,
-            Tensor.is_cpu.__get__: lambda held: not held,
-            Tensor.get_device: lambda held: 0 if held else -1,
+        # What a tensor of the device says of itself; others, also on meta, answer themselves.
+        self.answers: dict[Any, Any] = {
+            Tensor.device.__get__: CUDA,
+            Tensor.is_cuda.__get__: True,
+            Tensor.is_cpu.__get__: False,
+            Tensor.get_device: 0,
         }
 
     def __torch_function__(
@@ -164,8 +165,8 @@ class _Functions(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         first = args[0] if args and isinstance(args[0], Tensor) else None
         held = first is not None and self.device.holds(first)
-        if func in self.answers:
-            return self.answers[func](held)
+        if held and func in self.answers:
+            return self.answers[func]
         if held and func in (Tensor.numpy, Tensor.__array__):
             raise TypeError(
                 f"MIXED: a tensor of {CUDA} has no numpy array at {_find_line(3)}; call .cpu()"
