@@ -77,8 +77,8 @@ def require_requested_gpus() -> None:
 
 
 def require_gpu(place: str) -> None:
-    """Check that torch sees a GPU; otherwise it would train on the CPU without a word, at a
-    thousandth of the speed and the price of the GPU.
+    """Check that torch sees a GPU. Without one, models are loaded onto the CPU, and all that shows
+    it is that the run is slow.
 
     Args:
         place: what asked for it, and its value.
