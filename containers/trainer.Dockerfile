@@ -1,6 +1,8 @@
 # The training of offline stages on GPUs. Build from the repository's root.
 # torch's wheel brings CUDA along; the node brings the driver.
 FROM python:3.11.14-slim-bookworm
+# Compilers for model.compile: torch's inductor compiles C++, and Triton compiles its launchers in C.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ gcc && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/ebbflow
 COPY containers/uv.txt containers/
 RUN pip install --no-cache-dir --requirement containers/uv.txt

@@ -41,6 +41,9 @@ class MetricsLogger(Protocol):
     def log_file(self, path: str, content: bytes) -> None:
         """A file, by its path."""
 
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Facts about the process, by name; a later value replaces an earlier one."""
+
 
 @dataclass(frozen=True)
 class StageContext:
@@ -231,6 +234,10 @@ class MetricsRecorder:
     def log_file(self, path: str, content: bytes) -> None:
         if self.metrics_logger:
             self.metrics_logger.log_file(path, content)
+
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        if self.metrics_logger:
+            self.metrics_logger.log_tags(tags)
 
     def resume_metrics(self, rows: Sequence[dict[str, float]]) -> None:
         """Record the metrics of an earlier attempt again, and pass them on: it may have died before

@@ -289,7 +289,7 @@ def _explain_lost_node(error: Exception) -> str | None:
 @contextmanager
 def _configure_launcher(recipe: Recipe, further: dict[str, Any]) -> Iterator[None]:
     """Give the launcher settings that Flyte's plugin has no options for: the signals that it
-    handles, and a start by forking.
+    handles, a start by forking, and ranks that end with it.
 
     Args:
         further: more of the launcher's settings.
@@ -301,10 +301,11 @@ def _configure_launcher(recipe: Recipe, further: dict[str, Any]) -> Iterator[Non
     launch_config = api.LaunchConfig
     if preload_fork_server(recipe):
         settings["start_method"] = "forkserver"
-        rank = partial(_run_rank, os.getcwd(), dict(os.environ))
-        # The launcher logs the names, which a partial does not have.
-        rank.__name__ = rank.__qualname__ = SPAWN_HELPER.__name__  # type: ignore[attr-defined]
-        plugin.spawn_helper = rank
+    # Spawned ranks as well: the launcher's death and Ctrl-C reach them like forked ones.
+    rank = partial(_run_rank, os.getcwd(), dict(os.environ))
+    # The launcher logs the names, which a partial does not have.
+    rank.__name__ = rank.__qualname__ = SPAWN_HELPER.__name__  # type: ignore[attr-defined]
+    plugin.spawn_helper = rank
 
     # The plugin imports LaunchConfig inside ``execute``, so that it gets this one.
     def build_launch_config(**plugin_settings: Any) -> Any:
@@ -403,10 +404,10 @@ def _build_one_node_rendezvous(parameters: RendezvousParameters) -> RendezvousHa
 
 
 def _run_rank(directory: str, environment: dict[str, str], *arguments: Any) -> Any:
-    """Do a rank's work, in the folder and environment of its launcher, not in those that the server
-    had when it started.
+    """Do a rank's work, in the folder and environment of its launcher. A forked rank would have
+    those that the server had when it started.
     """
-    # The server ignores SIGTERM, and so would its forks.
+    # The fork server ignores SIGTERM, and so would its forks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The launcher passes Ctrl-C on as a SIGTERM, for which ranks save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -417,8 +418,10 @@ def _run_rank(directory: str, environment: dict[str, str], *arguments: Any) -> A
 
 
 def _end_with_launcher() -> None:
-    """End this process when its launcher is gone: its parent is the server, which would not
-    notice.
+    """End this process when its launcher is gone.
+
+    Nothing else would: the parent of a forked rank is the server, and a spawned one is left to
+    init. A rank that waits in a collective would keep its GPU until the time-out.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None

@@ -14,6 +14,7 @@ from flytekit.extras.accelerators import GPUAccelerator
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from kubernetes.client import V1Container, V1LocalObjectReference, V1PodSpec, V1Toleration
 
+from ebbflow.compute import GPUS
 from tasks.deployment import (
     NodesConfig,
     PodConfig,
@@ -159,8 +160,16 @@ def _task_arguments(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
         "retries": pod.retries,
         "timeout": timedelta(hours=pod.max_hours or 0),  # of an attempt; 0 is none
         "secret_requests": [_build_secret(secret) for secret in DEPLOYMENT.secrets],
-        "environment": build_pod_environment(DEPLOYMENT),
+        "environment": _build_environment(pod.gpus * processes),
     }
+
+
+def _build_environment(gpus: int) -> dict[str, str]:
+    """Build the environment of a pod, with the number of its GPUs: its processes refuse to train on
+    the CPU instead (``ebbflow.compute``).
+    """
+    environment = build_pod_environment(DEPLOYMENT)
+    return environment | {GPUS: str(gpus)} if gpus else environment
 
 
 def _build_secret(secret: SecretConfig) -> Secret:

@@ -23,7 +23,7 @@ def score_rollouts(
     stage: int,
 ) -> FlyteFile:
     """Score a shard (``score_schema``)."""
-    from ebbflow.compute import use_deterministic_kernels
+    from ebbflow.compute import require_requested_gpus, use_deterministic_kernels
     from ebbflow.data.prompts import read_prompts
     from ebbflow.offline.scoring import score_shard
     from ebbflow.rewards.combine import load_scorer
@@ -35,6 +35,7 @@ def score_rollouts(
     # Only where it is asked for: it loads torch, which not every reward needs.
     if recipe.deterministic:
         use_deterministic_kernels()
+    require_requested_gpus()
     ctx = StageContext(recipe, round, stage)
     shard = fetch_artifact(rollouts)
     node = f"{ctx.stage_label} scoring {read_table_metadata(shard)['shard']}"

@@ -29,9 +29,11 @@ def train_base_model(
     training: GlyphTrainingConfig, threads: int, run: TrackedRun
 ) -> BaseModelArtifact:
     """Train a base model; return a committed folder in the Hugging Face layout."""
+    from ebbflow.compute import require_requested_gpus
     from ebbflow.models.prepare import train_base_folder
     from ebbflow.tracking.child_run import open_node_run
 
+    require_requested_gpus()
     started = time.time()
     # Not in the run's folder: the cache outlives the run, whose folder may be deleted.
     folder = make_scratch_path("base")

@@ -40,7 +40,12 @@ def train_offline(
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.curves import read_rollout_curves
     from ebbflow.tracking.nodes import log_stage
-    from ebbflow.training.distributed import PeerLost, join_process_group, seconds_since_launch
+    from ebbflow.training.distributed import (
+        PeerLost,
+        enter_phase,
+        join_process_group,
+        seconds_since_launch,
+    )
     from ebbflow.training.stop_conditions import Preempted
 
     set_up_process(recipe)  # before NCCL starts
@@ -57,6 +62,7 @@ def train_offline(
         else nullcontext() as run_logger,
     ):
         recorder = MetricsRecorder(run_logger)
+        enter_phase("downloading the inputs")
         shards = [fetch_artifact_once(shard) for shard in rollouts]
         if run_logger and first_step is not None:
             run_logger.log_curves(read_rollout_curves(fetch_artifact_once(advantages)), first_step)

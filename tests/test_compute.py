@@ -18,7 +18,16 @@ import torch
 import ebbflow.evaluation.evaluate as evaluation
 import ebbflow.rewards.combine as rewards
 import ebbflow.training.distributed as distributed
-from ebbflow.compute import VARIABLES, set_up_process, use_deterministic_kernels
+from ebbflow import compute
+from ebbflow.compute import (
+    GPUS,
+    VARIABLES,
+    GpuError,
+    log_device,
+    read_driver_version,
+    set_up_process,
+    use_deterministic_kernels,
+)
 from ebbflow.online.local_workers import open_local_workers
 from ebbflow.online.loop import run_online_stage
 from ebbflow.online.ray_actor import WorkerActor, open_reward_worker
@@ -130,6 +139,103 @@ def test_a_cuda_that_has_started_without_the_variables_is_refused(monkeypatch):
         use_deterministic_kernels()
     use_deterministic_kernels()  # the next task of the same process, whose variables are there
     assert state() == SET
+
+
+# GPUs that a machine was asked for.
+
+DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build"
+    "  (dvs-builder@U22-I3-AF03-09-1)\nGCC version:  gcc version 12.2.0\n"
+)
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    """Writes what the kernel module says of itself."""
+    file = tmp_path / "version"
+    monkeypatch.setattr(compute, "DRIVER_FILE", file)
+    return file
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+@pytest.mark.parametrize("requested", [None, "", "0"])
+def test_a_machine_without_gpus_computes_on_its_cpu(monkeypatch, requested, cuda):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv(GPUS, raising=False)
+    if requested is not None:
+        monkeypatch.setenv(GPUS, requested)
+    set_up_process(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "visible", "text", "words"),
+    [
+        (None, None, None, r"torch \S+ is a build without CUDA; install the one from PyPI"),
+        ("13.0", "", DRIVER, "CUDA_VISIBLE_DEVICES='' hides every GPU; unset it"),
+        ("13.0", None, DRIVER, r"driver is 570.86.15, .* CUDA 13.0 needs 580.65.06 or newer"),
+        ("12.8", None, None, r"driver is not there, .* CUDA 12.8 needs 525.60.13 or newer"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_refused_by_its_reason(
+    monkeypatch, driver, cuda, visible, text, words
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv(GPUS, "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if text:
+        driver.write_text(text)
+    with pytest.raises(GpuError, match=f"^{GPUS}=2, .* torch sees none: .*{words}") as error:
+        set_up_process(PLAIN)
+    assert str(error.value).endswith(f"set 'gpus' to 0 or unset {GPUS}")
+
+
+def test_a_gpu_that_torch_sees_is_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(GPUS, "1")
+    set_up_process(PLAIN)
+
+
+def test_a_number_of_gpus_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv(GPUS, "all")
+    with pytest.raises(GpuError, match=f"{GPUS}=all is not a number; give the number of GPUs"):
+        set_up_process(PLAIN)
+
+
+def test_a_ray_actor_with_a_gpu_that_torch_does_not_see_is_refused(monkeypatch):
+    monkeypatch.setattr("ebbflow.online.ray_actor.register_tensor_serializer", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    actor = WorkerActor("training", WorkersConfig(gpus=1), [])
+    with pytest.raises(GpuError, match=r"^resources.training.gpus = 1 on \S+ asks for a GPU"):
+        actor.open(lambda *arguments: None, context(PLAIN))
+
+
+def test_the_device_is_logged_once_and_becomes_tags(monkeypatch, driver, caplog):
+    driver.write_text(DRIVER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91300)
+    log_device.cache_clear()
+    with caplog.at_level("INFO"):
+        tags = log_device()
+        assert log_device() == tags
+    log_device.cache_clear()
+    assert tags == {
+        "ebbflow.device": "NVIDIA H100 80GB HBM3",
+        "ebbflow.driver": "570.86.15",
+        "ebbflow.cuda": "12.8",
+        "ebbflow.cudnn": "91300",
+        "ebbflow.torch": torch.__version__,
+    }
+    (line,) = caplog.messages
+    assert line.startswith("computing on device NVIDIA H100 80GB HBM3, driver 570.86.15, cuda 12.8")
+
+
+def test_a_machine_without_nvidias_driver_has_no_version(driver):
+    assert read_driver_version() is None
 
 
 # Every kind of process.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ebbflow.compute import log_device
 from ebbflow.data.prompts import Prompt, read_prompts
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Model
@@ -34,7 +35,7 @@ from ebbflow.training.checkpoint import (
     step_of,
     write_part,
 )
-from ebbflow.training.distributed import Ranks, broadcast_first
+from ebbflow.training.distributed import Ranks, broadcast_first, enter_phase
 from ebbflow.training.gradients import TrainingError
 from ebbflow.training.kinds.base import trainable_kind
 from ebbflow.training.policy_io import load_policy, save_policy
@@ -83,6 +84,7 @@ def train_epochs(
     with closing(parts), handle_sigterm():
         loop = StageLoop(ctx, state, recorder, checkpoints, num_steps, gpus, quiet=ranks.rank > 0)
         for step, part in zip(loop.iterate_steps(), parts, strict=False):
+            enter_phase(f"training step {step + 1} of {num_steps}")
             metrics = _time_update(ctx, updater, part, row_ranks, clock)
             training_seconds = state.seconds.get("training", 0.0)
             state.seconds["training"] = training_seconds + metrics["seconds/training"]
@@ -134,9 +136,11 @@ def train_offline_folder(
     require_one_size(ctx.offline_config, context_parallel)
     with handle_sigterm():
         ranks = Ranks.current()
+        enter_phase("loading the policy")
         policy, metadata = load_policy(
             ctx, base, folder, None, ranks.world > 1, replicas, context_parallel
         )
+        recorder.log_tags(log_device())
         updater = PolicyUpdater(policy, ctx.offline_config, metadata)
         trained_on = read_prompts(prompts, "train")
         known = {prompt.prompt_id for prompt in trained_on}
@@ -152,6 +156,7 @@ def train_offline_folder(
             # stage generates with what this one learnt, and compares with it.
             for name in ctx.following_copies:
                 policy.snapshot_copy(name)
+        enter_phase("writing the policy folder")
         save_policy(ctx, updater, metadata, record, trained, write=ranks.rank == 0)
     return record
 
@@ -188,6 +193,7 @@ def _save_checkpoint(
     checkpoints: Checkpoints, updater: PolicyUpdater, ranks: Ranks, loop: StageLoop
 ) -> None:
     """Save a checkpoint of all processes; none continues, or ends, before it is whole."""
+    enter_phase(f"saving the checkpoint of step {loop.state.step}")
     # Each machine has a folder for the parts of its ranks, because machines may share no disk; rank
     # 0 then collects the parts of the others into its own.
     parts = checkpoints.folder / f".parts-{ranks.node_rank}"

@@ -94,6 +94,9 @@ def train_online_folder(
         # One event loop for both: on Ray the policy folder comes from rank 0 by calls that are
         # awaited like those of the steps.
         async def run_and_save() -> StageRecord:
+            # Of the first rank: the ranks of a stage have GPUs of one kind.
+            devices = await workers.training.call(TrainingWorker.describe_device)
+            recorder.log_tags(devices[0])
             record = await loop.run()
             await workers.save_policy(folders.output, record, state.history)
             return record

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ray.util import register_serializer
 from torch import Tensor
 
-from ebbflow.compute import set_up_process
+from ebbflow.compute import require_gpu, set_up_process
 from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
@@ -121,6 +121,9 @@ class WorkerActor:
         # Ray shows all GPUs to an actor that asked for none.
         if not self.workers.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        else:
+            role = f"resources.{self.role}.gpus = {self.workers.gpus:g}"
+            require_gpu(f"{role} on {socket.gethostname()}")
         # Ray shows an actor its own GPUs alone, so the first one is the right one.
         if torch.cuda.is_available():
             torch.cuda.set_device(0)
@@ -195,9 +198,14 @@ def open_training_worker(
     # A group of one needs no process group, and its policy is not sharded.
     world = ctx.online_config.resources.training.count
     if world > 1:
-        backend = distributed.choose_backend(ctx.recipe.model.cpu_offload)
         dist.init_process_group(
-            backend, rendezvous, timeout=distributed.TIMEOUT, world_size=world, rank=rank
+            distributed.choose_backend(ctx.recipe.model.cpu_offload),
+            rendezvous,
+            timeout=distributed.TIMEOUT,
+            world_size=world,
+            rank=rank,
+            # Ray shows an actor its own GPUs alone: the first one is this rank's.
+            device_id=torch.device("cuda", 0) if torch.cuda.is_available() else None,
         )
     teachers = {copy: locate() for copy, locate in folders.teachers.items()}
     policy, metadata = load_policy(ctx, folders.base(), folders.policy(), teachers, shard=world > 1)

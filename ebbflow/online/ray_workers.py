@@ -278,11 +278,6 @@ class RayWorkers:
     def _reserve_resources(self) -> Any:
         """Room for all workers, each its own; on one machine where that is possible."""
         resources = self.ctx.online_config.resources
-        if resources.training.count > 1 and 0 < resources.training.gpus < 1:
-            raise StageError(
-                f"resources.training.gpus = {resources.training.gpus:g}: NCCL wants a GPU of its"
-                " own for each of several ranks; set gpus to 1, or to 0 to train on CPUs"
-            )
         bundles = []
         for role in ROLES:
             config = self.resources_of_role(role)

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ebbflow.algorithms.advantages import PromptStatistics
+from ebbflow.compute import log_device
 from ebbflow.data.prompts import Prompt
 from ebbflow.data.records import StageRecord
 from ebbflow.models.base import device_of, generate_in_size, require_pixels
@@ -77,6 +78,10 @@ class TrainingWorker:
             if scorer.trains_on_images:
                 require_pixels(updater.policy.model, ctx.config.algorithm_name)
         self.timer = TaskTimer("training", rank)
+
+    def describe_device(self) -> Mapping[str, str]:
+        """What this rank computes on, as tags of the stage's MLflow run."""
+        return log_device()
 
     def encode(self, prompts: Iterable[Prompt]) -> Embeddings:
         """Every different prompt, once."""

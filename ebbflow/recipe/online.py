@@ -235,6 +235,18 @@ class PlacementKeys(Strict):
         return self
 
     @model_validator(mode="after")
+    def _check_gpus_of_ranks(self) -> PlacementKeys:
+        # Two ranks on one GPU are a "Duplicate GPU" for NCCL, after all models have been loaded.
+        training = self.resources.training
+        if training.count > 1 and 0 < training.gpus < 1:
+            raise ValueError(
+                f"resources.training.gpus = {training.gpus:g} with count = {training.count}: NCCL"
+                " needs a GPU of its own for each rank; set gpus to 1, to 0 to train on CPUs, or"
+                " count to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_staleness_of_mode(self) -> PlacementKeys:
         if self.mode != "async" and self.staleness != 1:
             raise ValueError(

@@ -148,6 +148,11 @@ class RunLogger:
         """Log parameters of this node, flattened."""
         self._add_record("params", params=flatten_settings(params))
 
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags of this node's run; a retry replaces them."""
+        for key, value in tags.items():
+            self._add_record("tag", key=key, value=value)
+
     def log_image(self, key: str, image: Image.Image | bytes, step: int) -> None:
         """Log an image (PIL, or encoded) by key and step; one that a resumed run already holds is
         skipped.

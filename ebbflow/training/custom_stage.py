@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ebbflow.compute import log_device
 from ebbflow.data.records import StageRecord
 from ebbflow.recipe.base import RecipeError
 from ebbflow.recipe.plugins import import_object
@@ -35,6 +36,9 @@ def train_custom_folder(
     assert isinstance(ctx.config, CustomStageConfig)
     train: TrainStage = import_object(ctx.config.path)
     record = train(ctx, folders, recorder)
+    recorder.log_tags(
+        log_device()
+    )  # after it: the stage chooses the GPU and how kernels are set up
     if not isinstance(record, StageRecord):
         raise RecipeError(
             f"{ctx.config.path} returned {type(record).__name__}; return a StageRecord"

@@ -8,8 +8,11 @@ group first, so that the others say that error instead.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -22,6 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _abort_process_group
+
+logger = logging.getLogger(__name__)
 
 STORE = "EBBFLOW_RANKS_STORE"
 """Environment variable: the file through which the ranks of one machine find each other, instead of
@@ -30,16 +36,23 @@ through a port.
 LAUNCHED = "EBBFLOW_RANKS_LAUNCHED"
 """Environment variable: when the launcher began to start the ranks, in seconds since 1970."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-TIMEOUT = timedelta(hours=1)
-"""A rank that hangs ends the others after this long; they also wait for the one that brings and
-stores large checkpoints.
+TIMEOUT_MINUTES = 30
+"""A rank that hangs ends the others after this long. They also wait for the one that downloads a
+model or stores a large checkpoint, so minutes are too few: 100 GiB at 100 MiB/s take 17.
 """
+TIMEOUT = timedelta(minutes=TIMEOUT_MINUTES)
 CHUNK = 64 * 2**20
 """Bytes of a file that are sent at a time."""
 FAILED = "ebbflow/failed"
 """Key of the group's store: the error of the first rank that failed by itself."""
 GLOO = "/gloo/transport/"
 """What gloo's errors about a connection name; they have no type of their own."""
+
+
+TIMED_OUT = re.compile(r"tim(?:ed|e)[ -]?out", re.IGNORECASE)
+"""What gloo's, the store's and NCCL's errors say of a time-out."""
+WARN_BEFORE = timedelta(seconds=20)
+"""How long before NCCL's time-out the phase is logged."""
 
 
 class PeerLost(RuntimeError):
@@ -97,6 +110,74 @@ class Ranks:
             dist.barrier()
 
 
+@dataclass
+class Phase:
+    """What the ranks do now, for the errors of those that wait in vain.
+
+    Example:
+        ``Phase("saving the checkpoint of step 40", 1200.5)``
+    """
+
+    name: str = "starting"
+    since: float = 0.0
+    """``time.monotonic()`` at its beginning."""
+
+
+_phase = Phase()
+
+
+def enter_phase(name: str) -> None:
+    """Say what this rank does from now on, as a participle: "loading the policy"."""
+    global _phase
+    _phase = Phase(name, time.monotonic())
+
+
+@contextmanager
+def _name_phase_of_timeout() -> Iterator[None]:
+    """Name the phase in errors of collectives that took too long."""
+    try:
+        yield
+    except Exception as error:
+        if is_connection_error(error) and TIMED_OUT.search(str(error)):
+            error.add_note(
+                f"Another rank did not come within {TIMEOUT_MINUTES} minutes (TIMEOUT_MINUTES)"
+                f" while this one was {_phase.name}; see the logs of the other ranks for where they"
+                " hang."
+            )
+        raise
+
+
+@contextmanager
+def _log_phase_before_abort() -> Iterator[None]:
+    """Log the phase shortly before NCCL's time-out: NCCL then ends the process from a thread of its
+    own, and no Python code runs after that.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        logged: Phase | None = None
+        while not ended.wait(WARN_BEFORE.total_seconds() / 4):
+            phase = _phase
+            waited = time.monotonic() - phase.since
+            if phase is not logged and waited > (TIMEOUT - WARN_BEFORE).total_seconds():
+                logged = phase
+                logger.warning(
+                    "this rank has been %s for %d minutes; if it waits for another rank in a"
+                    " collective, NCCL ends it at %d minutes (TIMEOUT_MINUTES)",
+                    phase.name,
+                    waited / 60,
+                    TIMEOUT.total_seconds() / 60,
+                )
+
+    thread = threading.Thread(target=watch, name="ebbflow-phase", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def choose_backend(cpu_offload: bool) -> str:
     """Choose the backend of a group: gloo on CPUs, NCCL on GPUs, and both where tensors of GPUs
     wait in main memory.
@@ -122,8 +203,11 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
     if "RANK" not in os.environ:
         yield Ranks(0, 1)
         return
+    enter_phase("starting")
+    device = None
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     path = os.environ.get(STORE)
     if path:
         # The launcher sees how each rank on its own machine ends, so nobody has to be told.
@@ -136,14 +220,39 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
         with _name_lost_peers():
             store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
         naming_errors = _name_lost_peers(store, rank)
-    with naming_errors:
-        dist.init_process_group(
-            choose_backend(cpu_offload), store=store, rank=rank, world_size=world, timeout=TIMEOUT
-        )
-        try:
-            yield Ranks.current()
-        finally:
+    try:
+        with naming_errors, _name_phase_of_timeout():
+            dist.init_process_group(
+                choose_backend(cpu_offload),
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=TIMEOUT,
+                # NCCL connects at once, and a rank that cannot says so here. Without it NCCL
+                # guesses the GPU of a rank from its number at the first barrier.
+                device_id=device,
+            )
+            with _log_phase_before_abort() if device else nullcontext():
+                yield Ranks.current()
             dist.destroy_process_group()
+    except BaseException:
+        # After ``naming_errors``: the others look for this error when their connections break.
+        if dist.is_initialized():
+            leave_failed_group()
+        raise
+
+
+def leave_failed_group() -> None:
+    """Leave the process group after an error, without a wait for the other ranks.
+
+    ``destroy_process_group`` first lets NCCL finish what is in flight. After an exception on this
+    rank alone that is a collective which the others have entered and this one never will: all of
+    them would wait until the time-out, and this rank's error would be seen only then.
+    """
+    if "nccl" in dist.get_backend():
+        _abort_process_group()
+    else:
+        dist.destroy_process_group()  # gloo has nothing to finish
 
 
 @contextmanager
@@ -164,7 +273,7 @@ def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None
             raise RuntimeError(failure) from error
         raise PeerLost(
             "a rank on another machine is gone, or cannot be reached; the stage starts again from"
-            f" its last checkpoint ({str(error).partition('. ')[0]})"
+            f" its last checkpoint (while {_phase.name}: {str(error).partition('. ')[0]})"
         ) from error
 
 

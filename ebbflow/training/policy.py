@@ -82,6 +82,7 @@ class Policy:
         self.fsdp = fsdp
         # FSDP2 keeps copies of offloaded parameters in main memory anyway: they are clones of them.
         self.offloaded = cpu_offload and not shard
+        self.shards_offloaded = cpu_offload and shard
 
         # Which parameters are trained. This comes before sharding, because adapters and float32
         # weights have to be there when FSDP2 takes over the modules.
@@ -267,8 +268,26 @@ class Policy:
     @torch.no_grad()
     def assign_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the parameters, by name."""
+        self._wait_for_reads()
         for key, parameter in self.parameters.items():
             parameter.copy_(values[key])
+
+    def _wait_for_reads(self) -> None:
+        """Wait until the GPU has read the offloaded shards of every forward pass launched so far.
+
+        FSDP2 copies them from pinned memory with ``non_blocking=True``. After a pass without
+        gradient these copies may still be in the queue while Python goes on, and would read what is
+        written over the shards now. A backward pass needs no such wait: FSDP2 waits for its
+        gradients in main memory, which come after all copies.
+        """
+        if not (self.shards_offloaded and torch.cuda.is_available()):
+            return  # a parameter on the device is overwritten in the order of its stream
+        # FSDP2 copies in a stream of its own, but each forward pass waits for its copies in the
+        # current stream, so an event there comes after all of them. The rest of the device, such as
+        # another thread's rollouts, goes on.
+        launched = torch.cuda.Event()
+        launched.record()
+        launched.synchronize()
 
     @torch.no_grad()
     def load_folder(self, folder: Path, to_train: bool = False) -> PolicyMetadata:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ebbflow.algorithms.advantages import PromptStatistics
 from ebbflow.algorithms.base import FOLLOWING
-from ebbflow.compute import set_up_process
+from ebbflow.compute import log_device, set_up_process
 from ebbflow.data.records import StageRecord
 from ebbflow.models import Model, load_model
 from ebbflow.models.compile import compile_blocks
@@ -40,6 +40,7 @@ def open_model(recipe: Recipe, base: Path) -> Model:
         ModelError: as ``load_model`` and ``compile_blocks``.
     """
     set_up_process(recipe)
+    log_device()
     model = load_model(base, recipe.model)
     if recipe.model.compile == "blocks":
         compile_blocks(model)

@@ -84,6 +84,9 @@ class Shown:
         assert path not in self.files
         self.files[path] = content
 
+    def log_tags(self, tags):
+        self.tags = tags
+
     def validated(self):
         found = {
             step: values

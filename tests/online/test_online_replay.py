@@ -44,7 +44,7 @@ class Files:
     def ignore(self, *_):
         pass
 
-    log_metrics = log_table = log_image = ignore
+    log_metrics = log_table = log_image = log_tags = ignore
 
 
 @pytest.fixture

@@ -153,9 +153,13 @@ def test_a_stage_hands_on_the_average_and_what_to_go_on_from(
         make_recipe(online=online, policy={"ema": {"slope": 0.5, "max_decay": 0.5}}), 0, 0
     )
     trained = tmp_path / "trained"
+    recorder = MetricsRecorder()
+    tags = {}
+    recorder.log_tags = tags.update
     record = train_online_folder(
-        ctx, StageFolders(base_folder, start(ctx.recipe), prompts, trained), MetricsRecorder()
+        ctx, StageFolders(base_folder, start(ctx.recipe), prompts, trained), recorder
     )
+    assert tags == {"ebbflow.device": "cpu", "ebbflow.torch": torch.__version__}
     metadata = read_policy_metadata(trained)
     assert (metadata.version, metadata.copies) == (record.optimizer_steps, ("old", "iterate"))
     assert metadata.progress == Progress(

@@ -1,5 +1,5 @@
 """A launcher with one rank that says where it is and then waits. Arguments: the file that it writes
-to.
+to, and how the rank starts (forkserver, spawn).
 """
 
 from __future__ import annotations
@@ -29,11 +29,18 @@ def rank(said: str) -> None:
     time.sleep(600)
 
 
+# Here and not below, because a spawned rank imports this file again.
+elastic.SPAWN_HELPER = rank
+
 if __name__ == "__main__":
-    elastic.SPAWN_HELPER = rank
-    assert elastic.preload_fork_server(Recipe())
-    assert elastic.preload_fork_server(Recipe()), "the second time there is one"
+    said, method = sys.argv[1:]
+    if method == "spawn":
+        elastic.preload_fork_server = lambda recipe: False  # as with CUDA
+    else:
+        assert elastic.preload_fork_server(Recipe())
+        assert elastic.preload_fork_server(Recipe()), "the second time there is one"
     os.environ["LATE"] = "after the server"
-    given = (os.getcwd(), dict(os.environ), sys.argv[1])
-    multiprocessing.get_context("forkserver").Process(target=elastic._run_rank, args=given).start()
-    time.sleep(600)
+    with elastic._configure_launcher(Recipe(), {}):
+        context = multiprocessing.get_context(method)
+        context.Process(target=elastic.plugin.spawn_helper, args=(said,)).start()
+        time.sleep(600)

@@ -59,6 +59,14 @@ def test_the_example_names_every_key_and_only_images_that_have_a_dockerfile() ->
     assert images - {None} == {f"ebbflow-{file.stem}:0.1.0" for file in DOCKERFILES}
 
 
+@pytest.mark.parametrize("image", ["trainer", "rollout"])
+def test_images_that_may_compile_a_model_have_a_compiler(image: str) -> None:
+    """torch's inductor compiles C++, and Triton compiles its launchers in C."""
+    text = (ROOT / "containers" / f"{image}.Dockerfile").read_text()
+    (installed,) = re.findall(r"apt-get install ([^&]+)", text)
+    assert {"g++", "gcc"} <= set(installed.split())
+
+
 def _keys(model: type[BaseModel]) -> set[str]:
     """The names of all keys of a model and of the models in it."""
     schema = model.model_json_schema()

@@ -1,5 +1,5 @@
-"""The ranks of a training group: they hear of a SIGTERM; forked ones know where they are, and end
-with their launcher.
+"""The ranks of a training group: they hear of a SIGTERM, know where they are, and end with their
+launcher.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def ignores(process: int, number: int) -> bool:
 def test_a_rank_is_where_its_launcher_is_and_ends_with_it(tmp_path: Path) -> None:
     said = tmp_path / "said.json"
     with (tmp_path / "printed").open("w") as printed:
-        command = [sys.executable, str(CASES), str(said)]
+        command = [sys.executable, str(CASES), str(said), "forkserver"]
         launcher = subprocess.Popen(command, cwd=tmp_path, stdout=printed, stderr=printed)
     wait_until(lambda: said.exists() or launcher.poll() is not None)
     assert said.exists(), (tmp_path / "printed").read_text()
@@ -79,6 +79,21 @@ def test_a_rank_is_where_its_launcher_is_and_ends_with_it(tmp_path: Path) -> Non
     assert "resource_tracker" not in (tmp_path / "printed").read_text(), (
         "its process was taken for a fork server's"
     )
+
+
+def test_a_spawned_rank_leaves_ctrl_c_to_its_launcher_and_ends_with_it(tmp_path: Path) -> None:
+    said = tmp_path / "said.json"
+    with (tmp_path / "printed").open("w") as printed:
+        command = [sys.executable, str(CASES), str(said), "spawn"]
+        launcher = subprocess.Popen(command, cwd=tmp_path, stdout=printed, stderr=printed)
+    wait_until(lambda: said.exists() or launcher.poll() is not None)
+    assert said.exists(), (tmp_path / "printed").read_text()
+    rank = json.loads(said.read_text())["rank"]
+    assert ignores(rank, signal.SIGINT), "the launcher passes it on as a SIGTERM"
+    assert not ignores(rank, signal.SIGTERM)
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not runs(rank))
 
 
 def test_its_processes_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:

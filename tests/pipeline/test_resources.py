@@ -350,6 +350,17 @@ def test_what_every_pod_of_a_deployment_has(for_gpus: Tasks, name: str) -> None:
     assert files["MLFLOW_TRACKING_PASSWORD"] == SecretProto.ENV_VAR
 
 
+def test_a_pod_knows_the_gpus_that_it_asks_for(by_default: Tasks, for_gpus: Tasks) -> None:
+    """Its processes refuse to train on the CPU instead (``ebbflow.compute``)."""
+    named = {
+        name: _environment(template).get("EBBFLOW_GPUS") for name, template in for_gpus.items()
+    }
+    assert named == {name: ON_GPUS[kind]["resources"].get("gpu") for name, kind in KINDS.items()}, (
+        "what the pod requests"
+    )
+    assert not any("EBBFLOW_GPUS" in _environment(task) for task in by_default.values())
+
+
 def test_where_a_pod_may_run_and_for_how_long(for_gpus: Tasks) -> None:
     template = for_gpus["tasks.train_online.train_online"]
     pod, _ = _pod(template)

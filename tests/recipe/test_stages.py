@@ -53,6 +53,12 @@ NOT_REUSED = [
 """(keys of a stage, what the error says of them, the fix)."""
 REFUSED = [
     (
+        online("mix_grpo", placement="ray", resources={"training": {"count": 2, "gpus": 0.5}}),
+        "resources.training.gpus = 0.5 with count = 2",
+        "NCCL needs a GPU of its own for each rank",
+        "set gpus to 1, to 0 to train on CPUs, or count to 1",
+    ),
+    (
         online("mix_grpo", reference={"weight": 1, "guidance": 2}),
         "reference.guidance = 2",
         "policy and base",

@@ -194,6 +194,17 @@ def test_steps_that_a_resumed_run_already_holds_are_not_logged_twice(
     )
 
 
+def test_a_node_has_tags_of_its_process_and_a_retry_replaces_them(
+    tracked: TrackedRun, client: MlflowClient
+) -> None:
+    for device in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"):
+        with open_node_run(tracked, "train") as run_logger:
+            run_logger.log_tags({"ebbflow.device": device, "ebbflow.cuda": "13.0"})
+    assert run_logger.run_id is not None
+    tags = client.get_run(run_logger.run_id).data.tags
+    assert (tags["ebbflow.device"], tags["ebbflow.cuda"]) == ("NVIDIA H100 80GB HBM3", "13.0")
+
+
 def test_non_finite_values_are_counted_and_not_sent(
     tracked: TrackedRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,11 +4,14 @@ that holds them on its device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
 from training_cases import FULL, LORA, NFT, forward_rows, stage_of
 
-from ebbflow.models import load_model
+from ebbflow.models import load_model, predict
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.checkpoint import restore_updater, write_part
@@ -98,3 +101,67 @@ def test_the_state_of_no_parameter_shares_memory_with_another(base_folder):
     }
     assert after == before
     assert len(before) == sum(map(len, updater.optimizer.state.values()))
+
+
+class DelayedStream:
+    """Stands in for a CUDA stream, as slow as can be: what is launched runs when something waits
+    for it. An event of torch is replaced by the stream itself, which knows all that it must wait
+    for.
+    """
+
+    def __init__(self) -> None:
+        self.launched: list[Callable[[], object]] = []
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        launched, self.launched = self.launched, []
+        for work in launched:
+            work()
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_shards_are_not_overwritten_while_the_device_may_still_read_them(
+    base_folder, group_of_one, monkeypatch
+):
+    """FSDP2 reads offloaded shards later than the forward pass returns: ``use_copy`` must neither
+    put the copy over the policy's weights before they are read, nor the policy's over the copy's.
+    """
+    policy = Policy(load_model(base_folder), FULL, 0, shard=True, cpu_offload=True)
+    policy.snapshot_copy("old")
+    policy.assign_parameters({name: 1.5 * p.detach() for name, p in policy.parameters.items()})
+    arguments = forward_rows(policy.model, stage_of(NFT)).inputs.model_arguments(slice(0, 6))
+    predictions = {}
+
+    def launch(name):
+        def run():
+            with torch.no_grad():
+                predictions[name] = predict(policy.model, *arguments)
+
+        stream.launched.append(run)
+
+    stream = DelayedStream()
+    expected = {}
+    for name in ("current", "old"):
+        with policy.use_copy(name):
+            launch(name)
+            stream.synchronize()
+        expected[name] = predictions.pop(name)
+    assert not torch.equal(expected["current"], expected["old"])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: stream)
+    for name in ("current", "old"):
+        with policy.use_copy(name):
+            launch(name)
+    stream.synchronize()
+    for name, prediction in expected.items():
+        assert torch.equal(predictions[name], prediction), name
