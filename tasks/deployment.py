@@ -35,7 +35,26 @@ def _check_size(value: Any) -> str:
     return value
 
 
+def _parse_cores(value: Any) -> float:
+    """Parse cores as Kubernetes writes them: a number or thousandths of a core."""
+    match = re.fullmatch(r"(\d+)m|(\d+(?:\.\d+)?)", str(value))
+    if not match or isinstance(value, bool):
+        raise ValueError("give a number of cores, such as 2 or 0.5, or thousandths, such as 500m")
+    milli = float(match[1]) if match[1] else float(match[2]) * 1000
+    # Kubernetes refuses a finer quantity, and a pod without cores cannot run.
+    if milli < 1 or abs(milli - round(milli)) > 1e-6:
+        raise ValueError("give at least 0.001 cores, in whole thousandths")
+    return round(milli) / 1000
+
+
+def format_cores(cores: float) -> str:
+    """Format cores as Kubernetes reads them, such as 2 or 0.4."""
+    # Thousandths are what Kubernetes counts, and a product of floats has more digits.
+    return f"{round(cores, 3):.3f}".rstrip("0").rstrip(".")
+
+
 Size = Annotated[str, BeforeValidator(_check_size)]
+Cores = Annotated[float, BeforeValidator(_parse_cores)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 
@@ -105,8 +124,10 @@ class PodConfig(NodesConfig):
     """The container image; default: that of ``image_registry``, or else the one given when
     registering (``--image``).
     """
-    cpu: AtLeastOne = 1
-    """Cores. This and what follows is both request and limit, so that the pod is evicted last."""
+    cpu: Cores = 1
+    """Cores, whole or not: 2, 0.4 and 500m. This and what follows is both request and limit, so
+    that the pod is evicted last.
+    """
     mem: Size = "2Gi"
     """Memory."""
     ephemeral_storage: Size | None = None
@@ -145,14 +166,14 @@ class PodConfig(NodesConfig):
 class ScorerConfig(PodConfig):
     """Rewards of an offline stage."""
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "4Gi"
 
 
 class AcceleratedConfig(PodConfig):
     """One process that generates or trains: rollouts, online stages, evaluations, base models."""
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "8Gi"
     grace_period: AtLeastZero = 300
 
@@ -162,7 +183,7 @@ class TrainingGroupConfig(PodConfig):
     each.
     """
 
-    cpu: AtLeastOne = 1
+    cpu: Cores = 1
     """Cores of each process."""
     mem: Size = "8Gi"
     """Memory of all processes of a node together."""
@@ -181,7 +202,7 @@ class RayWorkersConfig(NodesConfig):
     """Pods."""
     image: str | None = None
     """The container image; default: the cluster's."""
-    cpu: AtLeastOne = 4
+    cpu: Cores = 4
     mem: Size = "16Gi"
     ephemeral_storage: Size | None = None
     gpus: AtLeastZero = 0
@@ -195,7 +216,7 @@ class RayClusterConfig(PodConfig):
     pods.
     """
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "8Gi"
     gpus: Annotated[int, Field(ge=0, le=0)] = 0
     """0: models are in the workers."""
@@ -236,7 +257,7 @@ class RayClusterConfig(PodConfig):
 class DownloaderConfig(PodConfig):
     """The download of a base model: tens of GB on the way to the artifact store."""
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "16Gi"
     ephemeral_storage: Size | None = "100Gi"
 

@@ -20,6 +20,7 @@ from tasks.deployment import (
     RayWorkersConfig,
     SecretConfig,
     build_pod_environment,
+    format_cores,
     read_deployment,
 )
 from tasks.elastic import GracefulElastic
@@ -174,7 +175,7 @@ def _build_secret(secret: SecretConfig) -> Secret:
 def _build_resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:
     """Build what a pod with ``processes`` processes requests."""
     return Resources(
-        cpu=str(pod.cpu * processes),
+        cpu=format_cores(pod.cpu * processes),
         mem=pod.mem,  # of all processes together
         gpu=str(pod.gpus * processes) if pod.gpus else None,
         ephemeral_storage=pod.ephemeral_storage,
