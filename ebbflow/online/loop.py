@@ -245,6 +245,7 @@ class OnlineLoop:
             folder, saved = newest
             await self.workers.load_checkpoint(folder)
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
+            logger.info("resuming after step %d of %d", self.state.step, self.config.steps)
         with clock.measure_phase("encoding"):
             prompts = self.sampler.list_possible_prompts()
             embeddings = await self.workers.training.encode(prompts)
