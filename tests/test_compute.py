@@ -187,7 +187,7 @@ def test_ranks_before_they_join_their_group(monkeypatch):
     seen = stop_at(monkeypatch, distributed, "join_process_group")
     given = arguments_of_a_task(monkeypatch, module) | {
         "base": None,
-        "policy": None,
+        "policy": SimpleNamespace(global_step=0),
         "rollouts": [],
         "advantages": None,
     }

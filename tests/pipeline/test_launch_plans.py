@@ -114,6 +114,17 @@ def test_a_plan_notifies_those_whom_the_deployment_names(monkeypatch: pytest.Mon
     assert list(email.phases) == list(slack.phases) == [WorkflowExecutionPhase.FAILED]
 
 
+def test_a_plan_runs_as_the_service_account_of_the_deployment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launch_plans._build_security_context() is None
+    deployment = DeploymentConfig(service_account="trainer")
+    monkeypatch.setattr(launch_plans, "DEPLOYMENT", deployment)
+    context = launch_plans._build_security_context()
+    assert context is not None
+    assert context.run_as.k8s_service_account == "trainer"
+
+
 class Started(Exception):
     """Carries the recipe that a run began with."""
 
