@@ -15,7 +15,7 @@ from flytekit.core.docstring import Docstring
 
 INPUTS = {
     "advantages": "The advantage of every sample that is trained on.",
-    "approved": "The question that a person approved; empty where nobody was asked.",
+    "answer": "What the person said who was asked for approval.",
     "base": "The base model.",
     "before": "The evaluation of the policy that training started from.",
     "branch": "The branch of the recipe, by name.",
@@ -29,6 +29,7 @@ INPUTS = {
     "prompts": "The table of prompts.",
     "recipe": "The recipe, as JSON. Keys that are left out have their defaults: `ebbflow keys`"
     " explains every key, and `ebbflow check FILE` checks a recipe before it is started.",
+    "question": "What a person was asked for approval; empty where nobody was.",
     "registration": "The registered version of the model.",
     "report": "The report that a person decides by.",
     "repository": "The repository of the base model on the hub.",
