@@ -13,6 +13,8 @@ How
     - ``resources`` turns the deployment (``deployment``, one YAML file) into pods; ``images`` is
       the CPU image.
     - ``transformers`` makes Flyte's types of Pydantic models, small enough for its engine.
+    - ``descriptions`` is what Flyte's console says of workflows, tasks and inputs.
+    - ``error_text`` puts the message of an error before its trace, for Flyte's console.
     - ``cache`` says what is reused: within a run, or by all runs. ``preemption`` turns a SIGTERM
       into a retry; ``elastic`` is the training group of offline stages.
     - Importing this package configures logging (``EBBFLOW_LOG_LEVEL``) and the object store for
@@ -35,6 +37,8 @@ from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import s3_setup_args
 
 from ebbflow.logs import configure_logging
+from tasks.descriptions import describe_entities
+from tasks.error_text import put_messages_first
 from tasks.transformers import register_transformers
 
 configure_logging()
@@ -50,9 +54,14 @@ def _is_actionable(record: logging.LogRecord) -> bool:
     # MessagePack: nothing is pickled.
     if message.startswith("Unsupported Type typing.Any"):
         return False
+    # How a node of several ends that is not the first: nothing went wrong, and ``elastic`` says so.
+    if message.startswith("User-scoped IgnoreOutputs received"):
+        return False
     # Flytekit never closes its session with the object store, which ends with the process.
     return "'message': 'Unclosed client session'" not in message
 
 
 logging.getLogger("flytekit").addFilter(_is_actionable)
 register_transformers()
+put_messages_first()
+describe_entities()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from ebbflow.recipe.base import Strict, explain_validation_error, locate_nowhere
 from ebbflow.recipe.yaml_text import YamlText, describe_yaml_error, read_yaml
@@ -35,9 +35,60 @@ def _check_size(value: Any) -> str:
     return value
 
 
+def _parse_cores(value: Any) -> float:
+    """Parse cores as Kubernetes writes them: a number or thousandths of a core."""
+    match = re.fullmatch(r"(\d+)m|(\d+(?:\.\d+)?)", str(value))
+    if not match or isinstance(value, bool):
+        raise ValueError("give a number of cores, such as 2 or 0.5, or thousandths, such as 500m")
+    milli = float(match[1]) if match[1] else float(match[2]) * 1000
+    # Kubernetes refuses a finer quantity, and a pod without cores cannot run.
+    if milli < 1 or abs(milli - round(milli)) > 1e-6:
+        raise ValueError("give at least 0.001 cores, in whole thousandths")
+    return round(milli) / 1000
+
+
+def format_cores(cores: float) -> str:
+    """Format cores as Kubernetes reads them, such as 2 or 0.4."""
+    # Thousandths are what Kubernetes counts, and a product of floats has more digits.
+    return f"{round(cores, 3):.3f}".rstrip("0").rstrip(".")
+
+
+def _check_label(value: str) -> str:
+    """Check the value of a label, as Kubernetes does when it makes the pod."""
+    if not re.fullmatch(r"([A-Za-z0-9]([-\w.]*[A-Za-z0-9])?)?", value, re.ASCII) or len(value) > 63:
+        raise ValueError(
+            "a label has at most 63 letters, digits, '-', '_' and '.', and begins and ends with a"
+            " letter or digit"
+        )
+    return value
+
+
 Size = Annotated[str, BeforeValidator(_check_size)]
+Label = Annotated[str, AfterValidator(_check_label)]
+Cores = Annotated[float, BeforeValidator(_parse_cores)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
+
+
+FLYTE_PREFIXES = ("FLYTE_INTERNAL_", "_F_")
+FLYTE_VARIABLES = frozenset(
+    {
+        "FLYTE_ATTEMPT_NUMBER",
+        "FLYTE_EXECUTION_URL",
+        "FLYTE_K8S_ARRAY_INDEX",
+        "BATCH_JOB_ARRAY_INDEX_VAR_NAME",
+        # Of the pods of a Ray cluster.
+        "CPU_LIMITS",
+        "CPU_REQUEST",
+        "MEMORY_LIMITS",
+        "MEMORY_REQUESTS",
+        "MY_POD_IP",
+        "MY_POD_NAME",
+        "RAY_DISABLE_DOCKER_CPU_WARNING",
+        "TYPE",
+    }
+)
+"""Environment variables that Flyte puts into pods."""
 
 
 GPU_GIB = {
@@ -105,8 +156,10 @@ class PodConfig(NodesConfig):
     """The container image; default: that of ``image_registry``, or else the one given when
     registering (``--image``).
     """
-    cpu: AtLeastOne = 1
-    """Cores. This and what follows is both request and limit, so that the pod is evicted last."""
+    cpu: Cores = 1
+    """Cores, whole or not: 2, 0.4 and 500m. This and what follows is both request and limit, so
+    that the pod is evicted last.
+    """
     mem: Size = "2Gi"
     """Memory."""
     ephemeral_storage: Size | None = None
@@ -130,7 +183,14 @@ class PodConfig(NodesConfig):
     separately.
     """
     max_hours: Annotated[float, Field(gt=0)] | None = None
-    """Hours after which Flyte ends an attempt; default: no limit."""
+    """Hours that the pod of an attempt may run. They begin when a node takes the pod: waiting for a
+    machine does not count, pulling the image does. Kubernetes then ends the pod as on preemption,
+    and Flyte retries the task, which counts against ``retries``. Default: no limit.
+
+    Pods that an operator makes (``ray_cluster``, and ``training_group`` with several
+    ``train_nodes``) have Flyte's timeout instead, which counts waiting, too; and twice these hours
+    end the task, whatever its retries.
+    """
 
     @model_validator(mode="after")
     def _check_accelerator(self) -> Self:
@@ -145,14 +205,14 @@ class PodConfig(NodesConfig):
 class ScorerConfig(PodConfig):
     """Rewards of an offline stage."""
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "4Gi"
 
 
 class AcceleratedConfig(PodConfig):
     """One process that generates or trains: rollouts, online stages, evaluations, base models."""
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "8Gi"
     grace_period: AtLeastZero = 300
 
@@ -162,7 +222,7 @@ class TrainingGroupConfig(PodConfig):
     each.
     """
 
-    cpu: AtLeastOne = 1
+    cpu: Cores = 1
     """Cores of each process."""
     mem: Size = "8Gi"
     """Memory of all processes of a node together."""
@@ -175,13 +235,15 @@ class TrainingGroupConfig(PodConfig):
 class RayWorkersConfig(NodesConfig):
     """A group of identical pods of a Ray cluster, shared by the actors of a stage."""
 
-    name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$")] = "workers"
-    """The group's name: lower-case letters, digits and hyphens."""
+    name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)] = "workers"
+    """The group's name: at most 40 lower-case letters, digits and hyphens; its pods are called by
+    it.
+    """
     replicas: AtLeastOne = 1
     """Pods."""
     image: str | None = None
     """The container image; default: the cluster's."""
-    cpu: AtLeastOne = 4
+    cpu: Cores = 4
     mem: Size = "16Gi"
     ephemeral_storage: Size | None = None
     gpus: AtLeastZero = 0
@@ -195,7 +257,7 @@ class RayClusterConfig(PodConfig):
     pods.
     """
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "8Gi"
     gpus: Annotated[int, Field(ge=0, le=0)] = 0
     """0: models are in the workers."""
@@ -218,6 +280,16 @@ class RayClusterConfig(PodConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [group.name for group in self.workers]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(
+                f"workers are called {', '.join(repeated)} twice; KubeRay needs names of their own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_disk(self) -> Self:
         """Flyte merges the pods key by key, so that a group without a disk would get the head's."""
         inheriting = [
@@ -236,7 +308,7 @@ class RayClusterConfig(PodConfig):
 class DownloaderConfig(PodConfig):
     """The download of a base model: tens of GB on the way to the artifact store."""
 
-    cpu: AtLeastOne = 2
+    cpu: Cores = 2
     mem: Size = "16Gi"
     ephemeral_storage: Size | None = "100Gi"
 
@@ -300,10 +372,14 @@ class DeploymentConfig(Strict):
     """
     secrets: list[SecretConfig] = []
     env: dict[str, str] = {}
-    """Environment variables of every pod; no secrets."""
-    labels: dict[str, str] = {}
+    """Environment variables of every pod; no secrets. Leave out those that your Flyte gives to
+    every pod itself (``default-env-vars`` of its configuration): a variable that is there twice
+    fails stages on Ray.
+    """
+    labels: dict[str, Label] = {}
     """Labels of every pod."""
     service_account: str | None = None
+    """Of every pod, also of Ray's head and workers, and of the runs of the launch plans."""
     image_pull_secrets: list[str] = []
     priority_class: str | None = None
     accelerator_label: str = "k8s.amazonaws.com/accelerator"
@@ -318,6 +394,27 @@ class DeploymentConfig(Strict):
     accelerated: AcceleratedConfig = AcceleratedConfig()
     training_group: TrainingGroupConfig = TrainingGroupConfig()
     ray_cluster: RayClusterConfig = RayClusterConfig()
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> DeploymentConfig:
+        # A variable that is there twice has one of two values in a pod, and Kubernetes refuses a
+        # RayJob that has one, when the stage is to start.
+        variables = [secret.variable for secret in self.secrets]
+        if self.hub_secret:
+            variables.append("HF_TOKEN")
+        for name in self.env:
+            if not re.fullmatch(r"[-._a-zA-Z][-._a-zA-Z0-9]*", name):
+                raise ValueError(f"env: {name!r} is no name of an environment variable")
+            if name == FILE:
+                raise ValueError(f"env: every pod has {FILE} by itself; leave it out")
+            if name.startswith(FLYTE_PREFIXES) or name in FLYTE_VARIABLES:
+                raise ValueError(f"env: Flyte sets {name} itself; leave it out")
+            if name in variables:
+                raise ValueError(f"env: {name} is also the variable of a secret; leave one out")
+        repeated = sorted({name for name in variables if variables.count(name) > 1})
+        if repeated:
+            raise ValueError(f"secrets: {', '.join(repeated)} is the variable of two secrets")
+        return self
 
     @model_validator(mode="after")
     def _check_context_parallel(self) -> DeploymentConfig:

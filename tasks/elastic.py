@@ -170,6 +170,11 @@ class GracefulElasticTask(PytorchElasticFunctionTask):
         ):
             try:
                 return super().execute(**kwargs)
+            except IgnoreOutputs:
+                logger.info(
+                    "%s is done on this node; the first node returns its outputs", self._short_name
+                )
+                raise
             except Exception as error:
                 reason = _explain_lost_node(error)
                 if reason:

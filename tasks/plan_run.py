@@ -5,7 +5,7 @@ from __future__ import annotations
 from flytekit import task
 
 from ebbflow.recipe import Recipe
-from tasks.deployment import DeploymentConfig, DeploymentError, PodConfig
+from tasks.deployment import DeploymentConfig, DeploymentError, PodConfig, format_cores
 from tasks.resources import DEPLOYMENT, light_resources
 
 # Kinds of pods, the keys of a deployment, and what runs in them.
@@ -66,14 +66,14 @@ def _list_machines() -> str:
         gpus = f"{pod.gpus * processes} x {pod.accelerator or 'GPU'}" if pod.gpus else "no GPU"
         purpose += f", {nodes} nodes" if nodes > 1 else ""
         lines.append(
-            f"  {kind} ({purpose}): processes {processes}, cores {pod.cpu * processes}, {pod.mem},"
-            f" {gpus}"
+            f"  {kind} ({purpose}): processes {processes},"
+            f" cores {format_cores(pod.cpu * processes)}, {pod.mem}, {gpus}"
         )
     for group in DEPLOYMENT.ray_cluster.workers:
         kind = DEPLOYMENT.ray_cluster.accelerator or "GPU"
         gpus = f"{group.gpus} x {kind}" if group.gpus else "no GPU"
         lines.append(
-            f"  ray_cluster, {group.replicas} x {group.name} (actors): cores {group.cpu},"
-            f" {group.mem}, {gpus}"
+            f"  ray_cluster, {group.replicas} x {group.name} (actors):"
+            f" cores {format_cores(group.cpu)}, {group.mem}, {gpus}"
         )
     return "\n".join(lines)

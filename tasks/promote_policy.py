@@ -1,5 +1,5 @@
 """Make a registered policy champion, once the gate and, if the recipe asks for one, a person have
-approved it.
+approved it; or record that the person did not.
 """
 
 from __future__ import annotations
@@ -14,21 +14,34 @@ from tasks.types import ChampionPolicy
 
 @task(cache=ONCE_PER_RUN, **light_resources())
 def promote_policy(
-    run: TrackedRun, champion: ChampionPolicy, registration: Registration, approved: str = ""
+    run: TrackedRun,
+    champion: ChampionPolicy,
+    registration: Registration,
+    question: str = "",
+    answer: bool = True,
 ) -> Registration:
-    """Promote the version; a retry does not move the champion again. ``approved`` is the question
-    that a person approved, if one was asked.
+    """Promote the version unless a person said no; a retry does not move the champion again.
+
+    ``question`` is what the person was asked, empty if nobody was, and ``answer`` what they said. A
+    no is a decision and not a failure: the version is tagged and stays challenger, and the run
+    ends.
     """
-    from ebbflow.registry.promotion import promote_version
+    from ebbflow.registry.promotion import decline_version, promote_version
     from ebbflow.tracking.child_run import open_node_run
 
     execution = current_context().execution_id
     name = execution.name if execution else "local"
     # In the registry, as Flyte's record of an approval goes with the execution.
     tags = {"promoted_in": name}
-    if approved:
-        tags |= {"approved_in": name, "approved": approved}
+    if question:
+        tags |= {"approved_in": name, "approved": question}
     with open_node_run(run, "promotion") as run_logger:
+        if not answer:
+            declined = decline_version(
+                run, registration, {"declined_in": name, "declined": question}
+            )
+            run_logger.log_params(declined.model_dump())
+            return declined
         # The gate compared with ``expected_champion``. An alias has no compare-and-swap: it is read
         # again right before it moves, and another champion since then fails the promotion.
         promoted = promote_version(run, registration, tags, expected_champion=champion.version)

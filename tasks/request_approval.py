@@ -46,21 +46,25 @@ def request_approval(
         run_logger.log_params({"question": question, "hours": recipe.promotion.approval})
         if execution and execution.name != "local":
             where = f"project={execution.project!r}, domain={execution.domain!r}"
-            call = f"FlyteRemote.approve({GATE!r}, {execution.name!r}, {where})"
+            call = f"FlyteRemote.set_input({GATE!r}, {execution.name!r}, True, {where})"
             logger.warning(
-                "%s: approve node %r of execution %s in Flyte's console, or call %s",
+                "%s: answer true or false at node %r of execution %s in Flyte's console, or call %s"
+                " (False: not approved)",
                 question,
                 GATE,
                 execution.name,
                 call,
             )
         elif not sys.stdin.isatty():
-            # In a local run flytekit prompts on stdin with the default yes, and would take an empty
-            # line from a pipe for it.
+            # In a local run flytekit prompts on stdin, and would take a line from a pipe for the
+            # answer.
             raise ApprovalError(
                 f"promotion.approval = {recipe.promotion.approval}, but there is no terminal to ask"
                 f" on: version {registration.version} of {registration.model_name!r} stays"
                 " challenger. Run the recipe again in a terminal (it resumes here), or remove"
                 " promotion.approval"
             )
+        else:
+            # flytekit's prompt names the node and not what is asked.
+            logger.warning("%s: yes or no?", question)
     return question

@@ -21,6 +21,7 @@ from tasks.deployment import (
     RayWorkersConfig,
     SecretConfig,
     build_pod_environment,
+    format_cores,
     read_deployment,
 )
 from tasks.elastic import GracefulElastic
@@ -80,7 +81,10 @@ def training_group_resources() -> dict[str, Any]:
         # Elastic would write into the pod template, and leave the size open.
         increase_shared_mem=False,
     )
-    return {"task_config": config} | _task_arguments(DEPLOYMENT.training_group, processes)
+    arguments = _task_arguments(
+        DEPLOYMENT.training_group, processes, has_operator=DEPLOYMENT.train_nodes > 1
+    )
+    return {"task_config": config} | arguments
 
 
 def ray_cluster_resources() -> dict[str, Any]:
@@ -88,12 +92,25 @@ def ray_cluster_resources() -> dict[str, Any]:
     cluster = DEPLOYMENT.ray_cluster
     config = RayJobConfig(
         # No cores for Ray, so that no actor is placed on the head.
-        head_node_config=HeadNodeConfig(ray_start_params={"num-cpus": "0"}),
+        head_node_config=HeadNodeConfig(
+            ray_start_params={"num-cpus": "0"}, pod_template=_build_ray_head_template()
+        ),
         worker_node_config=[_build_ray_workers(group) for group in cluster.workers],
         shutdown_after_job_finishes=True,
         ttl_seconds_after_finished=cluster.keep_seconds,
     )
-    return {"task_config": config} | _task_arguments(cluster)
+    return {"task_config": config} | _task_arguments(cluster, has_operator=True)
+
+
+def _build_ray_head_template() -> PodTemplate | None:
+    """Build what the head's pod has beside the task's own pod template."""
+    # Flyte's Ray plugin overwrites the service account of the task's pod with the one of its
+    # configuration (``default``), before it merges this template into the pod.
+    if not DEPLOYMENT.service_account:
+        return None
+    return PodTemplate(
+        pod_spec=V1PodSpec(containers=[], service_account_name=DEPLOYMENT.service_account)
+    )
 
 
 def _build_ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
@@ -103,6 +120,8 @@ def _build_ray_workers(group: RayWorkersConfig) -> WorkerNodeConfig:
     resources = _build_resources(group)
     pod = pod_spec_from_resources("ray-worker", resources, resources)
     pod.containers[0].image = group.image
+    # Here for the same reason as in the head's template.
+    pod.service_account_name = DEPLOYMENT.service_account
     nodes = _build_node_selector(group)
     # Flyte selects the kind of GPU for tasks whose own pod has GPUs; the head has none.
     accelerator = DEPLOYMENT.ray_cluster.accelerator
@@ -132,14 +151,29 @@ def _build_node_selector(pod: NodesConfig) -> dict[str, Any]:
     }
 
 
-def _task_arguments(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
-    """Build the arguments of ``@task`` for a pod; cores and GPUs are per process."""
+def _task_arguments(
+    pod: PodConfig, processes: int = 1, has_operator: bool = False
+) -> dict[str, Any]:
+    """Build the arguments of ``@task`` for a pod; cores and GPUs are per process.
+
+    Args:
+        has_operator: an operator makes the task's pods, from a job that Flyte makes.
+    """
     resources = _build_resources(pod, processes)
     secrets = [V1LocalObjectReference(name=name) for name in DEPLOYMENT.image_pull_secrets]
     # New for every task, because Flyte may write into it: two tasks that share one crash at import.
     # Without resources, as the task's replace them.
+    limit = timedelta(hours=pod.max_hours or 0)
+    # The pod's own deadline, which begins on the node. Flyte's timeout counts waiting for a
+    # machine, ends the task after twice its time however many retries are left, and ends a dynamic
+    # workflow in the midst of the nodes that its pod has compiled.
+    pod_deadline = int(limit.total_seconds()) or None
+    if has_operator:
+        # A head or a worker that ended by itself would be started again by its operator.
+        pod_deadline = None
     template = V1PodSpec(
         containers=[V1Container(name="primary")],
+        active_deadline_seconds=pod_deadline,
         termination_grace_period_seconds=pod.grace_period,
         service_account_name=DEPLOYMENT.service_account,
         image_pull_secrets=secrets or None,
@@ -158,7 +192,7 @@ def _task_arguments(pod: PodConfig, processes: int = 1) -> dict[str, Any]:
         "pod_template": PodTemplate(pod_spec=template, labels=DEPLOYMENT.labels or None),
         "interruptible": pod.interruptible,
         "retries": pod.retries,
-        "timeout": timedelta(hours=pod.max_hours or 0),  # of an attempt; 0 is none
+        "timeout": limit if has_operator else timedelta(0),  # 0 is none
         "secret_requests": [_build_secret(secret) for secret in DEPLOYMENT.secrets],
         "environment": _build_environment(pod.gpus * processes),
     }
@@ -183,7 +217,7 @@ def _build_secret(secret: SecretConfig) -> Secret:
 def _build_resources(pod: PodConfig | RayWorkersConfig, processes: int = 1) -> Resources:
     """Build what a pod with ``processes`` processes requests."""
     return Resources(
-        cpu=str(pod.cpu * processes),
+        cpu=format_cores(pod.cpu * processes),
         mem=pod.mem,  # of all processes together
         gpu=str(pod.gpus * processes) if pod.gpus else None,
         ephemeral_storage=pod.ephemeral_storage,

@@ -12,6 +12,7 @@ from pathlib import Path
 from flytekit import CronSchedule, Email, LaunchPlan, Slack
 from flytekit.core.notification import Notification
 from flytekit.models.core.execution import WorkflowExecutionPhase
+from flytekit.models.security import Identity, SecurityContext
 
 from ebbflow.recipe import Recipe, load_recipe
 from tasks.resources import DEPLOYMENT
@@ -41,6 +42,14 @@ def _build_notifications() -> list[Notification]:
     ]
 
 
+def _build_security_context() -> SecurityContext | None:
+    """Build the identity of a run: the deployment's service account, also for pods that have none
+    in their template.
+    """
+    account = DEPLOYMENT.service_account
+    return SecurityContext(run_as=Identity(k8s_service_account=account)) if account else None
+
+
 # Names are given: without one ``get_or_create`` drops the options silently. A schedule fails
 # silently where an input has no value, so the recipe is fixed.
 nightly = LaunchPlan.get_or_create(
@@ -49,6 +58,7 @@ nightly = LaunchPlan.get_or_create(
     fixed_inputs={"recipe": _read_recipe_with_approval()},
     schedule=CronSchedule(schedule="0 2 * * *"),  # UTC
     notifications=_build_notifications(),
+    security_context=_build_security_context(),
 )
 """Every night, once the launch plan is activated."""
 
@@ -57,5 +67,6 @@ manual = LaunchPlan.get_or_create(
     workflow=post_train,
     default_inputs={"recipe": _read_recipe_with_approval()},
     notifications=_build_notifications(),
+    security_context=_build_security_context(),
 )
 """On demand. Another recipe may be given; it is used as it is."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
-from flytekit import approve, dynamic, workflow
+from flytekit import dynamic, wait_for_input, workflow
 from flytekit.types.file import FlyteFile
 
 from ebbflow.data.records import GateDecision, Registration, TrackedRun
@@ -234,9 +234,9 @@ def conclude(
     """Register the candidate as challenger, and promote it if the gate and, if the recipe asks for
     one, a person approve.
 
-    A person decides by the report, so it is written before the gate node and again after it. If
-    nobody approves in time, the node fails and with it the execution; challenger and report exist
-    by then.
+    A person decides by the report, so it is written before the gate node and again after it. A no
+    is a decision: the version stays challenger and the run ends well. If nobody answers in time,
+    the node fails and with it the execution; challenger and report exist by then.
     """
     inputs: dict[str, Any] = {"recipe": recipe, "run": run, "decision": decision}
     write = partial(write_report, **inputs, base=base, history=history, champion=champion)
@@ -246,16 +246,19 @@ def conclude(
     if not decision.promote:
         report, summary = write(registration=registration)
         return Conclusion(report, summary, registration)
-    # ``approve`` times out after the hours of the recipe, Flyte's default being one. A scalar is
-    # what is gated and flows on: the console shows it, and promotion cannot run without it.
-    approved = ""
-    if recipe.promotion.approval:
+    promote = partial(promote_policy, run=run, champion=champion, registration=registration)
+    if not recipe.promotion.approval:
+        promoted = promote()
+    else:
         report, _ = write(registration=registration)
         question = request_approval(**inputs, registration=registration, report=report)
-        approved = approve(question, GATE, timedelta(hours=recipe.promotion.approval))
-    promoted = promote_policy(
-        run=run, champion=champion, registration=registration, approved=approved
-    )
+        # A gate that waits for a value, because a rejected ``approve`` fails the execution: nothing
+        # could say so in the report and in MLflow any more.
+        timeout = timedelta(hours=recipe.promotion.approval)
+        answer = wait_for_input(GATE, timeout, bool)
+        # Such a gate has no inputs, and would open before there is a report to decide by.
+        question >> answer
+        promoted = promote(question=question, answer=answer)
     report, summary = write(registration=promoted)
     return Conclusion(report, summary, promoted)
 

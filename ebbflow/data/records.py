@@ -210,6 +210,8 @@ class Registration(Strict):
     """Whether it holds the alias ``champion``."""
     previous: str | None
     """The version that was champion before."""
+    declined: bool = False
+    """Whether a person was asked for approval and said no."""
 
 
 class Champion(Strict):

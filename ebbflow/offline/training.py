@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import warnings
 from contextlib import closing
@@ -42,6 +43,8 @@ from ebbflow.training.policy_io import load_policy, save_policy
 from ebbflow.training.stage_loop import StageLoop, StageState, load_stage_state
 from ebbflow.training.stop_conditions import handle_sigterm
 from ebbflow.training.update import PolicyUpdater
+
+logger = logging.getLogger(__name__)
 
 
 def train_epochs(
@@ -186,6 +189,8 @@ def _resume_training(
         folder, saved = checkpoints.load_step(step)
         load_stage_state(folder, saved, state, recorder, num_steps)
         restore_updater(folder, updater)
+        if ranks.rank == 0:
+            logger.info("resuming after step %d of %d", step, num_steps)
     return state
 
 

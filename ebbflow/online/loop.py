@@ -265,6 +265,7 @@ class OnlineLoop:
             await self.workers.load_checkpoint(folder)
             # In place: the sampler and the caller hold the same state.
             load_stage_state(folder, saved, self.state, self.recorder, self.config.steps)
+            logger.info("resuming after step %d of %d", self.state.step, self.config.steps)
         with clock.measure_phase("encoding"):
             # All at once, before the first step: embeddings wait in memory-mapped files, and no
             # step encodes.

@@ -159,6 +159,26 @@ def promote_version(
         return _move_champion(client, name, champion, version, check_held)
 
 
+def decline_version(
+    tracked: TrackedRun, registration: Registration, tags: dict[str, str]
+) -> Registration:
+    """Record that a person did not approve a registered version: it stays challenger. Idempotent.
+
+    Args:
+        tags: of the version, as in ``promote_version``.
+
+    Raises:
+        RegistryError: a write failed.
+    """
+    client = connect_to_store(tracked.tracking_uri)
+    name = registration.model_name
+    version = registration.version
+    with _raise_registry_errors(f"tag {name!r} version {version}", tracked.tracking_uri):
+        for key, value in _prefix_tags(tags).items():
+            client.set_model_version_tag(name, version, key, value)
+    return registration.model_copy(update={"declined": True})
+
+
 def roll_back_champion(tracking_uri: str, model_name: str, to: str | None = None) -> Registration:
     """Make the previous champion, or version ``to``, champion again; the current champion becomes
     ``previous``.

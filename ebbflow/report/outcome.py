@@ -63,6 +63,8 @@ def _describe_verdict(
     if registration.champion:
         replaced = f" and replaces version {registration.previous}" if registration.previous else ""
         outcome = f"PROMOTED: {model} is champion{replaced}"
+    elif registration.declined:
+        outcome = f"NOT APPROVED: {model} stays challenger"
     elif decision.promote and recipe.promotion.approval is not None:
         outcome = f"WAITS FOR APPROVAL: {model} is challenger"
     else:

@@ -131,7 +131,9 @@ class ReportInputs:
         challenger.
         """
         asked = self.recipe.promotion.approval is not None and self.decision.promote
-        return asked and self.registration is not None and not self.promoted
+        if not asked or self.registration is None:
+            return False
+        return not self.promoted and not self.registration.declined
 
 
 class Times(NamedTuple):

@@ -5,6 +5,7 @@ stopped.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -136,7 +137,8 @@ def test_a_killed_stage_ends_with_the_same_bytes(world, case):
         assert kept(stage[0], name) == ["step-00004", "step-00006"], name
 
 
-def test_a_stage_that_is_told_to_end_saves_after_the_step(world):
+def test_a_stage_that_is_told_to_end_saves_after_the_step(world, caplog):
+    caplog.set_level(logging.INFO, "ebbflow")
     stage = world()
     whole = train(stage, "whole")
     for at in (0, 4, 6):
@@ -145,7 +147,9 @@ def test_a_stage_that_is_told_to_end_saves_after_the_step(world):
         with pytest.raises(Preempted, match=said):
             train(stage, name, at, "preempted")
         assert kept(stage[0], name)[-1] == f"step-{at + 1:05d}", name
+        caplog.clear()
         again = train(stage, name)
+        assert f"resuming after step {at + 1} of 8" in caplog.text
         assert verify_folder(stage[0] / name) == verify_folder(stage[0] / "whole"), name
         assert rows(again) == rows(whole), name
 

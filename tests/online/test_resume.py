@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import signal
 
@@ -175,7 +176,8 @@ def test_a_killed_stage_whose_updates_reuse_forward_passes_ends_with_the_same_by
         for name, case in CASES.items()
     ],
 )
-def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy):
+def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy, caplog):
+    caplog.set_level(logging.INFO, "ebbflow")
     whole = attempt("whole", policy=policy, **online)
     for preempted in (0, 2, 5):
         name = f"preempted-{preempted}"
@@ -185,7 +187,9 @@ def test_a_stage_that_is_preempted_saves_after_the_step(attempt, online, policy)
         )
         with pytest.raises(Preempted, match=said):
             attempt(name, preempted=preempted, policy=policy, **online)
+        caplog.clear()
         assert attempt(name, policy=policy, **online)[:2] == whole[:2], name
+        assert f"resuming after step {preempted + 1} of 6" in caplog.text
 
 
 @pytest.mark.exhaustive

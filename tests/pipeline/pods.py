@@ -35,10 +35,11 @@ from flyteidl.core.literals_pb2 import (
     Literal,
     LiteralCollection,
     LiteralMap,
+    Primitive,
     Scalar,
 )
 from flyteidl.core.tasks_pb2 import TaskTemplate
-from flyteidl.core.types_pb2 import PromiseAttribute
+from flyteidl.core.types_pb2 import PromiseAttribute, SimpleType
 from flyteidl.core.workflow_pb2 import ArrayNode, Node, WorkflowTemplate
 from fsspec import AbstractFileSystem
 from google.protobuf.json_format import MessageToDict
@@ -183,6 +184,13 @@ def _run_node(engine: _Engine, node: Node, inputs: Values, path: str) -> Values:
         if engine.cluster.approves(node.gate_node.approve.signal_id):
             return inputs
         raise PodFailed(f"{path}: {node.gate_node.approve.signal_id} was not approved")
+    if kind == "gate_node" and node.gate_node.HasField("signal"):
+        signal = node.gate_node.signal
+        if signal.type.simple != SimpleType.BOOLEAN:
+            raise ValueError(f"{path} waits for another type than a boolean; add it to _run_node")
+        answer = engine.cluster.approves(signal.signal_id)
+        scalar = Scalar(primitive=Primitive(boolean=answer))
+        return {signal.output_variable_name: Literal(scalar=scalar)}
     if kind == "workflow_node" and node.workflow_node.HasField("sub_workflow_ref"):
         return _run_workflow(
             engine, engine.package.workflows[node.workflow_node.sub_workflow_ref.name], inputs, path

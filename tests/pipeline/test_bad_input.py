@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flyteidl.core.errors_pb2 import ErrorDocument
+from flyteidl.core.literals_pb2 import Literal, LiteralMap, Scalar
+from flytekit.bin.entrypoint import get_traceback_str
+from flytekit.exceptions.user import FlyteUserRuntimeException
+from google.protobuf import json_format
+from google.protobuf.struct_pb2 import Struct
 
 from ebbflow.data.prompts import PromptError
 from ebbflow.models import ModelError
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.tracking.store import TrackingError
+from tasks.error_text import MessageFirst
 from tasks.start_run import start_run
 from tests.forked import run_forked
 from tests.pipeline.conftest import PYFLYTE, ROOT, run_pipeline
@@ -49,6 +56,50 @@ def test_pyflyte_refuses_a_recipe_that_gives_a_key_twice(tmp_path: Path, as_text
     assert "given twice: ['rounds']" in " ".join(
         (done.stdout + done.stderr).replace("│", " ").split()
     )
+
+
+def _execute_in_pod(folder: Path, recipe: dict[str, Any]) -> str:
+    """The message that Flyte's console shows of ``plan_run`` with a recipe that was typed into the
+    launch form.
+    """
+    # The form sends a structure of protobuf, whose numbers are doubles.
+    literal = Literal(scalar=Scalar(generic=json_format.ParseDict(recipe, Struct())))
+    inputs = folder / "inputs.pb"
+    inputs.write_bytes(LiteralMap(literals={"recipe": literal}).SerializeToString())
+    resolver = ["--resolver", "flytekit.core.python_auto_container.default_task_resolver", "--"]
+    command = [
+        *[str(PYFLYTE.with_name("pyflyte-execute")), "--inputs", str(inputs)],
+        *["--output-prefix", str(folder / "out"), "--raw-output-data-prefix", str(folder / "raw")],
+        *[*resolver, "task-module", "tasks.plan_run", "task-name", "plan_run"],
+    ]
+    environment = os.environ | {"HOME": str(folder), "FLYTE_INTERNAL_EXECUTION_ID": "e"}
+    done = run_forked(command, cwd=ROOT, env=environment, timeout=900)
+    written = folder / "out" / "error.pb"
+    assert written.exists(), done.stdout + done.stderr
+    return ErrorDocument.FromString(written.read_bytes()).error.message
+
+
+def test_the_console_shows_the_mistake_in_a_recipe_and_nothing_else(tmp_path: Path) -> None:
+    stage = {"kind": "online", "algorithm": {"name": "mix_grpoo"}}
+    message = _execute_in_pod(tmp_path, {"stages": [stage]})
+    first, second, *_ = message.splitlines()
+    assert first == "this recipe cannot be run:"
+    assert "did you mean 'mix_grpo'?" in second
+    assert "Traceback" not in message
+    assert "Literal value" not in message
+
+
+def test_the_console_shows_the_message_of_an_error_before_its_trace() -> None:
+    def fail() -> None:
+        raise ModelError("transformer is missing")
+
+    with pytest.raises(ModelError) as raised:
+        fail()
+    wrapped = FlyteUserRuntimeException(raised.value)
+    wrapped.__cause__ = raised.value
+    text = MessageFirst(get_traceback_str)(wrapped)
+    assert text.startswith("ModelError: transformer is missing\n\nTrace:")
+    assert ", in fail\n" in text
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:

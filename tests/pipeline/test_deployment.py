@@ -48,6 +48,35 @@ def test_a_pod_reads_what_differs_from_the_defaults_back(tmp_path: Path) -> None
     assert read_deployment(build_pod_environment(deployment)) == deployment != DeploymentConfig()
 
 
+@pytest.mark.parametrize(
+    ("cpu", "requested"),
+    [
+        ("0.4", "0.4"),
+        ("500m", "0.5"),
+        ("'2'", "2"),
+        ("2", "2"),
+        ("1500m", "1.5"),
+        ("0.001", "0.001"),
+    ],
+)
+def test_cores_may_be_fractions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: str, requested: str
+) -> None:
+    deployment = _read(tmp_path, f"light: {{cpu: {cpu}}}")
+    assert read_deployment(build_pod_environment(deployment)) == deployment
+    monkeypatch.setattr(resources, "DEPLOYMENT", deployment)
+    arguments = resources.light_resources()
+    assert arguments["requests"].cpu == arguments["limits"].cpu == requested
+
+
+def test_the_cores_of_a_training_group_are_those_of_its_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deployment = _read(tmp_path, "{train_processes: 3, training_group: {cpu: 0.4}}")
+    monkeypatch.setattr(resources, "DEPLOYMENT", deployment)
+    assert resources.training_group_resources()["requests"].cpu == "1.2"
+
+
 def test_the_example_names_every_key_and_only_images_that_have_a_dockerfile() -> None:
     read = read_deployment({"EBBFLOW_DEPLOYMENT": str(EXAMPLE)})
     assert _keys(DeploymentConfig) == set(
@@ -82,7 +111,11 @@ def _keys(model: type[BaseModel]) -> set[str]:
         ("light: {mem: 8GB}", ["light.mem = '8GB'", "such as 512Mi, 8Gi"]),
         ("light: {mem: null}", ["light.mem = None", "such as 512Mi, 8Gi"]),
         ("scorer: {shared_memory: true}", ["scorer.shared_memory = True", "such as 512Mi, 8Gi"]),
-        ("scorer: {cpu: 0}", ["scorer.cpu = 0", "greater than or equal to 1"]),
+        ("scorer: {cpu: 0}", ["scorer.cpu = 0", "at least 0.001"]),
+        ("scorer: {cpu: 0.0005}", ["scorer.cpu = 0.0005", "whole thousandths"]),
+        ("scorer: {cpu: 0.5m}", ["scorer.cpu = '0.5m'", "such as 2 or 0.5, or thousandths"]),
+        ("scorer: {cpu: -1}", ["scorer.cpu = -1", "such as 2 or 0.5"]),
+        ("scorer: {cpu: true}", ["scorer.cpu = True", "such as 2 or 0.5"]),
         (
             "accelerated: {grace_period: -1}",
             ["accelerated.grace_period = -1", "greater than or equal to 0"],
@@ -111,6 +144,20 @@ def _keys(model: type[BaseModel]) -> set[str]:
             "{train_processes: 6, train_context_parallel: 4}",
             ["4 does not divide train_processes = 6"],
         ),
+        ("env: {FLYTE_INTERNAL_TASK_NAME: a}", ["Flyte sets FLYTE_INTERNAL_TASK_NAME itself"]),
+        ("env: {MY_POD_IP: a}", ["Flyte sets MY_POD_IP itself"]),
+        ("env: {EBBFLOW_DEPLOYMENT: a}", ["every pod has EBBFLOW_DEPLOYMENT by itself"]),
+        ("env: {A B: a}", ["'A B' is no name of an environment variable"]),
+        (
+            "{hub_secret: {group: a, key: b}, env: {HF_TOKEN: c}}",
+            ["HF_TOKEN is also the variable of a secret"],
+        ),
+        (
+            "secrets: [{group: a, key: b, variable: X}, {group: c, key: d, variable: X}]",
+            ["X is the variable of two secrets"],
+        ),
+        ("labels: {team: two words}", ["labels.team = 'two words'", "at most 63 letters"]),
+        ("ray_cluster: {workers: [{}, {}]}", ["workers are called workers twice"]),
         ("- light", ["must be a mapping of keys, got list"]),
         ("light: [", ["not valid YAML"]),
     ],

@@ -17,10 +17,10 @@ from flytekit import FlyteContextManager
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import TypeEngine
-from flytekit.exceptions.user import FlyteDisapprovalException
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.models.dynamic_job import DynamicJobSpec
 from flytekit.models.literals import Literal
+from flytekit.models.types import SimpleType
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -112,6 +112,17 @@ def test_a_plan_notifies_those_whom_the_deployment_names(monkeypatch: pytest.Mon
     assert list(email.email.recipients_email) == said["email"]
     assert list(slack.slack.recipients_email) == said["slack"]
     assert list(email.phases) == list(slack.phases) == [WorkflowExecutionPhase.FAILED]
+
+
+def test_a_plan_runs_as_the_service_account_of_the_deployment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launch_plans._build_security_context() is None
+    deployment = DeploymentConfig(service_account="trainer")
+    monkeypatch.setattr(launch_plans, "DEPLOYMENT", deployment)
+    context = launch_plans._build_security_context()
+    assert context is not None
+    assert context.run_as.k8s_service_account == "trainer"
 
 
 class Started(Exception):
@@ -229,7 +240,7 @@ def _order(spec: DynamicJobSpec) -> list[str]:
         del waiting[node.id]
         gate = node.gate_node
         names[node.id] = (
-            gate.approve.signal_id if gate else node.task_node.reference_id.name.rsplit(".")[-1]
+            gate.signal.signal_id if gate else node.task_node.reference_id.name.rsplit(".")[-1]
         )
     return list(names.values())
 
@@ -252,8 +263,10 @@ def test_on_a_cluster_a_person_is_asked_between_two_reports(inputs: dict[str, An
         for node in spec.nodes
         if node.task_node and node.task_node.reference_id.name.endswith("promote_policy")
     ]
-    (approved,) = [binding for binding in promotion.inputs if binding.var == "approved"]
-    assert approved.binding.promise.node_id == gate.id, "what promotes waits for the answer"
+    (answer,) = [binding for binding in promotion.inputs if binding.var == "answer"]
+    assert answer.binding.promise.node_id == gate.id, "what promotes waits for the answer"
+    assert gate.gate_node.signal.output_variable_name == answer.binding.promise.var
+    assert gate.gate_node.signal.type.simple == SimpleType.BOOLEAN
 
 
 def test_nobody_is_asked_when_the_recipe_does_not_say_so(inputs: dict[str, Any]) -> None:
@@ -280,12 +293,13 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         done.append("registered")
         return Registration(model_name="m", version="3", champion=False, previous=None)
 
-    def promote(registration: Registration, approved: str, **_: Any) -> Registration:
-        done.append(f"promoted: {approved}")
-        return registration.model_copy(update={"champion": True})
+    def promote(registration: Registration, question: str, answer: bool, **_: Any) -> Registration:
+        done.append(f"{'promoted' if answer else 'declined'}: {question}")
+        return registration.model_copy(update={"champion": answer, "declined": not answer})
 
     def report(registration: Registration, **_: Any) -> Report:
-        done.append("reported champion" if registration.champion else "reported challenger")
+        outcome = "champion" if registration.champion else "challenger"
+        done.append("reported declined" if registration.declined else f"reported {outcome}")
         return Report(FlyteFile(str(page)), FlyteFile(str(page)))
 
     monkeypatch.setattr(register_policy, "_task_function", register)
@@ -299,13 +313,15 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 def test_here_the_question_is_asked_on_the_terminal(
-    inputs: dict[str, Any], done: list[str], monkeypatch: pytest.MonkeyPatch
+    inputs: dict[str, Any],
+    done: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = []
-    monkeypatch.setattr("click.confirm", lambda text, default: asked.append(text) or True)
+    monkeypatch.setattr("click.prompt", lambda text, type: True)
     conclude(**inputs)
     question = "m version 3 as champion (reward 0.500 -> 0.900; "
-    assert question in asked[0]
+    assert question in caplog.text
     assert [step.partition(":")[0] for step in done] == [
         "registered",
         "reported challenger",
@@ -318,17 +334,21 @@ def test_here_the_question_is_asked_on_the_terminal(
 def test_a_no_leaves_the_challenger_and_its_report(
     inputs: dict[str, Any], done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("click.confirm", lambda text, default: False)
-    with pytest.raises(FlyteDisapprovalException, match="promotion"):
-        conclude(**inputs)
-    assert done == ["registered", "reported challenger"]
+    monkeypatch.setattr("click.prompt", lambda text, type: False)
+    conclude(**inputs)
+    assert [step.partition(":")[0] for step in done] == [
+        "registered",
+        "reported challenger",
+        "declined",
+        "reported declined",
+    ]
 
 
 def test_without_a_terminal_nothing_is_promoted(
     inputs: dict[str, Any], done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    monkeypatch.setattr("click.confirm", lambda text, default: True)
+    monkeypatch.setattr("click.prompt", lambda text, type: True)
     with pytest.raises(
         ApprovalError, match=r"no terminal .* version 3 of 'm' stays challenger.*in a terminal"
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flyteidl.admin import launch_plan_pb2, task_pb2, workflow_pb2
@@ -85,6 +86,26 @@ def test_what_is_computed_is_cached_for_its_run_alone(archive: Path) -> None:
             assert about.discovery_version, name
             assert "run" in task.interface.inputs.variables, name
             assert ignored == (["run"] if name in shared else []), name
+
+
+def test_the_console_shows_whole_sentences_about_tasks_workflows_and_inputs(archive: Path) -> None:
+    checked = 0
+    for name, data in _files(archive):
+        if name.endswith("_1.pb"):
+            spec: Any = task_pb2.TaskSpec.FromString(data)
+        elif name.endswith("_2.pb"):
+            spec = workflow_pb2.WorkflowSpec.FromString(data)
+        else:
+            continue
+        checked += 1
+        entity = spec.template.id.name
+        assert spec.description.short_description.endswith("."), entity
+        assert spec.description.long_description.value.startswith(
+            spec.description.short_description
+        ), entity
+        for key, variable in spec.template.interface.inputs.variables.items():
+            assert variable.description.endswith("."), f"{entity}: add {key} to INPUTS"
+    assert checked > 30
 
 
 def test_interfaces_hold_no_pickle_and_no_untyped_structure(archive: Path) -> None:

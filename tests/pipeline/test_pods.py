@@ -28,8 +28,15 @@ from flyteidl.core.literals_pb2 import (
     Scalar,
 )
 from flyteidl.core.tasks_pb2 import TaskTemplate
-from flyteidl.core.types_pb2 import OutputReference, PromiseAttribute
-from flyteidl.core.workflow_pb2 import ApproveCondition, GateNode, Node, TaskNode, WorkflowTemplate
+from flyteidl.core.types_pb2 import LiteralType, OutputReference, PromiseAttribute, SimpleType
+from flyteidl.core.workflow_pb2 import (
+    ApproveCondition,
+    GateNode,
+    Node,
+    SignalCondition,
+    TaskNode,
+    WorkflowTemplate,
+)
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from fsspec.implementations.local import LocalFileSystem
@@ -415,6 +422,22 @@ def _asked(answer: bool) -> Values:
 
 def test_a_gate_passes_on_what_a_person_approves() -> None:
     assert msgpack.unpackb(_asked(True)["passed"].scalar.binary.value) == "yes"
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_gate_that_waits_for_a_value_passes_the_answer_on(answer: bool) -> None:
+    signal = SignalCondition(
+        signal_id="promotion",
+        type=LiteralType(simple=SimpleType.BOOLEAN),
+        output_variable_name="o0",
+    )
+    gate = Node(id="gate", gate_node=GateNode(signal=signal))
+    promise = OutputReference(node_id="gate", var="o0")
+    passed = Binding(var="passed", binding=BindingData(promise=promise))
+    workflow = WorkflowTemplate(nodes=[gate], outputs=[passed])
+    cluster = Cluster(LocalFileSystem(), "", {}, Path(), approves=lambda signal: answer)
+    outputs = execute(cluster, Package({}, {"asked": workflow}), "asked", {}, "e")
+    assert outputs["passed"].scalar.primitive.boolean == answer
 
 
 def test_a_workflow_ends_where_a_person_says_no() -> None:

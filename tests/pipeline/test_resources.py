@@ -143,6 +143,7 @@ ray_cluster:
   grace_period: 500
   interruptible: true
   retries: 6
+  max_hours: 48
   workers:
     - {name: gpus, replicas: 2, cpu: 30, mem: 400Gi, ephemeral_storage: 90Gi, gpus: 8,
        node_selector: {pool: gpus}}
@@ -371,10 +372,20 @@ def test_where_a_pod_may_run_and_for_how_long(for_gpus: Tasks) -> None:
     assert pod["affinity"] == {
         "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}
     }
-    assert template.metadata.timeout.ToSeconds() == 5400
+    assert pod["activeDeadlineSeconds"] == 5400
+    assert template.metadata.timeout.ToSeconds() == 0, "Flyte's timeout counts waiting, too"
     light = for_gpus["tasks.start_run.start_run"]
-    assert not {"nodeSelector", "tolerations", "affinity"} & set(_pod(light)[0])
-    assert light.metadata.timeout.ToSeconds() == 0
+    assert not {"nodeSelector", "tolerations", "affinity", "activeDeadlineSeconds"} & set(
+        _pod(light)[0]
+    )
+
+
+def test_pods_of_an_operator_have_the_timeout_of_flyte_instead_of_a_deadline(
+    for_gpus: Tasks,
+) -> None:
+    template = for_gpus["tasks.train_online_ray.train_online_ray"]
+    assert template.metadata.timeout.ToSeconds() == 3600 * 48
+    assert "activeDeadlineSeconds" not in _pod(template)[0]
 
 
 def test_no_two_tasks_share_a_pod_template() -> None:
@@ -388,16 +399,22 @@ def test_no_two_tasks_share_a_pod_template() -> None:
     )
 
 
-def _ray_groups(template: tasks_pb2.TaskTemplate) -> dict[str, dict[str, Any]]:
+def _ray_groups(
+    template: tasks_pb2.TaskTemplate, service_account: str | None = None
+) -> dict[str, dict[str, Any]]:
     """What each group of Ray workers asks for beside what the cluster's pods have in common."""
     cluster = MessageToDict(template.custom)["rayCluster"]
-    assert cluster["headGroupSpec"] == {"rayStartParams": {"num-cpus": "0"}}, (
+    head = cluster["headGroupSpec"]
+    assert head.pop("rayStartParams") == {"num-cpus": "0"}, (
         "no actor on the head, which is the task's pod"
     )
+    # Flyte's plugin overwrites the one of the task's pod.
+    assert head.get("k8sPod", {}).get("podSpec", {}).get("serviceAccountName") == service_account
     groups = {}
     for group in cluster["workerGroupSpec"]:
         pod = group["k8sPod"]["podSpec"]
         (container,) = pod["containers"]
+        assert pod.get("serviceAccountName") == service_account
         assert container.pop("name") == "ray-worker", "Flyte merges by this name"
         assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
         assert container["resources"]["requests"] == container["resources"].pop("limits")
@@ -422,7 +439,7 @@ def test_the_workers_of_a_ray_cluster(by_default: Tasks, for_gpus: Tasks) -> Non
         "tolerations": [{"key": "gpu/kind", "operator": "Equal", "value": "nvidia-h100"}],
     }
     rewards = {"cpu": "7", "memory": "20Gi", "image": "reward:1"}
-    assert _ray_groups(for_gpus[name]) == {
+    assert _ray_groups(for_gpus[name], "trainer") == {
         "gpus": {"replicas": 2, **gpus},
         "rewards": {"replicas": 1, **rewards},
     }

@@ -30,6 +30,7 @@ from ebbflow.registry.model_version import link_served_folder
 from ebbflow.registry.promotion import (
     Registration,
     RegistryError,
+    decline_version,
     download_champion,
     download_champion_folders,
     find_champion,
@@ -155,6 +156,21 @@ def test_registering_does_not_promote(
     )
     assert made == Registration(model_name=name, version="1", champion=False, previous=None)
     assert aliases(client, name) == {"challenger": "1"}
+
+
+def test_a_version_that_a_person_declines_stays_challenger_and_says_so(
+    recipe: Recipe, name: str, policy: Path, client: MlflowClient
+) -> None:
+    tracked = new_run(recipe)
+    registration = register_version(
+        tracked, policy, None, decision(True), {}, model_name=name, expected_champion=None
+    )
+    for _ in range(2):  # a retry does the same
+        declined = decline_version(tracked, registration, {"declined_in": "an execution"})
+        assert declined == registration.model_copy(update={"declined": True})
+    assert aliases(client, name) == {"challenger": "1"}
+    tags = client.get_model_version(name, "1").tags
+    assert tags["ebbflow.declined_in"] == "an execution"
 
 
 def test_promotion_moves_the_aliases_and_keeps_the_old_champion(

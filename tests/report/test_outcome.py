@@ -37,6 +37,7 @@ def outcome(
     uri: str | None = None,
     previous: str | None = None,
     target: Comparison = TARGET,
+    declined: bool = False,
     **recipe: Any,
 ) -> list[str]:
     reasons = ["Coverage is full.", *([] if promote else ["Refused: Guardrail ocr fell."])]
@@ -58,7 +59,7 @@ def outcome(
         started_at=0.0,
     )
     registration = Registration(
-        model_name="mine", version="7", champion=champion, previous=previous
+        model_name="mine", version="7", champion=champion, previous=previous, declined=declined
     )
     return describe_outcome(
         Recipe.model_validate(recipe),
@@ -145,6 +146,11 @@ def test_a_person_is_waited_for() -> None:
     assert outcome(champion=False, promote=True, promotion={"approval": 2})[0].startswith(
         "WAITS FOR APPROVAL: mine version 7"
     )
+
+
+def test_a_no_of_a_person_is_the_verdict() -> None:
+    said = outcome(champion=False, promote=True, promotion={"approval": 2}, declined=True)
+    assert said[0] == "NOT APPROVED: mine version 7 (1.2 offline) stays challenger"
 
 
 def test_a_server_has_an_address_and_the_command_names_it() -> None:

@@ -359,6 +359,23 @@ def test_a_run_that_was_not_promoted_says_so(inputs: ReportInputs, tmp_path: Pat
     assert "Not registered" in written(replace(inputs, registration=None), tmp_path / "report.html")
 
 
+def test_a_run_that_a_person_declined_says_so_and_waits_no_longer(
+    inputs: ReportInputs, tmp_path: Path
+) -> None:
+    recipe = Recipe.model_validate({"promotion": {"approval": 2}})
+    challenger = Registration(
+        model_name="ebbflow-glyph", version="2", champion=False, previous=None
+    )
+    waiting = replace(inputs, recipe=recipe, registration=challenger)
+    assert waiting.awaits_approval
+    declined = challenger.model_copy(update={"declined": True})
+    answered = replace(waiting, registration=declined)
+    assert not answered.awaits_approval
+    page = written(answered, tmp_path / "report.html")
+    assert "Not approved: ebbflow-glyph v2 stays challenger" in page
+    assert "said no" in page
+
+
 @pytest.mark.usefixtures("no_charts")
 def test_an_alarm_stands_above_the_pictures_and_beside_its_curves(
     inputs: ReportInputs, tmp_path: Path
