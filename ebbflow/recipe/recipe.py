@@ -171,6 +171,7 @@ class Recipe(Strict):
         for scope in self._reward_scopes():
             if scope.branch:
                 branch_rewards = self.branches[scope.branch].rewards
+                # The rewards of a branch may name the sets of the branch only.
                 check_prompt_sets(scope.key, branch_rewards, scope.prompt_sets)
             check_prompt_sets_are_scored(scope)
         check_held_out_prompts_are_scored(self.prompts, self.rewards)
@@ -203,6 +204,7 @@ class Recipe(Strict):
         return self
 
     def _check_deterministic_kernels(self) -> None:
+        # diffusers calls torch's own kernels ``native``, or ``_native_`` with a suffix.
         attention = self.model.attention or "native"
         if self.deterministic and "native" not in attention:
             raise ValueError(
@@ -252,6 +254,8 @@ class Recipe(Strict):
             values = iter_leaves(data)
             # First: a later error could quote the secret.
             require_no_secrets(values, locate)
+            # Only a recipe that was read from a file has a folder; what Python builds keeps its
+            # paths.
             if "folder" in context:
                 data = resolve_paths(data, context["folder"])
             recipe: Recipe = handler(data)
@@ -275,6 +279,7 @@ class Recipe(Strict):
         ]
         kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
         engines = [stage.engine for stage in self.stages]
+        # The samplers and algorithms of stages were imported when their sections were validated.
         names = [*rewards, self.model.family, *engines, *kinds, self.evaluation.sampler]
         # Built-in families, engines and samplers have names without a colon.
         return [name for name in names if ":" in name]
@@ -287,6 +292,8 @@ class Recipe(Strict):
             RecipeError: there are none, or none for a prompt set, or a custom reward cannot be
                 imported.
         """
+        # ``check_evaluated_rewards`` has let custom rewards pass without importing them, so they
+        # are asked here.
         evaluated = [reward for reward in self.rewards if not reward.compares]
         if not evaluated or prompt_sets_without_reward(evaluated, self.prompts.prompt_set_labels):
             raise RecipeError(ONLY_COMPARISONS.format("rewards"))
@@ -302,6 +309,7 @@ class Recipe(Strict):
             models.append(self.model)
         sizes = [size for stage in self.stages for size in stage.sizes]
         if sizes:
+            # Memory grows with the number of pixels.
             largest = max(sizes, key=lambda size: size.height * size.width)
             models.append(resize_model(self.model, largest.height, largest.width))
         return models
@@ -314,6 +322,7 @@ class Recipe(Strict):
     @property
     def num_evaluated(self) -> int:
         """Samples of one evaluation."""
+        # The first sample of a repeated prompt is among ``held_out`` already.
         repeated = min(self.evaluation.repeated_prompts, self.prompts.held_out)
         return (
             self.prompts.validation
@@ -367,6 +376,8 @@ class Recipe(Strict):
         for name in (None, *self.branches):
             view = self.select_branch(name)
             key = f"branches.{name}.rewards" if name else "rewards"
+            # Errors name the key that the user wrote: a branch without rewards has those of the
+            # run.
             source_key = key if name and self.branches[name].rewards else "rewards"
             labels = view.prompts.prompt_set_labels
             scopes.append(RewardScope(name, key, source_key, view.rewards, labels))
@@ -400,6 +411,7 @@ def load_recipe(path: str | Path) -> Recipe:
             f"no recipe at {path}; {_suggest_recipe(path)}the ones that come with Ebbflow are in"
             f" {SHIPPED}/"
         )
+    # Before it is read: a file of weights, named by mistake, has gigabytes.
     if path.stat().st_size > MAX_BYTES:
         raise RecipeError(
             f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run"
@@ -424,6 +436,7 @@ def parse_recipe(text: str | bytes, name: str, folder: Path = Path()) -> Recipe:
         # Not only YAMLError: PyYAML's converters raise ValueError and others at odd tags, and deep
         # nesting ends in a RecursionError.
         raise RecipeError(describe_yaml_error(error, name)) from None
+    # An empty file gives None, a text without keys a string.
     if not isinstance(document.data, dict):
         raise RecipeError(
             f"{name} must hold a mapping of recipe keys, got {type(document.data).__name__}"
