@@ -189,9 +189,7 @@ def _check_prompts_for_guardrail(
     reasons = list(filter(None, map(guardrail.explain_unscorable, scored)))
     num_scorable = len(scored) - len(reasons)
     # A prompt without a text is excused by the gate; without rules or an image, it is a failure.
-    too_many_failures = (
-        not guardrail.reads and len(reasons) > recipe.max_failed_share * len(scored)
-    )
+    too_many_failures = not guardrail.reads and len(reasons) > recipe.max_failed_share * len(scored)
     if num_scorable < MIN_COMPARED or too_many_failures:
         limit = (
             f"allows max_failed_share = {recipe.max_failed_share:g} of them to fail"

@@ -69,8 +69,8 @@ def import_object(path: str) -> Any:
         module = import_module(module_path)
     except ImportError as error:
         raise RecipeError(
-            f"{path} cannot be imported ({error}); install its package, or put it beside the"
-            " recipe, into the working directory or on PYTHONPATH"
+            f"{path} cannot be imported ({error}); install its package, put it beside the"
+            " recipe or in the working directory, or put its folder on PYTHONPATH"
         ) from None
     try:
         return getattr(module, name)
