@@ -594,7 +594,7 @@ def test_how_often_a_prompt_comes_back_is_said(tmp_path: Path) -> None:
     [
         ({"group_size": 16, "micro_batch": 64}, []),
         (
-            {"group_size": 16, "micro_batch": 48},
+            {"group_size": 16, "micro_batch": 48, "updates_per_step": 2},
             [
                 (
                     "stages.0.micro_batch = 48: rollouts of a step in passes of unequal size (2 of"

@@ -30,8 +30,9 @@ def try_reward(
         Why it scored none of the images, a reason for each; empty if it scored one.
 
     Raises:
-        RewardError: it fails, has nothing to read in any of the prompts, returns anything but a ``RewardResult`` with a number or NaN for each
-            image, or scores the same images differently.
+        RewardError: it fails, has nothing to read in any of the prompts, returns anything but a
+            ``RewardResult`` with a number or NaN for each image, or scores the same images
+            differently.
         RecipeError: nothing can be imported from its path.
     """
     reward = load_reward(config)
