@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbflow.recipe import Recipe
-from ebbflow.recipe.stages import StageConfig
+from ebbflow.recipe.stages import AnyStageConfig
 
 
 def describe_prompts(recipe: Recipe, table: pa.Table) -> list[str]:
@@ -44,7 +44,7 @@ def describe_prompts(recipe: Recipe, table: pa.Table) -> list[str]:
     return lines
 
 
-def _count_prompts_of_stage(recipe: Recipe, stage: StageConfig) -> dict[str, int]:
+def _count_prompts_of_stage(recipe: Recipe, stage: AnyStageConfig) -> dict[str, int]:
     """Return how many prompts a stage takes of each set in a round, those that come back included.
 
     Filters, curricula and refills change which prompts come back; their mean stays about the same.
@@ -86,7 +86,7 @@ def describe_passes(recipe: Recipe) -> list[str]:
     return lines
 
 
-def _iterate_uneven_batches(stage: StageConfig) -> Iterator[str]:
+def _iterate_uneven_batches(stage: AnyStageConfig) -> Iterator[str]:
     """Yield in words which batches of a stage are not split into passes of one size."""
     size = stage.micro_batch
     if stage.kind == "online":
@@ -114,7 +114,7 @@ def _list_rollout_passes(num_prompts: int, group_size: int, micro_batch: int) ->
     return passes
 
 
-def _iterate_training_batches(stage: StageConfig) -> Iterator[tuple[str, int]]:
+def _iterate_training_batches(stage: AnyStageConfig) -> Iterator[tuple[str, int]]:
     """Yield the name of what an optimiser step trains on, and its samples before any selection."""
     if stage.kind == "online":
         samples = stage.prompts_per_step * stage.group_size
@@ -124,7 +124,7 @@ def _iterate_training_batches(stage: StageConfig) -> Iterator[tuple[str, int]]:
         yield "an optimiser step", stage.batch_size
 
 
-def _find_divisor(stage: StageConfig) -> int:
+def _find_divisor(stage: AnyStageConfig) -> int:
     """Return the largest micro-batch, up to that of the recipe, that splits every batch evenly."""
     counts = [count for _, count in _iterate_training_batches(stage)]
     if stage.kind == "online":
