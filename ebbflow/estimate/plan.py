@@ -133,6 +133,8 @@ def build_online_work(estimate: Estimate, ctx: StageContext) -> OnlineWork:
     # What is dealt out to ranks: single rows of trajectories; otherwise samples that the loss
     # compares with each other stay on one rank.
     groups = rows if config.algorithm_kind.records_trajectory else num_selected // group_size
+    # Full training gathers its float32 weights; beside a LoRA, the frozen ones have the model's
+    # precision.
     precision = BYTES[recipe.model.precision] if recipe.policy.train == "lora" else 4
     return OnlineWork(
         ctx=ctx,
@@ -182,6 +184,7 @@ def read_task_times(work: OnlineWork, timeline: Path, network: float) -> TaskTim
     """
     try:
         read = json.loads(timeline.read_bytes())
+        # The first two steps hold the start of workers and compilation.
         steps = read["steps"][2:]
         spans = [span for span in read["spans"] if span["step"] >= 2]
         times = _median_task_times(work, steps, spans)
@@ -207,6 +210,7 @@ def _median_task_times(
     return {
         "rollout": median(median_seconds("rollout")),
         "scoring": median(median_seconds("scoring")),
+        # Back to what one rank takes that does it all.
         "training": median(median_seconds("training")) / work.training_share(ranks),
         "between": median(idle),
     }
@@ -226,6 +230,7 @@ def _busy_seconds(start: float, end: float, spans: list[Mapping[str, Any]]) -> f
 
 def seconds_with_split(work: OnlineWork, times: TaskTimes, split: Split) -> TaskSeconds:
     """Return the seconds of each task with the workers of a split."""
+    # Nodes are filled one after the other: FSDP2 leaves its node only where one is full.
     nodes = math.ceil(split.training / GPUS_PER_NODE)
     rollout_nodes = math.ceil(split.rollout / GPUS_PER_NODE)
     share = work.training_share(split.training)
@@ -320,6 +325,7 @@ def find_scaling_limit(plans: Mapping[int, Plan]) -> int:
     GPUs.
     """
     sizes = sorted(plans)
+    # Sizes need not be a doubling apart: the last one is whatever was asked for.
     for fewer, more in zip(sizes, sizes[1:], strict=False):
         gained = plans[fewer].schedule.step / plans[more].schedule.step
         if gained < WORTH ** math.log2(more / fewer):

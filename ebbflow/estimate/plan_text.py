@@ -38,6 +38,7 @@ def describe_plans(
         PlanError: there is no online stage, neither or both of ``tflops`` and ``timeline`` are
             given, or as ``find_best_plan``.
     """
+    # Neither or both: each of them says how long tasks take.
     if bool(tflops) == bool(timeline):
         raise PlanError("say how long tasks take, by either --tflops or --timeline")
     contexts = [
@@ -51,6 +52,7 @@ def describe_plans(
             " and train_nodes"
         )
     texts = []
+    # A timeline is of one stage, and does not say which.
     for ctx in contexts[: 1 if timeline else None]:
         work = build_online_work(estimate, ctx)
         times = (
@@ -68,6 +70,7 @@ def describe_plan(work: OnlineWork, times: TaskTimes, gpus: int) -> str:
     Raises:
         PlanError: there are fewer GPUs than roles that need one.
     """
+    # One GPU for each role that needs one.
     smallest = 3 if work.ctx.online_config.resources.reward.gpus and times.scoring else 2
     sizes = [size for size in list_gpu_counts(gpus) if size >= smallest] or [gpus]
     plans = {
@@ -160,6 +163,7 @@ def _format_efficiency(plans: dict[int, dict[Mode, Plan]], size: int, smallest: 
     cells = []
     for mode in MODES:
         step = plans[size][mode].schedule.step
+        # 100 % where n times the GPUs make a step n times as fast.
         first = plans[smallest][mode].schedule.step
         cells += [f"{step:.3g}", f"{first * smallest / step / size:.0%}"]
     return cells
@@ -171,6 +175,7 @@ def _describe_scaling_limit(
     last = find_scaling_limit(plans)
     if last == max(plans):
         return f"{mode} scales to all {last:,} GPUs"
+    # The plan just above the limit is the one that shows what it waits for.
     after = min(size for size in plans if size > last)
     return (
         f"{mode} scales to about {last:,} GPUs: {explain_scaling_limit(work, times, plans[after])}"

@@ -184,6 +184,7 @@ def _count_evaluation_passes(recipe: Recipe, sample: SampleSize) -> int:
     """Return the evaluations of the network in one evaluation of a policy."""
     denoising = recipe.num_evaluated * recipe.evaluation.steps
     # The drift compares the policy with the base model, on one sample of every prompt.
+    # Two predictions at each noise level: the policy's and the base model's.
     drift = (recipe.prompts.validation + recipe.prompts.held_out) * 2 * len(DRIFT_SIGMAS)
     return sample.passes * (denoising + drift)
 

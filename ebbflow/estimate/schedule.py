@@ -140,6 +140,7 @@ class _Simulation:
             self._start_training()
             self.now, _, happens = heapq.heappop(self.events)
             happens()
+        # The end of the step before the first that is measured.
         first = self.ends[-MEASURED - 1]
         last = self.ends[-1]
         time, rollouts, scoring = (end - start for start, end in zip(first, last, strict=True))
@@ -196,6 +197,7 @@ class _Simulation:
 
     def _start_training(self) -> None:
         """Train on the first step whose requests are all there."""
+        # The oldest: ``left`` has steps in the order in which they were started.
         complete = next((step for step, left in self.left.items() if not left), None)
         if self.trains or complete is None:
             return

@@ -140,6 +140,7 @@ def _describe_storage(estimate: Estimate) -> list[str]:
 
 def _describe_hours(estimate: Estimate, tflops: float) -> list[str]:
     parts = estimate_hours(estimate, tflops)
+    # ``Hours`` adds up wall-clock and GPU hours alike: stages run one after the other.
     parts["the run"] = sum(parts.values(), start=Hours(0, 0))
     lines = [
         f"hours of the network at {tflops:g} TFLOP/s for each GPU, in all rounds",
@@ -171,6 +172,7 @@ def _format_memory_row(memory: Memory) -> list[str]:
 
 def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Return aligned lines: names to the left, numbers to the right."""
+    # Headings count, too: most are wider than their numbers.
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for name, *numbers in (header, *rows):

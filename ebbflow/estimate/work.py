@@ -47,6 +47,8 @@ def estimate_work(ctx: StageContext, sizes: ModelSizes, sample: SampleSize, trai
     """Return the work of a stage that trains ``trained`` parameters."""
     config = ctx.config
     passes = count_passes_per_term(ctx, sample)
+    # A policy folder of full training is a whole network, with the parameters that were not
+    # trained.
     untrained = (
         sizes.parameters - trained + sizes.buffers if ctx.recipe.policy.train == "full" else 0
     )
@@ -63,6 +65,7 @@ def estimate_work(ctx: StageContext, sizes: ModelSizes, sample: SampleSize, trai
     comparing += 2 * rows * config.reference.needs_guidance
     if "rollout" in list_compared_copies(ctx):
         # In the first update on new samples, the rollout copy is the policy itself.
+        # The rows of one update of each step, as every update has rows / updates of them.
         comparing -= rows * (config.steps if config.kind == "online" else 1) // updates
     if "reference" not in list_compared_copies(ctx):
         comparing += _count_drift_rows(
@@ -89,6 +92,7 @@ def _count_drift_rows(updates: int, rows: int, together: int) -> int:
     """Rows at which ``updates`` of ``rows`` each measure the drift, in a process that takes so many
     rows ``together``.
     """
+    # Updates at which no drift is measured have None.
     strides = [choose_drift_stride(update, math.ceil(rows / together)) for update in range(updates)]
     return sum(math.ceil(rows / stride) for stride in strides if stride)
 
@@ -125,6 +129,8 @@ def count_selected_samples(ctx: StageContext) -> tuple[int, int]:
     """
     config = ctx.config
     prompts = config.prompts_per_step if config.kind == "online" else ctx.offline_config.prompts
+    # Advantages that all differ, as rewards usually do: an algorithm that drops equal ones then
+    # drops none, and the count is an upper bound.
     advantage = np.tile(np.linspace(1, -1, config.group_size), prompts)
     rank = np.tile(np.arange(config.group_size), prompts)
     extremes = config.advantages.keep_extremes or config.group_size

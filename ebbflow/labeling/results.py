@@ -39,6 +39,7 @@ def write_results(session: Session) -> None:
     """
     evidence = build_evidence(session)
     write_pairs(session, session.folder / PAIRS)
+    # ``allow_nan``: NaN is no JSON, and other programs could not read the file.
     text = json.dumps(evidence, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(session.folder / EVIDENCE, text + "\n")
     write_text(session.folder / PAGE, render_markdown(evidence))
@@ -56,6 +57,7 @@ def write_pairs(session: Session, path: Path) -> int:
         key: Counter(answer.preferred_picture for answer in answers)
         for key, answers in session.group_answers_by_pair().items()
     }
+    # Pairs with as many votes for either picture have no preference to train on.
     chosen = {
         key: 0 if counts[0] > counts[1] else 1
         for key, counts in votes.items()
@@ -78,6 +80,7 @@ def write_pairs(session: Session, path: Path) -> int:
         table.to_batches(),
         {"answers_sha256": sha256_of_file(session.answers.path)},
     )
+    # The check that a stage on pairs makes as it starts, while the raters are still here.
     check_pairs(path)
     return len(pairs)
 
@@ -128,6 +131,8 @@ def build_evidence(session: Session) -> dict[str, Any]:
              "raters": {"Ada": {"champion": 6, "candidate": 15, "tie": 2, "left": 10}, ...},
              "pairs": {"all": 200, "answered": 46, ...}, ...}
     """
+    # Every number here can be computed again from ``answers.jsonl``, whose digest stands at the
+    # end.
     by_pair = session.group_answers_by_pair()
     test = session.run_test()
     standing = session.answers.standing
@@ -230,6 +235,7 @@ def _render_conclusion(evidence: dict[str, Any]) -> str:
         return "Pairs of one policy: nothing is tested."
     outcomes = test["candidate"] + test["champion"]
     share = f"{test['candidate']} of {outcomes}" if outcomes else "none"
+    # The interval is valid at all times together, so it may be read before the test has decided.
     interval = (
         f"confidence sequence of the share {test['low']:.3f} to {test['high']:.3f}, p ="
         f" {test['p_value']:.2g}"
@@ -269,6 +275,7 @@ def _render_table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 def _escape_text(text: str) -> str:
     """Return text that somebody else wrote as a cell of a table, without markup."""
+    # As numeric entities, which Markdown and HTML both show as the character itself.
     return "".join(
         f"&#{ord(letter)};" if letter in "&<>|`*_[]\\!#~" else letter
         for letter in sanitize_text(text, 200)

@@ -67,6 +67,8 @@ class Session:
         self.all_pairs = all_pairs
         self.pairs = {pair.key: pair for pair in task.pairs}
         self.answers = AnswerFile(folder / ANSWERS)
+        # Answers to unknown pairs would be counted for nothing: the file is of another folder, or
+        # damaged.
         strange = [answer for answer in self.answers.standing if answer.pair not in self.pairs]
         if strange:
             raise LabelError(
@@ -85,6 +87,8 @@ class Session:
 
     def picture_on_left(self, rater: str, pair: str) -> Literal[0, 1]:
         """Return which of the pair's pictures the rater sees on the left."""
+        # By rater and pair, so that a side says nothing about the policy, and a restarted server
+        # shows the same page.
         return 1 if derive_seed(self.settings.seed, "left", rater, pair) & 1 else 0
 
     def picture_on_side(self, rater: str, pair: str, side: Side) -> bytes:
@@ -112,6 +116,8 @@ class Session:
             OutOfTurnError: the rater sees another pair.
             DiskFullError: it could not be written.
         """
+        # The page may be old: two windows of one rater, or a test that another rater's answer has
+        # decided meanwhile.
         upcoming = self.list_upcoming_pairs(rater)
         if not upcoming or upcoming[0].key != pair:
             raise OutOfTurnError(f"{rater} does not see pair {pair} any more")
@@ -207,6 +213,7 @@ def open_session(
     """
     _require_label_folder(folder)
     with lock_folder(folder):
+        # Under the lock, as two servers could otherwise both find a new folder.
         _require_same_task(folder / TASK, _describe_task(task, settings))
         yield Session(task, folder, settings, all_pairs)
 
@@ -254,6 +261,8 @@ def _require_same_task(path: Path, described: dict[str, Any]) -> None:
     if not isinstance(recorded, dict):
         raise LabelError(f"{path} is damaged; name a new folder for the answers")
     differing_keys = [key for key, value in described.items() if recorded.get(key) != value]
+    # A folder keeps its seed and its pictures: other ones would change which pair an answer is
+    # about.
     if differing_keys:
         # Digests and lists of pairs tell a reader nothing.
         differences = ", ".join(

@@ -212,6 +212,7 @@ def load_comparison(champion: Path, candidate: Path, max_pairs: int, seed: int) 
             f"{champion} and {candidate} have no held-out sample in common; evaluate both on the"
             " same prompts"
         )
+    # Prompt ids are places in a table, and two runs may have different ones.
     for key in common:
         if prompts[0][key] != prompts[1][key]:
             raise LabelError(
@@ -360,6 +361,7 @@ def _decode_latent(
 
 
 def _pair_samples(prompt_id: int, samples: list[int], seed: int) -> list[tuple[int, int]]:
+    # Shards may come in any order, and the pairs must not depend on it.
     distinct = sorted(set(samples))
     order = [
         distinct[index]
@@ -367,11 +369,14 @@ def _pair_samples(prompt_id: int, samples: list[int], seed: int) -> list[tuple[i
             len(distinct), derive_seed(seed, "pairs of a prompt", prompt_id)
         )
     ]
+    # An odd sample at the end is in no pair.
     return list(zip(order[::2], order[1::2], strict=False))
 
 
 def _choose_pairs(keys: Sequence[K], most: int, seed: int) -> list[K]:
     """Return at most ``most`` of the keys, in their order."""
+    # Sorted again, so that only the choice depends on the seed; each rater has an order of their
+    # own (``Session.order_of_pairs``).
     chosen = sorted(permute_indices(len(keys), derive_seed(seed, "drawn pairs"))[:most])
     return [keys[index] for index in chosen]
 

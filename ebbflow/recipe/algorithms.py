@@ -38,6 +38,8 @@ class EmaScheduleConfig(Strict):
 
     @model_validator(mode="after")
     def _check_decay_does_not_fall(self) -> EmaScheduleConfig:
+        # ``decay_after_step`` takes the smaller of the two, so a min_decay above max_decay would
+        # never be reached, and nothing would say so.
         if self.min_decay > self.max_decay:
             raise ValueError(
                 f"min_decay = {self.min_decay:g} is above max_decay = {self.max_decay:g}; raise the"
@@ -113,6 +115,7 @@ class TrajectoryConfig(AlgorithmConfig):
     """Algorithms that train on the steps of a fresh trajectory: a stochastic sampler, a window of
     its steps, their log-probs."""
 
+    # A stage's own default, ``ode``, is deterministic: its steps have no log-probs.
     stage_defaults: ClassVar = {"sampler": {"name": "flow_sde"}, "window": {"kind": "progressive"}}
 
     kind: ClassVar = "trajectory"
@@ -155,6 +158,7 @@ class SigmaConfig(Strict):
 
     @model_validator(mode="after")
     def _check_schedule_without_shift(self) -> SigmaConfig:
+        # A second shift would train at noise levels that the sampler never visits.
         if self.kind == "schedule" and self.shift != 1:
             raise ValueError(
                 f"shift = {self.shift:g}: the sampler's schedule is shifted by its family; "
@@ -236,6 +240,7 @@ class DirectAlignConfig(GradientConfig):
 
     @property
     def rows_per_sample(self) -> int:
+        # Each sample gives a row of the denoising branch, and one of the inversion branch.
         return 1 + self.inversion
 
     def first_step(self, steps: int, draw: Any) -> int:
@@ -273,6 +278,7 @@ class MatchingConfig(AlgorithmConfig):
     fake_lr_factor: float = Field(1.0, gt=0)
     """Learning rate of the fake score, relative to the student's. The rest of its optimiser is the
     same."""
+    # ``min_step_percent`` and ``max_step_percent`` of DMD2's published script.
     sigma: SigmaConfig = SigmaConfig(kind="uniform", min=0.02, max=0.98)
     """Distribution of the noise levels at which the loss compares the two scores and at which the
     fake score is trained."""
@@ -309,23 +315,30 @@ class CustomAlgorithmConfig(Strict):
                 " ebbflow.algorithms.base.Algorithm"
             )
         try:
+            # Validated here and not by pydantic with the rest: the class of ``options`` is known
+            # only once ``path`` is imported.
             hyper = config.model_validate(self.options)
         except ValidationError as error:
             raise RecipeError(
                 f"options of {self.path}:\n{explain_validation_error(error, config)}"
             ) from None
         kind = find_kind(hyper.kind)
+        # The kind reads its own fields (``sigma``, ``noise_levels`` and so on) of the hyper-
+        # parameters, which only a class that derives from its own is sure to have.
         if not isinstance(hyper, kind.config_class):
             raise RecipeError(
                 f"{self.path} is of kind {kind.name!r}, whose hyper-parameters are a"
                 f" {kind.config_class.__name__}; derive {config.__name__} from it"
             )
+        # ``stages`` is what the user's class claims; what an offline stage stores decides whether
+        # its rows can be built.
         if "offline" in hyper.stages and not kind.can_be_offline:
             raise RecipeError(
                 f"{self.path}: offline stages store no trajectories; take them out of"
                 f" {config.__name__}.stages"
             )
         if (
+            # The weights of a teacher are loaded from the path in the hyper-parameters.
             "teacher" in algorithm.copies(hyper)
             and not {"teacher", "teachers"} & config.model_fields.keys()
         ):

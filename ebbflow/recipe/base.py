@@ -265,6 +265,7 @@ def iter_leaves(data: Any) -> list[tuple[tuple[Any, ...], Any]]:
     while pending:
         path, value = pending.pop()
         leaves.append((path, value))
+        # Counted inside of the loop: a mapping that holds itself through an alias never ends.
         if len(leaves) > MAX_VALUES or len(path) > MAX_DEPTH:
             raise RecipeError(
                 f"{format_path(path[:3])}: more than {MAX_VALUES} values, or {MAX_DEPTH} inside"
@@ -389,6 +390,7 @@ def shorten_value(value: Any) -> str:
 def sanitize_text(text: str, most: int = 500) -> str:
     """Return text on one line without control characters, cut where it is long."""
     text = text if len(text) <= most else f"{text[:most]}..."
+    # ``repr`` writes control characters as escapes; its quotes are cut off.
     return text if text.isprintable() else repr(text)[1:-1]
 
 
@@ -403,6 +405,7 @@ def find_nearest_name(name: str, known: Iterable[str]) -> str | None:
     known = list(known)
     # difflib takes quadratic time.
     name = name[:100]
+    # A typo first; then another spelling or a name that has it as a word; then the loosest match.
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if matches:
         return matches[0]
@@ -467,6 +470,7 @@ def _list_sibling_keys(path: tuple[Any, ...], model: type[BaseModel]) -> list[st
     node = schema
     for part in path[:-1]:
         node = _descend_schema(_resolve_reference(node, schema), part, schema)
+    # The parent may be an optional section, whose keys are in one of ``anyOf``.
     options = [node, *_resolve_reference(node, schema).get("anyOf", [])]
     return [
         key
@@ -481,6 +485,7 @@ def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _resolve_reference(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    # ``$ref`` is ``#/$defs/NAME``.
     while "$ref" in node:
         node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
     return node
@@ -488,11 +493,14 @@ def _resolve_reference(node: dict[str, Any], schema: dict[str, Any]) -> dict[str
 
 def _descend_schema(node: dict[str, Any], part: Any, schema: dict[str, Any]) -> dict[str, Any]:
     tags: dict[str, str] = node.get("discriminator", {}).get("mapping", {})
+    # pydantic puts the tag of a union into the path, such as ``stages.0.online.steps``, and the
+    # data has no such key.
     if part in tags:
         return {"$ref": tags[part]}
     if isinstance(part, int):
         items: dict[str, Any] = node.get("items", {})
         return items
+    # An optional section is ``anyOf`` of its model and null.
     for option in [node, *node.get("anyOf", [])]:
         properties: dict[str, dict[str, Any]] = _resolve_reference(option, schema).get(
             "properties", {}
@@ -512,6 +520,8 @@ def apportion_total(weights: Sequence[float], total: int) -> list[int]:
     """
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
+    # ``counts - exact`` is the remainder with a minus, so the largest comes first. Sorting is
+    # stable: of equal remainders, the first weight gets the rest.
     by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1

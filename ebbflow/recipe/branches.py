@@ -33,6 +33,7 @@ def branches_teaching(stage: StageConfig) -> list[str]:
     them.
     """
     hyper = stage.hyper_parameters
+    # Read by the fields' names, which an algorithm of the user's own may have as well.
     teachers = [getattr(hyper, "teacher", None), *getattr(hyper, "teachers", {}).values()]
     names = [
         teacher.removeprefix(BRANCH)

@@ -59,6 +59,7 @@ ENGINES = {
 }
 
 
+# ``EvaluationConfig.sampler`` has the same description.
 SAMPLER_HELP = (
     describe_choices({name: facts.description for name, facts in SAMPLERS.items()})
     + " Or package.module:NAME of your own (docs/extending.md)."
@@ -85,11 +86,14 @@ class SamplerConfig(Strict):
     @property
     def is_stochastic(self) -> bool:
         """Whether its steps have log-probabilities."""
+        # ``eta`` of the facts is the default noise level, which deterministic samplers lack.
         return self.facts.eta is not None
 
     @model_validator(mode="after")
     def _check_path_of_sampler(self) -> SamplerConfig:
         try:
+            # Reading the facts imports a sampler of the user's own, so that a wrong path is an
+            # error of the recipe and not of the first rollout.
             _ = self.facts
         except RecipeError as error:
             raise ValueError(str(error)) from None
@@ -179,6 +183,7 @@ class WindowConfig(Strict):
     @classmethod
     def _set_end_of_decaying_window(cls, data: Any) -> Any:
         return (
+            # Put in before validation, so that a ``limit`` of the recipe replaces it.
             {"limit": 1.0} | data
             if isinstance(data, dict) and data.get("kind") == "decaying"
             else data
@@ -227,6 +232,9 @@ class TreeConfig(Strict):
         """The leaves that share the noise of each denoising step, up to the last split; after it
         each has its own.
         """
+        # ``before[step]`` counts the splits up to a step; each divides the leaves that share noise
+        # by ``branches``. Splits at 0 and 3 in 2 branches: before = [1, 1, 1, 2], and (2, 2, 2, 1)
+        # of 4 leaves share.
         before = [
             sum(split <= step for split in self.splits) for step in range(self.splits[-1] + 1)
         ]
@@ -234,6 +242,8 @@ class TreeConfig(Strict):
 
     @model_validator(mode="after")
     def _check_order_of_splits(self) -> TreeConfig:
+        # ``num_leaves_sharing_noise`` and the check of the stage take the last entry for the latest
+        # split.
         if self.splits != sorted(set(self.splits)) or self.splits[0] < 0:
             raise ValueError(
                 f"splits = {self.splits} are denoising steps from 0 on; give each once, in"
@@ -300,6 +310,7 @@ class ReferenceConfig(Strict):
     @property
     def needs_guidance(self) -> bool:
         """Whether it needs the base model's predictions under guidance."""
+        # Without weight the penalty is not computed, and needs no negative prompts.
         return self.weight > 0 and self.guidance > 1
 
 
@@ -353,9 +364,13 @@ class CorrectionConfig(Strict):
         """
         if not isinstance(data, dict):
             return data
+        # The default of the field, ``truncated``, is an error in this mode.
         if data.get("mode") == "bypass":
             data = {"weights": "none"} | data
+        # k2 and k3 grow with delta^2 / 2 near 0, so the same distance is a smaller number: .25 for
+        # k1 is .25^2 / 2 = .03 for them, and 5e-4 is 1.25e-7.
         squared = data.get("reject") in ("k2", "k3")
+        # What the recipe gives comes last in each union, and so replaces the default.
         if data.get("unit") == "mean":
             return {
                 "low": 0.9995,

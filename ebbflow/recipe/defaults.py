@@ -53,6 +53,7 @@ def write_defaults_table(name: str) -> str:
     values = list_default_values(config)
     lines += [
         _format_row(key, values, config.published[key])
+        # Sorting is stable: the rows of a section stay in the order of the class.
         for key in sorted(config.published, key=_sort_key)
     ]
     return "\n".join(lines) + "\n"
@@ -84,11 +85,13 @@ def _sort_key(key: str) -> int:
 
 
 def _format_row(key: str, values: Mapping[str, Any], row: PublishedSetting) -> str:
+    # A row with ``ours`` has no key in a recipe: both cells are words.
     setting, default = (key, row.ours) if row.ours else (f"`{key}`", _format_value(values[key]))
     remarks = "; ".join(
         filter(None, [row.deviation and f"**deviates**: {row.deviation}", row.note])
     )
     cells = [setting, default, _format_value(row.value), row.source, remarks]
+    # An empty cell would leave two spaces.
     return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 

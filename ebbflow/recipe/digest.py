@@ -23,6 +23,7 @@ def compute_digest(config: BaseModel) -> str:
     A default that changes later changes what a recipe means, but not its digest. What was made
     from a recipe therefore keeps the resolved one, which is complete.
     """
+    # Sorted: the order of ``branches`` and of a plugin's ``options`` in the file must not count.
     text = json.dumps(select_set_keys(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

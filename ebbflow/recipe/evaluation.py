@@ -45,8 +45,11 @@ class EvaluationConfig(Strict):
     @model_validator(mode="after")
     def _check_sampler(self) -> EvaluationConfig:
         try:
+            # Building it runs the checks of a sampler, on the keys that stand flat in this section.
             _ = self.sampler_with_steps
         except ValidationError as error:
+            # Only the reason: pydantic would add a place inside of ``SamplerConfig``, which the
+            # recipe does not have here.
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
         return self
 

@@ -65,6 +65,7 @@ def _read_family_record(file: Path) -> Family | None:
         ValueError: an argument is no literal, or no fact of a family.
     """
     for statement in ast.parse(file.read_text("utf-8")).body:
+        # Only this form is read, by its text: running the file would import torch.
         match statement:
             case ast.Assign(
                 targets=[ast.Name("FAMILY")],
@@ -82,6 +83,8 @@ def _read_family_record(file: Path) -> Family | None:
 
 def _read_shipped_records() -> dict[str, Family]:
     records = {}
+    # Sorted, since file systems list a folder in any order, and errors and schemas show the names
+    # in this one. Files with an underscore hold what several families share.
     for file in sorted(FOLDER.glob("[!_]*.py")):
         record = _read_family_record(file)
         if record is None:
@@ -102,6 +105,7 @@ def find_family(name: str) -> Family | None:
     Raises:
         ValueError: the file of the user's family has a record that cannot be read.
     """
+    # A name that is neither gets None here; ``model.family`` rejects it.
     if name in FAMILIES or not PATH.fullmatch(name):
         return FAMILIES.get(name)
     module, _, adapter = name.partition(":")

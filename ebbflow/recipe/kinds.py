@@ -100,6 +100,8 @@ class AlgorithmKind:
 @cache
 def built_in_kinds() -> dict[str, AlgorithmKind]:
     """Return the kinds in the files of ``ebbflow/training/kinds``, by name."""
+    # The files of the kinds import this module, so that the list cannot be made while it is
+    # imported.
     return {
         kind.name: kind
         for module in import_modules("ebbflow.training.kinds")

@@ -127,11 +127,13 @@ class ModelConfig(PretrainedSourceConfig):
     @field_validator("compile", mode="before")
     @classmethod
     def _accept_false_as_off(cls, value: object) -> object:
+        # YAML 1.1 reads ``off`` without quotes as false.
         return "off" if value is False else value
 
     @model_validator(mode="after")
     def _check_base_model_is_named(self) -> ModelConfig:
         family = find_family(self.family)
+        # A family of the user's own without a record (None) needs a path, too.
         if self.path is None and not (family and family.trains_base_model):
             trained = [name for name, record in FAMILIES.items() if record.trains_base_model]
             raise ValueError(
@@ -153,6 +155,7 @@ class ModelConfig(PretrainedSourceConfig):
 
     @model_validator(mode="after")
     def _check_memory_keys_have_effect(self) -> ModelConfig:
+        # A key that does nothing is an error here and below: who set it counted on its memory.
         if self.gradient_checkpointing_every > 1 and not self.gradient_checkpointing:
             raise ValueError(
                 f"gradient_checkpointing_every = {self.gradient_checkpointing_every} chooses among"
@@ -168,8 +171,10 @@ class ModelConfig(PretrainedSourceConfig):
     @model_validator(mode="after")
     def _check_keys_have_effect(self) -> ModelConfig:
         family = find_family(self.family)
+        # Nothing is known of what a family of the user's own ignores.
         if family is None:
             return self
+        # A record states a fixed size once, and does not repeat these keys in ``unsupported_keys``.
         size_keys = ("height", "width") if family.has_fixed_size else ()
         keys_without_effect = [
             key
@@ -187,6 +192,8 @@ class ModelConfig(PretrainedSourceConfig):
 
 def resize_model(model: ModelConfig, height: int | None, width: int | None) -> ModelConfig:
     """The model with images of another height and width; as they are, where one is None."""
+    # ``model_copy`` does not validate: whether the family can generate the size is checked by
+    # ``ebbflow.models.sizes``, which needs torch.
     return model.model_copy(
         update={"height": height or model.height, "width": width or model.width}
     )

@@ -112,6 +112,7 @@ class PromptFilterConfig(Strict):
 
     @model_validator(mode="after")
     def _check_filter_has_effect(self) -> PromptFilterConfig:
+        # min_std = 0 drops nothing, as no standard deviation is below it.
         if self.min_reward is None and self.max_reward is None and not self.min_std:
             raise ValueError(
                 "it leaves nothing out; give min_reward, max_reward or min_std, or leave"
@@ -185,6 +186,8 @@ class PromptSamplingKeys(Strict):
 
     @model_validator(mode="after")
     def _check_step_can_be_filled(self) -> PromptSamplingKeys:
+        # How many prompts pass is known only when the stage has scored them;
+        # ``ebbflow.online.prompt_sampler`` fails then if they are too few.
         num_tried = self.prompt_filter.prompts if self.prompt_filter else None
         if num_tried is not None and num_tried < self.prompts_per_step:
             raise ValueError(
@@ -224,6 +227,7 @@ class PlacementKeys(Strict):
                     f"resources.{single_role}.count above 1 needs processes of their own; set"
                     " placement: ray, or leave it at 1"
                 )
+        # Compared with the defaults, so that a resolved recipe, which spells out every key, passes.
         defaults = vars(WorkersConfig())
         for role, workers in self.resources:
             for key in ("cpus", "gpus", "cores"):
@@ -248,6 +252,7 @@ class PlacementKeys(Strict):
 
     @model_validator(mode="after")
     def _check_staleness_of_mode(self) -> PlacementKeys:
+        # 1 is the default, which a resolved recipe spells out.
         if self.mode != "async" and self.staleness != 1:
             raise ValueError(
                 f"staleness = {self.staleness} is for mode: async; mode {self.mode!r} has none to"

@@ -48,12 +48,15 @@ class LearningRateScheduleConfig(Strict):
             updates: optimiser steps of the stage; only of a schedule that falls, and that does not
                 say when it ends.
         """
+        # Not update / warmup: the first step would have the learning rate 0 and change nothing.
         if update < self.warmup:
             return (update + 1) / (self.warmup + 1)
         if not self.depends_on_length:
             return 1.0
         end = self.updates or updates
         assert end is not None, "the updater says how many there are"
+        # At least 1: an offline stage may end within its warm-up, which only online stages check.
+        # At most 1: the share stays at ``final`` after the end.
         done = min((update - self.warmup) / max(end - self.warmup, 1), 1.0)
         left = 1 - done if self.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.final + (1 - self.final) * left
@@ -124,6 +127,8 @@ class OptimizerConfig(Strict):
 
     @model_validator(mode="after")
     def _check_momentum_is_used(self) -> OptimizerConfig:
+        # Compared with the default instead of asking whether it was set: a resolved recipe sets
+        # every key.
         default = OptimizerConfig.model_fields["momentum"].default
         if self.momentum != default and not self.factory.uses_momentum:
             raise ValueError(f"momentum is for name: muon, and {self.name} has betas; leave it out")
@@ -168,6 +173,7 @@ class OptimizerConfig(Strict):
         """
         factory = self.factory
         if not factory.is_installed():
+            # In quotes, since shells take the brackets for a pattern of file names.
             what = f'"ebbflow[{factory.extra}]"' if factory.extra else factory.package
             raise RecipeError(
                 f"{key}.name = {self.name!r} needs {factory.package}, which is not installed; run"

@@ -60,6 +60,7 @@ class OptimizerFactory(ABC):
 
     def count_state_bytes(self, num_parameters: int) -> int:
         """Return the bytes of its state; by default two moments in float32."""
+        # As AdamW has them: 4 bytes for each moment.
         return 8 * num_parameters
 
     def is_installed(self) -> bool:
@@ -74,6 +75,7 @@ def built_in_optimizers() -> dict[str, OptimizerFactory]:
         factory.name: factory
         for module in import_modules("ebbflow.training.optimizers")
         for factory in vars(module).values()
+        # A file may import the factory of another file, such as one that it wraps.
         if isinstance(factory, OptimizerFactory) and type(factory).__module__ == module.__name__
     }
 

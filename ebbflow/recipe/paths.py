@@ -40,6 +40,7 @@ def check_path(text: str) -> str:
     """
     if CONTROL.search(text):
         raise ValueError("it has a control character; take it out")
+    # In a URI of the web, '?' begins the query.
     if (HTTP_PATTERN if re.match("https?://", text) else PATTERN).search(text):
         raise ValueError(
             "'*', '?' and '[' are patterns of several files; rename the file or folder"
@@ -48,6 +49,8 @@ def check_path(text: str) -> str:
         return text
     if text.startswith("~"):
         raise ValueError("'~' is the home folder to a shell only; write the path out")
+    # File systems count bytes. ``replace``: half of a surrogate pair has an error of its own
+    # (``require_json_values``), and must not raise another one here.
     if len(text.encode(errors="replace")) > MAX_PATH:
         raise ValueError(f"a path has at most {MAX_PATH} bytes; shorten it")
     if any(len(name.encode(errors="replace")) > MAX_NAME for name in text.split("/")):
@@ -77,6 +80,7 @@ def check_store_uri(uri: str) -> str:
         raise ValueError("it has a control character; take it out")
     if SQLITE.match(uri):
         path = uri.removeprefix("sqlite:///")
+        # ``path`` is still the whole ``uri`` where it has another number of slashes, or a driver.
         if path in (uri, "", ":memory:") or path.startswith("file:"):
             raise ValueError(
                 "a SQLite store is a file that all nodes of a run open; write sqlite:/// and its"
@@ -134,6 +138,7 @@ def resolve_paths(data: Any, folder: Path, all_paths: bool = False) -> Any:
 def _resolve_path(text: str, folder: Path) -> str:
     if not text or "://" in text or text.startswith(SHIPPED) or os.path.isabs(text):
         return text
+    # The recipe's folder first, so that a recipe means the same from every working directory.
     in_folder = os.path.join(folder, text)
     if not os.path.exists(in_folder):
         return text

@@ -63,6 +63,8 @@ class PolicyConfig(Strict):
 
     @model_validator(mode="after")
     def _check_start_has_path(self) -> PolicyConfig:
+        # The class is shared with ``model``, where no path means that the base model is trained
+        # here.
         if self.start and not self.start.path:
             raise ValueError(
                 "start needs the 'path' of a policy folder or of a LoRA; leave start out to begin"

@@ -20,6 +20,7 @@ class PretrainedSourceConfig(Strict):
     path: PathText | None = None
     """A folder or a URI. With a ``revision``, the id of a Hugging Face repository
     (``owner/name``)."""
+    # A commit and no branch: ``main`` moves, and the same recipe would then give other bytes.
     revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
     """Commit of the repository, 40 hexadecimal digits. Without it nothing is downloaded."""
 

@@ -38,6 +38,7 @@ class MarginsConfig(Strict):
     diversity_across_prompts: float | None = Field(1.5, gt=0)
     """Distance of an image to the nearest image of another prompt; 0 for duplicates. For each
     diversity, only a fall is tested."""
+    # Below 1: a margin of the whole mean would allow a policy that draws one picture only.
     diversity_latents: float | None = Field(0.9, gt=0, lt=1)
     """Distance between the latents of a prompt's samples, as a share of the champion's mean. Where
     only one picture is right, it falls as a policy learns."""
@@ -72,6 +73,7 @@ class GuardrailToleranceConfig(Strict):
 
     @model_validator(mode="after")
     def _check_single_tolerance(self) -> GuardrailToleranceConfig:
+        # Which of the two units should win is the user's choice.
         duplicates = sorted(self.standard_deviations.keys() & self.absolute.keys())
         if duplicates:
             raise ValueError(f"{', '.join(duplicates)} has two tolerances; keep one of them")

@@ -87,6 +87,7 @@ class PromptsConfig(Strict):
 
     @model_validator(mode="after")
     def _check_training_prompts_remain(self) -> PromptsConfig:
+        # Held-out prompts of a file of their own take nothing from the training prompts.
         taken = self.validation + (0 if self.held_out_source else self.held_out)
         if not self.source_files and taken >= self.count:
             names = "validation" if self.held_out_source else "validation + held_out"

@@ -33,9 +33,10 @@ from ebbflow.recipe.choices import SINKS
 from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import find_family
+from ebbflow.recipe.guardrails import DEFAULT_GUARDRAILS, MIN_COMPARED, choose_guardrails
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
-from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.plugins import extend_import_path, validate_name_or_path
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.promotion import PromotionConfig
 from ebbflow.recipe.prompts import PromptsConfig
@@ -125,12 +126,10 @@ class Recipe(Strict):
     prompts: PromptsConfig = PromptsConfig()
     rewards: list[AnyRewardConfig] = Field([configure_reward("ocr")], min_length=1)
     """Rewards to train on, as their weighted sum."""
-    guardrails: list[AnyRewardConfig] = [
-        configure_reward("tesseract"),
-        configure_reward("similarity"),
-    ]
+    guardrails: list[AnyRewardConfig] = list(DEFAULT_GUARDRAILS)
     """Rewards that are measured and never trained on. A guardrail whose package is missing is
-    reported and skipped."""
+    reported and skipped. Default: those of ``tesseract`` and ``similarity`` that are not trained
+    on, where held-out prompts name a text to read; none for pretrained families."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
     """Share of samples whose scoring may fail before the stage stops. Failed samples are masked and
     counted. It is also the share of held-out samples on which a guardrail may fail before the gate
@@ -164,6 +163,14 @@ class Recipe(Strict):
     # that fails ends the list, so a check may rely on those before it.
 
     @model_validator(mode="after")
+    def _choose_default_guardrails(self) -> Recipe:
+        # Before the checks below, which would complain of guardrails that the file does not have.
+        if "guardrails" not in self.model_fields_set:
+            # Frozen models take no assignment, and nobody has seen this one yet.
+            self.__dict__["guardrails"] = self._default_guardrails
+        return self
+
+    @model_validator(mode="after")
     def _check_rewards(self) -> Recipe:
         check_reward_names([self.rewards, *self._branch_rewards], self.guardrails)
         check_prompt_sets("rewards", self.rewards, self.prompts.prompt_set_labels)
@@ -171,6 +178,7 @@ class Recipe(Strict):
         for scope in self._reward_scopes():
             if scope.branch:
                 branch_rewards = self.branches[scope.branch].rewards
+                # The rewards of a branch may name the sets of the branch only.
                 check_prompt_sets(scope.key, branch_rewards, scope.prompt_sets)
             check_prompt_sets_are_scored(scope)
         check_held_out_prompts_are_scored(self.prompts, self.rewards)
@@ -203,6 +211,7 @@ class Recipe(Strict):
         return self
 
     def _check_deterministic_kernels(self) -> None:
+        # diffusers calls torch's own kernels ``native``, or ``_native_`` with a suffix.
         attention = self.model.attention or "native"
         if self.deterministic and "native" not in attention:
             raise ValueError(
@@ -252,6 +261,8 @@ class Recipe(Strict):
             values = iter_leaves(data)
             # First: a later error could quote the secret.
             require_no_secrets(values, locate)
+            # Only a recipe that was read from a file has a folder; what Python builds keeps its
+            # paths.
             if "folder" in context:
                 data = resolve_paths(data, context["folder"])
             recipe: Recipe = handler(data)
@@ -275,6 +286,7 @@ class Recipe(Strict):
         ]
         kinds = [stage.path for stage in self.stages if isinstance(stage, CustomStageConfig)]
         engines = [stage.engine for stage in self.stages]
+        # The samplers and algorithms of stages were imported when their sections were validated.
         names = [*rewards, self.model.family, *engines, *kinds, self.evaluation.sampler]
         # Built-in families, engines and samplers have names without a colon.
         return [name for name in names if ":" in name]
@@ -287,10 +299,30 @@ class Recipe(Strict):
             RecipeError: there are none, or none for a prompt set, or a custom reward cannot be
                 imported.
         """
+        # ``check_evaluated_rewards`` has let custom rewards pass without importing them, so they
+        # are asked here.
         evaluated = [reward for reward in self.rewards if not reward.compares]
         if not evaluated or prompt_sets_without_reward(evaluated, self.prompts.prompt_set_labels):
             raise RecipeError(ONLY_COMPARISONS.format("rewards"))
         return evaluated
+
+    @property
+    def has_default_guardrails(self) -> bool:
+        """Whether the guardrails are those of a recipe that names none. A resolved recipe spells
+        them out, so that equal ones count as left out.
+        """
+        return self.guardrails == self._default_guardrails
+
+    def select_scorable_guardrails(self, num_texts: int) -> list[AnyRewardConfig]:
+        """Return the guardrails that an evaluation measures. Default ones that read are left out
+        where there is too little to read; those that the recipe names always count.
+
+        Args:
+            num_texts: held-out prompts that name a text.
+        """
+        if num_texts >= MIN_COMPARED or not self.has_default_guardrails:
+            return self.guardrails
+        return [guardrail for guardrail in self.guardrails if not guardrail.reads]
 
     @property
     def rollout_models(self) -> list[ModelConfig]:
@@ -302,6 +334,7 @@ class Recipe(Strict):
             models.append(self.model)
         sizes = [size for stage in self.stages for size in stage.sizes]
         if sizes:
+            # Memory grows with the number of pixels.
             largest = max(sizes, key=lambda size: size.height * size.width)
             models.append(resize_model(self.model, largest.height, largest.width))
         return models
@@ -314,6 +347,7 @@ class Recipe(Strict):
     @property
     def num_evaluated(self) -> int:
         """Samples of one evaluation."""
+        # The first sample of a repeated prompt is among ``held_out`` already.
         repeated = min(self.evaluation.repeated_prompts, self.prompts.held_out)
         return (
             self.prompts.validation
@@ -367,6 +401,8 @@ class Recipe(Strict):
         for name in (None, *self.branches):
             view = self.select_branch(name)
             key = f"branches.{name}.rewards" if name else "rewards"
+            # Errors name the key that the user wrote: a branch without rewards has those of the
+            # run.
             source_key = key if name and self.branches[name].rewards else "rewards"
             labels = view.prompts.prompt_set_labels
             scopes.append(RewardScope(name, key, source_key, view.rewards, labels))
@@ -382,12 +418,18 @@ class Recipe(Strict):
         ]
 
     @property
+    def _default_guardrails(self) -> list[AnyRewardConfig]:
+        branch_rewards = [config for rewards in self._branch_rewards for config in rewards]
+        return choose_guardrails(self.model.family, [*self.rewards, *branch_rewards])
+
+    @property
     def _branch_rewards(self) -> list[list[AnyRewardConfig]]:
         return [branch.rewards for branch in self.branches.values() if branch.rewards]
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe from a YAML (or JSON) file.
+    """Read a recipe from a YAML (or JSON) file. Code that it names may lie beside it, or in the
+    working directory.
 
     Raises:
         RecipeError: the file is missing, is not a mapping, or does not describe a run; names the
@@ -400,10 +442,13 @@ def load_recipe(path: str | Path) -> Recipe:
             f"no recipe at {path}; {_suggest_recipe(path)}the ones that come with Ebbflow are in"
             f" {SHIPPED}/"
         )
+    # Before it is read: a file of weights, named by mistake, has gigabytes.
     if path.stat().st_size > MAX_BYTES:
         raise RecipeError(
             f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run"
         )
+    # Before it is read: validation imports algorithms, samplers and optimisers.
+    extend_import_path(path.parent, Path.cwd())
     return parse_recipe(path.read_bytes(), str(path), path.parent)
 
 
@@ -424,6 +469,7 @@ def parse_recipe(text: str | bytes, name: str, folder: Path = Path()) -> Recipe:
         # Not only YAMLError: PyYAML's converters raise ValueError and others at odd tags, and deep
         # nesting ends in a RecursionError.
         raise RecipeError(describe_yaml_error(error, name)) from None
+    # An empty file gives None, a text without keys a string.
     if not isinstance(document.data, dict):
         raise RecipeError(
             f"{name} must hold a mapping of recipe keys, got {type(document.data).__name__}"

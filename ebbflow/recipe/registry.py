@@ -45,6 +45,7 @@ def _expand_reward_name(reward: Any) -> Any:
     # Anything else than a name is left to pydantic, whose error says what is wrong with it.
     if not isinstance(name, str):
         return reward
+    # ``weight``, ``label`` and the other keys of every reward stay beside the path.
     if PATH.fullmatch(name):
         return {**reward, "name": "custom", "path": name}
     if name not in (*REWARDS, "custom"):

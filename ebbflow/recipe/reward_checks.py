@@ -68,6 +68,7 @@ def check_reward_names(
             raise ValueError(
                 f"each reward may be named once, got {names}; give one of them a 'label'"
             )
+    # A guardrail shows that a reward is gamed only as long as nothing is trained on it.
     both = {name for names in trained_names for name in names} & set(guardrail_names)
     if both:
         raise ValueError(
@@ -119,6 +120,8 @@ def check_held_out_prompts_are_scored(
     Raises:
         ValueError: all rewards name prompt sets, and this file is in none of them.
     """
+    # Its prompts carry the name of the file instead of a set of the mixture, so that only rewards
+    # for all prompts score them.
     if prompts.held_out_source and all(reward.prompts for reward in rewards):
         raise ValueError(
             "rewards: each names prompt sets, and prompts.held_out_source is none; leave"
@@ -186,6 +189,8 @@ def check_guardrail_tolerances(
     Raises:
         RecipeError: one is not; names the nearest guardrail.
     """
+    # A tolerance under a misspelt name would never be looked up: the default would apply in its
+    # place, and nothing would say so.
     names = [guardrail.column for guardrail in guardrails]
     for unit in ("standard_deviations", "absolute"):
         for name in getattr(tolerance, unit):

@@ -52,6 +52,7 @@ class RewardConfig(Strict):
     @property
     def column(self) -> str:
         """The column of its scores."""
+        # Scores are columns of one table, so that two rewards of one name need a label.
         return self.label or self.name
 
     @property
@@ -60,6 +61,17 @@ class RewardConfig(Strict):
         have.
         """
         return False
+
+    def explain_unscorable(self, prompt: Any) -> str | None:
+        """Return why no image of a prompt can get a score, as the prompt alone says; None where
+        one can.
+
+        Args:
+            prompt: an ``ebbflow.data.prompts.Prompt``.
+        """
+        if self.reads and prompt.target is None:
+            return "it names no text to read: quote the text in the prompt, or give a column target"
+        return None
 
     @property
     def scores(self) -> Scored:
@@ -157,6 +169,7 @@ class CustomRewardConfig(RewardConfig):
 
     @property
     def network_bytes(self) -> int:
+        # Read from the class: building the reward would load its network.
         return int(getattr(import_object(self.path), "network_bytes", None) or 0)
 
     @property
@@ -179,6 +192,7 @@ class CustomRewardConfig(RewardConfig):
             RecipeError: nothing can be imported from the path.
             TypeError: what it leads to does not take the options.
         """
+        # A class, or a function that returns the reward.
         return import_object(self.path)(**self.options)
 
 

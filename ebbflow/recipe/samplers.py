@@ -21,6 +21,7 @@ class SamplerFacts(Protocol):
     multistep: bool
 
 
+# Importing these files is light: they need torch for their annotations alone.
 SAMPLERS: dict[str, SamplerFacts] = {
     module.__name__.rpartition(".")[2]: module.SAMPLER
     for module in import_modules("ebbflow.flow.samplers")
@@ -39,6 +40,7 @@ def find_sampler_facts(name: str) -> SamplerFacts:
     if name in SAMPLERS:
         return SAMPLERS[name]
     facts: SamplerFacts = import_object(name)
+    # ``step`` is not in the protocol: it takes tensors, and this room imports no torch.
     members = ("step", *SamplerFacts.__annotations__)
     check_members(facts, members, name, "ebbflow.flow.sampler.Sampler")
     return facts

@@ -190,10 +190,12 @@ def _is_secret_setting(name: str, value: str) -> bool:
 
 def _is_secret_header(names: list[str], value: str) -> bool:
     """Return whether a value is an HTTP header that may hold a secret."""
+    # ``names`` are the keys down to the value, such as ``headers`` and ``X-Api-Key``.
     if not any(map(HEADERS.search, names)):
         return False
     # ``headers: {X-Api-Key: ...}`` has the header's name as a key, ``headers: ["X-Api-Key: ..."]``
     # in the text.
+    # A number is the place in a list of headers.
     if HEADERS.search(names[-1]) or names[-1].isdigit():
         header = _to_snake_case(value.partition(":")[0])
     else:

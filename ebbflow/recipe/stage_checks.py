@@ -27,6 +27,7 @@ def check_shares_of_prompt_sets(index: int, stage: StageConfig, prompts: Prompts
     if isinstance(stage, OfflineStageConfig) and stage.pairs:
         return
     key = NUM_PROMPTS_KEYS.get(getattr(stage, "kind", ""))
+    # A custom stage has neither key, and decides itself which prompts it takes.
     if key is None:
         return
     num_prompts = getattr(stage, key)
@@ -84,6 +85,8 @@ def check_optimizer_states(stages: Sequence[StageConfig], model: ModelConfig) ->
         RecipeError: one cannot (``OptimizerConfig.require_whole_state``).
     """
     for index, stage in enumerate(stages):
+        # How many processes train an offline stage is no key of the recipe: ``ebbflow.preflight``
+        # checks those.
         sharded = isinstance(stage, OnlineStageConfig) and stage.resources.training.count > 1
         stage.optimizer.require_whole_state(f"stages.{index}.optimizer", sharded, model.cpu_offload)
 
@@ -96,6 +99,8 @@ def check_engines_support_model(
     Raises:
         ValueError: vLLM-Omni cannot; names the stage and the fix.
     """
+    # A family of the user's own is never among them: the engine needs a network of its own for
+    # each.
     supported = [name for name, family in FAMILIES.items() if family.vllm_omni]
     served = [index for index, stage in enumerate(stages) if stage.engine == "vllm_omni"]
     if not served:
@@ -119,6 +124,7 @@ def check_guided_references(stages: Sequence[StageConfig], model: ModelConfig) -
         ValueError: the family has none; names the stage and the fix.
     """
     family = find_family(model.family)
+    # A family of the user's own without a record (None) may have guidance: its adapter decides.
     if family is None or family.guided:
         return
     for index, stage in enumerate(stages):
@@ -137,6 +143,7 @@ def check_guidance_is_optional(stages: Sequence[StageConfig], model: ModelConfig
         ValueError: the model generates without guidance; names the stage and the fix.
     """
     family = find_family(model.family)
+    # Of a family without a record, only ``model.guidance`` says whether there is guidance.
     unguided = model.guidance == 1 or (family is not None and not family.guided)
     for index, stage in enumerate(stages):
         if unguided and not stage.guidance_in_loss:

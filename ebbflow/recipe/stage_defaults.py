@@ -39,6 +39,7 @@ def add_algorithm_defaults(
         key: value for key, value in algorithm.stage_defaults.items() if key in stage.model_fields
     }
     penalty = find_kind(algorithm.kind).default_penalty
+    # An algorithm's own penalty replaces that of its kind.
     defaults["reference"] = {"penalty": penalty} | defaults.get("reference", {})
     merged = {
         key: _merge_section(key, defaults[key], data[key]) for key in defaults.keys() & data.keys()

@@ -43,6 +43,7 @@ class LearningKeys(Strict):
 
     heading: ClassVar = "algorithm, loss and optimiser"
 
+    # Without a default: each kind of stage has its own.
     algorithm: AnyAlgorithmConfig
     advantages: AdvantagesConfig = AdvantagesConfig()
     reference: ReferenceConfig = ReferenceConfig()

@@ -59,11 +59,13 @@ class StageConfig(LimitKeys, GenerationKeys, LearningKeys):
     def _set_defaults_of_algorithm(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        # Before validation: afterwards, a default cannot be told from what the recipe gives.
         return add_algorithm_defaults(data, cls, cls.model_fields["algorithm"].default)
 
     @model_validator(mode="after")
     def _check_suits_algorithm(self) -> StageConfig:
         # A custom stage decides itself what it does with an algorithm.
+        # ``kind`` is a field of the subclasses.
         kind = getattr(self, "kind", "")
         if kind in ("online", "offline") and kind not in self.hyper_parameters.stages:
             raise ValueError(_explain_wrong_stage(self.algorithm_name, kind))
@@ -188,6 +190,7 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
                 f"tree gives the steps of a trajectory advantages, and {self.algorithm_name} trains"
                 " on none; leave 'tree' out, or set algorithm.name to branch_grpo"
             )
+        # Recognised by its field, which an algorithm of the user's own may have as well.
         if hasattr(self.hyper_parameters, "teacher"):
             raise ValueError(
                 f"tree trains the samples whose rewards differ, and {self.algorithm_name} learns"
@@ -201,6 +204,7 @@ class OnlineStageConfig(MonitoringKeys, PlacementKeys, PromptSamplingKeys, StepK
                 f" is deterministic; split at {self.sampler.steps - 2} at the latest, or take more"
                 " steps"
             )
+        # A group is made of whole trees, whose leaves are its samples.
         if self.group_size % tree.num_leaves:
             raise ValueError(
                 f"group_size = {self.group_size} is no multiple of the {tree.num_leaves} leaves of"
@@ -303,6 +307,8 @@ def lacks_correction(stage: StageConfig, precision: Precision) -> bool:
     other_policy_or_engine = isinstance(stage, OnlineStageConfig) and (
         stage.mode != "sync" or stage.engine != "diffusers"
     )
+    # In mode ``sync`` with the engine ``diffusers``, rollouts come from the policy in training
+    # itself.
     return stage.correction is None and (other_precision or other_policy_or_engine)
 
 

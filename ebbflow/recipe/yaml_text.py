@@ -96,6 +96,7 @@ def read_yaml(text: str | bytes, name: str) -> YamlText:
     """
     loader = UniqueKeyLoader(text)
     try:
+        # The nodes are kept beside the data, which no longer knows its lines.
         node = loader.get_single_node()
         return YamlText(name, loader.construct_document(node) if node is not None else None, node)
     finally:
