@@ -44,12 +44,12 @@ def write_defaults_page() -> str:
 
 
 def write_defaults_table(name: str) -> str:
-    """Return the table of one algorithm as Markdown: setting, default, published value, source
-    and remarks.
+    """Return the table of one algorithm as Markdown: setting, default, published value, remarks
+    and source.
     """
     config = ALGORITHMS[name]
     lines = [f"## {name}", "", *([f"arXiv {config.paper}", ""] if config.paper else [])]
-    lines += ["| setting | default | published | source | remarks |", "|---|---|---|---|---|"]
+    lines += ["| setting | default | published | remarks | source |", "|---|---|---|---|---|"]
     values = list_default_values(config)
     lines += [
         _format_row(key, values, config.published[key])
@@ -90,7 +90,7 @@ def _format_row(key: str, values: Mapping[str, Any], row: PublishedSetting) -> s
     remarks = "; ".join(
         filter(None, [row.deviation and f"**deviates**: {row.deviation}", row.note])
     )
-    cells = [setting, default, _format_value(row.value), row.source, remarks]
+    cells = [setting, default, _format_value(row.value), remarks, row.source]
     # An empty cell would leave two spaces.
     return f"| {' | '.join(cells)} |".replace("  ", " ")
 

@@ -109,9 +109,9 @@ def test_a_row_shows_ours_beside_the_published_value(monkeypatch):
         },
     )
     assert defaults.write_defaults_table("flow_grpo").splitlines()[4:] == [
-        "| setting | default | published | source | remarks |",
+        "| setting | default | published | remarks | source |",
         "|---|---|---|---|---|",
-        "| `algorithm.clip_range` | 0.0001 | 0.0001 | a/b e.py | |",
-        "| `window.tail` | none | 0.4 | a/b c.sh | **deviates**: it is slower; off in d.sh |",
-        "| a habit | ours | theirs | a/b | **deviates**: no key has it |",
+        "| `algorithm.clip_range` | 0.0001 | 0.0001 | | a/b e.py |",
+        "| `window.tail` | none | 0.4 | **deviates**: it is slower; off in d.sh | a/b c.sh |",
+        "| a habit | ours | theirs | **deviates**: no key has it | a/b |",
     ]
