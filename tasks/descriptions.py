@@ -77,4 +77,4 @@ def describe_entities() -> None:
     makes the descriptions itself, and nothing can name other ones.
     """
     for module in (workflow, python_function_task):
-        module.Docstring = WholeDocstring  # type: ignore[attr-defined]
+        module.Docstring = WholeDocstring

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ebbflow.recipe import RecipeError
 
@@ -21,7 +22,7 @@ def put_messages_first() -> None:
     itself, and nothing can name another format.
     """
     # Loaded in pods alone.
-    entrypoint = sys.modules.get(ENTRYPOINT)
+    entrypoint: Any = sys.modules.get(ENTRYPOINT)
     # A forked process may have imported ``tasks`` before.
     if entrypoint and not isinstance(entrypoint.get_traceback_str, MessageFirst):
         entrypoint.get_traceback_str = MessageFirst(entrypoint.get_traceback_str)
