@@ -10,6 +10,7 @@ import click
 from ebbflow.commands import costs, policies, recipes, runs, servers
 from ebbflow.extras import explain_import_error
 from ebbflow.logs import configure_logging
+from ebbflow.recipe.plugins import extend_import_path
 
 
 class CommandGroup(click.Group):
@@ -41,6 +42,8 @@ def main() -> None:
         configure_logging()
     except ValueError as error:
         sys.exit(str(error))
+    # For commands that read no recipe, such as serve-reward; those that do add its folder.
+    extend_import_path(".")
 
 
 # Click sorts the commands in the help itself.

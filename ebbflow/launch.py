@@ -110,7 +110,7 @@ def _prepare_environment(recipe: Recipe) -> None:
     """Set the environment of the run, before anything reads it.
 
     Base models, which Flyte's cache keeps for all runs, lie in the temporary folder: one in
-    ``output`` survives a reboot. The user's own code may lie in the working directory.
+    ``output`` survives a reboot.
 
     Raises:
         RecipeError: the output folder cannot be made.
@@ -120,7 +120,6 @@ def _prepare_environment(recipe: Recipe) -> None:
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     )
-    sys.path.append(os.getcwd())
     # An output in a bucket has no local folder: the machine's own temporary folder stays.
     if "://" in recipe.output:
         return

@@ -119,9 +119,8 @@ CHECK = [str(Path(sys.executable).with_name("ebbflow")), "check", str(EXAMPLES /
 def test_check_accepts_a_recipe_that_uses_them_all(tmp_path, base_folder):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "base").symlink_to(base_folder)
-    done = run_forked(
-        CHECK, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES)}, timeout=300
-    )
+    # The package lies beside the recipe: no PYTHONPATH leads to it.
+    done = run_forked(CHECK, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, timeout=300)
     assert done.returncode == 0, done.stderr
     (tmp_path / "runs" / "resolved.yaml").write_text(done.stdout)
     resolved = load_recipe(tmp_path / "runs" / "resolved.yaml")
@@ -133,10 +132,13 @@ def test_check_accepts_a_recipe_that_uses_them_all(tmp_path, base_folder):
     assert set(resolved.plugin_paths) == {SHIFTED, CONTRAST, COPY, SOUP}
 
 
-def test_check_says_what_to_do_when_the_package_is_not_on_the_path():
+def test_check_says_what_to_do_when_the_package_is_not_on_the_path(tmp_path):
+    # A copy in a folder without the package, which would be found beside the recipe.
+    (tmp_path / "recipe.yaml").write_bytes((EXAMPLES / "recipe.yaml").read_bytes())
     environment = os.environ | {"PYTHONPATH": ""}
+    command = [*CHECK[:2], str(tmp_path / "recipe.yaml")]
     done = subprocess.run(
-        CHECK, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1
     found = [re.sub(r"^\S+/recipe.yaml:\d+: ", "", line) for line in done.stderr.splitlines()[1:]]

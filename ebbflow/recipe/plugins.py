@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Collection, Iterable
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, TypeVar
@@ -41,6 +44,19 @@ def describe_choices(choices: dict[str, str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in choices.items()) + "."
 
 
+def extend_import_path(*folders: str | Path) -> None:
+    """Let code of one's own be imported from folders, in every command alike: the recipe's own and
+    the working directory.
+    """
+    for folder in folders:
+        # Absolute, since a task may change the working directory; processes that a run starts get
+        # the path of this one.
+        text = os.path.abspath(folder)
+        # At the end, so that a file of the user's, such as torch.py, hides no installed package.
+        if text not in sys.path:
+            sys.path.append(text)
+
+
 def import_object(path: str) -> Any:
     """Import the object at ``package.module:name``.
 
@@ -53,8 +69,8 @@ def import_object(path: str) -> Any:
         module = import_module(module_path)
     except ImportError as error:
         raise RecipeError(
-            f"{path} cannot be imported ({error}); install its package, or put its folder on"
-            " PYTHONPATH"
+            f"{path} cannot be imported ({error}); install its package, put it beside the"
+            " recipe or in the working directory, or put its folder on PYTHONPATH"
         ) from None
     try:
         return getattr(module, name)
