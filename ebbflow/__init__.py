@@ -32,6 +32,7 @@ what stands before it in this list, and a test reads the list (tests/test_house.
 - replay: a training step of a tracked run, generated again
 - labeling: preferences of people, by a local page
 - estimate: the cost of a recipe
+- run_notes: what a recipe asks for and its keys do not show
 - preflight: the checks before anything is paid for
 - run_list: the runs in a local folder
 - launch: a run on this machine, from the command line

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbflow.data.pairs import check_pairs
@@ -25,6 +26,7 @@ from ebbflow.recipe.rewards import CustomRewardConfig
 from ebbflow.recipe.stages import StageConfig
 from ebbflow.rewards.combine import load_scorer
 from ebbflow.rewards.trial import try_reward
+from ebbflow.run_notes import describe_passes, describe_prompts
 from ebbflow.storage.artifacts import ArtifactError
 from ebbflow.tracking.node_sinks import check_sinks
 from ebbflow.training.policy_metadata import METADATA, PolicyError, read_policy_metadata
@@ -44,9 +46,9 @@ def check_recipe(
     on_cluster: bool,
     context_parallel: int = 1,
     processes: int = 1,
-) -> None:
+) -> list[str]:
     """Check the files and folders that a recipe names, what its base model can draw, and that its
-    own code and rewards work.
+    own code and rewards work, and that the gate can compare policies on its prompts.
 
     Nothing is written or downloaded. A user's own loss is called on random rows, and, but for a
     cluster, whose first pod has no GPU, a user's own reward on small images.
@@ -57,11 +59,15 @@ def check_recipe(
         context_parallel: processes that share the tokens of a sample in offline stages.
         processes: that train an offline stage, those of all nodes.
 
+    Returns:
+        What a reader of the recipe may want to know, a line each (``ebbflow.run_notes``).
+
     Raises:
         RecipeError: the output folder cannot be written or shared, a prompt file, pairs, teacher,
             start or base model is missing, or a user's own code is not what it must be; an
             optimizer is not installed, or not for so many processes.
-        PromptError: the prompts cannot be used, or are too few.
+        PromptError: the prompts cannot be used or are too few, or the gate could never promote a
+            policy on them.
         PairError: the pairs file has wrong columns or an invalid first row.
         ModelError: the base-model folder is not one, or the model cannot draw the recipe's size,
             share its tokens or decode with gradient as an algorithm needs.
@@ -72,7 +78,13 @@ def check_recipe(
     if "://" not in recipe.output:
         _check_writable(Path(recipe.output))
     # What costs little is checked first: a wrong path should not wait for an import of torch.
-    prompts = _check_prompts(recipe, on_cluster)
+    prepared = _read_prompt_table(recipe, on_cluster)
+    prompts = _choose_tried_prompts(recipe, prepared[0]) if prepared else []
+    notes = describe_passes(recipe)
+    if prepared:
+        table, report = prepared
+        notes = [report, *describe_prompts(recipe, table), *notes]
+        notes += _describe_unused_guardrails(recipe, table)
     _check_stages(recipe, on_cluster, processes)
     for path in recipe.plugin_paths:
         import_object(path)
@@ -90,7 +102,8 @@ def check_recipe(
     check_sinks(recipe)
     _warn_of_evaluation_sampler(recipe)
     if prompts and not on_cluster:
-        _try_rewards(recipe, prompts)
+        notes += _try_rewards(recipe, prompts)
+    return notes
 
 
 def _check_stages(recipe: Recipe, on_cluster: bool, processes: int) -> None:
@@ -120,9 +133,9 @@ def _check_rewards(recipe: Recipe) -> None:
                     _check_decodes_with_gradient(recipe.model.family, stage.algorithm_name)
 
 
-def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
-    """Read the prompts as the run will; returns some of them, none of files of which one is behind
-    a URI.
+def _read_prompt_table(recipe: Recipe, on_cluster: bool) -> tuple[pa.Table, str] | None:
+    """Read the prompts as the run will, with a sentence about them; None for files of which one is
+    behind a URI.
     """
     key = "prompts.mixture" if recipe.prompts.mixture else "prompts.source"
     files = [
@@ -136,9 +149,14 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
         held_out = _find_prompt_file("prompts.held_out_source", held_out_source, on_cluster)
     # Nothing is downloaded here, so prompts behind a URI are first read by the run itself.
     if len(files) < len(recipe.prompts.source_files) or (held_out_source and not held_out):
-        return []
-    table, _ = prepare_prompt_table(recipe, *files, held_out=held_out)
+        return None
+    return prepare_prompt_table(recipe, *files, held_out=held_out)
+
+
+def _choose_tried_prompts(recipe: Recipe, table: pa.Table) -> list[Prompt]:
+    """Return the prompts that a user's own rewards are tried on."""
     training = table
+    held_out_source = recipe.prompts.held_out_source
     if held_out_source:
         training = table.filter(pc.not_equal(table["split"], "held_out"))
     # Some of each prompt set: a reward may be for one of the sets only.
@@ -151,6 +169,20 @@ def _check_prompts(recipe: Recipe, on_cluster: bool) -> list[Prompt]:
         # Held-out prompts of a file of their own come first and may have other columns.
         tried.append(table.slice(0, 1))
     return [Prompt(**row) for part in tried for row in part.to_pylist()]
+
+
+def _describe_unused_guardrails(recipe: Recipe, table: pa.Table) -> list[str]:
+    """Say which default guardrails find nothing to read in the held-out prompts."""
+    held_out = table.filter(pc.equal(table["split"], "held_out"))
+    num_texts = held_out.num_rows - held_out["target"].null_count
+    measured = recipe.select_scorable_guardrails(num_texts)
+    unused = [config.column for config in recipe.guardrails if config not in measured]
+    if not unused:
+        return []
+    return [
+        f"guardrails are left out by default where they cannot be scored: {', '.join(unused)}, as"
+        f" {num_texts} of {held_out.num_rows} held-out prompts name a text to read"
+    ]
 
 
 def _find_prompt_file(key: str, source: str, on_cluster: bool) -> Path:
@@ -181,7 +213,8 @@ def _try_losses(recipe: Recipe) -> None:
             try_loss(stage.algorithm.path, *stage.algorithm.load_algorithm())
 
 
-def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
+def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> list[str]:
+    """Try a user's own rewards; return a line for each that scored none of the images."""
     model = recipe.model
     family = find_family(model.family)
     # The glyph model has the size that it is trained at.
@@ -189,11 +222,21 @@ def _try_rewards(recipe: Recipe, prompts: list[Prompt]) -> None:
     height = size.height or TRIED_SIZE
     width = size.width or TRIED_SIZE
     branch_rewards = [config for branch in recipe.branches.values() for config in branch.rewards]
+    notes = []
     for config in (*recipe.rewards, *recipe.guardrails, *branch_rewards):
         # Ebbflow's own rewards have tests, and some would load gigabytes.
         if isinstance(config, CustomRewardConfig):
             applicable = [prompt for prompt in prompts if config.applies_to(prompt.source)]
-            try_reward(config, applicable[:TRIED_PROMPTS], height, width, model.frames)
+            tried = applicable[:TRIED_PROMPTS]
+            reasons = try_reward(config, tried, height, width, model.frames)
+            # No error: the images are noise, in which a reward may find nothing to score.
+            if reasons:
+                notes.append(
+                    f"the reward {config.column} gave no score to any of {len(reasons)} images of"
+                    f" noise ({reasons[0]}); if it gives none to the model's images either, the"
+                    " run stops, or the gate refuses"
+                )
+    return notes
 
 
 def _check_shared_storage(output: str, tracking_uri: str) -> None:

@@ -16,7 +16,8 @@ from ebbflow.preflight import check_recipe
 from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.algorithms import TrajectoryConfig
 from ebbflow.recipe.policy import PolicyConfig
-from ebbflow.rewards.base import Reward, RewardError, RewardResult
+from ebbflow.rewards.base import NO_TARGET, Reward, RewardError, RewardResult
+from ebbflow.run_notes import describe_passes
 from ebbflow.storage.artifacts import write_new_folder
 from ebbflow.training.policy_metadata import write_base_policy
 
@@ -216,7 +217,9 @@ def test_a_held_out_file_is_read_and_a_reward_tried_on_it(tmp_path: Path) -> Non
     )
     prompts = {"held_out_source": str(tmp_path / "judged.jsonl"), "held_out": 5}
     recipe = Recipe.model_validate({"output": str(tmp_path), "prompts": prompts})
-    tried = preflight._check_prompts(recipe, on_cluster=False)
+    prepared = preflight._read_prompt_table(recipe, on_cluster=False)
+    assert prepared
+    tried = preflight._choose_tried_prompts(recipe, prepared[0])
     assert [prompt.split == "held_out" for prompt in tried] == [False, False, True]
     check_recipe(recipe, SERVER, on_cluster=False)
     missing = Recipe.model_validate(
@@ -238,7 +241,7 @@ def test_a_held_out_file_is_read_and_a_reward_tried_on_it(tmp_path: Path) -> Non
     elsewhere = Recipe.model_validate(
         {"output": str(tmp_path), "prompts": prompts | {"held_out_source": "s3://b/geneval.jsonl"}}
     )
-    assert preflight._check_prompts(elsewhere, on_cluster=False) == []
+    assert preflight._read_prompt_table(elsewhere, on_cluster=False) is None
 
 
 def test_prompts_are_read_as_the_run_will(tmp_path: Path) -> None:
@@ -489,3 +492,132 @@ def test_a_student_that_is_evaluated_with_another_sampler_is_warned_of(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_recipe(recipe, SERVER, on_cluster=False)
+
+
+PLAIN = "".join(f"a photo of {number} cats\n" for number in range(40))
+"""Prompts that name no text."""
+SMALL = {"validation": 4, "held_out": 8}
+
+
+def on_plain_prompts(tmp_path: Path, **keys: object) -> Recipe:
+    (tmp_path / "plain.txt").write_text(PLAIN)
+    settings = {
+        "output": str(tmp_path),
+        "model": {"family": f"{__name__}:OLDER_FAMILY", "path": "s3://bucket/base"},
+        "prompts": {"source": str(tmp_path / "plain.txt"), **SMALL},
+        "rewards": ["jpeg_incompressibility"],
+        "stages": [{"kind": "online", "steps": 7}],
+    }
+    return Recipe.model_validate(settings | keys)
+
+
+def test_default_guardrails_that_read_are_left_out_of_prompts_without_text(tmp_path: Path) -> None:
+    recipe = on_plain_prompts(tmp_path)
+    notes = check_recipe(recipe, SERVER, on_cluster=False)
+    assert [note for note in notes if "guardrails" in note] == [
+        (
+            "guardrails are left out by default where they cannot be scored: tesseract,"
+            " similarity, as 0 of 8 held-out prompts name a text to read"
+        )
+    ]
+
+
+@pytest.mark.parametrize("guardrails", [["similarity"], ["ocr", "similarity"]])
+def test_named_guardrails_that_nothing_can_be_scored_with_are_refused(
+    tmp_path: Path, guardrails: list[str]
+) -> None:
+    recipe = on_plain_prompts(tmp_path, guardrails=guardrails)
+    with pytest.raises(
+        PromptError,
+        match=(
+            rf"guardrails: {guardrails[0]} can score 0 of 8 held-out prompts, and the gate compares"
+            r" 2, so that no policy of this run could be promoted; take .* out of 'guardrails'.*"
+            r" it names no text to read: quote the text"
+        ),
+    ):
+        check_recipe(recipe, SERVER, on_cluster=False)
+
+
+def test_a_reward_must_be_able_to_score_every_held_out_prompt(tmp_path: Path) -> None:
+    geneval = {"name": "geneval", "path": "/m", "clip": {"path": "/c"}}
+    with pytest.raises(
+        PromptError,
+        match=(
+            r"the reward geneval can score 0 of 8 held-out prompts, and the gate promotes no policy"
+            r" without a reward for each; .*no rules of GenEval"
+        ),
+    ):
+        check_recipe(on_plain_prompts(tmp_path, rewards=[geneval]), SERVER, on_cluster=False)
+
+
+class Reads(Reward):
+    """A reward of my own that reads."""
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
+        reasons = dict.fromkeys(range(len(images)), NO_TARGET)
+        return RewardResult(np.full(len(images), np.nan), failures=reasons)
+
+
+class FindsNothing(Reward):
+    """A reward of my own that finds no face in noise."""
+
+    def __call__(self, images: np.ndarray, prompts: list[Prompt]) -> RewardResult:
+        reasons = dict.fromkeys(range(len(images)), "no face")
+        return RewardResult(np.full(len(images), np.nan), failures=reasons)
+
+
+def test_a_reward_of_ones_own_without_a_score_is_refused_only_for_its_prompts(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RewardError, match="scores none of the 2 prompts .* names no text"):
+        check_recipe(
+            on_plain_prompts(tmp_path, rewards=[f"{__name__}:Reads"]), SERVER, on_cluster=False
+        )
+    notes = check_recipe(
+        on_plain_prompts(tmp_path, rewards=[f"{__name__}:FindsNothing"]), SERVER, on_cluster=False
+    )
+    assert any(
+        "FindsNothing gave no score to any of 2 images of noise (no face)" in n for n in notes
+    )
+
+
+def test_how_often_a_prompt_comes_back_is_said(tmp_path: Path) -> None:
+    recipe = on_plain_prompts(tmp_path, rounds=2)
+    notes = check_recipe(recipe, SERVER, on_cluster=False)
+    # 28 prompts are left to train on; 2 rounds of 7 steps take 8 each: 112.
+    assert "28 to train, 4 to validate, 8 held out" in notes[0]
+    assert notes[1] == "28 prompts to train on, each sampled about 4 times in the run"
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ({"group_size": 16, "micro_batch": 64}, []),
+        (
+            {"group_size": 16, "micro_batch": 48, "updates_per_step": 2},
+            [
+                (
+                    "stages.0.micro_batch = 48: rollouts of a step in passes of unequal size (2 of"
+                    " 48, 1 of 32 samples); it does not divide the 64 samples of an update; 32"
+                    " divides every batch of the stage"
+                )
+            ],
+        ),
+        (
+            {"kind": "offline", "batch_size": 100},
+            [
+                (
+                    "stages.0.micro_batch = 64: it does not divide the 100 samples of an optimiser"
+                    " step; 4 divides every batch of the stage"
+                )
+            ],
+        ),
+    ],
+)
+def test_passes_of_unequal_size_are_said(
+    tmp_path: Path, stage: dict[str, object], says: list[str]
+) -> None:
+    recipe = Recipe.model_validate(
+        {"output": str(tmp_path), "stages": [{"kind": "online"} | stage]}
+    )
+    assert describe_passes(recipe) == says

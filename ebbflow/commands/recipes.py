@@ -29,7 +29,7 @@ from ebbflow.recipe.samplers import SAMPLERS
 @PROCESSES
 def check(recipe: Path, processes: int) -> None:
     """Check RECIPE, a YAML file, and what it names, as a run does before it starts; print it with
-    all defaults.
+    all defaults, and how often it samples each prompt.
     """
     from ebbflow.data.pairs import PairError  # imports pyarrow
     from ebbflow.data.prompts import PromptError
@@ -38,12 +38,17 @@ def check(recipe: Path, processes: int) -> None:
 
     try:
         resolved = load_recipe(recipe)
-        check_recipe(resolved, resolved.tracking.uri or "", on_cluster=False, processes=processes)
+        notes = check_recipe(
+            resolved, resolved.tracking.uri or "", on_cluster=False, processes=processes
+        )
     except (RecipeError, PromptError, PairError, RewardError) as error:
         sys.exit(str(error))
     except import_model_error() as error:
         sys.exit(str(error))
     click.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), nl=False)
+    # Comments, so that the output is a recipe, which means the same.
+    for note in notes:
+        click.echo(f"# {note}")
     click.echo(f"# digest {resolved.digest}")
 
 

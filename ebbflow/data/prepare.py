@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from ebbflow.data.prompt_files import read_prompt_file
 from ebbflow.data.prompts import (
+    Prompt,
     PromptError,
     PromptRow,
     check_targets,
@@ -26,14 +27,14 @@ from ebbflow.data.prompts import (
 )
 from ebbflow.recipe import Recipe
 from ebbflow.recipe.families import find_family
+from ebbflow.recipe.guardrails import MIN_COMPARED
 from ebbflow.recipe.model import GlyphTrainingConfig, ModelConfig
+from ebbflow.recipe.rewards import CustomRewardConfig, RewardConfig
 
 MIN_JUDGED = 4
 """Validation prompts of a branch: two that choose among its policies, and two on which its gate
 compares.
 """
-MIN_COMPARED = 2
-"""Held-out prompts that the gate needs to compare a metric."""
 
 
 def prepare_prompt_table(
@@ -74,7 +75,7 @@ def prepare_prompt_table(
     # fail hours later.
     _check_number_of_prompts(recipe, num_trained)
     _check_size_of_each_set(recipe, table)
-    _check_prompts_for_guardrails(recipe, table)
+    _check_prompts_for_gate(recipe, table)
     for branch in recipe.branches:
         select_branch_prompts(recipe, table, branch)
     report += (
@@ -149,21 +150,58 @@ def _check_size_of_each_set(recipe: Recipe, table: pa.Table) -> None:
                 )
 
 
-def _check_prompts_for_guardrails(recipe: Recipe, table: pa.Table) -> None:
-    """Check that a guardrail of some sets alone has held-out prompts of them: the split is
-    random.
+def _check_prompts_for_gate(recipe: Recipe, table: pa.Table) -> None:
+    """Check that the gate can compare policies on the held-out prompts: otherwise the run could be
+    paid for, and never be promoted.
     """
-    num_held_out = Counter(table.filter(pc.equal(table["split"], "held_out"))["source"].to_pylist())
-    for config in recipe.guardrails:
-        if not config.prompts:
+    rows = table.filter(pc.equal(table["split"], "held_out")).to_pylist()
+    prompts = [Prompt(**row) for row in rows]
+    # The gate asks for a reward of every held-out sample. Rewards that compare the images of a
+    # prompt take no part in evaluations; a custom one is known only once it is imported.
+    for reward in recipe.rewards:
+        if not isinstance(reward, CustomRewardConfig) and reward.compares:
             continue
-        count = sum(num_held_out[name] for name in config.prompts)
-        if count < MIN_COMPARED:
+        scored = [prompt for prompt in prompts if reward.applies_to(prompt.source)]
+        reasons = list(filter(None, map(reward.explain_unscorable, scored)))
+        if reasons:
             raise PromptError(
-                f"the guardrail {config.column} scores {', '.join(config.prompts)}, of which"
-                f" {count} prompts are held out, and the gate compares {MIN_COMPARED}; raise"
-                " prompts.held_out, or add prompts"
+                f"the reward {reward.column} can score {len(scored) - len(reasons)} of"
+                f" {format_count(len(scored), 'held-out prompt')}, and the gate promotes no policy"
+                f" without a reward for each; the first that it cannot score: {reasons[0]}"
             )
+    # Default guardrails are left out where they have nothing to read.
+    if not recipe.has_default_guardrails:
+        for guardrail in recipe.guardrails:
+            _check_prompts_for_guardrail(recipe, guardrail, prompts)
+
+
+def _check_prompts_for_guardrail(
+    recipe: Recipe, guardrail: RewardConfig, prompts: Sequence[Prompt]
+) -> None:
+    scored = [prompt for prompt in prompts if guardrail.applies_to(prompt.source)]
+    # Of a guardrail of some sets alone there may be few: the split is random.
+    if len(scored) < MIN_COMPARED:
+        raise PromptError(
+            f"the guardrail {guardrail.column} scores {', '.join(guardrail.prompts)}, of which"
+            f" {len(scored)} prompts are held out, and the gate compares {MIN_COMPARED}; raise"
+            " prompts.held_out, or add prompts"
+        )
+    reasons = list(filter(None, map(guardrail.explain_unscorable, scored)))
+    num_scorable = len(scored) - len(reasons)
+    # A prompt without a text is excused by the gate; without rules or an image, it is a failure.
+    too_many_failures = not guardrail.reads and len(reasons) > recipe.max_failed_share * len(scored)
+    if num_scorable < MIN_COMPARED or too_many_failures:
+        limit = (
+            f"allows max_failed_share = {recipe.max_failed_share:g} of them to fail"
+            if too_many_failures
+            else f"compares {MIN_COMPARED}"
+        )
+        raise PromptError(
+            f"guardrails: {guardrail.column} can score {num_scorable} of"
+            f" {format_count(len(scored), 'held-out prompt')}, and the gate {limit}, so that no"
+            f" policy of this run could be promoted; take {guardrail.column} out of 'guardrails',"
+            f" or change the prompts. The first that it cannot score: {reasons[0]}"
+        )
 
 
 def select_branch_prompts(recipe: Recipe, table: pa.Table, branch: str) -> pa.Table:

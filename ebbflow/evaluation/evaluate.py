@@ -78,8 +78,12 @@ def evaluate_folder(
     model = load_model(base, recipe.evaluation.evaluated_model(metadata.served_model))
     policy = Policy(model, metadata.config, recipe.seed)
     policy.load_folder(folder)
-    scorer = load_scorer(recipe.evaluated_rewards, recipe.guardrails)
     evaluated = [prompt for prompt in read_prompts(prompts) if prompt.split != "train"]
+    num_texts = sum(
+        prompt.split == "held_out" and prompt.target is not None for prompt in evaluated
+    )
+    # The same prompts judge the champion, so that both sides have the same guardrails.
+    scorer = load_scorer(recipe.evaluated_rewards, recipe.select_scorable_guardrails(num_texts))
     return evaluate_on_prompts(
         recipe, model, policy, metadata.version, scorer, evaluated, label, samples
     )

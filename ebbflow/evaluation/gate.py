@@ -172,8 +172,12 @@ def _check_guardrails(
         on_champion = guardrail in champion.column_names
 
         # A guardrail whose library is not installed is missing on both sides: the run has warned.
+        # So is a default one that finds no text to read in the prompts: ``check`` has said so.
         if not on_candidate and not on_champion:
-            reason = f"Guardrail {guardrail} was measured on neither side (not installed): ignored."
+            reason = (
+                f"Guardrail {guardrail} was measured on neither side (not installed, or nothing to"
+                " read): ignored."
+            )
             findings.append(_Finding(True, reason))
             continue
 

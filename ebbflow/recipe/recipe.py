@@ -33,9 +33,10 @@ from ebbflow.recipe.choices import SINKS
 from ebbflow.recipe.digest import compute_digest
 from ebbflow.recipe.evaluation import EvaluationConfig
 from ebbflow.recipe.families import find_family
+from ebbflow.recipe.guardrails import DEFAULT_GUARDRAILS, MIN_COMPARED, choose_guardrails
 from ebbflow.recipe.model import ModelConfig, resize_model
 from ebbflow.recipe.paths import OutputText, StoreText, resolve_paths
-from ebbflow.recipe.plugins import validate_name_or_path
+from ebbflow.recipe.plugins import extend_import_path, validate_name_or_path
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.promotion import PromotionConfig
 from ebbflow.recipe.prompts import PromptsConfig
@@ -125,12 +126,10 @@ class Recipe(Strict):
     prompts: PromptsConfig = PromptsConfig()
     rewards: list[AnyRewardConfig] = Field([configure_reward("ocr")], min_length=1)
     """Rewards to train on, as their weighted sum."""
-    guardrails: list[AnyRewardConfig] = [
-        configure_reward("tesseract"),
-        configure_reward("similarity"),
-    ]
+    guardrails: list[AnyRewardConfig] = list(DEFAULT_GUARDRAILS)
     """Rewards that are measured and never trained on. A guardrail whose package is missing is
-    reported and skipped."""
+    reported and skipped. Default: those of ``tesseract`` and ``similarity`` that are not trained
+    on, where held-out prompts name a text to read; none for pretrained families."""
     max_failed_share: float = Field(0.05, ge=0, lt=1)
     """Share of samples whose scoring may fail before the stage stops. Failed samples are masked and
     counted. It is also the share of held-out samples on which a guardrail may fail before the gate
@@ -162,6 +161,14 @@ class Recipe(Strict):
     # Rules that need several sections of the recipe. Each section has its own rules in its class;
     # the checks that are called here stand with the section that they are about. The first check
     # that fails ends the list, so a check may rely on those before it.
+
+    @model_validator(mode="after")
+    def _choose_default_guardrails(self) -> Recipe:
+        # Before the checks below, which would complain of guardrails that the file does not have.
+        if "guardrails" not in self.model_fields_set:
+            # Frozen models take no assignment, and nobody has seen this one yet.
+            self.__dict__["guardrails"] = self._default_guardrails
+        return self
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Recipe:
@@ -300,6 +307,24 @@ class Recipe(Strict):
         return evaluated
 
     @property
+    def has_default_guardrails(self) -> bool:
+        """Whether the guardrails are those of a recipe that names none. A resolved recipe spells
+        them out, so that equal ones count as left out.
+        """
+        return self.guardrails == self._default_guardrails
+
+    def select_scorable_guardrails(self, num_texts: int) -> list[AnyRewardConfig]:
+        """Return the guardrails that an evaluation measures. Default ones that read are left out
+        where there is too little to read; those that the recipe names always count.
+
+        Args:
+            num_texts: held-out prompts that name a text.
+        """
+        if num_texts >= MIN_COMPARED or not self.has_default_guardrails:
+            return self.guardrails
+        return [guardrail for guardrail in self.guardrails if not guardrail.reads]
+
+    @property
     def rollout_models(self) -> list[ModelConfig]:
         """The base model in the image sizes that decide how much memory rollouts need: its own
         size if a stage names no ``sizes``, and the largest of all ``sizes``.
@@ -393,12 +418,18 @@ class Recipe(Strict):
         ]
 
     @property
+    def _default_guardrails(self) -> list[AnyRewardConfig]:
+        branch_rewards = [config for rewards in self._branch_rewards for config in rewards]
+        return choose_guardrails(self.model.family, [*self.rewards, *branch_rewards])
+
+    @property
     def _branch_rewards(self) -> list[list[AnyRewardConfig]]:
         return [branch.rewards for branch in self.branches.values() if branch.rewards]
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe from a YAML (or JSON) file.
+    """Read a recipe from a YAML (or JSON) file. Code that it names may lie beside it, or in the
+    working directory.
 
     Raises:
         RecipeError: the file is missing, is not a mapping, or does not describe a run; names the
@@ -416,6 +447,8 @@ def load_recipe(path: str | Path) -> Recipe:
         raise RecipeError(
             f"{path} is no recipe: it has more than {MAX_BYTES} bytes; name the YAML file of a run"
         )
+    # Before it is read: validation imports algorithms, samplers and optimisers.
+    extend_import_path(path.parent, Path.cwd())
     return parse_recipe(path.read_bytes(), str(path), path.parent)
 
 

@@ -62,6 +62,17 @@ class RewardConfig(Strict):
         """
         return False
 
+    def explain_unscorable(self, prompt: Any) -> str | None:
+        """Return why no image of a prompt can get a score, as the prompt alone says; None where
+        one can.
+
+        Args:
+            prompt: an ``ebbflow.data.prompts.Prompt``.
+        """
+        if self.reads and prompt.target is None:
+            return "it names no text to read: quote the text in the prompt, or give a column target"
+        return None
+
     @property
     def scores(self) -> Scored:
         """What it scores (``ebbflow.rewards.base.Reward.scores``).

@@ -9,7 +9,7 @@ import numpy as np
 from ebbflow.data.prompts import Prompt
 from ebbflow.recipe.base import sanitize_text
 from ebbflow.recipe.rewards import CustomRewardConfig
-from ebbflow.rewards.base import RewardError, RewardResult
+from ebbflow.rewards.base import NO_TARGET, RewardError, RewardResult
 from ebbflow.rewards.combine import load_reward
 from ebbflow.rewards.groups import check_result, score_samples
 
@@ -19,21 +19,25 @@ TRIED_FRAMES = 8
 
 def try_reward(
     config: CustomRewardConfig, prompts: Sequence[Prompt], height: int, width: int, frames: int = 1
-) -> None:
+) -> list[str]:
     """Call a reward twice on noise, an image for each prompt, and check what it returns. One that
     cannot run here is left alone, and so is one of latents, whose shape the model knows.
 
     One that compares gets two images of each prompt, and one of whole videos such where there are
     ``frames``.
 
+    Returns:
+        Why it scored none of the images, a reason for each; empty if it scored one.
+
     Raises:
-        RewardError: it fails, returns anything but a ``RewardResult`` with a number or NaN for each
-            image, or scores the same images differently.
+        RewardError: it fails, has nothing to read in any of the prompts, returns anything but a
+            ``RewardResult`` with a number or NaN for each image, or scores the same images
+            differently.
         RecipeError: nothing can be imported from its path.
     """
     reward = load_reward(config)
     if reward.explain_unavailable() or reward.scores == "latents":
-        return
+        return []
     name = f"the reward {reward.name!r}, {config.path},"
     if reward.compares:
         prompts = [prompt for prompt in prompts for _ in range(2)]
@@ -63,3 +67,12 @@ def try_reward(
             f"{name} gave the same images {first.tolist()} and then {second.tolist()}; a reward"
             " must not draw at random"
         )
+    if np.isfinite(first).any():
+        return []
+    reasons = [results[0].failures.get(index, "without a reason") for index in range(len(first))]
+    # Images of noise may have nothing to score. A prompt without a text never has.
+    if reasons and all(reason == NO_TARGET for reason in reasons):
+        raise RewardError(
+            f"{name} scores none of the {len(reasons)} prompts that it was tried on: {NO_TARGET}"
+        )
+    return [sanitize_text(reason) for reason in reasons]

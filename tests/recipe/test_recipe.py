@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,7 +113,7 @@ def test_every_problem_is_named_at_once():
         ),
         ({"rewards": [{"name": "ocr"}, {"name": "ocr"}]}, "each reward may be named once"),
         (
-            {"rewards": [{"name": "tesseract"}]},
+            {"rewards": [{"name": "tesseract"}], "guardrails": ["tesseract"]},
             "['tesseract'] cannot be trained on and be a guardrail",
         ),
         (
@@ -713,3 +714,47 @@ def test_a_reward_of_videos_needs_a_model_that_draws_them():
             ),
         ):
             Recipe.model_validate({"model": model | {"frames": 1}} | part)
+
+
+@pytest.mark.parametrize(
+    ("keys", "guardrails"),
+    [
+        ({}, ["tesseract", "similarity"]),
+        ({"rewards": ["similarity"]}, ["tesseract"]),
+        ({"rewards": ["tesseract", "similarity"]}, []),
+        ({"model": {"family": "sd3", "path": "somewhere"}}, []),
+        ({"model": {"family": "mine.family:Own", "path": "x"}}, ["tesseract", "similarity"]),
+    ],
+)
+def test_default_guardrails_follow_family_and_rewards(
+    keys: dict[str, object], guardrails: list[str]
+) -> None:
+    recipe = Recipe.model_validate(keys)
+    assert [guardrail.column for guardrail in recipe.guardrails] == guardrails
+    # A recipe travels as JSON with every key, and must mean the same where it arrives.
+    arrived = Recipe.model_validate_json(recipe.canonical_json)
+    assert arrived.has_default_guardrails
+    assert arrived.digest == recipe.digest
+    assert arrived.select_scorable_guardrails(num_texts=1) == []
+    assert arrived.select_scorable_guardrails(num_texts=2) == recipe.guardrails
+
+
+def test_named_guardrails_are_never_left_out() -> None:
+    recipe = Recipe.model_validate({"guardrails": ["tesseract", "jpeg_incompressibility"]})
+    assert recipe.select_scorable_guardrails(num_texts=0) == recipe.guardrails
+
+
+def test_code_beside_the_recipe_and_in_the_working_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "sampler_beside.py").write_text("from ebbflow.flow.samplers.ode import SAMPLER\n")
+    (tmp_path / "sampler_here.py").write_text("from ebbflow.flow.samplers.ode import SAMPLER\n")
+    monkeypatch.chdir(tmp_path)
+    for module in ("sampler_beside", "sampler_here"):
+        (folder / "recipe.yaml").write_text(f"evaluation: {{sampler: '{module}:SAMPLER'}}\n")
+        assert load_recipe("recipes/recipe.yaml").evaluation.sampler == f"{module}:SAMPLER"
+    # Last, so that a file of the user's hides no installed package.
+    assert sys.path[-2:] == [str(folder), str(tmp_path)]

@@ -38,6 +38,13 @@ class DpgConfig(ChatServerConfig):
 
     name: Literal["dpg"] = "dpg"
 
+    def explain_unscorable(self, prompt: Prompt) -> str | None:
+        try:
+            read_questions(prompt.metadata)
+        except NoAnswer as error:
+            return str(error)
+        return None
+
     def build(self) -> Reward:
         return Dpg(self)
 

@@ -46,6 +46,9 @@ class EditJudgeConfig(ChatServerConfig):
     ``editscore`` and ``unified_reward_edit``: those that the models of these names are trained on.
     """
 
+    def explain_unscorable(self, prompt: Prompt) -> str | None:
+        return NO_SOURCE if prompt.image is None else super().explain_unscorable(prompt)
+
     def build(self) -> Reward:
         return EditJudge(self)
 

@@ -75,6 +75,9 @@ class GenEvalConfig(PretrainedRewardConfig):
     batch: int = Field(4, ge=1)
     """Images per forward pass of the detector."""
 
+    def explain_unscorable(self, prompt: Prompt) -> str | None:
+        return _collect_rules([prompt])[1].get(0)
+
     def build(self) -> Reward:
         return GenEval(self)
 
