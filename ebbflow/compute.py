@@ -2,8 +2,8 @@
 recipe says ``deterministic``, kernels that repeat their bytes.
 
 Every process that computes calls ``set_up_process`` before CUDA starts there: pods, ranks of a
-training group, Ray actors, and the process of vLLM-Omni. What it sets holds for the process from
-then on.
+training group, and Ray actors. The process of vLLM-Omni, which an actor starts, sets its kernels
+alone. What is set holds for the process from then on.
 """
 
 from __future__ import annotations

@@ -304,10 +304,13 @@ def _configure_launcher(recipe: Recipe, further: dict[str, Any]) -> Iterator[Non
     # Not SIGTERM, which is ``GracefulElasticTask``'s, and not SIGINT, which is Flyte's (start_run).
     settings = {"signals_to_handle": "SIGHUP,SIGQUIT", **further}
     launch_config = api.LaunchConfig
+    # A spawned rank inherits the environment, in which torch then sets what is this rank's own.
+    environment: dict[str, str] = {}
     if preload_fork_server(recipe):
         settings["start_method"] = "forkserver"
+        environment = dict(os.environ)
     # Spawned ranks as well: the launcher's death and Ctrl-C reach them like forked ones.
-    rank = partial(_run_rank, os.getcwd(), dict(os.environ))
+    rank = partial(_run_rank, os.getcwd(), environment)
     # The launcher logs the names, which a partial does not have.
     rank.__name__ = rank.__qualname__ = SPAWN_HELPER.__name__  # type: ignore[attr-defined]
     plugin.spawn_helper = rank

@@ -37,9 +37,11 @@ class MessageFirst:
     def __call__(self, error: Exception) -> str:
         # flytekit wraps what a task raises, and what reading its inputs raises.
         raised = getattr(error, "value", error)
+        # A mistake in a recipe is not in the code: its message names key, value and fix. It may
+        # also stand behind flytekit's own error about an input, but behind no other one.
+        is_about_input = type(raised).__module__.startswith("flytekit.")
         for link in _iterate_causes(raised):
-            # A mistake in a recipe is not in the code: its message names key, value and fix.
-            if isinstance(link, RecipeError):
+            if isinstance(link, RecipeError) and (link is raised or is_about_input):
                 return str(link)
         return f"{type(raised).__name__}: {raised}\n\n{self.format_trace(error)}"
 
@@ -49,5 +51,6 @@ def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     link: BaseException | None = error
     while link is not None:
         yield link
-        # flytekit raises its error about an input while it handles ours, without naming a cause.
-        link = link.__cause__ or link.__context__
+        # flytekit raises its error about an input while it handles ours, without naming a cause. An
+        # error that is raised ``from None`` has no earlier one to tell of.
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -4,6 +4,7 @@ Flyte's arguments.
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -167,7 +168,7 @@ def _task_arguments(
     # The pod's own deadline, which begins on the node. Flyte's timeout counts waiting for a
     # machine, ends the task after twice its time however many retries are left, and ends a dynamic
     # workflow in the midst of the nodes that its pod has compiled.
-    pod_deadline = int(limit.total_seconds()) or None
+    pod_deadline = math.ceil(limit.total_seconds()) or None
     if has_operator:
         # A head or a worker that ended by itself would be started again by its operator.
         pod_deadline = None

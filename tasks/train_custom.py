@@ -25,11 +25,13 @@ def train_custom(
     stage: int,
 ) -> TrainedPolicy:
     """Run the stage; return its policy folder."""
+    from ebbflow.compute import require_requested_gpus
     from ebbflow.stage import MetricsRecorder, StageContext, StageFolders
     from ebbflow.tracking.child_run import open_node_run
     from ebbflow.tracking.nodes import log_stage
     from ebbflow.training.custom_stage import train_custom_folder
 
+    require_requested_gpus()
     ctx = StageContext(recipe, round, stage)
     trained = make_node_output(run, ctx.stage_label, "policy")
     metrics = make_node_output(run, ctx.stage_label, "metrics.json")

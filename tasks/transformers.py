@@ -10,6 +10,8 @@ With flytekit's transformer the type of ``Recipe`` has 424,015 bytes, and the cl
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 from flytekit import FlyteContext
 from flytekit.core.constants import CACHE_KEY_METADATA, MESSAGEPACK, SERIALIZATION_FORMAT
@@ -20,7 +22,7 @@ from flytekit.models.literals import Binary, Literal, Scalar
 from flytekit.models.types import LiteralType, SimpleType
 from pydantic import BaseModel
 
-from ebbflow.recipe import Recipe
+from ebbflow.recipe import Recipe, RecipeError
 from ebbflow.recipe.digest import select_set_keys
 
 
@@ -55,11 +57,22 @@ class RecipeTransformer(SchemaFreeTransformer):
         expected: LiteralType,
     ) -> Literal:
         set_keys = select_set_keys(python_val)
-        # A key that a user sets to its field's default is not among them. Where the algorithm has
-        # another default, the receiver would resolve it to that: such a recipe is sent whole.
-        if Recipe.model_validate(set_keys) != python_val:
+        if not _gives_same_recipe(set_keys, python_val):
             return super().to_literal(ctx, python_val, python_type, expected)
         return Literal(scalar=Scalar(binary=Binary(value=msgpack.dumps(set_keys), tag=MESSAGEPACK)))
+
+
+def _gives_same_recipe(set_keys: dict[str, Any], recipe: Recipe) -> bool:
+    """Return whether the receiver would read the same recipe from the keys that are set.
+
+    A key that a user sets to its field's default is not among them. The receiver would resolve it
+    to the algorithm's default where that is another one, or miss a key that another one needs, as
+    ``prompts.held_out_source`` needs ``prompts.held_out``.
+    """
+    try:
+        return Recipe.model_validate(set_keys) == recipe
+    except (RecipeError, ValueError):
+        return False
 
 
 def register_transformers() -> None:

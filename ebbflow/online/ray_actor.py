@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ray.util import register_serializer
 from torch import Tensor
 
-from ebbflow.compute import require_gpu, set_up_process
+from ebbflow.compute import GPUS, require_gpu, set_up_process
 from ebbflow.online.reward_worker import RewardWorker
 from ebbflow.online.rollout_worker import RolloutWorker
 from ebbflow.online.training_worker import TrainingWorker
@@ -94,6 +94,8 @@ class WorkerActor:
 
     def open(self, make: Callable[..., Any], ctx: StageContext, *arguments: Any) -> None:
         try:
+            # First, because the others ask CUDA, and CUDA that has started hides no GPU any more.
+            self._hide_other_gpus()
             # Before anything of torch runs: it sets threads and determinism for this process.
             set_up_process(ctx.recipe)
             self._claim_resources()
@@ -113,15 +115,21 @@ class WorkerActor:
         ]
         return getattr(self.opened, method)(*writable, **keywords)
 
+    def _hide_other_gpus(self) -> None:
+        """Hide all GPUs from a worker that asked for none: Ray shows it every one of its machine.
+
+        ``EBBFLOW_GPUS`` of the stage's own process does not count for it either.
+        """
+        if not self.workers.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ.pop(GPUS, None)
+
     def _claim_resources(self) -> None:
         """Take the cores and GPUs that are this worker's."""
         register_tensor_serializer()
         # torch warns of arrays that lie in Ray's store; they are only read.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        # Ray shows all GPUs to an actor that asked for none.
-        if not self.workers.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        else:
+        if self.workers.gpus:
             role = f"resources.{self.role}.gpus = {self.workers.gpus:g}"
             require_gpu(f"{role} on {socket.gethostname()}")
         # Ray shows an actor its own GPUs alone, so the first one is the right one.

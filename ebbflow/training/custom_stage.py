@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from ebbflow.compute import log_device
 from ebbflow.data.records import StageRecord
 from ebbflow.recipe.base import RecipeError
@@ -36,9 +38,10 @@ def train_custom_folder(
     assert isinstance(ctx.config, CustomStageConfig)
     train: TrainStage = import_object(ctx.config.path)
     record = train(ctx, folders, recorder)
-    recorder.log_tags(
-        log_device()
-    )  # after it: the stage chooses the GPU and how kernels are set up
+    # After the stage, which chooses the GPU and how kernels are set up, and not at all where it did
+    # not use CUDA: asking for the GPU's name would start it.
+    if torch.cuda.is_initialized() or not torch.cuda.is_available():
+        recorder.log_tags(log_device())
     if not isinstance(record, StageRecord):
         raise RecipeError(
             f"{ctx.config.path} returned {type(record).__name__}; return a StageRecord"

@@ -60,6 +60,12 @@ class PeerLost(RuntimeError):
     succeed."""
 
 
+class JointExit(RuntimeError):
+    """An error that all ranks raise together, after their last collective: none waits for another,
+    and none has anything to tell the others.
+    """
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among those that train together.
@@ -235,6 +241,10 @@ def join_process_group(cpu_offload: bool = False) -> Iterator[Ranks]:
             with _log_phase_before_abort() if device else nullcontext():
                 yield Ranks.current()
             dist.destroy_process_group()
+    except JointExit:
+        # As at the end of a stage: another rank may still receive what this one sent last.
+        dist.destroy_process_group()
+        raise
     except BaseException:
         # After ``naming_errors``: the others look for this error when their connections break.
         if dist.is_initialized():
@@ -260,6 +270,8 @@ def _name_lost_peers(store: Store | None = None, rank: int = 0) -> Iterator[None
     """Say why a connection broke, and tell the others of an error of this rank."""
     try:
         yield
+    except JointExit:
+        raise
     except Exception as error:
         failure = _read_failure(store)
         if not is_connection_error(error):

@@ -18,7 +18,7 @@ from enum import IntEnum
 from types import FrameType
 
 from ebbflow.recipe.stages import StageConfig
-from ebbflow.training.distributed import all_reduce_max
+from ebbflow.training.distributed import JointExit, all_reduce_max
 from ebbflow.training.gradients import TrainingError
 
 EXPIRES = "EBBFLOW_EXPIRES_AT"
@@ -29,7 +29,7 @@ _SIGTERM = threading.Event()
 """A SIGTERM came. Signals belong to the process, so this is no attribute of a stage."""
 
 
-class Preempted(RuntimeError):
+class Preempted(JointExit):
     """The stage stopped because its machine is taken away: names the reason, the step, and how to
     resume.
     """

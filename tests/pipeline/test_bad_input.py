@@ -102,6 +102,21 @@ def test_the_console_shows_the_message_of_an_error_before_its_trace() -> None:
     assert ", in fail\n" in text
 
 
+def test_the_console_shows_the_last_error_where_a_recipe_error_was_handled_before() -> None:
+    def fail() -> None:
+        try:
+            raise RecipeError("an earlier mistake")
+        except RecipeError:
+            raise MemoryError("no memory is left") from None
+
+    with pytest.raises(MemoryError) as raised:
+        fail()
+    wrapped = FlyteUserRuntimeException(raised.value)
+    wrapped.__cause__ = raised.value
+    text = MessageFirst(get_traceback_str)(wrapped)
+    assert text.startswith("MemoryError: no memory is left\n\nTrace:")
+
+
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from ebbflow.data.records import Evaluation, StageRecord, TrackedRun
 from ebbflow.recipe import Recipe
+from ebbflow.recipe.digest import select_set_keys
 from tasks.types import BaseModelArtifact, EvaluatedPolicy, TrainedPolicy
 from tests.pipeline.conftest import package
 from workflows.post_training import train_rounds
@@ -232,6 +233,15 @@ def test_a_recipe_passes_through_flyte_with_a_default_that_its_algorithm_overrid
     stage["sampler"] = {"name": resolved.name, "steps": field_default}
     recipe = Recipe.model_validate({"stages": [stage]})
     assert recipe.stages[0].sampler.steps == field_default
+    context = FlyteContextManager.current_context()
+    described = TypeEngine.to_literal_type(Recipe)
+    literal = TypeEngine.to_literal(context, recipe, Recipe, described)
+    assert TypeEngine.to_python_value(context, literal, Recipe) == recipe
+
+
+def test_a_recipe_passes_through_flyte_with_a_default_that_another_key_needs() -> None:
+    recipe = Recipe.model_validate({"prompts": {"held_out_source": "f.txt", "held_out": 128}})
+    assert "held_out" not in select_set_keys(recipe.prompts)
     context = FlyteContextManager.current_context()
     described = TypeEngine.to_literal_type(Recipe)
     literal = TypeEngine.to_literal(context, recipe, Recipe, described)
