@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from ebbflow.recipe.base import Strict, explain_validation_error, locate_nowhere
 from ebbflow.recipe.yaml_text import YamlText, describe_yaml_error, read_yaml
@@ -37,8 +38,11 @@ def _check_size(value: Any) -> str:
 
 def _parse_cores(value: Any) -> float:
     """Parse cores as Kubernetes writes them: a number or thousandths of a core."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        # The words of every other number's error; ``Strict`` puts another type in place of true.
+        raise PydanticCustomError("cores", "Input should be a valid number of cores")
     match = re.fullmatch(r"(\d+)m|(\d+(?:\.\d+)?)", str(value))
-    if not match or isinstance(value, bool):
+    if not match:
         raise ValueError("give a number of cores, such as 2 or 0.5, or thousandths, such as 500m")
     milli = float(match[1]) if match[1] else float(match[2]) * 1000
     # Kubernetes refuses a finer quantity, and a pod without cores cannot run.

@@ -115,7 +115,7 @@ def _keys(model: type[BaseModel]) -> set[str]:
         ("scorer: {cpu: 0.0005}", ["scorer.cpu = 0.0005", "whole thousandths"]),
         ("scorer: {cpu: 0.5m}", ["scorer.cpu = '0.5m'", "such as 2 or 0.5, or thousandths"]),
         ("scorer: {cpu: -1}", ["scorer.cpu = -1", "such as 2 or 0.5"]),
-        ("scorer: {cpu: true}", ["scorer.cpu = True", "such as 2 or 0.5"]),
+        ("scorer: {cpu: true}", ["scorer.cpu = True", "a valid number of cores", "0.4 and 500m"]),
         (
             "accelerated: {grace_period: -1}",
             ["accelerated.grace_period = -1", "greater than or equal to 0"],

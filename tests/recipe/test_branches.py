@@ -186,7 +186,7 @@ WRONG = {
 def test_what_cannot_be_a_branch_is_refused(case: str) -> None:
     stages, branches, message = WRONG[case]
     with pytest.raises(RecipeError, match=message):
-        Recipe.model_validate(branched(stages, branches))
+        Recipe.model_validate(branched(stages, branches, guardrails=["tesseract"]))
 
 
 def test_a_branch_has_the_rewards_and_guardrails_of_its_sets() -> None:

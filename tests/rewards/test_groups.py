@@ -168,12 +168,9 @@ def test_a_validation_scores_single_images_without_it():
     worker = RewardWorker(Scorer(((Brighter(), 2.0), (Tall(), 0.5)), (Tall(),)))
     worker.scorer.guardrails[0].name = "watched"
     pictures = grey(9, 1, 5, 3)
-    assert list(worker.score(pictures, prompts(0, 0, 1, 1), 0).scores.metrics) == [
-        "brighter",
-        "light",
-        "tall",
-    ]
-    alone = worker.score(pictures, prompts(0, 1, 2, 3), 0, with_guards=True).scores
+    scores, *_ = worker.score(pictures, prompts(0, 0, 1, 1), 0)
+    assert list(scores.metrics) == ["brighter", "light", "tall"]
+    alone, *_ = worker.score(pictures, prompts(0, 1, 2, 3), 0, with_guards=True)
     assert list(alone.metrics) == ["tall", "watched"]
     assert alone.reward.tolist() == [4] * 4
     assert alone.failures == [None] * 4

@@ -12,6 +12,7 @@ import torch
 
 from ebbflow.flow.noise import SampleKeys
 from ebbflow.flow.windows import Plan
+from ebbflow.models.base import device_of
 from ebbflow.recipe.policy import PolicyConfig
 from ebbflow.recipe.stages import OnlineStageConfig
 from ebbflow.rollouts.generate import generate_samples
@@ -74,9 +75,9 @@ def samples(model, start=0, stop=6):
     )
     advantage = torch.tensor([2.0, -1.0, -1.5, 1.0, -2.0, 3.0])[start:stop]
     return (
-        clean,
+        clean.to(device_of(model)),
         model.encode_texts(TEXTS[start:stop]),
-        advantage,
+        advantage.to(device_of(model)),
         SampleKeys(1, prompt_ids, [7] * len(prompt_ids)),
     )
 
