@@ -721,6 +721,8 @@ def test_a_reward_of_videos_needs_a_model_that_draws_them():
     [
         ({}, ["tesseract", "similarity"]),
         ({"rewards": ["similarity"]}, ["tesseract"]),
+        ({"rewards": [{"name": "similarity", "label": "likeness"}]}, ["tesseract"]),
+        ({"rewards": [{"name": "ocr", "label": "similarity"}]}, ["tesseract"]),
         ({"rewards": ["tesseract", "similarity"]}, []),
         ({"model": {"family": "sd3", "path": "somewhere"}}, []),
         ({"model": {"family": "mine.family:Own", "path": "x"}}, ["tesseract", "similarity"]),
