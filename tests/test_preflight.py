@@ -531,8 +531,8 @@ def test_named_guardrails_that_nothing_can_be_scored_with_are_refused(
         PromptError,
         match=(
             rf"guardrails: {guardrails[0]} can score 0 of 8 held-out prompts, and the gate compares"
-            r" 2, so that no policy of this run could be promoted; take .* out of 'guardrails'.*"
-            r" it names no text to read: quote the text"
+            rf" 2, so that no policy of this run could be promoted where {guardrails[0]} can run;"
+            r" take it out of 'guardrails'.* it names no text to read: quote the text"
         ),
     ):
         check_recipe(recipe, SERVER, on_cluster=False)

@@ -179,6 +179,8 @@ def _check_prompts_for_gate(recipe: Recipe, table: pa.Table) -> None:
 def _check_prompts_for_guardrail(
     recipe: Recipe, guardrail: RewardConfig, prompts: Sequence[Prompt]
 ) -> None:
+    # Whether the guardrail can run is not asked here: the run may be on another machine than the
+    # check. The gate ignores one that can run on neither side.
     # The gate counts failures by sample: the first held-out prompts of the table have several, the
     # others one.
     num_samples = {
@@ -216,8 +218,9 @@ def _check_prompts_for_guardrail(
         raise PromptError(
             f"guardrails: {guardrail.column} can score {num_scorable} of"
             f" {format_count(len(scored), 'held-out prompt')}, and the gate {limit}, so that no"
-            f" policy of this run could be promoted; take {guardrail.column} out of 'guardrails',"
-            f" or change the prompts. The first that it cannot score: {first_reason}"
+            f" policy of this run could be promoted where {guardrail.column} can run; take it out"
+            f" of 'guardrails', or change the prompts. The first that it cannot score:"
+            f" {first_reason}"
         )
 
 
