@@ -322,7 +322,9 @@ class Recipe(Strict):
 
     def select_scorable_guardrails(self, num_texts: int) -> list[AnyRewardConfig]:
         """Return the guardrails that an evaluation measures. Default ones that read are left out
-        where there is too little to read; those that the recipe names always count.
+        where there is too little to read; those that the recipe names always count. A list that
+        equals the default counts as default where it is written out, too: a resolved recipe spells
+        defaults out, so that the two cannot be told apart.
 
         Args:
             num_texts: held-out prompts that name a text.
