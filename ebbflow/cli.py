@@ -42,7 +42,8 @@ def main() -> None:
         configure_logging()
     except ValueError as error:
         sys.exit(str(error))
-    # For commands that read no recipe, such as serve-reward; those that do add its folder.
+    # For commands that read no recipe, such as serve-reward; ``load_recipe`` puts the folder of a
+    # recipe before it.
     extend_import_path(".")
 
 

@@ -85,6 +85,11 @@ def check_recipe(
         table, report = prepared
         notes = [report, *describe_prompts(recipe, table), *notes]
         notes += _describe_unused_guardrails(recipe, table)
+    if not recipe.guardrails:
+        notes.append(
+            "no guardrails are named: the gate compares only the reward and the statistics of the"
+            " images; name some under 'guardrails' to see whether the reward is gamed"
+        )
     _check_stages(recipe, on_cluster, processes)
     for path in recipe.plugin_paths:
         import_object(path)

@@ -1,3 +1,4 @@
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,6 +35,24 @@ def test_check_names_a_missing_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["check", str(tmp_path / "none.yaml")])
     assert result.exit_code == 1
     assert "none.yaml" in result.output
+
+
+def test_the_folder_of_the_recipe_comes_before_the_working_directory_in_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("name: mine\n")
+    monkeypatch.chdir(tmp_path)
+    # A command without a recipe.
+    assert CliRunner().invoke(main, ["defaults"]).exit_code == 0
+    assert sys.path[-1] == str(tmp_path)
+    # The command line has added the working directory before it reads the recipe.
+    result = CliRunner().invoke(main, ["check", "recipes/recipe.yaml"])
+    assert result.exit_code == 0, result.output
+    assert sys.path[-2:] == [str(folder), str(tmp_path)]
+    assert sys.path.count(str(tmp_path)) == 1
 
 
 def test_keys_reach_into_every_choice() -> None:

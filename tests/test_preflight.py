@@ -522,6 +522,15 @@ def test_default_guardrails_that_read_are_left_out_of_prompts_without_text(tmp_p
     ]
 
 
+@pytest.mark.parametrize("guardrails", [[], ["jpeg_compressibility"]])
+def test_a_recipe_without_guardrails_is_told_so(tmp_path: Path, guardrails: list[str]) -> None:
+    notes = check_recipe(
+        on_plain_prompts(tmp_path, guardrails=guardrails), SERVER, on_cluster=False
+    )
+    says_so = any("no guardrails are named" in note for note in notes)
+    assert says_so == (not guardrails)
+
+
 @pytest.mark.parametrize("guardrails", [["similarity"], ["ocr", "similarity"]])
 def test_named_guardrails_that_nothing_can_be_scored_with_are_refused(
     tmp_path: Path, guardrails: list[str]
@@ -531,8 +540,8 @@ def test_named_guardrails_that_nothing_can_be_scored_with_are_refused(
         PromptError,
         match=(
             rf"guardrails: {guardrails[0]} can score 0 of 8 held-out prompts, and the gate compares"
-            r" 2, so that no policy of this run could be promoted; take .* out of 'guardrails'.*"
-            r" it names no text to read: quote the text"
+            rf" 2, so that no policy of this run could be promoted where {guardrails[0]} can run;"
+            r" take it out of 'guardrails'.* it names no text to read: quote the text"
         ),
     ):
         check_recipe(recipe, SERVER, on_cluster=False)

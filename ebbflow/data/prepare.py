@@ -155,7 +155,8 @@ def _check_prompts_for_gate(recipe: Recipe, table: pa.Table) -> None:
     paid for, and never be promoted.
     """
     rows = table.filter(pc.equal(table["split"], "held_out")).to_pylist()
-    prompts = [Prompt(**row) for row in rows]
+    # By id, as evaluations read them: which prompts have several samples depends on the order.
+    prompts = sorted((Prompt(**row) for row in rows), key=lambda prompt: prompt.prompt_id)
     # The gate asks for a reward of every held-out sample. Rewards that compare the images of a
     # prompt take no part in evaluations; a custom one is known only once it is imported.
     for reward in recipe.rewards:
@@ -178,6 +179,16 @@ def _check_prompts_for_gate(recipe: Recipe, table: pa.Table) -> None:
 def _check_prompts_for_guardrail(
     recipe: Recipe, guardrail: RewardConfig, prompts: Sequence[Prompt]
 ) -> None:
+    # Whether the guardrail can run is not asked here: the run may be on another machine than the
+    # check. The gate ignores one that can run on neither side.
+    # The gate counts failures by sample: the first held-out prompts of the table have several, the
+    # others one.
+    num_samples = {
+        prompt.prompt_id: recipe.evaluation.samples
+        if index < recipe.evaluation.repeated_prompts
+        else 1
+        for index, prompt in enumerate(prompts)
+    }
     scored = [prompt for prompt in prompts if guardrail.applies_to(prompt.source)]
     # Of a guardrail of some sets alone there may be few: the split is random.
     if len(scored) < MIN_COMPARED:
@@ -186,21 +197,30 @@ def _check_prompts_for_guardrail(
             f" {len(scored)} prompts are held out, and the gate compares {MIN_COMPARED}; raise"
             " prompts.held_out, or add prompts"
         )
-    reasons = list(filter(None, map(guardrail.explain_unscorable, scored)))
+    reasons: dict[int, str] = {}  # by the id of the prompt
+    for prompt in scored:
+        reason = guardrail.explain_unscorable(prompt)
+        if reason:
+            reasons[prompt.prompt_id] = reason
     num_scorable = len(scored) - len(reasons)
+    num_failures = sum(num_samples[prompt_id] for prompt_id in reasons)
+    num_asked = sum(num_samples[prompt.prompt_id] for prompt in scored)
     # A prompt without a text is excused by the gate; without rules or an image, it is a failure.
-    too_many_failures = not guardrail.reads and len(reasons) > recipe.max_failed_share * len(scored)
+    too_many_failures = not guardrail.reads and num_failures > recipe.max_failed_share * num_asked
     if num_scorable < MIN_COMPARED or too_many_failures:
         limit = (
-            f"allows max_failed_share = {recipe.max_failed_share:g} of them to fail"
+            f"allows max_failed_share = {recipe.max_failed_share:g} of the samples to fail, here"
+            f" {num_failures} of {num_asked}"
             if too_many_failures
             else f"compares {MIN_COMPARED}"
         )
+        first_reason = next(iter(reasons.values()))
         raise PromptError(
             f"guardrails: {guardrail.column} can score {num_scorable} of"
             f" {format_count(len(scored), 'held-out prompt')}, and the gate {limit}, so that no"
-            f" policy of this run could be promoted; take {guardrail.column} out of 'guardrails',"
-            f" or change the prompts. The first that it cannot score: {reasons[0]}"
+            f" policy of this run could be promoted where {guardrail.column} can run; take it out"
+            f" of 'guardrails', or change the prompts. The first that it cannot score:"
+            f" {first_reason}"
         )
 
 

@@ -162,6 +162,14 @@ def _check_guardrails(
     recipe: Recipe, candidate_samples: pa.Table, champion_samples: pa.Table
 ) -> tuple[list[Comparison], list[_Finding]]:
     """Compare every guardrail that both sides have, and judge it."""
+    # A recipe may do without any, as that of a pretrained family does by default. A reader of the
+    # reasons should not take it for one whose guardrails held.
+    if not recipe.guardrails:
+        reason = (
+            "No guardrails are named: only the reward and the statistics of the images are"
+            " compared."
+        )
+        return [], [_Finding(True, reason)]
     comparisons: list[Comparison] = []
     findings: list[_Finding] = []
     for config in recipe.guardrails:

@@ -39,6 +39,7 @@ def choose_guardrails(family: str, rewards: Iterable[RewardConfig]) -> list[AnyR
     # policies. A family of the user's own without a record may draw like the glyph model.
     if record is not None and not record.trains_base_model:
         return []
-    # What is trained on shows nothing about gaming, and its scores would share a column.
-    trained = {reward.column for reward in rewards}
+    # What is trained on shows nothing about gaming, with a label of its own too; and a reward whose
+    # label is the guardrail's name would share the column of its scores.
+    trained = {name for reward in rewards for name in (reward.name, reward.column)}
     return [guardrail for guardrail in DEFAULT_GUARDRAILS if guardrail.column not in trained]

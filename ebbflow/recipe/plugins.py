@@ -20,6 +20,8 @@ from ebbflow.recipe.base import RecipeError, suggest_name
 
 C = TypeVar("C", bound=BaseModel)
 PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+# What ``extend_import_path`` has put on sys.path, which may move; PYTHONPATH keeps its order.
+_added_folders: set[str] = set()
 
 
 def validate_name_or_path(*known: str) -> AfterValidator:
@@ -46,15 +48,22 @@ def describe_choices(choices: dict[str, str]) -> str:
 
 def extend_import_path(*folders: str | Path) -> None:
     """Let code of one's own be imported from folders, in every command alike: the recipe's own and
-    the working directory.
+    then the working directory.
+
+    The folders are last on the path, in this order. One that an earlier call added moves to its
+    place: the command line adds the working directory before a recipe, with its folder, is read.
     """
     for folder in folders:
         # Absolute, since a task may change the working directory; processes that a run starts get
         # the path of this one.
         text = os.path.abspath(folder)
+        if text in _added_folders and text in sys.path:
+            # The last one: PYTHONPATH may have the folder as well, at its own place.
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(text)]
         # At the end, so that a file of the user's, such as torch.py, hides no installed package.
         if text not in sys.path:
             sys.path.append(text)
+            _added_folders.add(text)
 
 
 def import_object(path: str) -> Any:

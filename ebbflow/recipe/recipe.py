@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -146,6 +147,9 @@ class Recipe(Strict):
     evaluation: EvaluationConfig = EvaluationConfig()
     promotion: PromotionConfig = PromotionConfig()
     tracking: TrackingConfig = TrackingConfig()
+    # Set in the view of a branch alone, whose rewards no longer tell what the run trains on. Not
+    # serialized: views stay in the process that selects them.
+    _run_has_default_guardrails: bool | None = PrivateAttr(None)
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -309,13 +313,18 @@ class Recipe(Strict):
     @property
     def has_default_guardrails(self) -> bool:
         """Whether the guardrails are those of a recipe that names none. A resolved recipe spells
-        them out, so that equal ones count as left out.
+        them out, so that equal ones count as left out. The view of a branch says what is true of
+        its run.
         """
+        if self._run_has_default_guardrails is not None:
+            return self._run_has_default_guardrails
         return self.guardrails == self._default_guardrails
 
     def select_scorable_guardrails(self, num_texts: int) -> list[AnyRewardConfig]:
         """Return the guardrails that an evaluation measures. Default ones that read are left out
-        where there is too little to read; those that the recipe names always count.
+        where there is too little to read; those that the recipe names always count. A list that
+        equals the default counts as default where it is written out, too: a resolved recipe spells
+        defaults out, so that the two cannot be told apart.
 
         Args:
             num_texts: held-out prompts that name a text.
@@ -394,7 +403,10 @@ class Recipe(Strict):
         }
         # ``model_copy`` does not validate again: this is a view of a recipe that was checked, and
         # its stages may name branches and sets that the view lacks.
-        return self.model_copy(update=changes)
+        view = self.model_copy(update=changes)
+        # A private attribute can be set although the model is frozen.
+        view._run_has_default_guardrails = self.has_default_guardrails
+        return view
 
     def _reward_scopes(self) -> list[RewardScope]:
         scopes = []

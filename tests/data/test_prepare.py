@@ -381,3 +381,48 @@ def test_only_prompts_of_a_reward_that_reads_need_a_text(tmp_path: Path) -> None
         ),
     ):
         prepared(held_out=2, prompts=["words.txt"])
+
+
+@pytest.mark.parametrize(
+    ("without_rules", "repeated", "message"),
+    [
+        # One of six prompts, and four of nine samples.
+        ([0], 1, "0.2 of the samples to fail, here 4 of 9"),
+        ([5], 1, None),
+        # Two of six prompts are more than the share allows, and two of twelve samples are not.
+        ([4, 5], 2, None),
+        ([3, 4, 5], 1, "0.2 of the samples to fail, here 3 of 9"),
+    ],
+)
+def test_prompts_that_a_guardrail_cannot_score_count_by_their_samples(
+    tmp_path: Path, without_rules: list[int], repeated: int, message: str | None
+) -> None:
+    training = tmp_path / "training.txt"
+    training.write_text("".join(f"a cat {letter}\n" for letter in LETTERS))
+    rules = {"include": [{"class": "dog", "count": 1}]}
+    rows = [
+        {"prompt": f"a dog {index}"} | ({} if index in without_rules else rules)
+        for index in range(6)
+    ]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model": {"family": "sd3", "path": "somewhere"},
+        "prompts": {
+            "source": str(training),
+            "held_out_source": str(held_out),
+            "validation": 2,
+            "held_out": 6,
+        },
+        "rewards": ["jpeg_compressibility"],
+        "guardrails": [{"name": "geneval", "clip": {"path": "/models/clip"}}],
+        "max_failed_share": 0.2,
+        "evaluation": {"samples": 4, "repeated_prompts": repeated},
+        "stages": [{"kind": "online", "prompts_per_step": 2}],
+    }
+    run = Recipe.model_validate(settings)
+    if message:
+        with pytest.raises(PromptError, match=message):
+            prepare_prompt_table(run, training, held_out=held_out)
+    else:
+        assert prepare_prompt_table(run, training, held_out=held_out)[0].num_rows == 32

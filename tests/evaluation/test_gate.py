@@ -159,6 +159,22 @@ def test_a_guardrail_that_nobody_measured_has_no_say_but_is_mentioned() -> None:
     assert "Guardrail tesseract was measured on neither side" in " ".join(result.reasons)
 
 
+def test_a_recipe_without_guardrails_is_told_from_one_whose_guardrails_held() -> None:
+    result = decide_by_gate(
+        Recipe.model_validate({"evaluation": {"resamples": 500}, "guardrails": []}),
+        evaluation("1.1 online"),
+        evaluation("before"),
+        samples(0.9),
+        samples(0.5),
+    )
+    assert result.promote
+    assert result.guardrails == []
+    assert len(result.reasons) == 4, "coverage, target, guardrails and statistics"
+    assert result.reasons[2] == (
+        "No guardrails are named: only the reward and the statistics of the images are compared."
+    )
+
+
 @pytest.mark.parametrize(
     ("candidate", "champion", "absent"),
     [({"similarity": 0.85}, BEFORE, "candidate"), (BEFORE, {"similarity": 0.8}, "champion")],

@@ -174,11 +174,6 @@ WRONG = {
         BRANCHES,
         r"stages.0 trains on pairs, whose prompts are of no branch; take branch: words out of it",
     ),
-    "a guardrail": (
-        STAGES,
-        {"words": {"rewards": [{"name": "tesseract"}]}, "signs": {}},
-        r"tesseract.* cannot be trained on",
-    ),
 }
 
 
@@ -187,6 +182,51 @@ def test_what_cannot_be_a_branch_is_refused(case: str) -> None:
     stages, branches, message = WRONG[case]
     with pytest.raises(RecipeError, match=message):
         Recipe.model_validate(branched(stages, branches, guardrails=["tesseract"]))
+
+
+def test_a_branch_cannot_train_on_a_guardrail_that_the_recipe_names() -> None:
+    branches = {"words": {"rewards": [{"name": "tesseract"}]}, "signs": {}}
+    with pytest.raises(RecipeError, match=r"tesseract.* cannot be trained on"):
+        Recipe.model_validate(branched(STAGES, branches, guardrails=["tesseract"]))
+    # A default guardrail gives way to the branch that trains on it.
+    recipe = Recipe.model_validate(branched(STAGES, branches))
+    assert [guardrail.column for guardrail in recipe.guardrails] == ["similarity"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_guardrails_of_a_branch_are_default_where_those_of_the_run_are(named: bool) -> None:
+    mixture = [{"name": name, "source": f"{name}.txt"} for name in ("letters", "scenes")]
+    rewards = [
+        {"name": "similarity", "prompts": ["letters"]},
+        {"name": "pickscore", "path": "/models/pickscore", "prompts": ["scenes"]},
+    ]
+    settings = {
+        "model": {"family": "mine.family:Own", "path": "base"},
+        "prompts": {"mixture": mixture},
+        "rewards": rewards,
+        "branches": {name: {"prompts": [name]} for name in ("letters", "scenes")},
+        "stages": [
+            {"kind": "online", "branch": "letters"},
+            {"kind": "online", "branch": "scenes"},
+            {
+                "kind": "online",
+                "algorithm": {
+                    "name": "distillation",
+                    "teachers": {name: f"branch:{name}" for name in ("letters", "scenes")},
+                },
+            },
+        ],
+    }
+    if named:
+        settings["guardrails"] = ["tesseract", "jpeg_incompressibility"]
+    recipe = Recipe.model_validate(settings)
+    for name in ("letters", "scenes"):
+        view = recipe.select_branch(name)
+        # The scenes do not train on similarity, which is no guardrail of the run all the same.
+        assert view.guardrails == recipe.guardrails
+        assert view.has_default_guardrails is not named
+        assert view.select_scorable_guardrails(num_texts=0) == (recipe.guardrails if named else [])
+        assert view.canonical_json.count("run_has_default") == 0
 
 
 def test_a_branch_has_the_rewards_and_guardrails_of_its_sets() -> None:

@@ -721,6 +721,8 @@ def test_a_reward_of_videos_needs_a_model_that_draws_them():
     [
         ({}, ["tesseract", "similarity"]),
         ({"rewards": ["similarity"]}, ["tesseract"]),
+        ({"rewards": [{"name": "similarity", "label": "likeness"}]}, ["tesseract"]),
+        ({"rewards": [{"name": "ocr", "label": "similarity"}]}, ["tesseract"]),
         ({"rewards": ["tesseract", "similarity"]}, []),
         ({"model": {"family": "sd3", "path": "somewhere"}}, []),
         ({"model": {"family": "mine.family:Own", "path": "x"}}, ["tesseract", "similarity"]),
@@ -758,3 +760,14 @@ def test_code_beside_the_recipe_and_in_the_working_directory_is_found(
         assert load_recipe("recipes/recipe.yaml").evaluation.sampler == f"{module}:SAMPLER"
     # Last, so that a file of the user's hides no installed package.
     assert sys.path[-2:] == [str(folder), str(tmp_path)]
+
+
+def test_a_folder_of_pythonpath_keeps_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "recipe.yaml").write_text("name: mine\n")
+    before = list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    load_recipe("recipe.yaml")
+    assert sys.path == before
