@@ -252,6 +252,9 @@ def _fork_server(executable: str, arguments: list[str], descriptors: list[int]) 
         return process
     listener, alive = descriptors
     try:
+        # ``ensure_running`` holds this lock while it forks. A fork of the server would wait for it
+        # for ever as soon as it starts a server of its own.
+        forkserver._forkserver._lock = threading.RLock()  # type: ignore[attr-defined]
         # The server ends after the ranks, which save first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The server ends when nobody holds the other end of this pipe. The fork holds one itself,

@@ -5,6 +5,7 @@ launcher.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -181,3 +182,38 @@ def test_sockets_have_short_paths_however_long_the_output_is(
     _create_socket_folder()
     assert len(util.get_temp_dir()) < 40
     assert tempfile.gettempdir() == str(folder)
+
+
+STARTS_A_SERVER = """
+import multiprocessing
+from multiprocessing import forkserver
+
+from ebbflow.recipe import Recipe
+from tasks.elastic import preload_fork_server
+
+def start_server():
+    forkserver.ensure_running()
+
+
+if __name__ == "__main__":
+    assert preload_fork_server(Recipe())
+    rank = multiprocessing.get_context("forkserver").Process(target=start_server)
+    rank.start()
+    rank.join(120)
+    print(rank.exitcode)
+    rank.kill()
+"""
+
+
+def test_a_rank_can_start_a_fork_server_of_its_own(tmp_path: Path) -> None:
+    """A lock that the launcher held when it forked the server would stop the rank for ever."""
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS_A_SERVER)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout.split() == ["0"], done.stderr
