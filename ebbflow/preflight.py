@@ -80,16 +80,7 @@ def check_recipe(
     # What costs little is checked first: a wrong path should not wait for an import of torch.
     prepared = _read_prompt_table(recipe, on_cluster)
     prompts = _choose_tried_prompts(recipe, prepared[0]) if prepared else []
-    notes = describe_passes(recipe)
-    if prepared:
-        table, report = prepared
-        notes = [report, *describe_prompts(recipe, table), *notes]
-        notes += _describe_unused_guardrails(recipe, table)
-    if not recipe.guardrails:
-        notes.append(
-            "no guardrails are named: the gate compares only the reward and the statistics of the"
-            " images; name some under 'guardrails' to see whether the reward is gamed"
-        )
+    notes = _write_notes(recipe, prepared)
     _check_stages(recipe, on_cluster, processes)
     for path in recipe.plugin_paths:
         import_object(path)
@@ -108,6 +99,21 @@ def check_recipe(
     _warn_of_evaluation_sampler(recipe)
     if prompts and not on_cluster:
         notes += _try_rewards(recipe, prompts)
+    return notes
+
+
+def _write_notes(recipe: Recipe, prepared: tuple[pa.Table, str] | None) -> list[str]:
+    """Write what a reader of the recipe may want to know, a line each."""
+    notes = describe_passes(recipe)
+    if prepared:
+        table, report = prepared
+        notes = [report, *describe_prompts(recipe, table), *notes]
+        notes += _describe_unused_guardrails(recipe, table)
+    if not recipe.guardrails:
+        notes.append(
+            "no guardrails are named: the gate compares only the reward and the statistics of the"
+            " images; name some under 'guardrails' to see whether the reward is gamed"
+        )
     return notes
 
 
